@@ -32,7 +32,7 @@ def _quiet(what: str, done: int, total: int) -> None:
 
 
 def test_runs_are_killed_resumed_and_written_down(tmp_path: Path) -> None:
-    """Exact checkpoints end in equal bits; lossy ones lose tokens; document and picture say so."""
+    """Exact checkpoints end in equal bits; partial ones lose tokens; document and picture say so."""
     argv = ["bench", "quality", "--json", "--quality-quick", "--quality-seeds", "1", "--quality-out", str(tmp_path)]
 
     def work() -> tuple[int, str]:
@@ -89,7 +89,7 @@ def _run(
     ],
 )
 def test_verdicts_can_be_bad(system: System, final: float, identical: bool | None, wanted: QualityVerdict) -> None:
-    """An exact policy has to have equal bits, a lossy one the tolerance, and the ablation more than that."""
+    """An exact policy has to have equal bits, a partial one the tolerance, and the ablation more than that."""
     runs = [_run("none", 3.0, loss="nothing"), _run("control", 3.001, loss="nothing")]
     figures = judge([*runs, _run(system, final, identical=identical)])
     assert [figure.verdict for figure in figures] == ["reference", "reference", wanted]

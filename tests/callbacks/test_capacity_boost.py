@@ -36,7 +36,7 @@ BASE = round(FACTOR * TOKENS / E)
 """Slots of an expert in one forward, top-1."""
 
 
-class Lossy(DenseCheckpoint):
+class PartialRun(DenseCheckpoint):
     """Says that tokens were lost, as a partial restore does; what is stored and restored is real."""
 
     def __init__(self, url: str, lost: tuple[int, ...]) -> None:
@@ -70,7 +70,7 @@ class Model(LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         assert self.moe is not None
         if self.fail_at == self.global_step:
-            checkpoint = next(each for each in self.trainer.callbacks if isinstance(each, Lossy))  # type: ignore[attr-defined]
+            checkpoint = next(each for each in self.trainer.callbacks if isinstance(each, PartialRun))  # type: ignore[attr-defined]
             assert checkpoint.wait_committed(60)
             raise RuntimeError("crash")
         before_E = self.moe.tokens_per_expert + self.moe.drops_per_expert
@@ -116,7 +116,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def test_debts_are_repaid_with_extra_tokens_and_capacity_goes_back(tmp_path: Path) -> None:
     """A tenth more from the second step on; paid is only what would have been dropped; then the value is the old one."""
     module, boost = Model(), CapacityBoost()
-    fit(module, Lossy(str(tmp_path), (3, 0, 0, 0)), boost)
+    fit(module, PartialRun(str(tmp_path), (3, 0, 0, 0)), boost)
     assert module.live[0] == FACTOR
     boosted = [i for i, live in enumerate(module.live) if live != FACTOR]
     assert boosted, "the live capacity changed"
@@ -137,7 +137,7 @@ def test_debts_are_repaid_with_extra_tokens_and_capacity_goes_back(tmp_path: Pat
 def test_what_experts_in_debt_get_is_taken_from_unused_capacity(tmp_path: Path) -> None:
     """As much as they get; experts that have no room give nothing, and nobody drops a token for it."""
     module = Model()
-    fit(module, Lossy(str(tmp_path), (1000, 0, 0, 0)), CapacityBoost(0.2))
+    fit(module, PartialRun(str(tmp_path), (1000, 0, 0, 0)), CapacityBoost(0.2))
     for step in range(1, len(module.live)):
         live, before = module.live[step], module.routed[step - 1]
         assert sum(live) == pytest.approx(E * FACTOR)
@@ -153,7 +153,7 @@ def test_without_a_loss_nothing_is_different(tmp_path: Path) -> None:
     for name, lost in (("none", None), ("boost", (0, 0, 0, 0))):
         module = Model()
         callbacks = [] if lost is None else [CapacityBoost()]
-        fit(module, Lossy(str(tmp_path / name), (0, 0, 0, 0)), *callbacks)
+        fit(module, PartialRun(str(tmp_path / name), (0, 0, 0, 0)), *callbacks)
         runs.append((weights(module), module.live, module.routed))
         assert set(module.live) == {FACTOR}
     exact, boost = Model(), CapacityBoost()
@@ -166,20 +166,20 @@ def test_without_a_loss_nothing_is_different(tmp_path: Path) -> None:
 def test_a_loss_makes_a_difference(tmp_path: Path) -> None:
     """The comparison above can fail: with debts the same run ends elsewhere."""
     with_debts, without = Model(), Model()
-    fit(with_debts, Lossy(str(tmp_path / "a"), (5, 0, 0, 0)), CapacityBoost())
-    fit(without, Lossy(str(tmp_path / "b"), (5, 0, 0, 0)))
+    fit(with_debts, PartialRun(str(tmp_path / "a"), (5, 0, 0, 0)), CapacityBoost())
+    fit(without, PartialRun(str(tmp_path / "b"), (5, 0, 0, 0)))
     assert not same(weights(with_debts), weights(without))
 
 
 def test_debts_survive_a_further_crash(tmp_path: Path) -> None:
     """In the middle of repaying: debts, raised capacity and the end are those of a run that was not interrupted."""
     whole, boost = Model(), CapacityBoost()
-    fit(whole, Lossy(str(tmp_path / "whole"), (4, 0, 0, 0)), boost)
+    fit(whole, PartialRun(str(tmp_path / "whole"), (4, 0, 0, 0)), boost)
     first = CapacityBoost()
     with pytest.raises(RuntimeError, match="crash"):
-        fit(Model(fail_at=3), Lossy(str(tmp_path / "run"), (4, 0, 0, 0)), first)
+        fit(Model(fail_at=3), PartialRun(str(tmp_path / "run"), (4, 0, 0, 0)), first)
     second, again = Model(), CapacityBoost()
-    fit(second, checkpoint := Lossy(str(tmp_path / "run"), (4, 0, 0, 0)), again)
+    fit(second, checkpoint := PartialRun(str(tmp_path / "run"), (4, 0, 0, 0)), again)
     assert checkpoint.report.resumed_from == 3
     assert second.live == whole.live[-len(second.live) :]
     assert second.live[0] != FACTOR, "it resumed while capacity was raised"
@@ -189,7 +189,7 @@ def test_debts_survive_a_further_crash(tmp_path: Path) -> None:
 
 def test_another_loss_adds_to_the_debts(tmp_path: Path) -> None:
     """What is repaid stays repaid, what the accounting has lost in all is owed less that."""
-    fit(Model(), Lossy(str(tmp_path), (3, 0, 0, 0)), first := CapacityBoost(), steps=8)
+    fit(Model(), PartialRun(str(tmp_path), (3, 0, 0, 0)), first := CapacityBoost(), steps=8)
     repaid = first.state_dict()["moe"]["repaid"][0]
     assert repaid >= 3
     seen: list[dict[str, tuple[int, ...]]] = []
@@ -199,7 +199,7 @@ def test_another_loss_adds_to_the_debts(tmp_path: Path) -> None:
         def on_train_batch_start(self, *args: object) -> None:
             seen.append(second.debts)
 
-    fit(Model(), Lossy(str(tmp_path), (900, 0, 7, 0)), second := CapacityBoost(), Look(), steps=10)
+    fit(Model(), PartialRun(str(tmp_path), (900, 0, 7, 0)), second := CapacityBoost(), Look(), steps=10)
     assert seen[0] == {"moe": (900 - repaid, 0, 7, 0)}
 
 
@@ -209,7 +209,7 @@ def test_what_is_owed_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.INFO, logger="lightning_moe_ckpt"):
         fit(
             Model(),
-            Lossy(str(tmp_path / "run"), (3, 0, 0, 0)),
+            PartialRun(str(tmp_path / "run"), (3, 0, 0, 0)),
             CapacityBoost(),
             logger=logger,
             log_every_n_steps=1,
@@ -221,7 +221,7 @@ def test_what_is_owed_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 def test_layers_that_drop_nothing_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """There is no capacity to raise."""
-    fit(module := Model(factor=0.0), Lossy(str(tmp_path), (3, 0, 0, 0)), CapacityBoost(), steps=2)
+    fit(module := Model(factor=0.0), PartialRun(str(tmp_path), (3, 0, 0, 0)), CapacityBoost(), steps=2)
     assert module.live == [0.0, 0.0]
     assert "['moe'] drop no tokens: what their experts have lost is not made up for" in caplog.text
 
@@ -242,7 +242,7 @@ def test_expert_parallel_ranks_agree(tmp_path: Path) -> None:
     def work(rank: int) -> tuple[list[Any], dict[str, Any]]:
         module, boost = Model(), CapacityBoost()
         strategy = MoEStrategy(expert_parallel=2)
-        fit(module, Lossy(str(tmp_path), (9, 0, 0, 0)), boost, strategy=strategy, devices=2, steps=6)
+        fit(module, PartialRun(str(tmp_path), (9, 0, 0, 0)), boost, strategy=strategy, devices=2, steps=6)
         return module.live, boost.state_dict()
 
     first, second = run_world(2, work, process_group=False, timeout=timedelta(seconds=120))
@@ -288,7 +288,7 @@ class Switch(LightningModule):
 def test_switch_gets_one_more_place_per_sequence_until_it_has_repaid(tmp_path: Path) -> None:
     """A tenth more of 4 is 5; paid are the tokens beyond 4 in each sequence; then the capacity is 4 again."""
     module, boost = Switch(), CapacityBoost()
-    fit(module, Lossy(str(tmp_path), (3, 0, 0, 0)), boost)
+    fit(module, PartialRun(str(tmp_path), (3, 0, 0, 0)), boost)
     boosted = [i for i, live in enumerate(module.live) if live != 4]
     assert boosted
     assert all(module.live[step][0] == 5 for step in boosted)
@@ -341,8 +341,8 @@ class Mixtral(LightningModule):
 def test_nearly_chosen_experts_repay_where_nothing_is_dropped(tmp_path: Path) -> None:
     """A tenth more tokens, exactly, while there is a debt; every token still has two experts; then none is moved."""
     plain, boosted, boost = Mixtral(), Mixtral(), CapacityBoost(dropless=True)
-    fit(plain, Lossy(str(tmp_path / "plain"), (0, 0, 0, 0)), boost)
-    fit(boosted, Lossy(str(tmp_path / "boosted"), (0, 5, 0, 0)), boost)
+    fit(plain, PartialRun(str(tmp_path / "plain"), (0, 0, 0, 0)), boost)
+    fit(boosted, PartialRun(str(tmp_path / "boosted"), (0, 5, 0, 0)), boost)
     debt = 5
     for usual, found in zip(plain.chosen, boosted.chosen, strict=True):
         assert sum(found) == 2 * TOKENS
@@ -357,8 +357,8 @@ def test_nearly_chosen_experts_repay_where_nothing_is_dropped(tmp_path: Path) ->
 def test_without_being_asked_layers_that_drop_nothing_are_left_alone(tmp_path: Path) -> None:
     """It is an extension, and off."""
     plain, left = Mixtral(), Mixtral()
-    fit(plain, Lossy(str(tmp_path / "plain"), (0, 0, 0, 0)), steps=3)
-    fit(left, Lossy(str(tmp_path / "left"), (0, 5, 0, 0)), CapacityBoost(), steps=3)
+    fit(plain, PartialRun(str(tmp_path / "plain"), (0, 0, 0, 0)), steps=3)
+    fit(left, PartialRun(str(tmp_path / "left"), (0, 5, 0, 0)), CapacityBoost(), steps=3)
     assert left.chosen == plain.chosen
 
 
@@ -389,8 +389,8 @@ def test_a_term_beside_the_bias_repays_and_goes(tmp_path: Path) -> None:
     """Paid is what the router would not have chosen in the same forward; the trained bias keeps its bits."""
     plain, nudged, boost = DeepSeek(), DeepSeek(), CapacityBoost(0.5, dropless=True)
     bias = nudged.moe.gate.e_score_correction_bias.clone()
-    fit(plain, Lossy(str(tmp_path / "plain"), (0, 0, 0, 0)), steps=20)
-    fit(nudged, Lossy(str(tmp_path / "nudged"), (0, 5, 0, 0)), boost, steps=20)
+    fit(plain, PartialRun(str(tmp_path / "plain"), (0, 0, 0, 0)), steps=20)
+    fit(nudged, PartialRun(str(tmp_path / "nudged"), (0, 5, 0, 0)), boost, steps=20)
     debt, steps = 5, 0
     for usual, found in zip(plain.chosen, nudged.chosen, strict=True):
         assert sum(found) == 2 * TOKENS

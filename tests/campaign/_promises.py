@@ -1,4 +1,4 @@
-"""What a lossy restart has to give, worked out from what was left on nodes and in storage, and what it gave."""
+"""What a partial restart has to give, worked out from what was left on nodes and in storage, and what it gave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from campaign._campaign import checkpoints
-from campaign._lossy_damage import Spoilt, stored_markers
+from campaign._partial_damage import Spoilt, stored_markers
 from campaign._states import Key
 from lightning_moe_ckpt.journal import decode_journal
 from lightning_moe_ckpt.policies import TokenLedger
@@ -75,7 +75,7 @@ class Restarts:
         return json.loads(self._file(life, rank, what).read_text())
 
     def _file(self, life: int, rank: int, what: str) -> Path:
-        return self.workdir / f"lossy.{life}.{rank}.{what}"
+        return self.workdir / f"partial.{life}.{rank}.{what}"
 
     @cached_property
     def sizes(self) -> dict[str, int]:

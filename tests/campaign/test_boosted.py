@@ -1,4 +1,4 @@
-"""Experts that a real lossy recovery has put back get more capacity, through a further crash, until they have made up for it."""
+"""Experts that a real partial recovery has put back get more capacity, through a further crash, until they have made up for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from campaign._boosted import BoostedSetup, Boosting, logged
 from campaign._campaign import Campaigns
-from campaign._lossy import Machines, train_lossy
+from campaign._partial_runs import Machines, train_partial
 from campaign._promises import Restarts
 from campaign._training import Checkpointing
 from lightning_moe_ckpt.testing._kill import Kill
@@ -39,7 +39,7 @@ def boosted_setup(world_size: int, scope: str) -> BoostedSetup:
 def run_boosted(campaigns: Campaigns, folder: Path, world_size: int, scope: str, **options: Any) -> Restarts:
     setup = boosted_setup(world_size, scope)
     machines = Machines(folder, (0,) * world_size)
-    return Restarts(campaigns.run(setup, *KILLS, fit=partial(train_lossy, setup, machines), **options))
+    return Restarts(campaigns.run(setup, *KILLS, fit=partial(train_partial, setup, machines), **options))
 
 
 def require_boosted(found: Restarts, boosting: Boosting, scope: str) -> None:

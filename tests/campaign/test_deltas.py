@@ -18,8 +18,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from campaign._campaign import Campaigns
-from campaign._lossy import Machines, train_lossy
 from campaign._nodes import leave_only_copies
+from campaign._partial_runs import Machines, train_partial
 from campaign._promises import Restarts
 from campaign._training import Setup
 from campaign.test_selective import STORED, selective_setup
@@ -64,7 +64,7 @@ def train_followed(
         leave_only_copies(STORED, Follows(life))
     if optimizer is not None:
         Seam(module="campaign._training", attribute="make_optimizer", replacement=partial(_grouped, optimizer)).apply()
-    return train_lossy(setup, machines, life)
+    return train_partial(setup, machines, life)
 
 
 def _grouped(make: Callable[..., torch.optim.Optimizer], name: str, module: LightningModule) -> torch.optim.Optimizer:

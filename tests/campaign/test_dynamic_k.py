@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from campaign._campaign import Campaigns
-from campaign._lossy import Machines, train_lossy
+from campaign._partial_runs import Machines, train_partial
 from campaign._promises import Restarts
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.policies import TokenLedger
@@ -51,7 +51,7 @@ class Story:
         )
         turns = tuple((fault % self.nodes,) for fault in range(self.faults)) if self.nodes > 1 else ()
         machines = Machines(folder, tuple(range(self.nodes)), lost=turns, replicas=0)
-        fit = partial(train_lossy, setup, machines)
+        fit = partial(train_partial, setup, machines)
         return Restarts(campaigns.run(setup, *kills, fit=fit, patience=600.0, **options))
 
 

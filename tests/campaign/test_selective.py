@@ -15,8 +15,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from campaign._campaign import Campaigns
-from campaign._lossy import Machines, train_lossy
 from campaign._nodes import leave_only_copies
+from campaign._partial_runs import Machines, train_partial
 from campaign._promises import Restarts
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
@@ -55,7 +55,7 @@ def selective_setup(world_size: int, expert_parallel: int, local: int = 3, remot
 
 
 def restarts(campaigns: Campaigns, setup: Setup, machines: Machines, *kills: Kill, fit: Fit | None = None) -> Restarts:
-    lives = campaigns.run(setup, *kills, fit=fit or partial(train_lossy, setup, machines))
+    lives = campaigns.run(setup, *kills, fit=fit or partial(train_partial, setup, machines))
     assert [life.outcome for life in lives] == [*["killed"] * len(kills), "finished"], lives[-1].log()
     assert "no room for an expert" not in "".join(life.log() for life in lives)
     return Restarts(lives)
@@ -105,7 +105,7 @@ def train_with_copies(setup: Setup, machines: Machines, life: Attempt) -> Mappin
     """In the first life storage fails after a few generations, and the last steps wait for copies of new ones."""
     if life.index == 0:
         leave_only_copies(STORED, AwaitsCopies())
-    return train_lossy(setup, machines, life)
+    return train_partial(setup, machines, life)
 
 
 class AwaitsCopies(Callback):

@@ -178,7 +178,7 @@ def test_steps_in_batches_end_where_steps_one_by_one_do() -> None:
     assert equal(whole, pieces)
 
 
-def test_a_lossless_replay_and_a_lossy_one_differ_by_what_was_dropped() -> None:
+def test_a_lossless_replay_and_a_compressed_one_differ_by_what_was_dropped() -> None:
     """The dense form of a compressed gradient replays to the same bits as the compressed form."""
     compressed = compress_gradients([torch.randn(200_000)])[0]
     one, two = random_state(200_000), random_state(200_000)

@@ -1,4 +1,4 @@
-"""Which experts a lossy generation takes: as many as were asked for, the same on all ranks, and none forgotten."""
+"""Which experts a partial generation takes: as many as were asked for, the same on all ranks, and none forgotten."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules of other folders of tests are `stored._x`
 
 from lightning_moe_ckpt.tiers import shared_directory
-from recovery._lossy_world import TAKEN, LossyWorld, Taken
+from recovery._partial_world import TAKEN, PartialWorld, Taken
 from recovery._world import World
 
 MakeWorld = Callable[..., World]
-MakeLossy = Callable[..., LossyWorld]
+MakePartial = Callable[..., PartialWorld]
 
 
 @pytest.fixture
@@ -40,14 +40,14 @@ def world(make_world: MakeWorld) -> World:
 
 
 @pytest.fixture(params=[True, False], ids=["references", "searching"])
-def make_lossy(request: pytest.FixtureRequest) -> Iterator[MakeLossy]:
+def make_partial(request: pytest.FixtureRequest) -> Iterator[MakePartial]:
     """Makes a world from the names of its ranks' nodes."""
     with tempfile.TemporaryDirectory(dir=shared_directory()) as shared:
 
-        def make(*names: str, taken: Mapping[int, Taken] = TAKEN) -> LossyWorld:
+        def make(*names: str, taken: Mapping[int, Taken] = TAKEN) -> PartialWorld:
             nodes = [Path(shared) / name for name in names]
             for node in nodes:
                 node.mkdir(exist_ok=True)
-            return LossyWorld(Path(shared) / "run", nodes, taken, uses_references=request.param)
+            return PartialWorld(Path(shared) / "run", nodes, taken, uses_references=request.param)
 
         yield make

@@ -15,12 +15,12 @@ from lightning_moe_ckpt.coordination._exchange import Exchange
 from lightning_moe_ckpt.parallel import build_groups
 from lightning_moe_ckpt.storage import SegmentEntry
 from lightning_moe_ckpt.tiers import Holding
-from recovery._lossy_world import EXPERTS, experts_found
+from recovery._partial_world import EXPERTS, experts_found
 from recovery._processes import in_processes
 from recovery._world import Node, World, require_part, sources
-from recovery.conftest import MakeLossy, MakeWorld
+from recovery.conftest import MakePartial, MakeWorld
 from recovery.test_fallbacks import NEW, OLD, flip
-from recovery.test_lossy import committed, kept
+from recovery.test_partial import committed, kept
 
 PLACEMENTS = [("a", "a", "b"), ("a", "b", "b", "a")]
 
@@ -124,24 +124,24 @@ def test_a_process_that_dies_while_it_sends_is_an_error_for_the_others(make_worl
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=" ".join)
-def test_a_lossy_generation_is_put_together_by_processes(
-    make_lossy: MakeLossy, tmp_path: Path, placement: tuple[str, ...]
+def test_a_partial_generation_is_put_together_by_processes(
+    make_partial: MakePartial, tmp_path: Path, placement: tuple[str, ...]
 ) -> None:
     """One node is lost; its ranks take experts from the other's copies, and what nobody's memory has from storage."""
-    world = make_lossy(*placement)
+    world = make_partial(*placement)
     committed(world, 0, 1, 2)
     kept(world, [3, 4], replicas=True)
     lose(world, ["a"])
     run_id, commits = world.offered()
 
     def work(rank: int) -> list[int]:
-        found, reasons = world.lossy_life(Exchange(build_groups()), run_id, commits)
+        found, reasons = world.partial_life(Exchange(build_groups()), run_id, commits)
         assert found is not None, reasons
         torch.save(found[1].segments[0], tmp_path / f"{rank}.pt")
         return [found[0].step, *(found[1].chosen.generations[expert].step for expert in EXPERTS)]
 
     assert in_processes(world.world_size, work) == [[4, 3, 3, 4, 4]] * world.world_size
-    in_threads_too = world.restore_lossy()
+    in_threads_too = world.restore_partial()
     for rank, each in enumerate(in_threads_too):
         assert each is not None
         assert torch.equal(each[1].segments[0], torch.load(tmp_path / f"{rank}.pt"))

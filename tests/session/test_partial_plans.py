@@ -1,4 +1,4 @@
-"""Which experts lossy generations take, as tiers keep up or do not, and what is counted."""
+"""Which experts partial generations take, as tiers keep up or do not, and what is counted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from session._lossy_model import NUM_EXPERTS, rank_of_world
+from session._partial_model import NUM_EXPERTS, rank_of_world
 from torch import nn
 
 from lightning_moe_ckpt.coordination._exchange import Exchange

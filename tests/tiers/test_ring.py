@@ -184,7 +184,7 @@ def test_windows_follow_each_other_in_the_slots_that_were_asked_for() -> None:
 
 
 def test_several_generations_are_kept_where_one_has_not_everything() -> None:
-    """A ring for lossy windows of one segment never meets a full ring either, and says so before a window begins."""
+    """A ring for partial windows of one segment never meets a full ring either, and says so before a window begins."""
     ring = memory_ring(slots_needed(1, keep=4))
     ring.keep = 4
     for generation in range(1, 12):

@@ -1,4 +1,4 @@
-"""What a lossy generation is put together from: each expert from where it is newest, whatever tiers and nodes that takes."""
+"""What a partial generation is put together from: each expert from where it is newest, whatever tiers and nodes that takes."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from itertools import product
 import pytest
 
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, Commit, RankMarker, RunStore
-from recovery._lossy_world import EXPERTS, TAKEN, LossyWorld, Taken, experts_found
-from recovery.conftest import MakeLossy
+from recovery._partial_world import EXPERTS, TAKEN, PartialWorld, Taken, experts_found
+from recovery.conftest import MakePartial
 from recovery.test_fallbacks import flip
 
 
-def kept(world: LossyWorld, steps: Sequence[int], *ranks: int, replicas: bool = False) -> None:
+def kept(world: PartialWorld, steps: Sequence[int], *ranks: int, replicas: bool = False) -> None:
     """Memory of each rank's node, and with `replicas` of every node, has these generations of those ranks."""
     for rank in ranks or range(world.world_size):
         for node in world.tiers if replicas else [world.nodes[rank]]:
             world.remember(steps, rank, node)
 
 
-def committed(world: LossyWorld, *steps: int) -> None:
+def committed(world: PartialWorld, *steps: int) -> None:
     for step in steps:
         world.commit(step)
 
 
-def restored(world: LossyWorld, dead: Sequence[int] = ()) -> tuple[int, list[int]]:
+def restored(world: PartialWorld, dead: Sequence[int] = ()) -> tuple[int, list[int]]:
     """The step, and the step of each expert in order."""
-    step, sources = experts_found(world, world.restore_lossy(dead))
+    step, sources = experts_found(world, world.restore_partial(dead))
     return step, [sources[expert] for expert in EXPERTS]
 
 
-def test_a_smaller_copy_on_the_same_node_is_tried_too(make_lossy: MakeLossy) -> None:
+def test_a_smaller_copy_on_the_same_node_is_tried_too(make_partial: MakePartial) -> None:
     """The ring has the files of memory too, the replica those of every tier: what is bad in one comes from the other."""
-    world = make_lossy("a", "b")
+    world = make_partial("a", "b")
     committed(world, 0)
     kept(world, [3, 4])
     flip_in_memory(world, 0, 4, "dense")
@@ -42,24 +42,24 @@ def test_a_smaller_copy_on_the_same_node_is_tried_too(make_lossy: MakeLossy) -> 
     assert restored(world) == (4, [3, 3, 4, 4])
 
 
-def test_memory_gives_every_expert_from_its_newest_turn(make_lossy: MakeLossy) -> None:
+def test_memory_gives_every_expert_from_its_newest_turn(make_partial: MakePartial) -> None:
     """Storage has nothing but the start, and is not needed."""
-    world = make_lossy("a", "b", "c")
+    world = make_partial("a", "b", "c")
     committed(world, 0)
     kept(world, [2, 3, 4])
     assert restored(world) == (4, [3, 3, 4, 4])
 
 
-def test_storage_alone_gives_what_it_took(make_lossy: MakeLossy) -> None:
+def test_storage_alone_gives_what_it_took(make_partial: MakePartial) -> None:
     """One expert per generation, each from its own turn; how the dense generation cuts experts does not matter."""
-    world = make_lossy("a", "b", "c")
+    world = make_partial("a", "b", "c")
     committed(world, 0, 1, 2, 4)
     assert restored(world) == (4, [1, 0, 2, 4])
 
 
-def test_memory_of_surviving_nodes_gives_newer_experts_than_storage(make_lossy: MakeLossy) -> None:
+def test_memory_of_surviving_nodes_gives_newer_experts_than_storage(make_partial: MakePartial) -> None:
     """Two ranks hold experts in pieces: one that lost its memory brings an expert down to what storage has of it."""
-    world = make_lossy("a", "b", "c")
+    world = make_partial("a", "b", "c")
     committed(world, 0, 1, 2, 3, 4)
     kept(world, [3, 4], 0, 1)
     assert restored(world) == (4, [1, 3, 2, 4])
@@ -67,9 +67,9 @@ def test_memory_of_surviving_nodes_gives_newer_experts_than_storage(make_lossy: 
     assert restored(world) == (4, [3, 3, 4, 4])
 
 
-def test_replicas_of_a_lost_node_keep_its_experts_as_new(make_lossy: MakeLossy) -> None:
+def test_replicas_of_a_lost_node_keep_its_experts_as_new(make_partial: MakePartial) -> None:
     """The ranks of the lost node pull from the other one, markers and records alike."""
-    world = make_lossy("a", "b")
+    world = make_partial("a", "b")
     committed(world, 0, 1)
     kept(world, [3, 4], replicas=True)
     for rank in range(2):
@@ -78,30 +78,30 @@ def test_replicas_of_a_lost_node_keep_its_experts_as_new(make_lossy: MakeLossy) 
     assert world.wire.nbytes[1, 0] > world.wire.nbytes[0, 1]
 
 
-def test_a_generation_that_one_rank_lost_in_memory_comes_from_what_storage_has_of_it(make_lossy: MakeLossy) -> None:
+def test_a_generation_that_one_rank_lost_in_memory_comes_from_what_storage_has_of_it(make_partial: MakePartial) -> None:
     """Ranks resume from one generation, of which they hold different files."""
-    world = make_lossy("a", "b")
+    world = make_partial("a", "b")
     committed(world, 0, 4)
     kept(world, [4], 0)
     assert restored(world) == (4, [0, 0, 0, 4])
 
 
-def test_what_the_log_forbids_supplies_nothing(make_lossy: MakeLossy) -> None:
+def test_what_the_log_forbids_supplies_nothing(make_partial: MakePartial) -> None:
     """Neither the generation nor any expert."""
-    world = make_lossy("a", "b")
+    world = make_partial("a", "b")
     committed(world, 0, 1, 2)
     kept(world, [3, 4])
     assert restored(world, dead=[4]) == (3, [3, 3, 2, 0])
     assert restored(world, dead=[3]) == (4, [1, 0, 4, 4])
 
 
-def test_without_a_copy_of_two_experts_older_generations_are_tried(make_lossy: MakeLossy) -> None:
+def test_without_a_copy_of_two_experts_older_generations_are_tried(make_partial: MakePartial) -> None:
     """Here in vain: the start is what they are missing from."""
-    world = make_lossy("a", "b")
+    world = make_partial("a", "b")
     committed(world, 0)
     kept(world, [4])
     world.stored(0, 1).unlink()
-    assert world.restore_lossy() == [None, None]
+    assert world.restore_partial() == [None, None]
     lossy, dense = world.reasons[0]
     assert lossy.startswith("no whole copy is left of 2 experts: e0 (")
     assert "rank 1: records of step 0: dense is nowhere" in dense
@@ -110,18 +110,18 @@ def test_without_a_copy_of_two_experts_older_generations_are_tried(make_lossy: M
 # -- bad records
 
 
-def flip_in_memory(world: LossyWorld, rank: int, step: int, what: str) -> None:
+def flip_in_memory(world: PartialWorld, rank: int, step: int, what: str) -> None:
     """A bit of a record in a rank's own memory, which holds steps up to 4."""
     ring = world.tiers[world.nodes[rank]].file_of(rank)
-    nbytes = len(world.lossy_part(step, rank, "memory")[1])
+    nbytes = len(world.partial_part(step, rank, "memory")[1])
     slots = (ring.stat().st_size - RING_HEADER_NBYTES) // -(-nbytes // 4096 * 4096)
     slot_nbytes = (ring.stat().st_size - RING_HEADER_NBYTES) // slots
     flip(ring, (slots - 1 - (4 - step)) * slot_nbytes + world.span(step, rank, "memory", what))
 
 
-def test_a_bad_record_of_the_dense_part_comes_from_storage(make_lossy: MakeLossy) -> None:
+def test_a_bad_record_of_the_dense_part_comes_from_storage(make_partial: MakePartial) -> None:
     """Which holds fewer files of the generation than memory."""
-    world = make_lossy("a", "b")
+    world = make_partial("a", "b")
     committed(world, 0, 4)
     kept(world, [3, 4])
     flip_in_memory(world, 0, 4, "dense")
@@ -129,10 +129,10 @@ def test_a_bad_record_of_the_dense_part_comes_from_storage(make_lossy: MakeLossy
 
 
 def test_a_bad_expert_falls_to_its_next_older_copy_alone(
-    make_lossy: MakeLossy, caplog: pytest.LogCaptureFixture
+    make_partial: MakePartial, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On one rank; the others bring the older one too, and other experts stay as they are."""
-    world = make_lossy("a", "b", "c")
+    world = make_partial("a", "b", "c")
     committed(world, 0, 1, 2, 3, 4)
     flip(world.stored(3, 1), world.span(3, 1, "storage", "e1"))
     with caplog.at_level(logging.ERROR):
@@ -143,37 +143,37 @@ def test_a_bad_expert_falls_to_its_next_older_copy_alone(
     assert restored(world) == (4, [0, 0, 2, 4])
 
 
-def test_a_bad_expert_with_another_copy_costs_nothing(make_lossy: MakeLossy) -> None:
+def test_a_bad_expert_with_another_copy_costs_nothing(make_partial: MakePartial) -> None:
     """Memory and storage both have it; a replica too."""
-    world = make_lossy("a", "b")
+    world = make_partial("a", "b")
     committed(world, 0, 1, 2, 3, 4)
     kept(world, [3, 4])
     flip(world.stored(3, 1), world.span(3, 1, "storage", "e1"))
     assert restored(world) == (4, [3, 3, 4, 4])
 
 
-def test_an_expert_that_is_bad_everywhere_costs_the_generation(make_lossy: MakeLossy) -> None:
+def test_an_expert_that_is_bad_everywhere_costs_the_generation(make_partial: MakePartial) -> None:
     """Back to the older one, by all ranks together, without a restart."""
-    world = make_lossy("a", "b", taken={**TAKEN, 2: Taken(dense=True)})
+    world = make_partial("a", "b", taken={**TAKEN, 2: Taken(dense=True)})
     committed(world, 0, 2)
     kept(world, [3, 4])
     assert restored(world) == (4, [3, 3, 4, 4])
     for step in (0, 2):
         flip(world.stored(step, 1), world.span(step, 1, "dense", "e3"))
     flip_in_memory(world, 0, 4, "e3")
-    assert world.restore_lossy() == [None, None]
+    assert world.restore_partial() == [None, None]
     assert world.reasons[0] == world.reasons[1]
     assert world.reasons[0][0].startswith("no whole copy is left of 1 experts: e3 (rank 0: e3 of step 4")
     assert all(world.stored(step, 1).name in world.reasons[0][0] for step in (0, 2)), "all its files are named"
 
 
 def test_a_bad_expert_falls_to_its_spare_where_no_other_marker_is_read(
-    make_lossy: MakeLossy, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+    make_partial: MakePartial, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The newest marker names both copies; those between may be gone."""
     if "searching" in request.node.name:
         pytest.skip("nothing references there")
-    world = make_lossy("a", "b", "c", taken={**TAKEN, 3: Taken(frozenset({"e0", "e1"}), frozenset({"e0"}))})
+    world = make_partial("a", "b", "c", taken={**TAKEN, 3: Taken(frozenset({"e0", "e1"}), frozenset({"e0"}))})
     world.spares = True
     committed(world, 0, 1, 2, 3, 4)
     for step in (0, 1, 2, 3):
@@ -183,9 +183,9 @@ def test_a_bad_expert_falls_to_its_spare_where_no_other_marker_is_read(
     assert "e0 of step 3" in caplog.text
 
 
-def test_generations_that_are_only_there_for_others_lend_what_they_have(make_lossy: MakeLossy) -> None:
+def test_generations_that_are_only_there_for_others_lend_what_they_have(make_partial: MakePartial) -> None:
     """The first one lost its manifest, so those that refer to it are no candidates; memory has one that is newer."""
-    world = make_lossy("a", "b")
+    world = make_partial("a", "b")
     committed(world, 0, 1, 3)
     kept(world, [4])
     world.forget(0)
@@ -195,14 +195,14 @@ def test_generations_that_are_only_there_for_others_lend_what_they_have(make_los
     assert restored(world) == (4, [1, 3, 4, 4])
 
 
-def test_experts_that_are_bad_everywhere_are_left_out_if_that_is_allowed(make_lossy: MakeLossy) -> None:
+def test_experts_that_are_bad_everywhere_are_left_out_if_that_is_allowed(make_partial: MakePartial) -> None:
     """Three ranks, of which one finds two bad copies: all others are as new as before, and all ranks say the same."""
-    world = make_lossy("a", "b", "c")
+    world = make_partial("a", "b", "c")
     world.allow_missing = True
     committed(world, 0, 1, 2, 3, 4)
     flip(world.stored(3, 1), world.span(3, 1, "storage", "e1"))
     flip(world.stored(0, 2), world.span(0, 2, "dense", "e1"))
-    found = world.restore_lossy()
+    found = world.restore_partial()
     assert experts_found(world, found) == (4, {"e0": 1, "e2": 2, "e3": 4})
     chosen = [part.chosen for each in found if each is not None for _, part in [each]]
     assert chosen[0] == chosen[1] == chosen[2]
@@ -213,12 +213,12 @@ def test_experts_that_are_bad_everywhere_are_left_out_if_that_is_allowed(make_lo
 
 
 def test_a_copy_that_is_bad_in_storage_on_one_rank_is_bad_there(
-    make_lossy: MakeLossy, request: pytest.FixtureRequest
+    make_partial: MakePartial, request: pytest.FixtureRequest
 ) -> None:
     """Whatever the others know of it: the last of three has lost its markers, and finds its own bad in memory."""
     if "searching" in request.node.name:
         pytest.skip("what storage has of it is not known there before it is asked for")
-    world = make_lossy("a", "b", "c")
+    world = make_partial("a", "b", "c")
     committed(world, 0, 1, 2, 3, 4)
     kept(world, [3, 4])
     flip(world.stored(3, 0), world.span(3, 0, "storage", "e1"))
@@ -226,7 +226,7 @@ def test_a_copy_that_is_bad_in_storage_on_one_rank_is_bad_there(
         flip_in_memory(world, rank, 3, "e1")
     for step in (3, 4):
         world.marker_in_storage(step, 2).unlink()
-    found = world.restore_lossy()
+    found = world.restore_partial()
     assert experts_found(world, found) == (4, {"e0": 3, "e1": 0, "e2": 4, "e3": 4})
     for each in found:
         assert each is not None
@@ -237,10 +237,10 @@ def test_a_copy_that_is_bad_in_storage_on_one_rank_is_bad_there(
 
 
 def test_one_commit_says_where_everything_older_is(
-    make_lossy: MakeLossy, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    make_partial: MakePartial, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A marker that references names the files; without that, markers are read as far back as needed, and no further."""
-    world = make_lossy("a", "b")
+    world = make_partial("a", "b")
     committed(world, 0, 1, 2, 3, 4)
     read: list[int] = []
     original = RunStore.read_marker
@@ -255,9 +255,9 @@ def test_one_commit_says_where_everything_older_is(
     assert sorted(read) == ([4, 4] if borrowing else [1, 1, 2, 2, 3, 3, 4, 4])
 
 
-def test_ranks_tell_each_other_what_a_generation_says(make_lossy: MakeLossy) -> None:
+def test_ranks_tell_each_other_what_a_generation_says(make_partial: MakePartial) -> None:
     """The first that can read its own record of it, past one whose copy is bad; nothing of what nobody can read."""
-    world = make_lossy("a", "b")
+    world = make_partial("a", "b")
     committed(world, 0, 1, 2, 3)
     flip(world.stored(3, 0), world.span(3, 0, "storage", "journal"))
     for rank in range(2):
@@ -279,10 +279,10 @@ STATES = list(product([(), (3, 4), (2, 3, 4)], [(), (3, 4)], [(0,), (0, 1, 2), (
 
 @pytest.mark.parametrize("state", STATES, ids=str)
 def test_every_state_gives_what_trying_everything_gives(
-    make_lossy: MakeLossy, state: tuple[tuple[int, ...], ...]
+    make_partial: MakePartial, state: tuple[tuple[int, ...], ...]
 ) -> None:
     """The model: the newest generation with something of everybody, and per expert the newest one that all can be given."""
-    world = make_lossy("a", "b")
+    world = make_partial("a", "b")
     memories, stored = state[:2], state[2]
     committed(world, *stored)
     for rank, steps in enumerate(memories):

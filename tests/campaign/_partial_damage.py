@@ -1,4 +1,4 @@
-"""What is left of a lossy run between two incarnations: markers in memory and in storage, and a bit that turns in either."""
+"""What is left of a partial run between two incarnations: markers in memory and in storage, and a bit that turns in either."""
 
 from __future__ import annotations
 

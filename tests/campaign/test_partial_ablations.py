@@ -1,6 +1,6 @@
-"""Each check of the lossy campaigns can fail: with something broken in the product, it does.
+"""Each check of the partial campaigns can fail: with something broken in the product, it does.
 
-The controls, the same checks with nothing broken, are in `test_lossy_recovery`, `test_boosted` and `test_dynamic_k`; the
+The controls, the same checks with nothing broken, are in `test_partial_recovery`, `test_boosted` and `test_dynamic_k`; the
 latter also has the ablation of Dynamic-K.
 """
 
@@ -16,11 +16,11 @@ import pytest
 
 from campaign._boosted import Boosting
 from campaign._campaign import Campaigns
-from campaign._lossy import Machines
-from campaign._lossy_damage import Damage
+from campaign._partial_damage import Damage
+from campaign._partial_runs import Machines
 from campaign._promises import Restarts
 from campaign.test_boosted import BASE, BATCH, require_boosted, run_boosted
-from campaign.test_lossy_recovery import KILL, TURN, lossy_setup, restarts
+from campaign.test_partial_recovery import KILL, TURN, partial_setup, restarts
 from lightning_moe_ckpt.policies import PartialPolicy, Selection, TokenLedger
 from lightning_moe_ckpt.recovery._index import newest_whole
 from lightning_moe_ckpt.testing import Seam
@@ -105,7 +105,7 @@ def test_what_is_broken_is_seen(campaigns: Campaigns, folder: Path, name: str) -
     """The run goes on to its end, and the check of the campaign raises."""
     ablation = ABLATIONS[name]
     machines, kill = Machines(folder, (0,), damaged=ablation.damage), replace(KILL, settle=20.0)
-    found = restarts(campaigns, lossy_setup(1, 1), machines, kill, seams=[ablation.seam])
+    found = restarts(campaigns, partial_setup(1, 1), machines, kill, seams=[ablation.seam])
     with pytest.raises(AssertionError, match=ablation.says):
         ablation.check(found)
 

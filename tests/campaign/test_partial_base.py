@@ -1,4 +1,4 @@
-"""A lossy run whose stored base is gone, or never was there, stores a whole generation and builds on that."""
+"""A partial run whose stored base is gone, or never was there, stores a whole generation and builds on that."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from campaign._campaign import Campaigns, checkpoints
-from campaign._lossy import Machines, train_lossy
+from campaign._partial_runs import Machines, train_partial
 from campaign._training import Setup
-from campaign.test_lossy_recovery import lossy_setup, restarts
+from campaign.test_partial_recovery import partial_setup, restarts
 from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, open_backend
 from lightning_moe_ckpt.testing._attempts import Attempt
@@ -70,11 +70,11 @@ class Down(Callback):
 
 
 def train_ruined(setup: Setup, machines: Machines, ruin: Ruin, at: int, life: Attempt) -> Mapping[str, Any]:
-    return train_lossy(setup, machines, life, Ruins(ruin, at, life))
+    return train_partial(setup, machines, life, Ruins(ruin, at, life))
 
 
 def train_while_down(setup: Setup, machines: Machines, until: int, life: Attempt) -> Mapping[str, Any]:
-    return train_lossy(setup, machines, life, Down(until, life))
+    return train_partial(setup, machines, life, Down(until, life))
 
 
 def newest(workdir: Path) -> list[RankMarker]:
@@ -122,7 +122,7 @@ def stored_steps(workdir: Path) -> dict[int, tuple[GenerationId, ...]]:
 def test_what_is_borrowed_goes_bad_in_mid_run(campaigns: Campaigns, folder: Path, ruin: Ruin, world_size: int) -> None:
     """The next generation is refused, the one after it is whole, and later ones refer to that; a kill finds them."""
     machines = Machines(folder, (0,) * world_size, lost=((0,),))
-    setup = lossy_setup(world_size, world_size)
+    setup = partial_setup(world_size, world_size)
     found = restarts(campaigns, setup, machines, KILL, fit=partial(train_ruined, setup, machines, ruin, 5))
     promise = found.require(1)
     assert promise.generation.step == 9
@@ -137,9 +137,9 @@ def test_what_is_borrowed_goes_bad_in_mid_run(campaigns: Campaigns, folder: Path
 def test_storage_that_was_down_at_the_start_is_used_when_it_is_back(
     campaigns: Campaigns, folder: Path, world_size: int
 ) -> None:
-    """There is no generation 0; attempts at a whole one go on until one succeeds, and lossy ones follow it."""
+    """There is no generation 0; attempts at a whole one go on until one succeeds, and partial ones follow it."""
     machines = Machines(folder, (0,) * world_size, lost=((0,),))
-    setup = lossy_setup(world_size, world_size)
+    setup = partial_setup(world_size, world_size)
     found = restarts(campaigns, setup, machines, KILL, fit=partial(train_while_down, setup, machines, 3))
     assert found.require(1).generation.step == 9
     needs = stored_steps(found.workdir)

@@ -1,4 +1,4 @@
-"""A lossy run whose lives write down what they begin with, the state at every boundary, and every token."""
+"""A partial run whose lives write down what they begin with, the state at every boundary, and every token."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from campaign._lossy_damage import Damage, damage, list_memory
 from campaign._models import ListMoE
+from campaign._partial_damage import Damage, damage, list_memory
 from campaign._states import state_of
 from campaign._training import Setup, quiet
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
@@ -88,7 +88,7 @@ class TokenLog:
         self.places.extend((experts + self._offset).tolist())
 
 
-class RecordsLossy(Callback):
+class RecordsPartial(Callback):
     """Writes down the state at every boundary and when training begins, live capacities, and every token.
 
     Args:
@@ -104,7 +104,7 @@ class RecordsLossy(Callback):
 
     def file(self, what: str) -> Path:
         """Of this rank in this life."""
-        return self._life.workdir / f"lossy.{self._life.index}.{self._life.rank}.{what}"
+        return self._life.workdir / f"partial.{self._life.index}.{self._life.rank}.{what}"
 
     def _keep(self, what: str, trainer: Trainer, pl_module: LightningModule) -> None:
         torch.save(state_of(pl_module, trainer.optimizers[0], self._ep_size), self.file(what))
@@ -131,7 +131,7 @@ class RecordsLossy(Callback):
         self._keep(f"state.{trainer.global_step}", trainer, pl_module)
 
 
-def train_lossy(setup: Setup, machines: Machines, life: Attempt, *others: Callback) -> Mapping[str, Any]:
+def train_partial(setup: Setup, machines: Machines, life: Attempt, *others: Callback) -> Mapping[str, Any]:
     """Train on machines, with everything written down; `others` come before what writes it down."""
     quiet()
     torch.manual_seed(life.seed)
@@ -143,7 +143,7 @@ def train_lossy(setup: Setup, machines: Machines, life: Attempt, *others: Callba
     assert isinstance(own, CheckpointCallback)
     own.replicas = machines.replicas
     tokens = TokenLog()
-    recorder = RecordsLossy(own, life, setup.expert_parallel, tokens)
+    recorder = RecordsPartial(own, life, setup.expert_parallel, tokens)
     list_memory(memory, recorder.file("held"))
     if machines.damaged is not None and life.index == 1 and life.rank == 0:
         damage(machines.damaged, machines.memories(life), life.workdir)

@@ -1,4 +1,4 @@
-"""Layouts of lossy generations: what lies where, alike on all ranks, in one file or in one within another."""
+"""Layouts of partial generations: what lies where, alike on all ranks, in one file or in one within another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from session._lossy_model import NUM_EXPERTS, rank_of_world
+from session._partial_model import NUM_EXPERTS, rank_of_world
 from stored._segments import verify_records
 
 from lightning_moe_ckpt.errors import IdentityMismatch

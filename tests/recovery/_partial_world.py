@@ -1,4 +1,4 @@
-"""Lossy generations by hand: each has all of the dense part and some experts, more of them in memory than in storage.
+"""PartialRun generations by hand: each has all of the dense part and some experts, more of them in memory than in storage.
 
 Every record says in its bytes which generation, rank and record it is of, so a test can tell where bytes are from.
 """
@@ -73,7 +73,7 @@ TAKEN = {
 
 
 def tile(expert: str, rank: int, world_size: int, *, dense: bool) -> tuple[int, int]:
-    """Start and length of a rank's piece; dense generations cut experts unlike lossy ones."""
+    """Start and length of a rank's piece; dense generations cut experts unlike partial ones."""
     cuts = [NUMEL * r // world_size for r in range(world_size + 1)]
     if dense:
         cuts = [0, *(cut - 100 * (0 < cut < NUMEL) for cut in cuts[1:])]
@@ -112,8 +112,8 @@ def _entry(name: str, layout: SegmentLayout, data: bytes) -> RecordEntry:
 Found = tuple[GenerationId, Restored]
 
 
-class LossyWorld(World):
-    """A world whose generations are lossy.
+class PartialWorld(World):
+    """A world whose generations are partial.
 
     Args:
         storage: where the run goes.
@@ -131,7 +131,7 @@ class LossyWorld(World):
         """Whether generations name older copies, and whether experts may be lost."""
         self._committed: list[dict[int, RankMarker]] = []
 
-    def lossy_part(self, step: int, rank: int, level: Level) -> tuple[RankMarker, bytes]:
+    def partial_part(self, step: int, rank: int, level: Level) -> tuple[RankMarker, bytes]:
         """One rank's part of a generation, as a level has it: what storage has, and behind it a file of other experts."""
         taken = self.taken[step]
         durable: Level = "dense" if level == "dense" else "storage"
@@ -165,7 +165,7 @@ class LossyWorld(World):
 
     def remember(self, steps: Sequence[int], rank: int, node: Path, *, level: Level = "memory") -> None:
         """Memory of `node` has these generations of a rank; as storage would have them, in a replica."""
-        parts = [self.lossy_part(step, rank, level) for step in steps]
+        parts = [self.partial_part(step, rank, level) for step in steps]
         is_own = node == self.nodes[rank] and level == "memory"
         name = shared_name(self.store.run_id, rank, "ring" if is_own else "replica")
         ring = SegmentRing.create(name, max(len(data) for _, data in parts), len(parts), node)
@@ -183,7 +183,7 @@ class LossyWorld(World):
         level: Level = "dense" if self.taken[step].dense else "storage"
         markers = {}
         for rank in range(self.world_size):
-            marker, data = self.lossy_part(step, rank, level)
+            marker, data = self.partial_part(step, rank, level)
             if level == "storage" and self._borrows and self._committed:
                 lacking = set(EXPERTS).difference(self.taken[step].storage)
                 previous, stored = self._committed[-1][rank], self.taken[step].storage
@@ -201,7 +201,7 @@ class LossyWorld(World):
     def stored(self, step: int, rank: int) -> Path:
         """The file in storage."""
         level: Level = "dense" if self.taken[step].dense else "storage"
-        return self.file_in_storage(self.lossy_part(step, rank, level)[0].segments[0])
+        return self.file_in_storage(self.partial_part(step, rank, level)[0].segments[0])
 
     def marker_in_storage(self, step: int, rank: int) -> Path:
         """The marker of a rank in storage."""
@@ -213,19 +213,19 @@ class LossyWorld(World):
 
     def span(self, step: int, rank: int, level: Level, what: str) -> int:
         """Where a record lies in what a level has: `dense`, `journal`, or an expert's name."""
-        marker, _ = self.lossy_part(step, rank, level)
+        marker, _ = self.partial_part(step, rank, level)
         places = [
             (marker.slot_offset(entry) + each.offset, each) for entry in marker.segments for each in entry.records
         ]
         return next(offset for offset, each in places if what in (each.name, each.operator))
 
-    def restore_lossy(self, dead: Collection[int] = ()) -> list[Found | None]:
+    def restore_partial(self, dead: Collection[int] = ()) -> list[Found | None]:
         """What a restart gives every rank; the log forbids the steps in `dead`."""
         run_id, commits = self.offered()
         self.reasons = [[] for _ in self.nodes]
 
         def live(rank: int) -> Found | None:
-            found, self.reasons[rank] = self.lossy_life(ThreadTransport(self.wire, rank), run_id, commits, dead)
+            found, self.reasons[rank] = self.partial_life(ThreadTransport(self.wire, rank), run_id, commits, dead)
             return found
 
         found = in_threads(self.world_size, live)
@@ -261,7 +261,7 @@ class LossyWorld(World):
         store.candidates()
         return store.sources
 
-    def lossy_life(
+    def partial_life(
         self, transport: Transport, run_id: str, commits: Sequence[Commit], dead: Collection[int] = ()
     ) -> tuple[Found | None, list[str]]:
         """What one rank of a restart gets, and why newer generations were given up."""
@@ -314,7 +314,7 @@ def _attempt(attempt: RestoreAttempt, rank: int) -> Restored | None:
     return None if marker is None else attempt.bring(marker, dict.fromkeys(EXPERTS, NUMEL), lay_out)
 
 
-def experts_found(world: LossyWorld, found: Sequence[Found | None]) -> tuple[int, dict[str, int]]:
+def experts_found(world: PartialWorld, found: Sequence[Found | None]) -> tuple[int, dict[str, int]]:
     """The step, and from which step every expert came; every byte on every rank is checked to be of these."""
     assert all(each is not None for each in found), world.reasons
     first = next(each for each in found if each is not None)
@@ -341,7 +341,7 @@ def experts_found(world: LossyWorld, found: Sequence[Found | None]) -> tuple[int
     return step, sources
 
 
-def _require_all(world: LossyWorld, step: int, found: Sequence[Found | None]) -> None:
+def _require_all(world: PartialWorld, step: int, found: Sequence[Found | None]) -> None:
     """Every record of a generation that has everything itself."""
     for rank, each in enumerate(found):
         assert each is not None
