@@ -32,6 +32,10 @@ Measured: 10 GB/s on one core; crc32 3, sha256 0.4.
 """
 
 
+class OtherVersion(Corrupt):
+    """A document is whole and of another version of the format."""
+
+
 def digest_of(view: bytes | memoryview) -> str:
     """Digest `view` without copying it.
 
@@ -190,7 +194,7 @@ def decode(data: bytes, form: Form[T], *, kind: str, where: str) -> T:
     document = _DOCUMENT.read(parsed, where)
     found, wanted = (document["format"], document["version"]), (_format(kind), VERSION)
     if found != wanted:
-        raise Corrupt(f"{where}: is {found}, expected {wanted}. Read it with the release that wrote it.")
+        raise OtherVersion(f"{where}: is {found}, expected {wanted}. Read it with the release that wrote it.")
     return form.read(document["body"], where)
 
 

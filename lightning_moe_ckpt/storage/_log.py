@@ -20,10 +20,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyMissing
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt, Fenced, KeyMissing
 from lightning_moe_ckpt.storage._backend import Backend, create_once
 from lightning_moe_ckpt.storage._entries import NONCE
-from lightning_moe_ckpt.storage._json import FLAG, INTEGER, OBJECT, TEXT, Form, decode, encode, keys, many, maybe
+from lightning_moe_ckpt.storage._json import (
+    FLAG,
+    INTEGER,
+    OBJECT,
+    TEXT,
+    Form,
+    OtherVersion,
+    decode,
+    encode,
+    keys,
+    many,
+    maybe,
+)
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_block, log_key, parse_log_key
 
 log = logging.getLogger(__name__)
@@ -214,7 +226,7 @@ class Log:
         self._backend = backend
         self._newest = -1  # index of the newest known entry, readable or not
         self._nonce: str | None = None  # nonce of that entry, if it could be read
-        self._defect = ""  # of the entry that could not be read last
+        self._defect: CheckpointError | None = None  # of the entry that could not be read last
         self.num_lost = 0
         """Unreadable entries after the one the history was read from; each may have opened an incarnation."""
 
@@ -232,6 +244,11 @@ class Log:
                 self._nonce = entry.nonce if index == self._newest else None
                 return replace(entry.history, num_lost=self.num_lost)
         self.num_lost = len(indices)
+        if indices and isinstance(self._defect, OtherVersion):
+            raise Corrupt(
+                f"{self._backend.url}: another release wrote this run. {self._defect} Go on with that release, or begin a new run "
+                "under another URL."
+            )
         if indices:
             raise Corrupt(
                 f"{self._backend.url}: none of the {len(indices)} log entries can be read. "
@@ -298,7 +315,7 @@ class Log:
         try:
             return read_entry(self._backend.get(log_key(index)), index)
         except (Corrupt, KeyMissing) as error:
-            self._defect = str(error)
+            self._defect = error
             log.error("log entry %d cannot be read and is skipped: %s", index, error)
             return None
 
