@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing, Setup
@@ -39,8 +40,8 @@ def _no_random_state(*args: Any) -> None:
     """Restores nothing."""
 
 
-def _everything_low(probe: Any) -> set[str]:
-    return set(probe._probe._params)
+def _everything_low(probe: Any) -> dict[str, torch.dtype]:
+    return dict.fromkeys(probe._params, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +78,8 @@ ABLATIONS = {
         setup=replace(SPARSE, precision="bf16-mixed").with_options(gate_fp32=True),
         seams=[
             Seam(
-                module="lightning_moe_ckpt.planning._planning",
-                attribute="Probe.verdict",
+                module="lightning_moe_ckpt.operators._probe",
+                attribute="ComputeDtypeProbe.verdict",
                 replacement=_everything_low,
             )
         ],
