@@ -1,7 +1,7 @@
 # Every target makes its own environment in .venv first. Needed beforehand: make, a C++ compiler, Python 3.10 or newer.
 #   make demo   train, kill a worker, resume, compare bit by bit; writes out/demo/
 #   make quick  between two of those, a minute: lint of what changed, unit tests, 20 drawn runs that are killed
-#   make test   lint, types and every test but the long campaigns, in JOBS processes; some twelve minutes of processor time
+#   make test   lint, types and every test but the long campaigns, in JOBS processes; ten minutes on two cores
 #   make soak   the long campaigns of kills        make bench  throughput, recovery, storage, quality after faults; an hour
 #   make wheel  with both compiled parts, into dist/; needs nvcc, and runs with the drivers that its CUDA version runs with
 #   make versions   killed runs under the lowest versions that pyproject.toml declares, and under the newest there are
