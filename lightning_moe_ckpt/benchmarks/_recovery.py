@@ -311,7 +311,6 @@ def host_restore_seconds(nbytes: int) -> float:
     Raises:
         TurnFailed: the process that was to be killed did not get that far.
     """
-    out = torch.empty(nbytes + 2**20, dtype=torch.uint8).fill_(0)  # memory that a model has when it is restored to
     with bench_folders() as (_, memory):
 
         def capture(hand_over: HandOver[None]) -> None:
@@ -321,6 +320,8 @@ def host_restore_seconds(nbytes: int) -> float:
 
         with TurnTaker(capture) as taker:
             taker.take()
+            # Memory that a model has when it is restored to. Behind the fork: pages shared with a child are copied when written.
+            out = torch.empty(nbytes + 2**20, dtype=torch.uint8).fill_(0)
             began = time.perf_counter()
             taker.kill()
             _restore(memory, out)
