@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from multiprocessing.queues import SimpleQueue
-from typing import Generic, TypeVar, cast
+from typing import Generic, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
@@ -37,6 +38,19 @@ _STDERR = 2
 
 class WorldFailed(RuntimeError):
     """A rank raised, died or was too late; the other ranks were killed. The message has the rank's traceback."""
+
+
+def exit_after(work: Callable[[], object]) -> NoReturn:
+    """Do the work of a forked process, then end it: pytest must not go on in it. The status says whether it failed."""
+    status = 1
+    try:
+        work()
+        status = 0
+    except BaseException:  # noqa: BLE001  # the entry of a process
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def run_world(

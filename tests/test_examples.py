@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, ParamSpec
 
 import pytest
 import torch
-from launcher import run_world
+from launcher import exit_after, run_world
 from lightning.pytorch import Trainer, seed_everything
 
 import cli
@@ -176,20 +175,8 @@ def _until_ended(child: int) -> Iterator[None]:
 def _forked(work: Callable[[], None]) -> int:
     child = os.fork()
     if child == 0:
-        _exit_with(work)
+        exit_after(work)
     return child
-
-
-def _exit_with(work: Callable[[], None]) -> None:
-    status = 1
-    try:
-        work()
-        status = 0
-    except BaseException:  # noqa: BLE001  # the entry of a process: pytest must not go on in it
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,16 +15,50 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from campaign._campaign import Campaigns
 from campaign._models import ListMoE
 from campaign._partial_damage import Damage, damage, list_memory
+from campaign._promises import Restarts
 from campaign._states import state_of
-from campaign._training import Setup, quiet
+from campaign._training import Checkpointing, Setup, quiet
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.moe._dispatch import Dispatch, plan_dispatch
 from lightning_moe_ckpt.operators import OperatorSet, discover
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing._attempts import Attempt, Fit
+from lightning_moe_ckpt.testing._kill import Kill
 from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
+
+KILL = Kill(phase="forward", step=9)
+NUM_EXPERTS = 6
+
+
+def partial_setup(world_size: int = 1, expert_parallel: int = 1, **options: object) -> Setup:
+    """Twelve steps with a generation after each, all of which stay; six or eight experts."""
+    return Setup(
+        model="stacked",
+        options=(("num_experts", 8 if world_size == 4 else NUM_EXPERTS),),
+        world_size=world_size,
+        expert_parallel=expert_parallel,
+        batches=12,
+        epochs=1,
+        validate_every=None,
+        checkpointing=replace(Checkpointing(policy="partial", keep=100), **options),  # type: ignore[arg-type]
+    )
+
+
+def two_level_setup(world_size: int, expert_parallel: int, **options: object) -> Setup:
+    """Two experts to memory, one of them to storage."""
+    return partial_setup(world_size, expert_parallel, **{"k": 1, "snapshot_k": 2, **options})
+
+
+def restarts(
+    campaigns: Campaigns, setup: Setup, machines: Machines, *kills: Kill, fit: Fit | None = None, **options: Any
+) -> Restarts:
+    """Run and kill; the last attempt finishes."""
+    lives = campaigns.run(setup, *kills, fit=fit or partial(train_partial, setup, machines), **options)
+    assert [life.outcome for life in lives] == [*["killed"] * len(kills), "finished"], lives[-1].log()
+    return Restarts(lives)
 
 
 @dataclass(frozen=True)

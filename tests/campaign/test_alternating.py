@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from campaign._campaign import Campaigns
-from campaign._partial_runs import Machines
-from campaign.test_partial_recovery import KILL, partial_setup, restarts
+from campaign._partial_runs import KILL, Machines, restarts, two_level_setup
 
 
 @pytest.mark.parametrize(
@@ -23,7 +22,7 @@ def test_after_a_kill_every_operator_is_as_old_as_promised(
     campaigns: Campaigns, folder: Path, placed: tuple[int, ...], lost: tuple[tuple[int, ...], ...]
 ) -> None:
     """Each bit of the dense part as of the newest generation, of each expert as of its turn; and tokens are counted rightly."""
-    setup = partial_setup(len(placed), len(placed), policy="alternating")
+    setup = two_level_setup(len(placed), len(placed), policy="alternating")
     found = restarts(campaigns, setup, Machines(folder, placed, lost=lost, replicas=0), KILL)
     promise = found.require(1)
     assert len(set(promise.experts.values())) == 2, "half of them are one generation older"

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from campaign._campaign import Campaigns
+from campaign._partial_runs import NUM_EXPERTS, partial_setup
 from campaign._states import Taken, in_memory, in_storage, recorded, require_recorded, states, tokens
-from campaign._training import Checkpointing, Setup
+from campaign._training import Setup
 from lightning_moe_ckpt.policies import AUDIENCES, Audience, TokenLedger
 
 ROWS = [
@@ -20,23 +21,6 @@ ROWS = [
     pytest.param(4, 2, None, True, marks=pytest.mark.soak),
 ]
 """Ranks, over how many of them experts are spread, K of memory, and whether training waits for storage at each step."""
-NUM_EXPERTS = 6
-
-
-def partial_setup(world_size: int = 1, expert_parallel: int = 1, **options: object) -> Setup:
-    """Twelve steps with a generation after each, all of which stay."""
-    checkpointing = Checkpointing(policy="partial", keep=100, **options)  # type: ignore[arg-type]
-    num_experts = 8 if world_size == 4 else NUM_EXPERTS
-    return Setup(
-        model="stacked",
-        options=(("num_experts", num_experts),),
-        world_size=world_size,
-        expert_parallel=expert_parallel,
-        batches=12,
-        epochs=1,
-        validate_every=None,
-        checkpointing=checkpointing,
-    )
 
 
 def run(campaigns: Campaigns, setup: Setup, *, wait: bool = True) -> Path:

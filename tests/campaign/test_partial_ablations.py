@@ -17,10 +17,10 @@ import pytest
 from campaign._boosted import Boosting
 from campaign._campaign import Campaigns
 from campaign._partial_damage import Damage
-from campaign._partial_runs import Machines
+from campaign._partial_runs import KILL, Machines, restarts, two_level_setup
 from campaign._promises import Restarts
 from campaign.test_boosted import BASE, BATCH, require_boosted, run_boosted
-from campaign.test_partial_recovery import KILL, TURN, partial_setup, restarts
+from campaign.test_partial_recovery import TURN
 from lightning_moe_ckpt.policies import PartialPolicy, Selection, TokenLedger
 from lightning_moe_ckpt.recovery._index import newest_whole
 from lightning_moe_ckpt.testing import Seam
@@ -105,7 +105,7 @@ def test_what_is_broken_is_seen(campaigns: Campaigns, folder: Path, name: str) -
     """The run goes on to its end, and the check of the campaign raises."""
     ablation = ABLATIONS[name]
     machines, kill = Machines(folder, (0,), damaged=ablation.damage), replace(KILL, settle=20.0)
-    found = restarts(campaigns, partial_setup(1, 1), machines, kill, seams=[ablation.seam])
+    found = restarts(campaigns, two_level_setup(1, 1), machines, kill, seams=[ablation.seam])
     with pytest.raises(AssertionError, match=ablation.says):
         ablation.check(found)
 

@@ -12,9 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from campaign._campaign import Campaigns, checkpoints
-from campaign._partial_runs import Machines, train_partial
+from campaign._partial_runs import Machines, restarts, train_partial, two_level_setup
 from campaign._training import Setup
-from campaign.test_partial_recovery import partial_setup, restarts
 from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, open_backend
 from lightning_moe_ckpt.testing._attempts import Attempt
@@ -122,7 +121,7 @@ def stored_steps(workdir: Path) -> dict[int, tuple[GenerationId, ...]]:
 def test_what_is_borrowed_goes_bad_in_mid_run(campaigns: Campaigns, folder: Path, ruin: Ruin, world_size: int) -> None:
     """The next generation is refused, the one after it is whole, and later ones refer to that; a kill finds them."""
     machines = Machines(folder, (0,) * world_size, lost=((0,),))
-    setup = partial_setup(world_size, world_size)
+    setup = two_level_setup(world_size, world_size)
     found = restarts(campaigns, setup, machines, KILL, fit=partial(train_ruined, setup, machines, ruin, 5))
     promise = found.require(1)
     assert promise.generation.step == 9
@@ -139,7 +138,7 @@ def test_storage_that_was_down_at_the_start_is_used_when_it_is_back(
 ) -> None:
     """There is no generation 0; attempts at a whole one go on until one succeeds, and partial ones follow it."""
     machines = Machines(folder, (0,) * world_size, lost=((0,),))
-    setup = partial_setup(world_size, world_size)
+    setup = two_level_setup(world_size, world_size)
     found = restarts(campaigns, setup, machines, KILL, fit=partial(train_while_down, setup, machines, 3))
     assert found.require(1).generation.step == 9
     needs = stored_steps(found.workdir)

@@ -18,10 +18,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from campaign._campaign import Campaigns, checkpoints
-from campaign._partial_runs import Machines, train_partial
+from campaign._partial_runs import Machines, restarts, train_partial, two_level_setup
 from campaign._promises import Promise, Restarts
 from campaign._training import Module, Setup
-from campaign.test_partial_recovery import partial_setup, restarts
 from campaign.test_selective import selective_setup
 from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint
 from lightning_moe_ckpt.errors import NoUsableGeneration
@@ -175,7 +174,7 @@ def test_a_bad_file_costs_its_experts_one_turn(
 ) -> None:
     """All that is kept refers to it. Its experts come from the copy before, in what is there only for that; bit for bit."""
     machines = Machines(folder, (0,) * world_size, lost=((0,),))
-    make = partial_setup if policy == "partial" else selective_setup
+    make = two_level_setup if policy == "partial" else selective_setup
     setup = short_of_space(make(world_size, expert_parallel))
     found = restarts(
         campaigns, setup, machines, KILL, fit=partial(train_ruined, setup, machines, partial(ruin_one, damage))
@@ -205,7 +204,7 @@ def test_without_any_copy_of_an_expert_the_others_come_back_if_that_is_allowed(
 ) -> None:
     """It begins anew; else the error names it, its files, and what would help."""
     machines = Machines(folder, (0,) * world_size, lost=((0,),))
-    base = short_of_space(replace(partial_setup(world_size, 1), model=model))  # type: ignore[arg-type]
+    base = short_of_space(replace(two_level_setup(world_size, 1), model=model))  # type: ignore[arg-type]
     assert base.checkpointing is not None
     setup = replace(base, checkpointing=replace(base.checkpointing, arguments=(("allow_missing_experts", True),)))
     found = restarts(campaigns, setup, machines, KILL, fit=partial(train_refused_first, base, setup, machines))
@@ -289,7 +288,7 @@ def train_scrubbed(setup: Setup, machines: Machines, life: Attempt) -> Mapping[s
 @pytest.mark.parametrize("world_size", [3])
 def test_what_goes_bad_while_a_job_runs_is_stored_again(campaigns: Campaigns, folder: Path, world_size: int) -> None:
     """One rank finds it; no generation references it from then on, and the next one that is planned has it."""
-    setup = partial_setup(world_size, 1)
+    setup = two_level_setup(world_size, 1)
     (life,) = campaigns.run(setup, fit=partial(train_scrubbed, setup, Machines(folder, (0,) * world_size)))
     assert life.outcome == "finished", life.log()
     expert, bad = json.loads((life.workdir / "scrubbed").read_text())

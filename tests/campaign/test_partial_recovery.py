@@ -7,46 +7,18 @@ import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from campaign._campaign import Campaigns
 from campaign._partial_damage import Damage
-from campaign._partial_runs import Machines, train_partial
+from campaign._partial_runs import KILL, Machines, restarts, train_partial, two_level_setup
 from campaign._promises import Restarts
-from campaign._training import Checkpointing, Setup
 from campaign.test_selective import selective_setup
-from lightning_moe_ckpt.testing._attempts import Fit
 from lightning_moe_ckpt.testing._kill import Kill
 
-KILL = Kill(phase="forward", step=9)
 TURN = 4
 """Generations within which memory gets every expert, where it takes two of at most eight at each step."""
-
-
-def partial_setup(world_size: int, expert_parallel: int, **options: object) -> Setup:
-    """Twelve steps with a generation after each, all of which stay in storage; six or eight experts."""
-    num_experts = 8 if world_size == 4 else 6
-    policy = Checkpointing(policy="partial", keep=100, k=1, snapshot_k=2)
-    return Setup(
-        model="stacked",
-        options=(("num_experts", num_experts),),
-        world_size=world_size,
-        expert_parallel=expert_parallel,
-        batches=12,
-        epochs=1,
-        validate_every=None,
-        checkpointing=replace(policy, **options),  # type: ignore[arg-type]
-    )
-
-
-def restarts(
-    campaigns: Campaigns, setup: Setup, machines: Machines, *kills: Kill, fit: Fit | None = None, **options: Any
-) -> Restarts:
-    lives = campaigns.run(setup, *kills, fit=fit or partial(train_partial, setup, machines), **options)
-    assert [life.outcome for life in lives] == [*["killed"] * len(kills), "finished"], lives[-1].log()
-    return Restarts(lives)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +30,7 @@ def test_after_a_kill_every_operator_is_as_old_as_promised(
 ) -> None:
     """From host memory: each expert as of its turn, the rest as of the last boundary; and tokens are counted rightly."""
     machines = Machines(folder, (0,) * world_size)
-    found = restarts(campaigns, partial_setup(world_size, expert_parallel), machines, KILL)
+    found = restarts(campaigns, two_level_setup(world_size, expert_parallel), machines, KILL)
     promise = found.require(1)
     assert len(set(promise.experts.values())) > 1, "experts are of different ages"
     found.require_turns(1, within=TURN)
@@ -75,7 +47,7 @@ def test_two_levels_use_memory_of_surviving_nodes_and_lose_fewer_tokens(
     """
     nodes = (1,) if lost == "a node" else (0, 1, 2)
     machines = Machines(folder, (0, 1, 2), lost=(nodes,), replicas=0)
-    found = restarts(campaigns, partial_setup(3, 3), machines, KILL)
+    found = restarts(campaigns, two_level_setup(3, 3), machines, KILL)
     promise = found.require(1)
     plt, stored_only = found.require_accounting().plt, found.tally(memory=False).plt
     print(f"PLT after the loss of {lost}: two levels {plt:.2%}, storage alone {stored_only:.2%}")
@@ -91,14 +63,14 @@ def test_two_levels_use_memory_of_surviving_nodes_and_lose_fewer_tokens(
 def test_copies_on_other_nodes_keep_a_lost_node_as_new(campaigns: Campaigns, folder: Path) -> None:
     """With copies nothing comes from storage but what memory never had."""
     machines = Machines(folder, (0, 0, 1, 1), lost=((1,),))
-    found = restarts(campaigns, partial_setup(4, 2), machines, KILL)
+    found = restarts(campaigns, two_level_setup(4, 2), machines, KILL)
     found.require(1)
     found.require_accounting()
 
 
 def test_lost_tokens_of_several_layers_are_told_apart(campaigns: Campaigns, folder: Path) -> None:
     """MLT adds up what each layer has lost of its own tokens: layers that drop differently many weigh the same."""
-    setup = replace(partial_setup(1, 1, snapshot_k=1), model="layers", options=(("num_experts", 4),))
+    setup = replace(two_level_setup(1, 1, snapshot_k=1), model="layers", options=(("num_experts", 4),))
     found = restarts(campaigns, setup, Machines(folder, (0,)), Kill(phase="forward", step=6), KILL)
     for life in (1, 2):
         found.require(life)
@@ -113,7 +85,7 @@ def test_lost_tokens_of_several_layers_are_told_apart(campaigns: Campaigns, fold
 def test_loss_after_loss_is_counted_once(campaigns: Campaigns, folder: Path, policy: str) -> None:
     """A node, and then everything, in two lives of one run; under K, experts are modules with a step count of their own."""
     machines = Machines(folder, (0, 1, 1), lost=((1,), (0, 1)), replicas=0)
-    setup = replace(partial_setup(3, 1), model="lists") if policy == "partial" else selective_setup(3, 1)
+    setup = replace(two_level_setup(3, 1), model="lists") if policy == "partial" else selective_setup(3, 1)
     kills = [Kill(phase="forward", step=step) for step in (5, 9)]
     found = restarts(campaigns, setup, machines, *kills)
     for life in (1, 2):
@@ -149,7 +121,7 @@ def test_a_bad_record_makes_its_own_expert_older_and_no_other(
     Its next older copy is taken; all others, and the dense part, are as new as without the damage.
     """
     machines = Machines(folder, placed, lost=lost, damaged=place)
-    setup = partial_setup(len(placed), 1) if policy == "partial" else selective_setup(len(placed), 1)
+    setup = two_level_setup(len(placed), 1) if policy == "partial" else selective_setup(len(placed), 1)
     found = restarts(campaigns, setup, machines, replace(KILL, settle=10.0))
     promise, undamaged = found.require(1), found.promised(1, spoilt=False)
     expert = found.spoilt.expert
@@ -167,14 +139,14 @@ def test_with_all_experts_in_every_generation_nothing_is_lost(
     campaigns: Campaigns, world_size: int, expert_parallel: int
 ) -> None:
     """The end has the bits of a run that was never interrupted: only experts ever go back."""
-    setup = partial_setup(world_size, expert_parallel, k=6, snapshot_k=6)
+    setup = two_level_setup(world_size, expert_parallel, k=6, snapshot_k=6)
     campaigns.check(setup, KILL)
 
 
 @pytest.mark.soak
 def test_memory_that_cannot_keep_every_expert_promises_what_it_has(campaigns: Campaigns, folder: Path) -> None:
     """Forty experts, of which sixteen generations hold thirty-two: the rest comes from storage, and the book knows."""
-    setup = replace(partial_setup(1, 1), options=(("num_experts", 40),), batches=22)
+    setup = replace(two_level_setup(1, 1), options=(("num_experts", 40),), batches=22)
     found = restarts(campaigns, setup, Machines(folder, (0,)), Kill(phase="forward", step=21, settle=60.0))
     promise = found.require(1)
     found.require_accounting()
@@ -188,7 +160,7 @@ def test_memory_that_cannot_keep_every_expert_promises_what_it_has(campaigns: Ca
 
 def test_memory_with_newer_copies_stays_though_storage_has_the_generation(campaigns: Campaigns, folder: Path) -> None:
     """Two experts to memory, one to storage, and Ctrl-C once that is committed: the next life takes them from memory."""
-    setup, machines = partial_setup(1, 1), Machines(folder, (0,))
+    setup, machines = two_level_setup(1, 1), Machines(folder, (0,))
     kill = Kill(phase="forward", step=9, signal=signal.SIGINT, settle=30.0)
     lives = campaigns.run(setup, kill, fit=partial(train_partial, setup, machines))
     assert [life.outcome for life in lives] == ["stopped", "finished"]
@@ -201,7 +173,7 @@ def test_memory_with_newer_copies_stays_though_storage_has_the_generation(campai
 
 def test_a_stop_that_was_stored_leaves_no_memory_behind(campaigns: Campaigns, folder: Path) -> None:
     """After SIGTERM storage has everything as of the last step, which is as new as anything in memory."""
-    setup, machines = partial_setup(1, 1), Machines(folder, (0,))
+    setup, machines = two_level_setup(1, 1), Machines(folder, (0,))
     kill = Kill(phase="forward", step=8, signal=signal.SIGTERM)
     lives = campaigns.run(setup, kill, fit=partial(train_partial, setup, machines))
     assert [life.outcome for life in lives] == ["stopped", "finished"]

@@ -16,14 +16,13 @@ from typing_extensions import override
 
 from campaign._campaign import Campaigns
 from campaign._nodes import leave_only_copies
-from campaign._partial_runs import Machines, train_partial
+from campaign._partial_runs import KILL, Machines, restarts, train_partial
 from campaign._promises import Restarts
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.testing._attempts import Attempt, Fit
 from lightning_moe_ckpt.testing._kill import Kill
 
-KILL = Kill(phase="forward", step=9)
 EXPANSION = 48
 EXPERT_NBYTES = 310_000
 """Of one expert: so many that the size of the journal decides nothing."""
@@ -54,11 +53,12 @@ def selective_setup(world_size: int, expert_parallel: int, local: int = 3, remot
     return replace(setup, checkpointing=checkpointing)
 
 
-def restarts(campaigns: Campaigns, setup: Setup, machines: Machines, *kills: Kill, fit: Fit | None = None) -> Restarts:
-    lives = campaigns.run(setup, *kills, fit=fit or partial(train_partial, setup, machines))
-    assert [life.outcome for life in lives] == [*["killed"] * len(kills), "finished"], lives[-1].log()
-    assert "no room for an expert" not in "".join(life.log() for life in lives)
-    return Restarts(lives)
+def restarts_with_room(
+    campaigns: Campaigns, setup: Setup, machines: Machines, *kills: Kill, fit: Fit | None = None
+) -> Restarts:
+    found = restarts(campaigns, setup, machines, *kills, fit=fit)
+    assert "no room for an expert" not in "".join(life.log() for life in found.lives)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_after_a_kill_every_operator_is_as_old_as_promised(
 ) -> None:
     """From host memory: each expert as of when it was taken, the rest as of the last boundary; and tokens are counted rightly."""
     machines = Machines(folder, (0,) * world_size)
-    found = restarts(campaigns, selective_setup(world_size, expert_parallel), machines, KILL)
+    found = restarts_with_room(campaigns, selective_setup(world_size, expert_parallel), machines, KILL)
     promise = found.require(1)
     assert len(set(promise.experts.values())) > 1, "experts are of different ages"
     assert found.require_accounting().plt > 0
@@ -85,7 +85,7 @@ def test_a_lost_node_comes_back_from_copies_that_have_less_than_memory(campaigns
     machines = Machines(folder, (0, 1, 2), lost=((1,),))
     setup = replace(selective_setup(3, 3, local=2, remote=1), batches=16)
     fit = partial(train_with_copies, setup, machines)
-    found = restarts(campaigns, setup, machines, Kill(phase="forward", step=13, rank=1), fit=fit)
+    found = restarts_with_room(campaigns, setup, machines, Kill(phase="forward", step=13, rank=1), fit=fit)
     promise = found.require(1)
     assert found.require_accounting().plt > 0
     experts = [promise.experts[name] for name in found.sizes]
@@ -123,7 +123,7 @@ class AwaitsCopies(Callback):
 def test_with_the_loss_of_memory_storage_has_every_expert(campaigns: Campaigns, folder: Path) -> None:
     """Its share is smaller than that of memory, so experts are older and more tokens are lost, which is counted too."""
     machines = Machines(folder, (0,), lost=((0,),))
-    found = restarts(campaigns, selective_setup(1, 1), machines, KILL)
+    found = restarts_with_room(campaigns, selective_setup(1, 1), machines, KILL)
     promise = found.require(1)
     assert promise == found.promised(1, memory=False)
     assert len(set(promise.experts.values())) > 2, "one expert goes to storage at a time"

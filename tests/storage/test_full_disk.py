@@ -9,15 +9,14 @@ import ctypes
 import json
 import logging
 import os
-import sys
-import traceback
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
+from launcher import exit_after
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -121,18 +120,10 @@ def mount(disk: Path) -> bool:
     return bool(libc.mount(b"tmpfs", os.fsencode(disk), b"tmpfs", ctypes.c_ulong(0), DISK_OPTIONS) == 0)
 
 
-def _train_and_exit(disk: Path, facts: Path) -> NoReturn:
+def _train(disk: Path, facts: Path) -> None:
     """In a fork, which has one thread: one with others may not have users of its own."""
-    status = 1
-    try:
-        if mount(disk):
-            facts.write_text(json.dumps(train_on_full(disk)))
-        status = 0
-    except BaseException:  # noqa: BLE001  # the entry of a process: pytest must not go on in it
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+    if mount(disk):
+        facts.write_text(json.dumps(train_on_full(disk)))
 
 
 def test_a_full_disk_is_reported_and_recovered_from(tmp_path: Path) -> None:
@@ -140,7 +131,7 @@ def test_a_full_disk_is_reported_and_recovered_from(tmp_path: Path) -> None:
     facts_path = tmp_path.with_suffix(".facts")
     child = os.fork()
     if child == 0:
-        _train_and_exit(tmp_path, facts_path)
+        exit_after(lambda: _train(tmp_path, facts_path))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "see its traceback in the captured output"
     if not facts_path.exists():
         pytest.skip("this machine lets no user mount a tmpfs")
