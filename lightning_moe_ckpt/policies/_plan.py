@@ -142,10 +142,10 @@ class Plan:
             WindowStep({each: _records(step[each], names) for each in _audiences(step)}) for step in value["steps"]
         )
         interval, partial = value["interval_steps"], value["partial"]
-        if type(interval) is not int or type(partial) is not bool:
+        if type(interval) is not int or interval < 1 or type(partial) is not bool:
             raise TypeError("`interval_steps` or `partial` is not what it should be")
         plan = cls(steps, interval, partial)
-        if plan.names != tuple(names):
+        if plan.to_value() != value:
             raise ValueError("its operators are not in the order of its steps, or some are not taken")
         return plan
 

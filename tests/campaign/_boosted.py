@@ -1,4 +1,4 @@
-"""PartialRun runs beside `CapacityBoost` and a logger, and what capacity and debts have to be, from the log of tokens."""
+"""Partial runs beside `CapacityBoost` and a logger, and what capacity and debts have to be, from the log of tokens."""
 
 from __future__ import annotations
 

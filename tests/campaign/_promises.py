@@ -104,11 +104,11 @@ class Restarts:
         return self._spoilt
 
     def began_at(self, life: int) -> int:
-        """The boundary that an incarnation resumed from."""
+        """The boundary that a life resumed from."""
         return self.lives[life].steps()[0] - 1
 
     def alive(self, generation: GenerationId, life: int) -> bool:
-        """Whether an incarnation may use it: no incarnation in between went back behind it. Incarnation `n + 1` is life `n`."""
+        """Whether a life may use it: none in between went back behind it. Life `n` is incarnation `n + 1`."""
         between = range(generation.incarnation, life)
         return generation.incarnation <= life and all(generation.step <= self.began_at(each) for each in between)
 

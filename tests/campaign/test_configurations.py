@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from campaign._campaign import Campaigns
 from campaign._draw import Case, draw, shrink
+from lightning_moe_ckpt.testing._kill import TrainingPhase
 
 SAMPLE = [
     *(385, 218, 601, 314, 361, 490, 223, 447, 97, 398, 96, 171, 109, 183, 22, 89, 386, 305, 501, 178, 4, 647, 463, 453),
@@ -88,6 +89,22 @@ def _cases() -> list[Any]:
     failed = [pytest.param(Case.parse(line), id=name) for name, line in ONCE_FAILED.items()]
     drawn = [pytest.param(draw(seed), id=str(seed)) for seed in (SAMPLE[:ROWS] if ROWS else SAMPLE)]
     return drawn if ROWS else [*failed, *drawn]
+
+
+def test_the_sample_has_each_kind_of_kill_under_each_policy() -> None:
+    """On three ranks too; another draw of the seeds may lose some of them."""
+    cases = [draw(seed) for seed in SAMPLE]
+    policies = set(map(_policy, cases))
+    wanted = {(policy, phase) for policy in policies for phase in (*get_args(TrainingPhase), "random_time")}
+    found = {(_policy(case), kill.phase) for case in cases for kill in case.kills}
+    assert len(policies) > 1
+    assert found >= wanted, wanted - found
+    assert {_policy(case) for case in cases if case.setup.world_size >= 3 and case.kills} == policies
+
+
+def _policy(case: Case) -> str:
+    assert case.setup.checkpointing is not None
+    return case.setup.checkpointing.policy
 
 
 @pytest.mark.parametrize("case", _cases())

@@ -34,7 +34,7 @@ def run(campaigns: Campaigns, setup: Setup, *, wait: bool = True) -> Path:
 def test_generations_hold_what_the_state_was(
     campaigns: Campaigns, world_size: int, expert_parallel: int, snapshot_k: int | None, wait: bool
 ) -> None:
-    """In storage and in memory, on every rank; what they take adds up to the plan, and references completes it."""
+    """In storage and in memory, on every rank; what they take adds up to the plan, and references complete it."""
     setup = partial_setup(world_size, expert_parallel, snapshot_k=snapshot_k)
     folder = run(campaigns, setup, wait=wait)
     known, counted = [states(folder, rank) for rank in range(world_size)], tokens(folder, world_size)

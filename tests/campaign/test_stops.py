@@ -144,7 +144,7 @@ def test_sigterm_between_micro_batches_waits_for_the_step(campaigns: Campaigns) 
     ids=["all", "one"],
 )
 def test_sigterm_to_all_ranks_or_to_one_stops_all_at_one_step(campaigns: Campaigns, setup: Setup, sent: Kill) -> None:
-    """As launchers do, wherever the ranks happen to be; and to a rank that is not 0."""
+    """As launchers do, wherever the ranks happen to be; in the long campaign to a rank that is not 0."""
     (lives,) = check(campaigns, setup, [sent])
     assert set(lives[0].exit_codes.values()) == {STOPPED}
     assert len({tuple(lives[0].steps(rank)) for rank in range(setup.world_size)}) == 1

@@ -34,7 +34,7 @@ from lightning_moe_ckpt.storage import (
 STEP = 5
 
 
-def referring(url: str, target: Path, lacking: Sequence[str], *, older: int, newer: int) -> str:
+def add_referring(url: str, target: Path, lacking: Sequence[str], *, older: int, newer: int) -> str:
     """Copy a dense run and add generation 5: the state of step `newer`, with some operators as of step `older`.
 
     Args:

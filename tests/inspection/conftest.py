@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # servers and stor
 
 from launcher import run_world
 
-from inspection._partial import referring
+from inspection._partial import add_referring
 from inspection._runs import Small, SmallMoE, train
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.strategy import MoEStrategy
@@ -49,7 +49,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_partial_run(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the same run with a generation 5, which has half of generation 2 and references the other half from it."""
     target = tmp_path_factory.mktemp("tiny-partial") / "run"
-    return Path(referring(str(tiny_run), target, ["net.1"], older=2, newer=2))
+    return Path(add_referring(str(tiny_run), target, ["net.1"], older=2, newer=2))
 
 
 @pytest.fixture(scope="session")
@@ -78,4 +78,4 @@ def partial_run(
 ) -> str:
     """URL of the same run with a generation 5: that of step 4, but experts 1 and 2 (one of each rank) as of step 2."""
     target = tmp_path_factory.mktemp("partial") / "run"
-    return referring(sharded_run[0], target, ["moe/expert.1", "moe/expert.2"], older=2, newer=4)
+    return add_referring(sharded_run[0], target, ["moe/expert.1", "moe/expert.2"], older=2, newer=4)

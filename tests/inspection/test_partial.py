@@ -23,7 +23,7 @@ from lightning_moe_ckpt.storage._records import StoredMarker
 
 Say = Callable[..., dict[str, Any]]
 OLD = [1, 2]
-"""Experts that generation 5 refers to step 2."""
+"""Experts for which generation 5 refers to step 2."""
 
 
 @pytest.fixture

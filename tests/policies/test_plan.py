@@ -77,6 +77,7 @@ ONE = '{"operators":["a"],"steps":[{"durable":{"full":[[0,1]]}}],"interval_steps
         "[]",
         "7",
         ONE.replace('["a"]', "7"),
+        ONE.replace('["a"]', "[7]"),
         ONE.replace('["a"]', '["a","a"]'),
         ONE.replace('["a"]', '["a","b"]'),
         ONE.replace("[0,1]", "[0,2]"),
@@ -86,6 +87,7 @@ ONE = '{"operators":["a"],"steps":[{"durable":{"full":[[0,1]]}}],"interval_steps
         ONE.replace("durable", "peer"),
         ONE.replace('steps":[', 'steps":7,"x":['),
         ONE.replace('"interval_steps":1', '"interval_steps":"1"'),
+        ONE.replace('"interval_steps":1', '"interval_steps":0'),
         ONE.replace("false", "0"),
     ],
 )

@@ -1,4 +1,4 @@
-"""PartialRun generations by hand: each has all of the dense part and some experts, more of them in memory than in storage.
+"""Partial generations by hand: each has all of the dense part and some experts, more of them in memory than in storage.
 
 Every record says in its bytes which generation, rank and record it is of, so a test can tell where bytes are from.
 """
@@ -119,14 +119,14 @@ class PartialWorld(World):
         storage: where the run goes.
         nodes: the directory of each rank's node, by rank.
         taken: what the generation of each step takes.
-        references: whether what storage has of one names the files that hold the experts that it lacks.
+        uses_references: whether what storage has of one names the files that hold the experts that it lacks.
     """
 
     def __init__(
         self, storage: Path, nodes: Sequence[Path], taken: Mapping[int, Taken], *, uses_references: bool
     ) -> None:
         super().__init__(storage, nodes)
-        self.taken, self._borrows = dict(taken), uses_references
+        self.taken, self._uses_references = dict(taken), uses_references
         self.spares = self.allow_missing = False
         """Whether generations name older copies, and whether experts may be lost."""
         self._committed: list[dict[int, RankMarker]] = []
@@ -184,7 +184,7 @@ class PartialWorld(World):
         markers = {}
         for rank in range(self.world_size):
             marker, data = self.partial_part(step, rank, level)
-            if level == "storage" and self._borrows and self._committed:
+            if level == "storage" and self._uses_references and self._committed:
                 lacking = set(EXPERTS).difference(self.taken[step].storage)
                 previous, stored = self._committed[-1][rank], self.taken[step].storage
                 marker = replace(

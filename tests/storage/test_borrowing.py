@@ -439,7 +439,7 @@ def test_garbage_collection_says_what_is_needed_by_what() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_collection_that_dies_at_any_call_loses_nothing(when: str) -> None:
-    """What is kept reads back after it, and the job, which incarnations, goes on."""
+    """What is kept reads back after it, and the job, which lives, goes on."""
     crash_at = 0
     while True:
         backend = memory()

@@ -122,7 +122,7 @@ def test_never_begins_another_run_and_releases_the_older_one_late(backend: Backe
     assert _steps(_start(backend)) == [7, 6]
 
 
-def test_epochs_are_never_reused(backend: Backend) -> None:
+def test_numbers_of_incarnations_are_never_reused(backend: Backend) -> None:
     """Not after a lost `open` entry, and not after the whole log was lost."""
     first = _start(backend)
     _save(first, 10)
@@ -150,7 +150,7 @@ def test_an_unreadable_log_stops_auto_but_not_never(backend: Backend) -> None:
     assert _start(backend, "never").incarnation == 4
 
 
-def test_of_jobs_started_at_once_each_gets_an_epoch_of_its_own(backend: Backend) -> None:
+def test_of_jobs_started_at_once_each_gets_a_number_of_its_own(backend: Backend) -> None:
     """And only the last one may go on writing."""
     _save(_start(backend), 10)
     with ThreadPoolExecutor(6) as pool:
@@ -284,7 +284,7 @@ def test_what_memory_holds_below_the_watermark_is_not_resumed(backend: Backend) 
         store.open_incarnation(below, volatile=[below])
 
 
-def test_epochs_are_past_those_in_memory(backend: Backend) -> None:
+def test_numbers_are_past_those_in_memory(backend: Backend) -> None:
     """Also when the log lost the entry that opened one: names in memory must not meet either."""
     _save(_start(backend), 10)
     store = RunStore.open(backend, resume="must")
@@ -545,7 +545,7 @@ def test_an_interrupted_deletion_is_finished(backend: Backend) -> None:
     assert backend.list("snap/000000000010/") == []
 
 
-def test_retention_needs_an_epoch(backend: Backend) -> None:
+def test_retention_needs_an_incarnation(backend: Backend) -> None:
     unopened = RunStore.open(backend, resume="auto")
     with pytest.raises(ValueError, match="open_incarnation"):
         unopened.retain(Retention(last=1))

@@ -433,7 +433,7 @@ def test_a_name_that_another_life_has_taken_since_is_left_to_it(node: Path) -> N
 
 
 def test_what_ranks_left_that_are_on_other_nodes_now_goes_when_all_have_something_newer(node: Path) -> None:
-    """Not what incarnations, nor what is as new: its owner may have died a moment ago."""
+    """Not what lives, nor what is as new: its owner may have died a moment ago."""
     leave_behind(life(node, 3, rank=1))
     leave_behind(life(node, 6, rank=2, incarnation=2))
     living = Child(life(node, 3, rank=3))

@@ -61,7 +61,7 @@ def fill(ring: SegmentRing, generation: int, window: int) -> list[Slot]:
 
 
 class RingMachine(RuleBasedStateMachine):
-    """Random incarnation of a ring beside a model of what must still be readable."""
+    """Random life of a ring beside a model of what must still be readable."""
 
     @initialize(num_slots=st.integers(3, 9), keep=st.integers(1, 3))
     def make(self, num_slots: int, keep: int) -> None:
