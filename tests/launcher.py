@@ -28,6 +28,8 @@ from typing import Generic, NoReturn, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
+from lightning_moe_ckpt.process import compute_alone
+
 T = TypeVar("T")
 
 _FORK = multiprocessing.get_context("fork")
@@ -145,6 +147,7 @@ def _show_stacks(late: list[_Rank[T]]) -> str:
 
 
 def _child(rank: int, world: _World[T], pipe: Connection) -> None:
+    compute_alone()
     # Not `dump_traceback_later`: where the parent has it armed, a fork that touches it waits for a thread it lacks.
     faulthandler.register(_SHOW_STACKS, file=_STDERR)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us

@@ -36,6 +36,7 @@ from typing_extensions import Self
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.moe import MoELayer
+from lightning_moe_ckpt.process import compute_alone
 from lightning_moe_ckpt.storage import SegmentLayout, TensorSpec
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.testing._records import Record, read_lines
@@ -230,7 +231,7 @@ class TurnFailed(RuntimeError):
 
 
 class TurnTaker(Generic[Result]):
-    """A process that does `work` in turns. It is forked at once, so make it before anything has started threads.
+    """A process that does `work` in turns, on one thread. It is forked at once, and has what this process has by then.
 
     Args:
         work: gets a function to call at the end of every turn.
@@ -282,6 +283,7 @@ class TurnTaker(Generic[Result]):
 
 
 def _serve(work: Callable[[HandOver[Result]], None], pipe: Connection, other_end: Connection) -> None:
+    compute_alone()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     other_end.close()  # inherited: while it is open here, the parent closing its own goes unseen
 

@@ -29,6 +29,7 @@ from lightning_moe_ckpt.benchmarks._fits import bench_folders, lines_of
 from lightning_moe_ckpt.benchmarks._quality_fit import Case, Loss, QualityFit, Scale, System
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.metrics import load_skew
+from lightning_moe_ckpt.process import compute_alone
 from lightning_moe_ckpt.testing import AttemptFailed, AttemptResult, Kill, assert_same_end, run_lives
 from lightning_moe_ckpt.testing._records import Record
 
@@ -175,7 +176,6 @@ class _Task:
 
     def run(self) -> list[QualityRun]:
         """Run the cases, in a process of its own."""
-        torch.set_num_threads(1)
         runs, reference = list[QualityRun](), list[AttemptResult]()
         with bench_folders(self.folder) as (folder, memory):
             for case in self.cases:
@@ -225,8 +225,8 @@ def run_all(
     ]
     total, runs = len(cases) * len(seeds), list[QualityRun]()
     progress(_TITLE, 0, total)
-    # Forked before this process has run anything parallel, each forks the attempts of its runs.
-    with multiprocessing.get_context("fork").Pool(min(jobs, len(tasks))) as pool:
+    # Each forks the attempts of its runs.
+    with multiprocessing.get_context("fork").Pool(min(jobs, len(tasks)), initializer=compute_alone) as pool:
         for done in pool.imap_unordered(_Task.run, tasks):
             runs += done
             progress(_TITLE, len(runs), total)

@@ -16,7 +16,7 @@ from lightning_moe_ckpt.benchmarks import _first_run, _native, _overhead, _persi
 from lightning_moe_ckpt.benchmarks._benchmark import Machine
 from lightning_moe_ckpt.inspection import Screen
 
-# The first ones fork, which is safe only as long as nothing else has run in this process.
+# The first ones fork, and a fork copies what others leave behind.
 _BENCHMARKS: dict[str, Any] = {
     "recovery": _recovery,
     "quality": _quality,

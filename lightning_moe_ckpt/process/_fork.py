@@ -1,4 +1,4 @@
-"""Make a fork wait for log messages of this package, so that the child can log too.
+"""Make forks safe: they wait for log messages of this package, so that the child can log too, and torch computes in the child.
 
 A loader worker is forked while threads of ours may be logging. Python makes the locks of `logging` anew in the child,
 but not that of the stream behind a handler: forked in mid-write, the child waits for ever when it writes to standard
@@ -8,6 +8,10 @@ until no thread is in a handler that our records go to.
 Nothing else that our threads hold is wanted in a child, which calls nothing of ours. What finalizers touch there are
 queues, which hand over without waiting, threads, which count as ended after a fork, and compiled engines, which compare
 process ids. And our threads import nothing, so no import is left half done.
+
+OpenMP's threads do not survive a fork either, and the child's main thread does not know: libgomp waits for ever in the first
+operation that is split between them. It starts them in the first such operation of the parent, on any machine of two cores
+or more where `OMP_NUM_THREADS` is not 1. Processes that this package forks therefore begin with `compute_alone`.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import os
 import threading
 from collections.abc import Iterator
 from functools import cache
+
+import torch
 
 PATIENCE_SECONDS = 1.0
 """Seconds that a fork waits for one handler, whose thread may itself wait for a handler that the fork holds."""
@@ -28,6 +34,14 @@ _held: list[logging.Handler] = []
 def guard_forks() -> None:
     """Make forks of this process wait for our log messages from now on."""
     os.register_at_fork(before=_quiesce, after_in_parent=_resume, after_in_child=_held.clear)
+
+
+def compute_alone() -> None:
+    """Let torch compute in this forked process, on one thread: it has not the others that its parent may have had.
+
+    Call it first. torch does the same in workers of loaders. Threads that are started later have pools of their own.
+    """
+    torch.set_num_threads(1)
 
 
 def _quiesce() -> None:

@@ -1,9 +1,9 @@
 """Run attempts of a job: real processes that run a user's fit, die by SIGKILL where a script says, and are started again.
 
 An attempt is one start of the whole job. Each of its ranks is forked from the calling process, which should have imported
-everything (torch, Lightning, the model) and run nothing: a fork after the first parallel torch operation, process
-group or thread may hang. A fork costs milliseconds, a cold start seconds. Every attempt gets another seed, so that state
-which is not restored cannot be right by chance.
+everything (torch, Lightning, the model) and started no process group and no thread of its own: what those hold is held for
+ever in a fork. OpenMP's threads do no harm. A fork costs milliseconds, a cold start seconds. Every attempt gets another seed,
+so that state which is not restored cannot be right by chance.
 
 Invariant: `run_lives` returns or raises within the sum of its time-outs and leaves no process behind.
 
@@ -44,6 +44,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from lightning.pytorch import Callback
 
+from lightning_moe_ckpt.process import compute_alone
 from lightning_moe_ckpt.testing._fault import FATAL
 from lightning_moe_ckpt.testing._fault_record import read_ranks
 from lightning_moe_ckpt.testing._kill import Kill, Killer, LatePhase, StorageKiller, strike
@@ -373,7 +374,8 @@ def _run_rank(script: _Script, attempt: Attempt, port: int) -> NoReturn:
 
 
 def _set_up_process(attempt: Attempt, port: int) -> None:
-    """Give this process its own group, output file, signal handlers and environment."""
+    """Give this process its own group, output file, signal handlers and environment, and as torchrun does one thread."""
+    compute_alone()
     os.setpgid(0, 0)
     log_file = os.open(attempt.end.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log_file, 1)
@@ -386,7 +388,6 @@ def _set_up_process(attempt: Attempt, port: int) -> None:
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     os.environ.update(_elastic_environment(attempt, port))
-    torch.set_num_threads(1)  # as torchrun does for several ranks; and a forked thread pool may be unusable
 
 
 def _elastic_environment(attempt: Attempt, port: int) -> dict[str, str]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_moe_ckpt.benchmarks._fits import HandOver, TurnFailed, TurnTaker
+from lightning_moe_ckpt.benchmarks._recovery import host_restore_seconds
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
+from lightning_moe_ckpt.process import compute_alone
+from lightning_moe_ckpt.testing import run_lives
 
 
 def test_work_goes_on_only_while_it_has_the_turn(tmp_path: Path) -> None:
@@ -90,3 +97,34 @@ def test_a_turn_that_takes_too_long_is_an_error() -> None:
         pytest.raises(TurnFailed, match=r"not over after 0:00:00\.2"),
     ):
         taker.take()
+
+
+def _compute(*_: object) -> dict[str, float]:
+    """Return the sum of a tensor that is large enough to be split between threads, as a fit returns what it found."""
+    return {"sum": float(torch.ones(2**22).exp_().fill_(1.0).sum())}
+
+
+def _fork_beside_openmp(folder: str) -> None:
+    """Start the threads of OpenMP, then processes in every way in which this package forks; the last one forks twice."""
+    torch.set_num_threads(2)
+    wanted = _compute()
+    with TurnTaker[dict[str, float]](lambda hand_over: hand_over(_compute())) as taker:
+        assert taker.take() == wanted
+    assert host_restore_seconds(256_000) > 0
+    with multiprocessing.get_context("fork").Pool(1, initializer=compute_alone) as pool:
+        assert pool.apply(_compute) == wanted
+    for world_size in (1, 2):
+        place = Path(folder) / str(world_size)
+        (result,) = run_lives(_compute, url=place.as_uri(), workdir=place, world_size=world_size, timeout=60)
+        assert result.outcome == "finished"
+    assert torch.get_num_threads() == 2, "the process that forks keeps its threads"
+
+
+def test_forks_beside_threads_of_openmp_compute(tmp_path: Path) -> None:
+    """As in a user's shell, where nobody has set `OMP_NUM_THREADS`: forks that count on threads they lack wait for ever."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_turns; "
+    program += f"test_turns._fork_beside_openmp({str(tmp_path)!r})"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=80, check=False)
+    assert done.returncode == 0, done.stderr
