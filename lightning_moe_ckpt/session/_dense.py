@@ -1,7 +1,7 @@
-"""Take dense generations of one boundary: the first and the last of a run, made durable while training waits.
+"""Take dense generations of one boundary: the first of a run, the last, and any other that storage must have whole.
 
-Also any other that storage must have whole; that one is stored while training goes on. It streams through a temporary
-buffer, since the ring is sized for windows, and at the start there is none yet.
+The last is made durable while training waits; all others are stored while it goes on. Each streams through a temporary
+buffer, which goes when it is stored, since the ring is sized for windows, and at the start there is none yet.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ class DenseCapture:
         writer = SegmentWriter(written, _memory(written.files_nbytes), self._engine)
         capture = BoundaryCapture(writer, step, journal["outcome"])
         capture.take_rest(start, disturbed=False)
+        segment = capture.sealed(generation)  # first: what cannot be sealed is never begun
         self._worker.begin(
             Announced(
                 generation=generation,
@@ -127,7 +128,7 @@ class DenseCapture:
                 bad=self._journal.bad_copies,
             )
         )
-        self._worker.add(generation, capture.sealed(generation))
+        self._worker.add(generation, segment)
         return generation, capture.ticket
 
 

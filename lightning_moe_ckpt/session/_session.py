@@ -366,9 +366,9 @@ class CheckpointSession:
         if self._steps < 2:
             outcome = {**self._outcome, **self._planner.state()}
             self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})) + room)
-        if fresh:
-            self._write_dense(step, start, timeout=self._config.commit_timeout.total_seconds())
-        elif capture.whole_at == step:
+        if fresh:  # training goes on: a crash before storage has it, and memory anything newer, is a start from nothing
+            self._tiers.begin_first(STORAGE, made(self._runs).name(step))
+        if fresh or capture.whole_at == step:
             made(self._dense).begin(step, start)
         capture.seal(start, step=step, disturbed=disturbed)
 

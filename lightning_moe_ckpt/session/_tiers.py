@@ -265,6 +265,16 @@ class Tiers:
             if lane.worker.takes_every or (lane.idle and not lane.cannot_take(window.layout)):
                 self._begin(lane, window)
 
+    def begin_first(self, tier: str, generation: GenerationId) -> None:
+        """Note that a tier is to get the first generation of a run, of everything, which whoever takes it hands over.
+
+        On all ranks. Until it is complete the tier is busy and nothing is built on it; if it fails the next one is whole.
+        The watcher hears of it when it is complete: nothing has been trained that it could have saved.
+        """
+        for lane in self._lanes:
+            if lane.worker.name == tier:
+                lane.take(generation)
+
     def wants_whole(self, generation: GenerationId, layout: WindowLayout) -> bool:
         """Return whether a tier is to get all of the boundary at hand, having nothing that `layout` can be built on.
 
