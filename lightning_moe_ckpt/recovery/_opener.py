@@ -126,8 +126,13 @@ class RunOpener:
             while True:
                 search = Search(self.store, self._exchange, memory, job, any_memory=any_memory)
                 found = search.run()
-                if found is None and (search.reasons or resume == "must"):
+                if found is None and (resume == "must" or (search.reasons and not search.nothing_stored)):
                     raise NoUsableGeneration(self._no_generation(resume, search))
+                if found is None and search.reasons and self._exchange.is_coordinator:
+                    log.warning(
+                        "%s: nothing was stored yet, and what memory has does not do: training begins anew. %s",
+                        *(self._backend.url, "; ".join(search.reasons)),
+                    )
                 resumed = None if found is None else found.generation
                 if self._open_incarnation(resumed, search, foreign=any_memory):
                     stored = [version.generation for version in search.committed]
@@ -228,6 +233,9 @@ class Search:
         """Generations in memory that are of another past than storage as it stands, and are not taken."""
         self._partial: list[Version] = []
         """Versions with some experts only, which were given up."""
+        self.nothing_stored = False
+        """Whether the run has never committed anything and nothing was lost: it was ended before its first generation was
+        durable, and what it has in memory may lack what only that one would have had."""
 
     def run(self) -> RestoreSource | None:
         """Return the newest generation that all ranks have now, with this rank's part of it.
@@ -254,6 +262,7 @@ class Search:
         self._alive = [Version.from_plain(row) for row in rows]
         self.foreign = frozenset(Version.from_plain(row).generation for row in foreign)
         self.reasons = [*self.reasons, *reasons]
+        self.nothing_stored = not self.reasons and not self._in_storage and not self._any_memory
         usable = self._inventory.usable(self._alive)
         found = self._first_of(usable, may_lack=False)
         if found is None and self.missing and self._job.may_lack_experts:

@@ -93,7 +93,7 @@ class Campaigns:
         campaigns = self.run_all(setup, scripts, **options)
         for kills, lives in zip(scripts, campaigns, strict=True):
             reference = self.reference(setup, _origin(lives), timeout=options.get("timeout", 60.0))
-            _require_same_end(reference, lives, kills, edited=setup.edits_weights)
+            _require_same_end(reference, _of_the_run(lives), kills, edited=setup.edits_weights)
             if not may_complain:
                 _require_silence(lives, kills)
             rings = _rings(lives[0].workdir)
@@ -115,7 +115,8 @@ class Campaigns:
                 (memory_of(folder, node) / name).touch()
         options = {**_arguments(setup, folder), "faults": record_of(folder), **options}
         lives = self._warm.call(run_lives, setup.fit, **options)
-        _require_same_end(self.reference(setup, _origin(lives), timeout=options.get("timeout", 60.0)), lives, [])
+        reference = self.reference(setup, _origin(lives), timeout=options.get("timeout", 60.0))
+        _require_same_end(reference, _of_the_run(lives), [])
         return lives
 
     def check_overlap(self, setup: Setup, overlap: Overlap) -> AttemptResult:
@@ -160,16 +161,22 @@ def _require_silence(lives: Sequence[AttemptResult], kills: Sequence[Kill | None
 
 
 def _origin(lives: Sequence[AttemptResult]) -> int:
-    """The life whose seed the run has: the first one that trained, since a run exists once its start is committed.
+    """The life whose seed the run has: the last one that began from nothing.
 
-    A life that is killed before that leaves nothing, and the next one begins anew. None may do so after a life that
-    has trained.
+    Training goes on while its start is being stored. A life that is killed before that leaves nothing but what memory
+    has, and the next one may begin anew. None may do so once something was stored.
     """
     begun = [life.index for life in lives if "begins from nothing" in life.log()]
-    trained = [life.index for life in lives if life.steps()]
     last = begun[-1] if begun else lives[0].index
-    assert last <= trained[0], f"life {last} began anew although life {trained[0]} had trained"
+    stored = [life.index for life in lives if " is durable: " in life.log()]
+    assert last <= min(stored, default=last), f"life {last} began anew although life {stored[0]} had stored something"
     return last
+
+
+def _of_the_run(lives: Sequence[AttemptResult]) -> list[AttemptResult]:
+    """Lives from the one on in which the run began."""
+    origin = _origin(lives)
+    return [life for life in lives if life.index >= origin]
 
 
 def _require_same_end(
