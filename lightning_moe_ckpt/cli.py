@@ -115,10 +115,6 @@ def _count(text: object) -> int:
     return int(str(text))
 
 
-def _window(text: object) -> int | str:
-    return "auto" if text == "auto" else _count(text)
-
-
 def _option(flag: str, text: str, metavar: str | None = None, **more: Any) -> click.Option:
     """Return an option whose value is passed on under the name of its flag; a default is shown."""
     if "default" in more:
@@ -365,19 +361,31 @@ _BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
         ],
     ),
     "overhead": (
-        "Training speed with sparse checkpoints, a monitor beside them, dense ones at every step, and none.",
+        "What checkpoints add to a step, in memory only and with storage, beside other systems; where the time goes.",
         [
-            _number("--rounds", 10, "Turns of every fit."),
+            _option(
+                "--variants", "What is measured (default: all that are installed); a wrong name lists them.", "A,B"
+            ),
+            _flag("--breakdown", "Microseconds by hook, and CPU time by thread beside, of each policy."),
+            _number("--ranks", 1, "Processes of every fit."),
+            _number("--rounds", 5, "Turns of every fit."),
             _number("--steps", 16, "Steps of a turn that count."),
             _number("--settle", 8, "Steps of a turn before them."),
             _number("--warm-up", 28, "Steps before those of the first turn that count."),
-            _option("--window", "Of sparse checkpoints, or auto.", "N", type=_window, default=8),
-            _option("--precision", "Of the Trainer.", default="bf16-mixed"),
-            _number("--blocks", 4, "Transformer blocks."),
-            _number("--dim", 128, "Model dimension."),
+            _option("--precision", "Of the Trainer.", default="32-true"),
+            _number("--blocks", 2, "Transformer blocks."),
+            _number("--dim", 128, "Model dimension; experts are four times as wide."),
             _number("--experts", 16, "Experts per block."),
-            _number("--batch-size", 16, "Crops of 64 tokens per step."),
+            _number("--batch-size", 2, "Crops of 64 tokens per step."),
             _option("--url", "Folder for checkpoints, which stay (default: a temporary folder).", "URL"),
+        ],
+    ),
+    "scale": (
+        "What sparse checkpoints add to a step, to the start and to a restart, by the number of experts.",
+        [
+            _option("--sizes", "Experts in all, in four layers.", "N,N", default="256,1024,4096,16384"),
+            _number("--scale-rounds", 3, "Turns of every fit."),
+            _number("--scale-steps", 16, "Steps of a turn that count, whole windows of 8."),
         ],
     ),
     "native": (

@@ -376,6 +376,7 @@ def _measured(make: Callable[[torch.device], DeviceCopies | Kernels]) -> Section
 def _trained(accelerator: Accelerator, keep: Keep) -> None:
     """Measure the overhead of a model that is worth a GPU, or on a CPU of one that only shows that it works."""
     arguments = [*(_BIG if accelerator == "gpu" else _SMALL), "--accelerator", accelerator]
+    arguments += ["--variants", "sparse8,dense1"]
     options = BENCH.commands["overhead"].make_context("overhead", arguments).params
     keep(_overhead.measure(SimpleNamespace(**options), print))
 

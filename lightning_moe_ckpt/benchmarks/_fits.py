@@ -16,10 +16,11 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -37,10 +38,14 @@ from typing_extensions import Self
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.process import compute_alone
-from lightning_moe_ckpt.storage import SegmentLayout, TensorSpec
+from lightning_moe_ckpt.storage import Backend, SegmentLayout, TensorSpec
 from lightning_moe_ckpt.strategy import MoEStrategy
+from lightning_moe_ckpt.testing._backends import StorageCall, WatchedBackend
 from lightning_moe_ckpt.testing._records import Record, read_lines
 from lightning_moe_ckpt.tiers import shared_directory
+from lightning_moe_ckpt.tiers._skips import SkipCounter
+
+T = TypeVar("T")
 
 # Shape suffixes: N crops in total, B crops of a batch, T tokens of a crop, D model dim, H heads, V vocabulary.
 
@@ -195,6 +200,11 @@ def quiet_lightning() -> Iterator[None]:
         yield
 
 
+def patient_storage() -> AbstractContextManager[None]:
+    """Silence what is said of storage that is slower than training, where that is our own doing."""
+    return at_level(SkipCounter.__module__, logging.CRITICAL)
+
+
 @contextmanager
 def at_level(name: str, level: int) -> Iterator[None]:
     """Give the logger `name` another level."""
@@ -215,6 +225,41 @@ def bench_folders(parent: Path | None = None) -> Iterator[tuple[Path, Path]]:
         tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-", dir=shared_directory()) as memory,
     ):
         yield Path(folder), Path(memory)
+
+
+class StorageGate:
+    """Let large writes wait while it is closed, as on storage that hangs: memory alone works.
+
+    Pass `backend` to `storage.wrapping_backends`. Open it before a run ends, which waits until the last step is stored.
+    """
+
+    LARGE_NBYTES = 2**14
+    """Writes of fewer bytes go on: training does not notice them, and a run that cannot write its log stops."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self.open()
+
+    def open(self) -> None:
+        """Let everything pass from now on."""
+        self._open.set()
+
+    def close(self) -> None:
+        """Hold large writes that begin from now on."""
+        self._open.clear()
+
+    def backend(self, backend: Backend) -> WatchedBackend:
+        """Return `backend` behind this gate."""
+        return WatchedBackend(backend, self._pass)
+
+    def _pass(self, call: StorageCall, operation: Callable[[], T]) -> T:
+        if not call.writes or call.nbytes < self.LARGE_NBYTES:
+            return operation()
+        self._open.wait()
+        return self._write(operation)
+
+    def _write(self, operation: Callable[[], T]) -> T:
+        return operation()
 
 
 Result = TypeVar("Result")
@@ -241,7 +286,7 @@ class TurnTaker(Generic[Result]):
     def __init__(self, work: Callable[[HandOver[Result]], None], timeout: timedelta = timedelta(minutes=10)) -> None:
         self._timeout, self._patience = timeout, _PATIENCE
         self._pipe, child = _FORK.Pipe()
-        self._process = _FORK.Process(target=_serve, args=(work, child, self._pipe), daemon=True)
+        self._process = _FORK.Process(target=_serve, args=(work, child, self._pipe))
         self._process.start()
         child.close()  # else the end of the process would not be seen as the end of the pipe
 
@@ -269,13 +314,22 @@ class TurnTaker(Generic[Result]):
             CheckpointError: the work did.
             TurnFailed: the work raised something else, ended early or was too late.
         """
-        try:
+        self.begin()
+        return self.end()
+
+    def begin(self) -> None:
+        """Begin a turn, which `end` waits for; of several processes, all may have theirs at once."""
+        with suppress(BrokenPipeError):  # `end` finds the same
             self._pipe.send_bytes(b"go")
+
+    def end(self) -> Result:
+        """Wait for the end of the turn and return its result; raises as `take` does."""
+        try:
             if not self._pipe.poll(self._timeout.total_seconds()):
                 self._patience = timedelta(0)
                 raise TurnFailed(f"a turn is not over after {self._timeout}")
             error, result = self._pipe.recv()
-        except (EOFError, BrokenPipeError) as ended:
+        except (EOFError, ConnectionResetError) as ended:
             raise TurnFailed("the process ended before its turn was over") from ended
         if error is not None:
             raise error

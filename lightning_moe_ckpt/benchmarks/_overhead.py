@@ -1,10 +1,10 @@
-"""Measure what checkpoints cost in training speed: no checkpoints, dense ones at every step, sparse ones without and with a monitor.
+"""Measure what checkpoints cost in training speed: each policy, in memory only and with storage, beside other systems.
 
-Four fits of the same model take turns, in another order in each round. Ratios are taken within a round, where the
-variants met the same machine, and their median is reported. The first turn of a fit has a warm-up in which generation
-0 is written, the window planned, and the ring filled for the first time. Before a fit pauses between two turns, what is
-complete is stored, so that it leaves the machine to others; each later turn therefore begins with steps that are not
-measured, which fill the pipeline again.
+Fits of the same model take turns, in another order in each round. What a checkpoint adds to a step is taken within a round,
+where the variants met the same machine, and its median over the rounds is reported. The first turn of a fit has a warm-up
+in which generation 0 is written, the window planned, and the ring filled for the first time. Before a fit pauses between two
+turns, what is complete is stored, so that it leaves the machine to others; each later turn therefore begins with steps that
+are not measured, which fill the pipeline again. In memory only means that storage rests once it has generation 0.
 
 A step is the time from one `on_train_batch_end` to the next, so that everything between counts, whichever hook or
 thread it is spent in. A round's mean step is what throughput is; its median step leaves out those that waited longest.
@@ -14,48 +14,57 @@ little, but they do not see waiting.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.table import Table
-from typing_extensions import override
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from rich.console import RenderableType
+from typing_extensions import Self, override
 
-from lightning_moe_ckpt.benchmarks._benchmark import (
-    Progress,
-    accelerator_for,
-    medians,
-    megabytes,
-    milliseconds,
-    rounds_of,
-    table_of,
-)
+from lightning_moe_ckpt.benchmarks._benchmark import Goal, Progress, accelerator_for, medians, rounds_of, table_of
+from lightning_moe_ckpt.benchmarks._breakdown import HookCost, HookMeter, ThreadTimes, breakdown_of, per_step
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     HandOver,
     ModelSize,
+    StorageGate,
     TurnTaker,
     bench_folders,
     bench_trainer,
     one_thread,
     own_memory,
+    patient_storage,
     quiet_lightning,
     random_tokens,
 )
-from lightning_moe_ckpt.callbacks import DenseCheckpoint, ExpertLoadMonitor, SparseCheckpoint
+from lightning_moe_ckpt.benchmarks._peers import PEERS
+from lightning_moe_ckpt.benchmarks._variants import VARIANTS, Variant, checkpoint_of, chosen_variants
+from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.session import Report
+from lightning_moe_ckpt.storage import wrapping_backends
+from lightning_moe_ckpt.strategy import MoEStrategy
+from lightning_moe_ckpt.testing._attempts import elastic_environment, free_port
 
-Variant = Literal["none", "sparse", "monitored", "dense"]
-"""`monitored` is `sparse` beside an `ExpertLoadMonitor` with a row every ten steps."""
+GOALS = {
+    "sparse8-memory": Goal("sparse", "sparse, window 8, memory only", 2.0, "ms", at_least=False),
+    "dense1-memory": Goal("dense", "dense at every step, memory only", 4.0, "ms", at_least=False),
+    "dense4-memory": Goal("dense 4", "dense every 4 steps, memory only", 1.0, "ms", at_least=False),
+}
+"""What a step may get longer by."""
+IDLE = Goal("idle", "steps at which nothing is taken", 0.3, "ms", at_least=False)
+SHARE = Goal("share", "of a step, with storage", 0.03, "of a step", at_least=False)
+PEER = Goal("peer", "of DLRover MEMORY at the same cadence", 0.5, "times", at_least=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +73,8 @@ class StepCosts:
 
     mean_seconds: float
     median_seconds: float
+    idle_seconds: float | None
+    """Mean of the steps at which nothing is taken; `None` where there is none."""
     thread_seconds: float
     """CPU time of the training thread, mean."""
     process_seconds: float
@@ -77,6 +88,10 @@ class StepCosts:
     generations_complete: int
     generations_committed: int
     """Storage is given the newest complete generation whenever it has finished one."""
+    hooks: dict[str, HookCost] = field(default_factory=dict)
+    """With `--breakdown`: mean per step, by hook."""
+    threads: dict[str, float] = field(default_factory=dict)
+    """With `--breakdown`: mean CPU time per step beside the training thread, by thread."""
 
 
 class Turn(NamedTuple):
@@ -87,41 +102,45 @@ class Turn(NamedTuple):
     """Report of the checkpoint callback after the last step measured."""
 
 
-def train(variant: Variant, url: str, memory: Path, options: SimpleNamespace, hand_over: HandOver[Turn]) -> None:
-    """Train from scratch; the same model and data whatever the variant.
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """One rank of the training of one variant, from scratch; the same model and data whatever the variant."""
 
-    Args:
-        variant: which checkpoints to take; `dense` ones at every step.
-        url: where they go; a new run is started beside an earlier one there.
-        memory: folder on a tmpfs that is the shared memory of the process.
-        options: of the command line.
-        hand_over: called at the end of every turn.
-    """
-    own_memory(memory, lost=False)
-    checkpoint = _checkpoint(variant, url, options)
-    measured = _Turns(options, checkpoint, hand_over)
-    beside = [ExpertLoadMonitor(every_n_steps=10)] if variant == "monitored" else []
-    total_steps = options.warm_up + options.rounds * (options.settle + options.steps) - options.settle
-    torch.manual_seed(0)
-    size, accelerator = _size(options), accelerator_for(options.accelerator)
-    model = BenchModel(size)
-    with one_thread(), quiet_lightning():
-        trainer = bench_trainer(
-            accelerator=accelerator,
-            strategy="auto",
-            precision=options.precision,
-            callbacks=[measured, *beside, *([checkpoint] if checkpoint is not None else [])],
-            max_steps=total_steps,
-            enable_checkpointing=checkpoint is not None,
-        )
-        # One batch more than it takes, so that no epoch ends.
-        trainer.fit(model, random_tokens(size, total_steps + 1))
+    variant: Variant
+    url: str
+    memory: Path
+    """Folder on a tmpfs that is the shared memory of the node."""
+    options: SimpleNamespace
+    rank: int
+    port: int
+    """Where the ranks meet."""
 
-
-def _checkpoint(variant: Variant, url: str, options: SimpleNamespace) -> DenseCheckpoint | SparseCheckpoint | None:
-    if variant == "dense":
-        return DenseCheckpoint(url, every_n_steps=1, resume="never")
-    return None if variant == "none" else SparseCheckpoint(url, window=options.window, resume="never")
+    def __call__(self, hand_over: HandOver[Turn]) -> None:
+        """Train, and call `hand_over` at the end of every turn."""
+        options, ranks = self.options, self.options.ranks
+        own_memory(self.memory, lost=False)
+        os.environ.update(elastic_environment(self.rank, ranks, self.port))
+        gate, checkpoint = StorageGate(), checkpoint_of(self.variant, self.url)
+        measured = _Turns(options, self.variant, checkpoint, gate, hand_over)
+        beside = [ExpertLoadMonitor(every_n_steps=10)] if self.variant.system == "monitored" else []
+        total_steps = options.warm_up + options.rounds * (options.settle + options.steps) - options.settle
+        size = size_of(options)
+        resting = wrapping_backends(gate.backend) if self.variant.memory_only else nullcontext()
+        torch.manual_seed(0)
+        model = BenchModel(size)
+        with one_thread(), quiet_lightning(), patient_storage(), resting:
+            trainer = bench_trainer(
+                accelerator=accelerator_for(options.accelerator, ranks),
+                strategy=MoEStrategy() if ranks > 1 else "auto",
+                devices=ranks,
+                precision=options.precision,
+                callbacks=[measured, *beside, *([checkpoint] if checkpoint is not None else [])],
+                max_steps=total_steps,
+                enable_checkpointing=checkpoint is not None,
+                plugins=[AsyncCheckpointIO()] if self.variant.system == "lightning" else None,
+            )
+            # One batch more than it takes, so that no epoch ends.
+            trainer.fit(model, random_tokens(size, ranks * (total_steps + 1)))
 
 
 class _Clocks(NamedTuple):
@@ -134,15 +153,27 @@ class _Turns(Callback):
     """Measure the last steps of every turn. It goes before the checkpoint callback in the list."""
 
     def __init__(
-        self, options: SimpleNamespace, checkpoint: DenseCheckpoint | SparseCheckpoint | None, hand_over: HandOver[Turn]
+        self,
+        options: SimpleNamespace,
+        variant: Variant,
+        checkpoint: Callback | None,
+        gate: StorageGate,
+        hand_over: HandOver[Turn],
     ) -> None:
         self._warm_up, self._steps, self._period = options.warm_up, options.steps, options.settle + options.steps
-        self._checkpoint, self._hand_over = checkpoint, hand_over
-        self._before: Report | None = None
+        self._variant, self._gate, self._hand_over = variant, gate, hand_over
+        self._checkpoint = checkpoint if isinstance(checkpoint, CheckpointCallback) else None
+        peer = checkpoint if self._checkpoint is None else None
+        self._meter = HookMeter(peer) if options.breakdown and checkpoint is not None else None
+        self._before: _Before
         self._clocks: list[_Clocks] = []
+        self._skipping: list[bool] = []
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        if trainer.global_step == 1 and self._variant.memory_only and self._checkpoint is not None:
+            self._checkpoint.wait_committed()  # of generation 0
+            self._gate.close()
         step = trainer.global_step - self._warm_up
         within = step % self._period
         if step < 0 or within > self._steps:
@@ -150,27 +181,54 @@ class _Turns(Callback):
         if pl_module.device.type == "cuda" and within in (0, self._steps):
             torch.cuda.synchronize()  # the host runs ahead of the device, by a step or more
         if within == 0:
-            self._before, self._clocks = self._report(), []  # takes a while, so before the first clock is read
+            self._clocks, self._skipping = [], []
+            self._before = self._read()  # takes a while, so before the first clock is read
         self._clocks.append(_Clocks(time.perf_counter(), time.thread_time(), time.process_time()))
+        self._skipping.append(self._variant.skips(trainer.global_step))
         if within == self._steps:
-            report = self._report()
-            if self._checkpoint is not None:
+            after = self._read()
+            if self._checkpoint is not None and not self._variant.memory_only:
                 self._checkpoint.wait_committed()
-            self._hand_over(Turn(_costs(self._clocks, self._before, report), report))
+            self._hand_over(Turn(self._costs(after), after.report))
 
-    def _report(self) -> Report | None:
-        return self._checkpoint.report if self._checkpoint is not None else None
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._gate.open()
+
+    def _read(self) -> _Before:
+        meter, checkpoint = self._meter, self._checkpoint
+        return _Before(
+            checkpoint.report if checkpoint is not None else None,
+            meter.costs() if meter is not None else {},
+            ThreadTimes.now() if meter is not None else None,
+        )
+
+    def _costs(self, after: _Before) -> StepCosts:
+        first, last, before = self._clocks[0], self._clocks[-1], self._before
+        num_steps = len(self._clocks) - 1
+        steps = [end.wall - start.wall for start, end in pairwise(self._clocks)]
+        idle = [seconds for seconds, skipped in zip(steps, self._skipping, strict=False) if skipped]
+        threads = {}
+        if before.threads is not None and after.threads is not None:
+            threads = after.threads.since(before.threads, num_steps)
+        return StepCosts(
+            mean_seconds=(last.wall - first.wall) / num_steps,
+            median_seconds=statistics.median(steps),
+            idle_seconds=statistics.fmean(idle) if idle else None,
+            thread_seconds=(last.thread - first.thread) / num_steps,
+            process_seconds=(last.process - first.process) / num_steps,
+            hooks=per_step(before.hooks, after.hooks, num_steps),
+            threads=threads,
+            **_gained(before.report, after.report, num_steps),
+        )
 
 
-def _costs(clocks: Sequence[_Clocks], before: Report | None, after: Report | None) -> StepCosts:
-    first, last, num_steps = clocks[0], clocks[-1], len(clocks) - 1
-    return StepCosts(
-        mean_seconds=(last.wall - first.wall) / num_steps,
-        median_seconds=statistics.median(end.wall - start.wall for start, end in pairwise(clocks)),
-        thread_seconds=(last.thread - first.thread) / num_steps,
-        process_seconds=(last.process - first.process) / num_steps,
-        **_gained(before, after, num_steps),
-    )
+class _Before(NamedTuple):
+    """Sums that costs are differences of."""
+
+    report: Report | None
+    hooks: dict[str, HookCost]
+    threads: ThreadTimes | None
 
 
 def _gained(before: Report | None, after: Report | None, num_steps: int) -> dict[str, Any]:
@@ -189,96 +247,108 @@ def _gained(before: Report | None, after: Report | None, num_steps: int) -> dict
     }
 
 
-VARIANTS: tuple[Variant, ...] = get_args(Variant)
-_COLUMNS = (
-    *("checkpoints", "steps/s", "against none", "range", "by median step", "CPU of training", "of process"),
-    *("in hooks per step", "stall per step", "of the device", "bytes per step (of dense)", "W", "committed"),
-)
+class _Ranks(ExitStack):
+    """The processes of one variant, whose turns begin and end together."""
+
+    def __init__(self, variant: Variant, url: str, memory: Path, options: SimpleNamespace) -> None:
+        super().__init__()
+        port, self._takers = free_port(), list[TurnTaker[Turn]]()
+        for rank in range(options.ranks):
+            fit = _Fit(variant=variant, url=url, memory=memory, options=options, rank=rank, port=port)
+            self._takers.append(self.enter_context(TurnTaker(fit)))
+
+    def take(self) -> Turn:
+        """Give all ranks a turn and return that of the first; every rank waits for the slowest in each step."""
+        for taker in self._takers:
+            taker.begin()
+        first, *_ = [taker.end() for taker in self._takers]
+        return first
+
+    @override
+    def __enter__(self) -> Self:
+        return self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverheadFigure(StepCosts):
     """One variant: medians over the rounds, sums of generations."""
 
-    variant: Variant
+    variant: str
     precision: str
     num_params: int
-    steps_per_second: float
+    num_ranks: int
     throughput: float
     """Steps per second relative to `none` in the same round."""
-    throughput_range: tuple[float, float]
+    added_seconds: float
+    """Mean step less that of `none` in the same round."""
+    added_range: tuple[float, float]
     """Least and greatest of the rounds."""
-    by_median_step: float
-    """The same from median instead of mean steps."""
+    added_idle_seconds: float | None
+    """The same of the steps at which nothing is taken."""
+    added_thread_seconds: float
+    """CPU time of the training thread less that of `none` in the same round."""
+    added_beside_seconds: float
+    """CPU time of all other threads of the process less that of `none` in the same round."""
     window: int
-    """Steps per generation; 0 without checkpoints."""
+    """Steps per generation; 0 without checkpoints of this package."""
     nbytes_per_step: float
-    """Mean, 0 without checkpoints."""
+    """Mean, 0 without checkpoints of this package."""
     dense_nbytes: int
-    """Bytes of a snapshot of everything, 0 without checkpoints."""
+    """Bytes of a snapshot of everything, 0 without checkpoints of this package."""
     rounds: list[StepCosts]
-
-    @property
-    def stall(self) -> float:
-        """Seconds per step, over all causes."""
-        return sum(self.stall_seconds.values())
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[OverheadFigure]:
     """Run the benchmark."""
-    turns: dict[Variant, list[Turn]] = {variant: [] for variant in VARIANTS}
+    variants = chosen_variants(options)
+    turns: dict[Variant, list[Turn]] = {variant: [] for variant in variants}
     # Fits end in mid-step, as by an exception: what is newest stays in memory for a next start that never comes.
     with bench_folders() as (folder, memory), ExitStack() as stack:
         base = folder.as_uri() if options.url is None else options.url.rstrip("/")
         takers = {
-            each: stack.enter_context(TurnTaker[Turn](partial(train, each, f"{base}/{each}", memory, options)))
-            for each in VARIANTS
+            each: stack.enter_context(_Ranks(each, f"{base}/{each.name}", memory / each.name, options))
+            for each in variants
         }
-        for index, (_, variant) in enumerate(rounds_of(options.rounds, VARIANTS)):
-            progress(f"training, checkpoints: {variant}", index, options.rounds * len(VARIANTS))
+        for index, (_, variant) in enumerate(rounds_of(options.rounds, variants)):
+            progress(f"training, checkpoints: {variant.name}", index, options.rounds * len(variants))
             turns[variant].append(takers[variant].take())
-    return [_figure(variant, options, turns) for variant in VARIANTS]
+    none = [turn.costs for turn in turns[variants[0]]]
+    return [_figure(variant, options, none, turns[variant]) for variant in variants]
 
 
-def table(figures: Sequence[OverheadFigure]) -> Table:
-    """Return the figures for people."""
-    first = figures[0]
-    title = (
-        f"Training {first.num_params / 1e6:.1f}M parameters in {first.precision}, "
-        f"medians of {len(first.rounds)} interleaved rounds"
-    )
-    causes = "\n".join(_causes(figure) for figure in figures if figure.stall_seconds)
-    return table_of(title, _COLUMNS, [_row(figure) for figure in figures], causes)
-
-
-def _size(options: SimpleNamespace) -> ModelSize:
-    dim, experts = options.dim, options.experts
+def size_of(options: SimpleNamespace) -> ModelSize:
+    """Return the size of the model that the command line names."""
     return ModelSize(
-        num_blocks=options.blocks, model_dim=dim, num_experts=experts, expert_dim=2 * dim, batch_size=options.batch_size
+        num_blocks=options.blocks,
+        model_dim=options.dim,
+        num_experts=options.experts,
+        expert_dim=4 * options.dim,
+        batch_size=options.batch_size,
     )
 
 
-def _figure(variant: Variant, options: SimpleNamespace, turns: Mapping[Variant, Sequence[Turn]]) -> OverheadFigure:
-    rounds = [turn.costs for turn in turns[variant]]
-    pairs = [(none.costs, own) for none, own in zip(turns["none"], rounds, strict=True)]
-    throughput = [none.mean_seconds / own.mean_seconds for none, own in pairs]
-    causes = sorted({cause for each in rounds for cause in each.stall_seconds})
-    report = turns[variant][-1].report
-    own = medians(
-        rounds,
-        *("mean_seconds", "median_seconds", "thread_seconds", "process_seconds"),
-        *("device_stall_seconds", "overhead_seconds"),
-    )
+def _figure(
+    variant: Variant, options: SimpleNamespace, none: Sequence[StepCosts], turns: Sequence[Turn]
+) -> OverheadFigure:
+    rounds, report = [turn.costs for turn in turns], turns[-1].report
+    pairs = list(zip(none, rounds, strict=True))
+    added = [own.mean_seconds - base.mean_seconds for base, own in pairs]
+    idle = [own.idle_seconds - base.mean_seconds for base, own in pairs if own.idle_seconds is not None]
+    beside = [_beside(own) - _beside(base) for base, own in pairs]
+    names = ("mean_seconds", "median_seconds", "idle_seconds", "thread_seconds", "process_seconds")
     return OverheadFigure(
-        **own,
-        variant=variant,
+        **medians(rounds, *names, "device_stall_seconds", "overhead_seconds"),
+        **_by_name(rounds),
+        variant=variant.name,
         precision=options.precision,
-        num_params=_size(options).num_params(),
-        steps_per_second=1 / own["mean_seconds"],
-        throughput=statistics.median(throughput),
-        throughput_range=(min(throughput), max(throughput)),
-        by_median_step=statistics.median(none.median_seconds / own.median_seconds for none, own in pairs),
-        stall_seconds={c: statistics.median(each.stall_seconds.get(c, 0.0) for each in rounds) for c in causes},
+        num_params=size_of(options).num_params(),
+        num_ranks=options.ranks,
+        throughput=statistics.median(base.mean_seconds / own.mean_seconds for base, own in pairs),
+        added_seconds=statistics.median(added),
+        added_range=(min(added), max(added)),
+        added_idle_seconds=statistics.median(idle) if idle else None,
+        added_thread_seconds=statistics.median(own.thread_seconds - base.thread_seconds for base, own in pairs),
+        added_beside_seconds=statistics.median(beside),
         window=report.window if report is not None else 0,
         nbytes_per_step=report.nbytes_per_step if report is not None else 0.0,
         dense_nbytes=report.dense_nbytes if report is not None else 0,
@@ -288,18 +358,94 @@ def _figure(variant: Variant, options: SimpleNamespace, turns: Mapping[Variant, 
     )
 
 
+def _beside(costs: StepCosts) -> float:
+    return costs.process_seconds - costs.thread_seconds
+
+
+def _by_name(rounds: Sequence[StepCosts]) -> dict[str, Any]:
+    """Return the medians of what has names, over all rounds; a name that a round lacks is 0 there."""
+    stalls = _medians([each.stall_seconds for each in rounds])
+    walls = _medians([{name: cost.wall for name, cost in each.hooks.items()} for each in rounds])
+    cpu = _medians([{name: cost.cpu for name, cost in each.hooks.items()} for each in rounds])
+    hooks = {name: HookCost(walls[name], cpu[name]) for name in walls}
+    return {"stall_seconds": stalls, "hooks": hooks, "threads": _medians([each.threads for each in rounds])}
+
+
+def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = sorted({name for each in rounds for name in each})
+    return {name: statistics.median(each.get(name, 0.0) for each in rounds) for name in names}
+
+
+# -- tables
+
+_COLUMNS = ("checkpoints", "+ms/step", "range", "idle +ms", "CPU +ms", "beside +ms", "hooks ms", "stored")
+_NOTE = """\
++ms/step: longer than without checkpoints, medians of rounds; idle: steps at which nothing is taken; CPU: of the training \
+thread, beside: of all other threads of the process; hooks: time of the training thread in them, waits included; stored: \
+generations of the steps measured"""
+
+
+def table(figures: Sequence[OverheadFigure]) -> RenderableType:
+    """Return the figures for people."""
+    none = figures[0]
+    title = (
+        f"Training {none.num_params / 1e6:.1f}M parameters in {none.precision} on {none.num_ranks} ranks, a step of "
+        f"{none.mean_seconds * 1e3:.1f} ms, medians of {len(none.rounds)} rounds"
+    )
+    peers = {name for name, variant in VARIANTS.items() if variant.system in PEERS}
+    every = {name: max(1, variant.every) for name, variant in VARIANTS.items()}
+    if any(figure.hooks for figure in figures):
+        return breakdown_of(title, [figure for figure in figures[1:] if figure.variant not in peers],
+                            [figure for figure in figures if figure.variant in peers], every)  # fmt: skip
+    caption = "\n".join([_NOTE, *judged(figures), *filter(None, map(_causes, figures))])
+    return table_of(title, _COLUMNS, [_row(figure) for figure in figures], caption)
+
+
+def judged(figures: Sequence[OverheadFigure]) -> list[str]:
+    """Return a line per goal that something was measured for."""
+    by_name, lines = {figure.variant: figure for figure in figures}, list[str]()
+
+    def judge(goal: Goal, measured: float, form: str) -> None:
+        lines.append(f"{goal.what}: {form.format(measured)}, goal {goal}: {goal.outcome(measured)}")
+
+    for name, goal in GOALS.items():
+        if (figure := by_name.get(name)) is None:
+            continue
+        judge(goal, figure.added_seconds * 1e3, "{:+.2f} ms")
+        if figure.added_idle_seconds is not None:
+            judge(IDLE, figure.added_idle_seconds * 1e3, "{:+.2f} ms")
+        peer = by_name.get(f"dlrover{VARIANTS[name].every}")
+        if peer is not None and VARIANTS[name].system == "dense" and peer.added_seconds > 0:
+            judge(PEER, figure.added_seconds / peer.added_seconds, "{:.2f} times")
+    for name, figure in by_name.items():
+        if VARIANTS[name].system in ("sparse", "dense") and not VARIANTS[name].memory_only:
+            share = figure.added_seconds / figures[0].mean_seconds
+            lines.append(f"{name}, with storage: {share:.1%} of a step, goal at most 3%: {SHARE.outcome(share)}")
+    return lines
+
+
 def _row(figure: OverheadFigure) -> list[str]:
-    low, high = figure.throughput_range
-    row = [figure.variant, f"{figure.steps_per_second:.2f}", f"{figure.throughput:.3f}", f"{low:.2f}-{high:.2f}"]
-    row += [f"{figure.by_median_step:.3f}", milliseconds(figure.thread_seconds), milliseconds(figure.process_seconds)]
+    low, high = figure.added_range
     if figure.variant == "none":
+        return ["none"]
+    row = [
+        figure.variant,
+        _ms(figure.added_seconds),
+        f"{low * 1e3:.1f} to {high * 1e3:.1f}",
+        _ms(figure.added_idle_seconds),
+    ]
+    row += [_ms(figure.added_thread_seconds), _ms(figure.added_beside_seconds)]
+    if not figure.window:
         return row
-    in_hooks = (figure.overhead_seconds, figure.stall, figure.device_stall_seconds)
-    taken = f"{megabytes(figure.nbytes_per_step)} ({figure.nbytes_per_step / figure.dense_nbytes:.0%})"
-    generations = f"{figure.generations_committed} of {figure.generations_complete}"
-    return [*row, *map(milliseconds, in_hooks), taken, str(figure.window), generations]
+    stored = f"{figure.generations_committed} of {figure.generations_complete}"
+    return [*row, f"{figure.overhead_seconds * 1e3:.2f}", stored]
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:+.2f}"
 
 
 def _causes(figure: OverheadFigure) -> str:
     causes = sorted(figure.stall_seconds.items(), key=lambda item: -item[1])
-    return f"stall, {figure.variant}: " + ", ".join(f"{cause} {milliseconds(seconds)}" for cause, seconds in causes)
+    said = ", ".join(f"{cause} {seconds * 1e3:.2f}" for cause, seconds in causes if seconds >= 5e-6)
+    return f"waits in ms, {figure.variant}: {said}" if said else ""

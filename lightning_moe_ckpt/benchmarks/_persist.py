@@ -11,11 +11,9 @@ idle ones, writes are held up in every other stretch of steps.
 
 from __future__ import annotations
 
-import logging
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -47,11 +45,12 @@ from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     HandOver,
     ModelSize,
+    StorageGate,
     TurnTaker,
-    at_level,
     bench_trainer,
     made_up_layout,
     one_thread,
+    patient_storage,
     quiet_lightning,
     random_tokens,
 )
@@ -59,10 +58,8 @@ from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.storage import RecordRows, Retention, RunStore, open_backend, wrapping_backends
 from lightning_moe_ckpt.storage._object_options import split_url, translate
-from lightning_moe_ckpt.testing._backends import StorageCall, WatchedBackend
 from lightning_moe_ckpt.testing._tier_capture import records_of
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
-from lightning_moe_ckpt.tiers._skips import SkipCounter
 from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
 from lightning_moe_ckpt.tiers._writer import Announced
 
@@ -78,8 +75,6 @@ _NEVER_DELETES = 10**9
 """Generations that are kept while time is measured: deleting comes after what is measured."""
 _STRETCH = 16
 """Steps, two windows."""
-_LARGE_NBYTES = 2**14
-"""A write of fewer bytes is not what a step notices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,9 +256,8 @@ def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int, accelera
         accelerator: what is trained on.
     """
     held = _HeldWrites(warm_up, num_steps)
-    watched = wrapping_backends(lambda backend: WatchedBackend(backend, held))
-    # That storage is slower than training, and memory full, is our own doing here.
-    with watched, one_thread(), quiet_lightning(), at_level(SkipCounter.__module__, logging.CRITICAL):
+    watched = wrapping_backends(held.gate.backend)
+    with watched, one_thread(), quiet_lightning(), patient_storage():
         trainer = bench_trainer(
             accelerator=accelerator,
             strategy="auto",
@@ -275,7 +269,7 @@ def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int, accelera
         trainer.fit(BenchModel(size), random_tokens(size, warm_up + num_steps + 2))
     found = StepsMeanwhile(idle=[], persisting=[])
     for number, (start, end) in enumerate(pairwise(held.ends[warm_up:])):
-        overlaps = any(begun < end and done > start for begun, done in held.spans)
+        overlaps = any(begun < end and done > start for begun, done in held.gate.spans)
         if overlaps != _is_idle(number):
             (found.persisting if overlaps else found.idle).append(end - start)
     return found
@@ -286,40 +280,45 @@ def _is_idle(number: int) -> bool:
     return number // _STRETCH % 2 == 1
 
 
-class _HeldWrites(Callback):
-    """Note when steps were done and large objects written, which wait in every other stretch. It goes first in the list.
+class _TimedGate(StorageGate):
+    """Note when large objects were written."""
 
-    After the steps that are measured nothing is held: what ends a fit waits until the last step is stored.
-    """
-
-    def __init__(self, warm_up: int, num_steps: int) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.spans: list[tuple[float, float]] = []
-        self.ends: list[float] = []
-        self._go, self._warm_up, self._num_steps = threading.Event(), warm_up, num_steps
-        self._go.set()
 
-    def __call__(self, call: StorageCall, operation: Callable[[], T]) -> T:
-        if not call.writes or call.nbytes < _LARGE_NBYTES:
-            return operation()
-        self._go.wait()
+    @override
+    def _write(self, operation: Callable[[], T]) -> T:
         started = time.perf_counter()
         try:
             return operation()
         finally:
             self.spans.append((started, time.perf_counter()))
 
+
+class _HeldWrites(Callback):
+    """Note when steps were done, and let large writes wait in every other stretch. It goes first in the list.
+
+    After the steps that are measured nothing is held: what ends a fit waits until the last step is stored.
+    """
+
+    def __init__(self, warm_up: int, num_steps: int) -> None:
+        self.gate = _TimedGate()
+        self.ends: list[float] = []
+        self._warm_up, self._num_steps = warm_up, num_steps
+
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         self.ends.append(time.perf_counter())
         number = len(self.ends) - 1 - self._warm_up
         if 0 <= number < self._num_steps and _is_idle(number):
-            self._go.clear()
+            self.gate.close()
         else:
-            self._go.set()
+            self.gate.open()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._go.set()
+        self.gate.open()
 
 
 def _ratio(goal: Goal, pairs: Sequence[Pair], unnamed: str) -> PersistFigure:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_moe_ckpt.benchmarks import _first_run, _native, _overhead, _persist, _quality, _recovery
+from lightning_moe_ckpt.benchmarks import _first_run, _native, _overhead, _persist, _quality, _recovery, _scale
 from lightning_moe_ckpt.benchmarks._benchmark import Machine
 from lightning_moe_ckpt.inspection import Screen
 
@@ -22,6 +22,7 @@ _BENCHMARKS: dict[str, Any] = {
     "quality": _quality,
     "persist": _persist,
     "overhead": _overhead,
+    "scale": _scale,
     "native": _native,
 }
 

@@ -264,7 +264,7 @@ class _RunningAttempt:
     def run(self) -> AttemptResult:
         """Start the ranks, wait for the end of all, and judge the outcome."""
         started = time.monotonic()
-        port = _free_port()
+        port = free_port()
         try:
             for attempt in self._attempts:
                 self._pids[attempt.rank] = _fork_rank(self._script, attempt, port)
@@ -387,32 +387,31 @@ def _set_up_process(attempt: Attempt, port: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    os.environ.update(_elastic_environment(attempt, port))
+    os.environ.update(elastic_environment(attempt.rank, attempt.world_size, port, attempt.index))
 
 
-def _elastic_environment(attempt: Attempt, port: int) -> dict[str, str]:
+def elastic_environment(rank: int, world_size: int, port: int, restarts: int = 0) -> dict[str, str]:
     """Return what torchrun sets; nothing for one process, which starts as plain `python train.py` would."""
-    if attempt.world_size == 1:
+    if world_size == 1:
         return {}
-    rank, world_size = str(attempt.rank), str(attempt.world_size)
     return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "RANK": rank,
-        "LOCAL_RANK": rank,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
         "GROUP_WORLD_SIZE": "1",
         "TORCHELASTIC_RUN_ID": "attempts",
-        "TORCHELASTIC_RESTART_COUNT": str(attempt.index),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": "1000",
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # whoever started the caller may have one
         "GLOO_SOCKET_IFNAME": "lo",
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a port nobody listens on, below the range from which the kernel draws the ports of outgoing connections."""
     draw = random.SystemRandom()
     while True:

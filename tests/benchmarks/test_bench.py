@@ -4,36 +4,42 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import tempfile
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from launcher import run_world
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 
 import lightning_moe_ckpt
-from lightning_moe_ckpt.benchmarks import _native, _overhead, _recovery
+from lightning_moe_ckpt.benchmarks import _native, _overhead, _recovery, _scale
 from lightning_moe_ckpt.benchmarks._benchmark import Machine, accelerator_for, rounds_of
+from lightning_moe_ckpt.benchmarks._breakdown import HookCost
 from lightning_moe_ckpt.benchmarks._native_device import NativeFigure
-from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure
+from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure
 from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
 from lightning_moe_ckpt.benchmarks._recovery import CASES, HostRestoreFigure, Recovery, RecoveryFigure
+from lightning_moe_ckpt.benchmarks._scale import MEASURED as MEASURED_BY_SCALE
+from lightning_moe_ckpt.benchmarks._scale import Growth, ScaleFigure, sizes_of
+from lightning_moe_ckpt.benchmarks._variants import chosen_variants
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import ConfigurationError
 
-STEPS = 4
+STEPS = 8
 TINY_FITS = [
-    *("--rounds", "2", "--steps", str(STEPS), "--settle", "2", "--warm-up", "5", "--window", "2"),
+    *("--rounds", "2", "--steps", str(STEPS), "--settle", "4", "--warm-up", "8"),
     *("--blocks", "1", "--dim", "32", "--experts", "4", "--batch-size", "2"),
 ]
+MEASURED = ["sparse4-memory", "sparse4", "dense1", "dense4", "lightning4", "torch.save4", "dcp4"]
 TINY = {
     "recovery": (
         *(
@@ -62,7 +68,8 @@ TINY = {
         *("--generation-megabytes", "1", "--segments", "2", "--persist-rounds", "2", "--persist-steps", "12"),
         *("--persist-dim", "32"),
     ),
-    "overhead": tuple(TINY_FITS),
+    "overhead": (*TINY_FITS, "--variants", ",".join(MEASURED)),
+    "scale": ("--sizes", "16,64", "--scale-rounds", "1", "--scale-steps", "8"),
     "native": ("--slices", "50", "--repeats", "1", "--megabytes", "1", "--elements", "200000"),
 }
 
@@ -111,7 +118,7 @@ def overhead() -> dict[str, OverheadFigure]:
     return {row["variant"]: OverheadFigure(**row) for row in _document("overhead")["overhead"]}
 
 
-def _shown(table: Table) -> str:
+def _shown(table: RenderableType) -> str:
     console = Console(width=200, file=io.StringIO(), record=True)
     console.print(table)
     return console.export_text()
@@ -125,38 +132,138 @@ def test_figures_come_with_the_machine_they_hold_for() -> None:
     assert machine["date"].endswith("+00:00")
 
 
-def test_throughput_is_relative_to_training_without_checkpoints(overhead: dict[str, OverheadFigure]) -> None:
-    """Without checkpoints the ratio is one and nothing waits; each variant has a figure of every round."""
-    assert set(overhead) == set(VARIANTS)
-    assert (overhead["none"].throughput, overhead["none"].stall_seconds) == (1.0, {})
+def test_what_checkpoints_add_is_relative_to_training_without(overhead: dict[str, OverheadFigure]) -> None:
+    """Without checkpoints nothing is added and nothing waits; each variant has a figure of every round."""
+    assert [*overhead] == ["none", *MEASURED]
+    none = overhead["none"]
+    assert (none.added_seconds, none.throughput, none.stall_seconds) == (0.0, 1.0, {})
     for figure in overhead.values():
-        low, high = figure.throughput_range
-        assert 0 < low <= figure.throughput <= high
+        low, high = figure.added_range
+        assert low <= figure.added_seconds <= high
+        assert none.mean_seconds > 0
         assert len(figure.rounds) == 2
         assert 0 < 0.99 * figure.thread_seconds <= figure.process_seconds, "the clocks have different grains"
+        assert (figure.hooks, figure.threads) == ({}, {}), "measured with --breakdown only"
 
 
 def test_only_steps_after_the_warm_up_are_measured(overhead: dict[str, OverheadFigure]) -> None:
-    """A dense generation per step, a sparse one per window, of the steps measured in two rounds."""
-    assert overhead["dense"].generations_complete == 2 * STEPS
-    assert overhead["sparse"].generations_complete == 2 * STEPS // 2
-    assert "dense" not in overhead["sparse"].stall_seconds, "generation 0 was written before the steps measured"
+    """A dense generation per step or four steps, a sparse one per window, of the steps measured in two rounds."""
+    taken = {name: overhead[name].generations_complete for name in MEASURED}
+    assert taken == {**dict.fromkeys(MEASURED, 0), "sparse4-memory": 4, "sparse4": 4, "dense1": 16, "dense4": 4}
+    assert "dense" not in overhead["sparse4"].stall_seconds, "generation 0 was written before the steps measured"
+
+
+def test_storage_rests_in_memory_only(overhead: dict[str, OverheadFigure]) -> None:
+    """Generations are complete in memory as before, and none of them is committed; with storage the newest ones are."""
+    assert overhead["sparse4-memory"].generations_committed == 0
+    assert 0 < overhead["dense4"].generations_committed <= overhead["dense4"].generations_complete
+
+
+def test_steps_without_a_capture_stand_apart(overhead: dict[str, OverheadFigure]) -> None:
+    """There are some where everything is taken every four steps."""
+    with_idle = {name for name, figure in overhead.items() if figure.added_idle_seconds is not None}
+    assert with_idle == {"dense4", "lightning4", "torch.save4", "dcp4"}
+    assert all((overhead[name].idle_seconds or 0) > 0 for name in with_idle)
 
 
 def test_sparse_segments_are_smaller_than_dense_ones(overhead: dict[str, OverheadFigure]) -> None:
-    """Two slots of two kinds of records are less than two dense snapshots."""
-    sparse, dense = overhead["sparse"], overhead["dense"]
-    assert (sparse.window, dense.window) == (2, 1)
-    assert 0.5 * dense.nbytes_per_step < sparse.nbytes_per_step < 0.75 * dense.nbytes_per_step
+    """A quarter of the state in full, and the weights of some of the rest."""
+    sparse, dense = overhead["sparse4"], overhead["dense1"]
+    assert (sparse.window, dense.window) == (4, 1)
+    assert 0.25 * dense.nbytes_per_step < sparse.nbytes_per_step < 0.6 * dense.nbytes_per_step
     assert 12 * dense.num_params <= dense.dense_nbytes < dense.nbytes_per_step, "the journal comes on top"
 
 
-def test_overhead_table_names_every_cause_of_stall(overhead: dict[str, OverheadFigure]) -> None:
-    """A row per variant, and below them where the stall comes from."""
+def test_overhead_table_names_every_cause_of_waits(overhead: dict[str, OverheadFigure]) -> None:
+    """A row per variant, below them goals, and where training waited."""
     shown = _shown(_overhead.table(list(overhead.values())))
-    assert all(name in shown for name in ("none", "sparse", "dense"))
-    assert all(f"stall, {variant}: " in shown for variant in ("sparse", "dense"))
-    assert all(cause in shown for cause in overhead["sparse"].stall_seconds)
+    assert all(name in shown for name in overhead)
+    assert all(f"waits in ms, {variant}: " in shown for variant in ("sparse4", "dense1"))
+    assert "sparse4, with storage: " in shown
+
+
+def test_a_breakdown_adds_up(tmp_path: Path) -> None:
+    """Hooks of policies and peers, and threads beside; what is in hooks is what the report says."""
+    variants = ["dense1", "partial1", "selective1", "dcp4", "torch.save4"]
+    options = [*TINY_FITS, "--variants", ",".join(variants), "--breakdown", "--url", tmp_path.as_uri()]
+    status, out, err = _run(["bench", "overhead", "--json", *options])
+    assert status == 0, err
+    figures = {row["variant"]: row for row in json.loads(out)["overhead"]}
+    assert [*figures] == ["none", *variants]
+    for name in variants[:3]:
+        figure = figures[name]
+        wall = [sum(hook[0] for hook in each["hooks"].values()) for each in figure["rounds"]]
+        assert wall == pytest.approx([each["overhead_seconds"] for each in figure["rounds"]], rel=0.2)
+        assert figure["threads"]["moe-ckpt-storage"] > 0
+    assert figures["torch.save4"]["hooks"].keys() == {"on_train_batch_end"}
+    for each in (each for figure in figures.values() for each in figure["rounds"]):
+        assert all(0 <= cpu <= 1.1 * wall + 1e-4 for wall, cpu in each["hooks"].values())
+    shown = _shown(_overhead.table([OverheadFigure(**_typed(figure)) for figure in figures.values()]))
+    assert all(text in shown for text in ("after_batch", "microseconds per save", "beside: moe-ckpt-storage"))
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def _typed(figure: dict[str, Any]) -> dict[str, Any]:
+    """A figure out of JSON, whose hooks are pairs."""
+    return {**figure, "hooks": {name: HookCost(*cost) for name, cost in figure["hooks"].items()}}
+
+
+def test_what_is_measured_can_be_chosen() -> None:
+    """A wrong name lists all; what needs a process group of its own is left out where there are several ranks."""
+    options = SimpleNamespace(variants=None, breakdown=False, ranks=1)
+    usual = [variant.name for variant in chosen_variants(options)]
+    assert usual[:9] == ["none", *(f"{kind}{suffix}" for kind, suffix in _ours())]
+    assert {"lightning4", "torch.save4", "dcp4"} <= {*usual[9:]}
+    options.variants = "dense1,dense"
+    with pytest.raises(ConfigurationError, match=r"--variants dense`: there are none, sparse4-memory"):
+        chosen_variants(options)
+    options.variants, options.ranks = None, 3
+    assert not {"dlrover1", "dlrover4", "lm-resiliency4"} & {variant.name for variant in chosen_variants(options)}
+
+
+def _ours() -> list[tuple[str, str]]:
+    kinds = (("sparse4", "sparse8"), ("dense1", "dense4"))
+    return [(kind, suffix) for each in kinds for suffix in ("-memory", "") for kind in each]
+
+
+@pytest.mark.soak
+def test_several_ranks_are_measured_together() -> None:
+    """They train and save as one."""
+    options = [*TINY_FITS, "--rounds", "1", "--ranks", "3", "--variants", "sparse4,dense4-memory,dcp4,torch.save4"]
+    status, out, err = _run(["bench", "overhead", "--json", *options])
+    assert status == 0, err
+    figures = json.loads(out)["overhead"]
+    assert [figure["num_ranks"] for figure in figures] == [3] * 5
+    assert [figure["generations_complete"] for figure in figures] == [0, 2, 2, 0, 0]
+
+
+def test_costs_are_fitted_over_the_number_of_experts() -> None:
+    """Each number has its times, a restart from memory among them; below the table a line per goal."""
+    figures = [ScaleFigure(**row) for row in _document("scale")["scale"]]
+    assert [(each.num_experts, each.num_operators) for each in figures] == [(16, 21), (64, 69)]
+    for each in figures:
+        assert each.slot_operators == each.num_operators / 8
+        assert each.hook_seconds > 0
+        assert 0 < each.bare_first_batch_seconds < each.first_batch_seconds
+        assert 0 < each.restore_seconds <= each.resumed_first_batch_seconds
+    shown = _shown(_scale.table(figures))
+    assert all(f"{measured.what}: " in shown for measured in MEASURED_BY_SCALE)
+
+
+def test_growth_is_a_line_and_an_exponent() -> None:
+    """Of exact ones both are found again; what is not positive has no exponent."""
+    operators = [256.0, 1024.0, 4096.0]
+    line = Growth.of(operators, [1e-4 + 2e-7 * each for each in operators])
+    assert (line.fixed, line.slope) == pytest.approx((1e-4, 2e-7))
+    assert Growth.of(operators, [3 * each**1.5 for each in operators]).exponent == pytest.approx(1.5)
+    assert math.isnan(Growth.of(operators, [-1e-4, 1e-4, 2e-4]).exponent)
+
+
+@pytest.mark.parametrize("sizes", ["256", "256,x", "256,1022", "0,256"])
+def test_sizes_are_multiples_of_the_layers(sizes: str) -> None:
+    """Two at least, for a line."""
+    with pytest.raises(ConfigurationError, match="must be two or more numbers of experts"):
+        sizes_of(sizes)
 
 
 def test_cases_take_turns() -> None:

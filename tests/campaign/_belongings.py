@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from campaign._training import Setup, train
-from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult, _free_port
+from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult, free_port
 
 _PATIENCE = 20.0
 """Seconds for threads that were told to end: libraries do not wait for theirs."""
@@ -103,7 +103,7 @@ def _meet(life: Attempt) -> None:
     names = [f"met-{life.index}-{rank}-" for rank in range(life.world_size)]
     turn = len(list(life.workdir.glob(f"{names[life.rank]}*")))
     atomic = life.workdir / f"port-{life.index}-{life.rank}"
-    atomic.write_text(str(_free_port()))
+    atomic.write_text(str(free_port()))
     atomic.rename(life.workdir / f"{names[life.rank]}{turn}")
     deadline = time.monotonic() + _PATIENCE
     while not all((life.workdir / f"{name}{turn}").exists() for name in names):

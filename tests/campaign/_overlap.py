@@ -22,9 +22,9 @@ from lightning_moe_ckpt.testing._attempts import (
     AttemptResult,
     Fit,
     _fork_rank,
-    _free_port,
     _RunningAttempt,
     _Script,
+    free_port,
 )
 from lightning_moe_ckpt.testing._kill import Kill, settle
 
@@ -52,7 +52,7 @@ class SleepingLife(_RunningAttempt):
     def fall_asleep(self) -> None:
         """Start, and return when no process of the life runs any more."""
         self._deadline = time.monotonic() + self._script.timeout
-        port = _free_port()
+        port = free_port()
         for life in self._attempts:
             self._pids[life.rank] = _fork_rank(self._script, life, port)
         self._await(lambda: any(map(_stands_still, self._pids.values())))

@@ -1,0 +1,195 @@
+"""Measure where the time of checkpoints goes: hook by hook on the training thread, thread by thread beside it.
+
+A hook's time is that between its call and its return, and counts once where hooks call each other. Threads are measured by
+the CPU time that Linux keeps for each; those that ended meanwhile are what the process took and no living thread did.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from lightning.pytorch import Callback
+from rich.console import Group, RenderableType
+
+from lightning_moe_ckpt.benchmarks._benchmark import table_of
+from lightning_moe_ckpt.fit import FitSession
+
+_PROCESSES = Path("/proc")
+ENDED = "threads that ended"
+
+
+class HookCost(NamedTuple):
+    """Seconds of the training thread."""
+
+    wall: float
+    cpu: float
+
+    def __add__(self, other: object) -> HookCost:
+        assert isinstance(other, HookCost)
+        return HookCost(self.wall + other.wall, self.cpu + other.cpu)
+
+    def per(self, earlier: HookCost, count: float) -> HookCost:
+        """Return what was added since `earlier`, divided by `count`."""
+        return HookCost((self.wall - earlier.wall) / count, (self.cpu - earlier.cpu) / count)
+
+
+_NOTHING = HookCost(0.0, 0.0)
+
+
+class HookMeter:
+    """Measure hooks of a fit in this process from now on. Nothing is undone: the process is the measurement's own.
+
+    Args:
+        peer: callback of another system; without it the hooks are those of this package.
+    """
+
+    def __init__(self, peer: Callback | None) -> None:
+        self._costs = defaultdict[str, HookCost](lambda: _NOTHING)
+        self._inside = False
+        owner, hooks = (FitSession, _own_hooks()) if peer is None else (type(peer), _overridden(type(peer)))
+        for name in hooks:
+            setattr(owner, name, self._metered(name, getattr(owner, name)))
+
+    def costs(self) -> dict[str, HookCost]:
+        """Return the costs of every hook so far."""
+        return dict(self._costs)
+
+    def _metered(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(hook)
+        def metered(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return hook(*args, **kwargs)
+            self._inside = True
+            wall, cpu = time.perf_counter(), time.thread_time()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                self._costs[name] += HookCost(time.perf_counter() - wall, time.thread_time() - cpu)
+                self._inside = False
+
+        return metered
+
+
+def _own_hooks() -> list[str]:
+    """Return the methods that are on the clock which `Report.overhead_seconds` reads."""
+    return [name for name, hook in vars(FitSession).items() if hasattr(hook, "__wrapped__")]
+
+
+def _overridden(kind: type[Callback]) -> list[str]:
+    hooks = (name for name in dir(Callback) if name.startswith("on_"))
+    return [name for name in hooks if getattr(kind, name) is not getattr(Callback, name)]
+
+
+class ThreadTimes(NamedTuple):
+    """CPU seconds so far."""
+
+    process: float
+    """All threads of this process."""
+    training: float
+    """The calling thread."""
+    beside: dict[tuple[int, str], float]
+    """Other threads and processes below this one, by number and name."""
+
+    @classmethod
+    def now(cls) -> ThreadTimes:
+        """Read them; only on Linux there is something beside."""
+        names = {thread.native_id: thread.name for thread in threading.enumerate()}
+        own, beside = threading.get_native_id(), dict[tuple[int, str], float]()
+        for number, name, seconds in _tasks(os.getpid()):
+            if number != own:
+                beside[number, names.get(number, f"native {name}")] = seconds
+        for child in _below(os.getpid()):
+            tasks = [*_tasks(child)]
+            beside[child, f"process {tasks[0][1]}" if tasks else ""] = sum(seconds for *_, seconds in tasks)
+        return cls(time.process_time(), time.thread_time(), beside)
+
+    def since(self, earlier: ThreadTimes, count: float) -> dict[str, float]:
+        """Return the seconds since `earlier`, divided by `count`, by name without numbers."""
+        found = defaultdict[str, float](float)
+        for (number, name), seconds in self.beside.items():
+            found[re.sub(r"[-_ ]*\d+(\W.*)?$", "", name)] += seconds - earlier.beside.get((number, name), 0.0)
+        here = sum(seconds for name, seconds in found.items() if not name.startswith("process "))
+        found[ENDED] = self.process - earlier.process - (self.training - earlier.training) - here
+        return {name: seconds / count for name, seconds in found.items() if seconds / count >= 1e-6}
+
+
+def _tasks(process: int) -> Iterator[tuple[int, str, float]]:
+    """Yield number, name and CPU seconds of every thread of a process, its first thread first."""
+    with suppress(OSError):  # no Linux, or it has ended
+        for task in sorted((_PROCESSES / str(process) / "task").iterdir(), key=lambda path: int(path.name)):
+            with suppress(OSError):
+                nanoseconds = int((task / "schedstat").read_text().split()[0])
+                yield int(task.name), (task / "comm").read_text().strip(), nanoseconds / 1e9
+
+
+def _below(process: int) -> Iterator[int]:
+    with suppress(OSError):
+        for path in (_PROCESSES / str(process) / "task").glob("*/children"):
+            for child in map(int, path.read_text().split()):
+                yield child
+                yield from _below(child)
+
+
+def per_step(before: Mapping[str, HookCost], after: Mapping[str, HookCost], num_steps: int) -> dict[str, HookCost]:
+    """Return what every hook cost per step in between."""
+    return {name: cost.per(before.get(name, _NOTHING), num_steps) for name, cost in after.items()}
+
+
+class BrokenDown(Protocol):
+    """Costs of one variant per step, in seconds."""
+
+    @property
+    def variant(self) -> str: ...
+    @property
+    def added_seconds(self) -> float: ...
+    @property
+    def hooks(self) -> dict[str, HookCost]: ...
+    @property
+    def threads(self) -> dict[str, float]: ...
+
+
+def breakdown_of(
+    title: str, policies: Sequence[BrokenDown], peers: Sequence[BrokenDown], every: Mapping[str, int]
+) -> RenderableType:
+    """Return one table of our policies, per step, and one of other systems, per save.
+
+    Args:
+        title: of the model and the machine.
+        policies: variants of this package.
+        peers: those of other systems.
+        every: steps per save of each variant, by name.
+    """
+    own = _table(f"{title}: microseconds per step", policies, dict.fromkeys(every, 1))
+    return Group(own, _table("The same of other systems: microseconds per save", peers, every)) if peers else own
+
+
+def _table(title: str, figures: Sequence[BrokenDown], per: Mapping[str, int]) -> RenderableType:
+    def row(name: str, values: Sequence[float | None]) -> list[str]:
+        scaled = zip(figures, values, strict=True)
+        return [name, *("" if not value else f"{value * per[each.variant] * 1e6:,.0f}" for each, value in scaled)]
+
+    hooks = _by_size([{name: cost.wall for name, cost in each.hooks.items()} for each in figures])
+    threads = _by_size([each.threads for each in figures])
+    rows = [row(name, [each.hooks.get(name, _NOTHING).wall for each in figures]) for name in hooks]
+    rows.append(row("= in hooks", [sum(cost.wall for cost in each.hooks.values()) for each in figures]))
+    rows.append(row("  of it CPU", [sum(cost.cpu for cost in each.hooks.values()) for each in figures]))
+    rows += [row(f"beside: {name}", [each.threads.get(name) for each in figures]) for name in threads]
+    rows.append(row("= CPU beside", [sum(each.threads.values()) for each in figures]))
+    rows.append(row("longer by", [each.added_seconds for each in figures]))
+    note = "hooks: time of the training thread between call and return; beside: CPU time of other threads and processes"
+    return table_of(title, ("", *(each.variant for each in figures)), rows, note)
+
+
+def _by_size(columns: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return the names that have a microsecond anywhere, those with most first."""
+    most = {name: max(each.get(name, 0.0) for each in columns) for each in columns for name in each}
+    return sorted((name for name, seconds in most.items() if seconds >= 1e-6), key=lambda name: -most[name])
