@@ -27,7 +27,7 @@ export OMP_NUM_THREADS := 1
 TYPES := $(BIN)/mypy --strict lightning_moe_ckpt tests examples
 
 library = $$($${CXX:-g++} -print-file-name=$(1))
-SANITIZED_TESTS := $(addprefix tests/native/test_,compiled.py memory.py gradient.py adam.py replan.py device_check.py)
+SANITIZED_TESTS := $(addprefix tests/native/test_,compiled.py digest.py memory.py gradient.py adam.py replan.py device_check.py)
 SANITIZED_TESTS += $(addprefix tests/native/test_,emulated_kernels.py emulated_engine.py)
 emulated = MOE_CKPT_EMULATED=$$($(BIN)/python tests/native/emulator/build.py --sanitize $(1))
 SANITIZED := -p no:cacheprovider --hypothesis-profile=sanitized -k 'not forked and not other_builds' $(SANITIZED_TESTS)

@@ -10,6 +10,7 @@ from lightning_moe_ckpt.native._cpu import CompiledCpuEngine as CompiledCpuEngin
 from lightning_moe_ckpt.native._cpu import CpuCopyEngine as CpuCopyEngine
 from lightning_moe_ckpt.native._cuda import CompiledCudaEngine as CompiledCudaEngine
 from lightning_moe_ckpt.native._cuda import CudaCopyEngine as CudaCopyEngine
+from lightning_moe_ckpt.native._digest import Ranges as Ranges
 from lightning_moe_ckpt.native._doctor import Finding as Finding
 from lightning_moe_ckpt.native._doctor import examine as examine
 from lightning_moe_ckpt.native._engine import Copy as Copy

@@ -57,6 +57,12 @@ class PlanOptions(c.Structure):
     )
 
 
+class Xxh3(c.Structure):
+    """Functions of the `xxhash` package, by address; mirrors `Xxh3` of cpu_digest.cpp."""
+
+    _fields_ = tuple((name, c.c_void_p) for name in ("once", "create", "free", "reset", "update", "digest"))
+
+
 @dataclass(frozen=True, slots=True)
 class Prototype:
     """One C function."""
@@ -122,6 +128,9 @@ CPU: Mapping[str, Prototype] = {
     "moe_sample_threshold": fallible(*_GRADIENT, c.c_int64, c.c_int64, c.POINTER(c.c_uint32)),
     "moe_select": fallible(*_GRADIENT, c.c_uint32, *_SPARSE, c.c_int),
     "moe_adam_replay": fallible(*_ADAM, c.c_int, c.c_void_p, c.c_int),
+    "moe_digest_ranges": fallible(
+        c.POINTER(Xxh3), c.c_void_p, c.c_uint64, c.c_void_p, c.c_uint64, c.c_char_p, c.c_void_p, c.c_char_p
+    ),
     **_plan("cpu"),
     "moe_cpu_plan_run": fallible(_HANDLE, c.c_int32),
     "moe_cpu_engine_create": fallible(c.c_int32, c.c_int32, _HANDLE_OUT),

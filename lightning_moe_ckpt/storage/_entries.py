@@ -20,6 +20,7 @@ from typing import Any, TypeVar, overload
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.native import Ranges
 from lightning_moe_ckpt.storage._json import INTEGER, MAX_INTEGER, TEXT, Form, digest_of, keys, many
 from lightning_moe_ckpt.storage._names import GenerationId
 from lightning_moe_ckpt.storage._segment import itemsize_of
@@ -80,12 +81,12 @@ class RecordTable(Sequence[RecordEntry]):
     """The records of one segment, backed by a line of a marker; parsed on first access.
 
     Args:
-        line: the stored bytes, with the newline.
+        parts: the stored bytes, with the newline, one behind the other: most of them are the same in every generation.
         where: key of the marker, for messages.
     """
 
-    def __init__(self, line: bytes, where: str = "records") -> None:
-        self.line = line
+    def __init__(self, *parts: bytes | memoryview, where: str = "records") -> None:
+        self.parts = parts
         self._where = where
         self.file_nbytes = MAX_INTEGER
         """Size of the segment file; a record that ends beyond it is refused."""
@@ -94,7 +95,12 @@ class RecordTable(Sequence[RecordEntry]):
     def of(cls, records: Sequence[RecordEntry]) -> RecordTable:
         if isinstance(records, RecordTable):
             return records
-        return cls(_line([record.digest for record in records], _rows(records)))
+        return cls(*_line(_SEPARATOR.join([record.digest.encode() for record in records]), _rows(records)))
+
+    @property
+    def line(self) -> bytes:
+        """Return the stored bytes, with the newline."""
+        return b"".join(self.parts)
 
     @overload
     def __getitem__(self, index: int) -> RecordEntry: ...
@@ -145,7 +151,7 @@ class RecordRows:
     """
 
     def __init__(self, records: Sequence[RecordEntry]) -> None:
-        self._places = [(record.offset, record.offset + record.nbytes) for record in records]
+        self._ranges = Ranges((record.offset, record.offset + record.nbytes) for record in records)
         self._rows = _rows(records)
 
     def digested(self, segment: memoryview) -> RecordTable:
@@ -154,26 +160,26 @@ class RecordRows:
         Args:
             segment: all bytes of the file.
         """
-        return self.with_digests(self.digests(segment))
+        return self.digested_with_file(segment)[0]
 
-    def digests(self, segment: memoryview) -> list[str]:
-        """Digest every record of a finished segment, in order."""
-        return [digest_of(segment[start:stop]) for start, stop in self._places]
-
-    def with_digests(self, digests: Sequence[str]) -> RecordTable:
-        """Return the records with digests that the caller has computed, one per record in order."""
-        if len(digests) != len(self._places):
-            raise ValueError(f"`with_digests`: {len(digests)} digests for {len(self._places)} records.")
-        return RecordTable(_line(digests, self._rows))
+    def digested_with_file(self, segment: memoryview) -> tuple[RecordTable, str]:
+        """Return what `digested` does, and the digest of the file, in one pass over its bytes."""
+        digests, whole = self._ranges.digest(segment, _SEPARATOR)
+        return RecordTable(*_line(digests, self._rows)), whole
 
 
 def _rows(records: Sequence[RecordEntry]) -> bytes:
     return json.dumps([_ROW(record) for record in records], separators=(",", ":")).encode("ascii")
 
 
-def _line(digests: Sequence[str], rows: bytes) -> bytes:
-    quoted = ",".join([f'"{digest}"' for digest in digests]).encode("ascii")
-    return b'{"digests":[%s],"rows":%s}\n' % (quoted, rows)
+_SEPARATOR = b'","'
+"""Between digests in a line of records."""
+
+
+def _line(digests: bytes | memoryview, rows: bytes) -> tuple[bytes | memoryview, ...]:
+    """Return the parts of a line; lines of many records have many MB, which copying would hold the interpreter lock for."""
+    quote = b'"' if digests else b""
+    return b'{"digests":[' + quote, digests, quote + b'],"rows":', rows, b"}\n"
 
 
 def _read_row(value: object, where: str) -> list[object]:
@@ -275,16 +281,22 @@ class MarkerLines:
     """
 
     def __init__(self, data: bytes = b"", start: int = 0) -> None:
-        self._data, self._next = data, start
-        self.written: list[bytes] = []
+        self._data, self._next = memoryview(data), start
+        self.written: list[bytes | memoryview] = []
 
-    def form(self, read: Callable[[bytes, str], T], line_of: Callable[[T], bytes]) -> Form[T]:
+    def form(
+        self, read: Callable[[memoryview, str], T], parts_of: Callable[[T], Sequence[bytes | memoryview]]
+    ) -> Form[T]:
         """Return the form of what is in the next line; the document has the line's length and digest."""
-        return Form(lambda value, where: read(self._take(value, where), where), lambda value: self._put(line_of(value)))
+        return Form(
+            lambda value, where: read(self._take(value, where), where), lambda value: self._put(parts_of(value))
+        )
 
     def segment(self) -> Form[SegmentEntry]:
         """Return the form of a file, whose records are in the next line."""
-        records = self.form(RecordTable, lambda records: RecordTable.of(records).line)
+        records = self.form(
+            lambda line, where: RecordTable(line, where=where), lambda records: RecordTable.of(records).parts
+        )
         return keys(_segment, step=INTEGER, key=TEXT, nbytes=INTEGER, digest=TEXT, records=records)
 
     def end(self, where: str) -> None:
@@ -292,7 +304,7 @@ class MarkerLines:
         if self._next != len(self._data):
             raise Corrupt(f"{where}: {len(self._data) - self._next} bytes too many. Another copy may be good.")
 
-    def _take(self, value: object, where: str) -> bytes:
+    def _take(self, value: object, where: str) -> memoryview:
         nbytes, digest = _DESCRIBED.read(value, where)
         line = self._data[self._next : self._next + nbytes]
         self._next += nbytes
@@ -300,9 +312,9 @@ class MarkerLines:
             raise Corrupt(f"{where}: a line of it is not the one that was written. Another copy may be good.")
         return line
 
-    def _put(self, line: bytes) -> dict[str, object]:
-        self.written.append(line)
-        return {"nbytes": len(line), "digest": digest_of(line)}
+    def _put(self, parts: Sequence[bytes | memoryview]) -> dict[str, object]:
+        self.written += parts
+        return {"nbytes": sum(map(len, parts)), "digest": digest_of(*parts)}
 
 
 _DESCRIBED: Form[tuple[int, str]] = keys(lambda nbytes, digest: (nbytes, digest), nbytes=INTEGER, digest=TEXT)

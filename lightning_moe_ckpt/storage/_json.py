@@ -36,16 +36,21 @@ class OtherVersion(Corrupt):
     """A document is whole and of another version of the format."""
 
 
-def digest_of(view: bytes | memoryview) -> str:
-    """Digest `view` without copying it.
+def digest_of(*views: bytes | memoryview) -> str:
+    """Digest bytes that follow each other, without copying them.
 
     Args:
-        view: C-contiguous bytes; the caller must not write to them meanwhile.
+        views: C-contiguous bytes; the caller must not write to them meanwhile.
 
     Returns:
         32 lower-case hexadecimal digits.
     """
-    return str(xxhash.xxh3_128_hexdigest(view))
+    if len(views) == 1:
+        return str(xxhash.xxh3_128_hexdigest(views[0]))
+    digest = xxhash.xxh3_128()
+    for view in views:
+        digest.update(view)
+    return str(digest.hexdigest())
 
 
 VERSION = 7

@@ -67,10 +67,15 @@ class MemoryMarker:
 
     def to_bytes(self) -> bytes:
         """Encode the file: one document, then the rank's marker with the same bytes as in storage."""
-        data = self.marker.to_bytes()
+        return b"".join(self.parts())
+
+    def parts(self) -> list[bytes | memoryview]:
+        """Return the bytes of `to_bytes` one behind the other, see `RankMarker.parts`."""
+        data = self.marker.parts()
         slots = [{"step": step, "slot": self.slots[step]} for step in sorted(self.slots)]
         seen = maybe(GENERATION).body(self.seen)
-        return encode("memory", {"ring": self.ring, "slots": slots, "marker": digest_of(data), "seen": seen}) + data
+        body = {"ring": self.ring, "slots": slots, "marker": digest_of(*data), "seen": seen}
+        return [encode("memory", body), *data]
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> MemoryMarker:

@@ -91,8 +91,7 @@ class PosixBackend:
         path = self._path(key)
         with _reported("get", path), _opened(path) as (file, nbytes):
             expect_readable(key, nbytes, str(path), self.get_range)
-            out = bytearray(nbytes)
-            return bytes(memoryview(out)[: _read_into(file, memoryview(out))])
+            return b"".join(_read_all(file, nbytes))
 
     def get_into(self, key: str, out: memoryview) -> None:
         path = self._path(key)
@@ -323,6 +322,13 @@ def _write_all(file: int, views: Sequence[bytes | memoryview], pace: Pace) -> No
             written = os.write(file, chunk)
             _start_writeback(file, position, written)
             position, chunk = position + written, chunk[written:]
+
+
+def _read_all(file: int, nbytes: int) -> Iterator[bytes]:
+    """Yield a file's bytes, all at once where the system allows: they are neither zeroed before nor copied."""
+    while nbytes > 0 and (data := os.read(file, nbytes)):
+        yield data
+        nbytes -= len(data)
 
 
 def _read_into(file: int, out: memoryview, start: int = 0) -> int:

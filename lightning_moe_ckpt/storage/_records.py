@@ -14,7 +14,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from operator import attrgetter
 
 from typing_extensions import override
 
@@ -162,15 +161,19 @@ class RankMarker:
 
     def to_bytes(self) -> bytes:
         """Encode as a JSON document, then a line of records for each file that it names, then the module's line."""
+        return b"".join(self.parts())
+
+    def parts(self) -> list[bytes | memoryview]:
+        """Return the bytes of `to_bytes` one behind the other, without a copy of those that generations share."""
         lines = MarkerLines()
         document = encode("marker", _marker(lines).body(self))
-        data = b"".join([document, *lines.written])
-        if len(data) > MAX_MARKER_NBYTES:
+        parts = [document, *lines.written]
+        if (nbytes := sum(map(len, parts))) > MAX_MARKER_NBYTES:
             raise StorageRefused(
-                f"the marker of {self.generation} would have {len(data)} bytes; {MAX_MARKER_NBYTES} are read back. Plan shorter "
+                f"the marker of {self.generation} would have {nbytes} bytes; {MAX_MARKER_NBYTES} are read back. Plan shorter "
                 "windows, or spread the model over more ranks."
             )
-        return data
+        return parts
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> RankMarker:
@@ -345,7 +348,8 @@ _COMMIT = keys(
 
 def _marker(lines: MarkerLines) -> Form[RankMarker]:
     """Return the form of a marker; its lines come in this order: own segments, referenced ones, spares, the module."""
-    segments, module = lines.segment(), lines.form(ModuleLine, attrgetter("line"))
+    segments = lines.segment()
+    module = lines.form(lambda line, where: ModuleLine(bytes(line), where), lambda module: [module.line])
     references = many(keys(ReferencedEntry, generation=GENERATION, segment=segments))
     return keys(
         RankMarker, {"digests": DIGEST_NAME, "record_columns": RECORD_COLUMNS}, run_id=TEXT, rank=INTEGER,

@@ -155,7 +155,7 @@ class RunStore:
 
     def put_marker(self, marker: RankMarker) -> None:
         """State that all segments of `marker` are durable. Call it last."""
-        self._backend.put(marker_key(marker.generation, marker.rank), marker.to_bytes())
+        self._backend.put(marker_key(marker.generation, marker.rank), *marker.parts())
 
     def read_marker(self, commit: Commit, rank: int) -> RankMarker:
         """Read a rank's marker and check it against the digest in the manifest.

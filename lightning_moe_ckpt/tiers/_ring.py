@@ -291,10 +291,10 @@ class SegmentRing:
             entry = self._published_entry(generation)
             slots = {segment.step: entry.steps[segment.step] for segment in marker.segments}
             assert all(entry.slots[index] for index in slots.values()), "a segment is not sealed"
-        data = MemoryMarker(ring=self._nonce, slots=slots, marker=marker, seen=self.seen).to_bytes()
+        data = MemoryMarker(ring=self._nonce, slots=slots, marker=marker, seen=self.seen).parts()
         temporary = unfinished_path(path)
         try:
-            write_shared(temporary, data)
+            write_shared(temporary, *data)
             with self._lock:
                 entry = self._published_entry(generation)
                 temporary.rename(path)

@@ -25,7 +25,6 @@ from lightning_moe_ckpt.storage import (
     RecordRows,
     ReferencedEntry,
     SegmentEntry,
-    digest_of,
     segment_key,
 )
 from lightning_moe_ckpt.tiers._delta import Gradients
@@ -81,12 +80,13 @@ class SealedFile:
         with self._lock:
             if self._entry is None:
                 self.wait()
+                records, digest = self.records.digested_with_file(self.view)
                 self._entry = SegmentEntry(
                     step=self.step,
                     key=segment_key(self.generation, self.rank, self.step, self.audience),
                     nbytes=self.view.nbytes,
-                    digest=digest_of(self.view),
-                    records=self.records.with_digests(self.records.digests(self.view)),
+                    digest=digest,
+                    records=records,
                 )
             return self._entry
 

@@ -235,11 +235,11 @@ def read_shared(path: Path) -> bytes:
         close_shared(descriptor)
 
 
-def write_shared(path: Path, data: bytes) -> None:
-    """Write a small private file. Raises `FileExistsError` if something under that name may not be replaced by us."""
+def write_shared(path: Path, *parts: bytes | memoryview) -> None:
+    """Write a private file of these bytes. Raises `FileExistsError` if something under that name may not be replaced by us."""
     remove_shared(path)
     with os.fdopen(_make_private(path, os.O_WRONLY), "wb") as file:
-        file.write(data)
+        file.writelines(parts)
 
 
 def remove_shared(path: Path) -> None:
