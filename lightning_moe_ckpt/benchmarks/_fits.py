@@ -20,7 +20,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -194,7 +194,10 @@ def one_thread() -> Iterator[None]:
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
     """Silence lines about devices and advice on loaders and on other checkpoints, which would bury the table."""
-    with at_level("lightning.pytorch", logging.WARNING), warnings.catch_warnings():
+    loud = ("lightning.pytorch", "lightning.fabric")
+    with ExitStack() as stack, warnings.catch_warnings():
+        for name in loud:
+            stack.enter_context(at_level(name, logging.WARNING))
         for message in _ADVICE:
             warnings.filterwarnings("ignore", message=message)
         yield

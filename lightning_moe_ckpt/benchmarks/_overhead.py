@@ -1,7 +1,8 @@
 """Measure what checkpoints cost in training speed: each policy, in memory only and with storage, beside other systems.
 
-Fits of the same model take turns, in another order in each round. What a checkpoint adds to a step is taken within a round,
-where the variants met the same machine, and its median over the rounds is reported. The first turn of a fit has a warm-up
+Fits of the same model take turns, in another order in each round, and before each the one without checkpoints has a turn. What
+checkpoints add to a step is the difference of two such turns, which met nearly the same machine; its median over the rounds
+is reported. The first turn of a fit has a warm-up
 in which generation 0 is written, the window planned, and the ring filled for the first time. Before a fit pauses between two
 turns, what is complete is stored, so that it leaves the machine to others; each later turn therefore begins with steps that
 are not measured, which fill the pipeline again. In memory only means that storage rests once it has generation 0.
@@ -111,6 +112,7 @@ class _Fit:
     memory: Path
     """Folder on a tmpfs that is the shared memory of the node."""
     options: SimpleNamespace
+    num_turns: int
     rank: int
     port: int
     """Where the ranks meet."""
@@ -123,7 +125,7 @@ class _Fit:
         gate, checkpoint = StorageGate(), checkpoint_of(self.variant, self.url)
         measured = _Turns(options, self.variant, checkpoint, gate, hand_over)
         beside = [ExpertLoadMonitor(every_n_steps=10)] if self.variant.system == "monitored" else []
-        total_steps = options.warm_up + options.rounds * (options.settle + options.steps) - options.settle
+        total_steps = options.warm_up + self.num_turns * (options.settle + options.steps) - options.settle
         size = size_of(options)
         resting = wrapping_backends(gate.backend) if self.variant.memory_only else nullcontext()
         torch.manual_seed(0)
@@ -250,11 +252,13 @@ def _gained(before: Report | None, after: Report | None, num_steps: int) -> dict
 class _Ranks(ExitStack):
     """The processes of one variant, whose turns begin and end together."""
 
-    def __init__(self, variant: Variant, url: str, memory: Path, options: SimpleNamespace) -> None:
+    def __init__(self, variant: Variant, url: str, memory: Path, options: SimpleNamespace, num_turns: int) -> None:
         super().__init__()
         port, self._takers = free_port(), list[TurnTaker[Turn]]()
         for rank in range(options.ranks):
-            fit = _Fit(variant=variant, url=url, memory=memory, options=options, rank=rank, port=port)
+            fit = _Fit(
+                variant=variant, url=url, memory=memory, options=options, num_turns=num_turns, rank=rank, port=port
+            )  # fmt: skip
             self._takers.append(self.enter_context(TurnTaker(fit)))
 
     def take(self) -> Turn:
@@ -278,17 +282,17 @@ class OverheadFigure(StepCosts):
     num_params: int
     num_ranks: int
     throughput: float
-    """Steps per second relative to `none` in the same round."""
+    """Steps per second relative to `none` right before."""
     added_seconds: float
-    """Mean step less that of `none` in the same round."""
+    """Mean step less that of `none` right before."""
     added_range: tuple[float, float]
     """Least and greatest of the rounds."""
     added_idle_seconds: float | None
     """The same of the steps at which nothing is taken."""
     added_thread_seconds: float
-    """CPU time of the training thread less that of `none` in the same round."""
+    """CPU time of the training thread less that of `none` right before."""
     added_beside_seconds: float
-    """CPU time of all other threads of the process less that of `none` in the same round."""
+    """CPU time of all other threads of the process less that of `none` right before."""
     window: int
     """Steps per generation; 0 without checkpoints of this package."""
     nbytes_per_step: float
@@ -300,20 +304,24 @@ class OverheadFigure(StepCosts):
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[OverheadFigure]:
     """Run the benchmark."""
-    variants = chosen_variants(options)
-    turns: dict[Variant, list[Turn]] = {variant: [] for variant in variants}
+    none, *variants = chosen_variants(options)
+    pairs: dict[Variant, list[tuple[Turn, Turn]]] = {variant: [] for variant in variants}
+    num_pairs = options.rounds * len(variants)
     # Fits end in mid-step, as by an exception: what is newest stays in memory for a next start that never comes.
     with bench_folders() as (folder, memory), ExitStack() as stack:
         base = folder.as_uri() if options.url is None else options.url.rstrip("/")
-        takers = {
-            each: stack.enter_context(_Ranks(each, f"{base}/{each.name}", memory / each.name, options))
-            for each in variants
-        }
+
+        def ranks(variant: Variant, num_turns: int) -> _Ranks:
+            return stack.enter_context(
+                _Ranks(variant, f"{base}/{variant.name}", memory / variant.name, options, num_turns)
+            )
+
+        bare, takers = ranks(none, num_pairs), {each: ranks(each, options.rounds) for each in variants}
         for index, (_, variant) in enumerate(rounds_of(options.rounds, variants)):
-            progress(f"training, checkpoints: {variant.name}", index, options.rounds * len(variants))
-            turns[variant].append(takers[variant].take())
-    none = [turn.costs for turn in turns[variants[0]]]
-    return [_figure(variant, options, none, turns[variant]) for variant in variants]
+            progress(f"training, checkpoints: {variant.name}", index, num_pairs)
+            pairs[variant].append((bare.take(), takers[variant].take()))
+    bares = [(each, each) for own in pairs.values() for each, _ in own]
+    return [_figure(variant, options, own) for variant, own in ({none: bares} | pairs).items()]
 
 
 def size_of(options: SimpleNamespace) -> ModelSize:
@@ -327,11 +335,10 @@ def size_of(options: SimpleNamespace) -> ModelSize:
     )
 
 
-def _figure(
-    variant: Variant, options: SimpleNamespace, none: Sequence[StepCosts], turns: Sequence[Turn]
-) -> OverheadFigure:
-    rounds, report = [turn.costs for turn in turns], turns[-1].report
-    pairs = list(zip(none, rounds, strict=True))
+def _figure(variant: Variant, options: SimpleNamespace, turns: Sequence[tuple[Turn, Turn]]) -> OverheadFigure:
+    """Return the figure of a variant from its turns, each behind one of training without checkpoints."""
+    pairs, report = [(base.costs, own.costs) for base, own in turns], turns[-1][1].report
+    rounds = [own for _, own in pairs]
     added = [own.mean_seconds - base.mean_seconds for base, own in pairs]
     idle = [own.idle_seconds - base.mean_seconds for base, own in pairs if own.idle_seconds is not None]
     beside = [_beside(own) - _beside(base) for base, own in pairs]
@@ -390,7 +397,7 @@ def table(figures: Sequence[OverheadFigure]) -> RenderableType:
     none = figures[0]
     title = (
         f"Training {none.num_params / 1e6:.1f}M parameters in {none.precision} on {none.num_ranks} ranks, a step of "
-        f"{none.mean_seconds * 1e3:.1f} ms, medians of {len(none.rounds)} rounds"
+        f"{none.mean_seconds * 1e3:.1f} ms, medians of {len(figures[-1].rounds)} rounds"
     )
     peers = {name for name, variant in VARIANTS.items() if variant.system in PEERS}
     every = {name: max(1, variant.every) for name, variant in VARIANTS.items()}
