@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
@@ -306,13 +306,15 @@ def _measure(num_experts: int, url: str, memory: Path, options: SimpleNamespace)
 
 def table(figures: Sequence[ScaleFigure]) -> RenderableType:
     """Return the figures for people."""
+    title = f"Sparse checkpoints in memory, window {WINDOW}, of {_LAYERS} layers of tiny experts"
     columns = ("experts", "step", "added", "hooks, CPU", "first batch", "without", "restore", "first batch")
-    return table_of(
-        f"Sparse checkpoints in memory, window {WINDOW}, of {_LAYERS} layers of tiny experts",
-        columns,
-        [_row(figure) for figure in figures],
-        "\n".join(["the last two: a new process after a SIGKILL", *(_grown(each, figures) for each in MEASURED)]),
+    costs = table_of(
+        title, columns, [_row(figure) for figure in figures], "the last two: a new process after a SIGKILL"
     )
+    largest = figures[-1]
+    columns = ("", "fixed", "us per operator", "exponent", f"{largest.num_experts:,} experts", "goal", "outcome")
+    note = "per step, operators are those that a step of the window takes; else all"
+    return Group(costs, table_of("What it grows by", columns, [_grown(each, figures) for each in MEASURED], note))
 
 
 def _row(figure: ScaleFigure) -> list[str]:
@@ -322,14 +324,8 @@ def _row(figure: ScaleFigure) -> list[str]:
     return [f"{figure.num_experts:,}", *map(milliseconds, per_step), *(f"{each:.2f} s" for each in (*starts, *resumed))]
 
 
-def _grown(measured: Measured, figures: Sequence[ScaleFigure]) -> str:
-    largest = figures[-1]
+def _grown(measured: Measured, figures: Sequence[ScaleFigure]) -> list[str]:
     growth = Growth.of([measured.operators(each) for each in figures], [measured.of(each) for each in figures])
-    goal, seconds = measured.goal(largest), measured.of(largest)
-    scaled = 1e3 if goal.wanted < 1 else 1.0
-    unit = "ms" if scaled > 1 else "s"
-    return (
-        f"{measured.what}: {growth.fixed * scaled:.3g} {unit} + {growth.slope * 1e6:.3g} us per operator, exponent "
-        f"{growth.exponent:.2f}; {largest.num_experts:,} experts: {seconds * scaled:.3g} {unit}, goal at most "
-        f"{goal.wanted * scaled:.3g} {unit}: {goal.outcome(seconds)}"
-    )
+    goal, seconds = measured.goal(figures[-1]), measured.of(figures[-1])
+    fitted = [milliseconds(growth.fixed), f"{growth.slope * 1e6:.3g}", f"{growth.exponent:.2f}"]
+    return [measured.what, *fitted, milliseconds(seconds), milliseconds(goal.wanted), goal.outcome(seconds)]

@@ -247,7 +247,9 @@ def test_costs_are_fitted_over_the_number_of_experts() -> None:
         assert 0 < each.bare_first_batch_seconds < each.first_batch_seconds
         assert 0 < each.restore_seconds <= each.resumed_first_batch_seconds
     shown = _shown(_scale.table(figures))
-    assert all(f"{measured.what}: " in shown for measured in MEASURED_BY_SCALE)
+    assert all(measured.what in shown for measured in MEASURED_BY_SCALE)
+    assert shown.count(" met ") == len(MEASURED_BY_SCALE), "each goal has its outcome"
+    assert max(map(len, shown.splitlines())) <= 100
 
 
 def test_growth_is_a_line_and_an_exponent() -> None:
