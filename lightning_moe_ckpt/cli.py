@@ -376,7 +376,7 @@ _BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
             _number("--blocks", 2, "Transformer blocks."),
             _number("--dim", 128, "Model dimension; experts are four times as wide."),
             _number("--experts", 16, "Experts per block."),
-            _number("--batch-size", 2, "Crops of 64 tokens per step."),
+            _number("--batch-size", 1, "Crops of 64 tokens per step."),
             _option("--url", "Folder for checkpoints, which stay (default: a temporary folder).", "URL"),
         ],
     ),
