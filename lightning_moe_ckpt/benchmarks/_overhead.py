@@ -165,7 +165,7 @@ class _Turns(Callback):
         self._warm_up, self._steps, self._period = options.warm_up, options.steps, options.settle + options.steps
         self._variant, self._gate, self._hand_over = variant, gate, hand_over
         self._checkpoint = checkpoint if isinstance(checkpoint, CheckpointCallback) else None
-        peer = checkpoint if self._checkpoint is None else None
+        self._peer = peer = checkpoint if self._checkpoint is None else None
         self._meter = HookMeter(peer) if options.breakdown and checkpoint is not None else None
         self._before: _Before
         self._clocks: list[_Clocks] = []
@@ -201,6 +201,7 @@ class _Turns(Callback):
         meter, checkpoint = self._meter, self._checkpoint
         return _Before(
             checkpoint.report if checkpoint is not None else None,
+            getattr(self._peer, "seconds", 0.0),
             meter.costs() if meter is not None else {},
             ThreadTimes.now() if meter is not None else None,
         )
@@ -221,7 +222,7 @@ class _Turns(Callback):
             process_seconds=(last.process - first.process) / num_steps,
             hooks=per_step(before.hooks, after.hooks, num_steps),
             threads=threads,
-            **_gained(before.report, after.report, num_steps),
+            **_gained(before, after, num_steps),
         )
 
 
@@ -229,15 +230,18 @@ class _Before(NamedTuple):
     """Sums that costs are differences of."""
 
     report: Report | None
+    peer_seconds: float
     hooks: dict[str, HookCost]
     threads: ThreadTimes | None
 
 
-def _gained(before: Report | None, after: Report | None, num_steps: int) -> dict[str, Any]:
-    """Return the fields of `StepCosts` that follow from two reports."""
+def _gained(earlier: _Before, later: _Before, num_steps: int) -> dict[str, Any]:
+    """Return the fields of `StepCosts` that follow from reports, or from what a peer has noted."""
+    before, after = earlier.report, later.report
     if before is None or after is None:
-        nothing = ("device_stall_seconds", "overhead_seconds", "generations_complete", "generations_committed")
-        return {"stall_seconds": {}, **dict.fromkeys(nothing, 0)}
+        nothing = dict.fromkeys(("device_stall_seconds", "generations_complete", "generations_committed"), 0)
+        in_hooks = (later.peer_seconds - earlier.peer_seconds) / num_steps
+        return {"stall_seconds": {}, "overhead_seconds": in_hooks, **nothing}
     on_device = sum(after.device_stall_seconds.values()) - sum(before.device_stall_seconds.values())
     waited = {cause: seconds - before.stall_seconds.get(cause, 0.0) for cause, seconds in after.stall_seconds.items()}
     return {
@@ -442,9 +446,7 @@ def _row(figure: OverheadFigure) -> list[str]:
         _ms(figure.added_idle_seconds),
     ]
     row += [_ms(figure.added_thread_seconds), _ms(figure.added_beside_seconds)]
-    if not figure.window:
-        return row
-    stored = f"{figure.generations_committed} of {figure.generations_complete}"
+    stored = f"{figure.generations_committed} of {figure.generations_complete}" if figure.window else ""
     return [*row, f"{figure.overhead_seconds * 1e3:.2f}", stored]
 
 

@@ -143,6 +143,7 @@ def test_what_checkpoints_add_is_relative_to_training_without(overhead: dict[str
         assert none.mean_seconds > 0
         assert len(figure.rounds) == (2 * len(MEASURED) if figure is none else 2), "one before each of the others"
         assert 0 < 0.99 * figure.thread_seconds <= figure.process_seconds, "the clocks have different grains"
+        assert (figure.overhead_seconds > 0) == (figure is not none)
         assert (figure.hooks, figure.threads) == ({}, {}), "measured with --breakdown only"
 
 
