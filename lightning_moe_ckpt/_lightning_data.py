@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Trainer
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, default_collate, default_convert
 
 from lightning_moe_ckpt.data import SeededItems
@@ -211,6 +212,14 @@ def draws_as_it_goes(loader: Any) -> bool:
         return loader.num_workers == 0
     samplers = (loader.sampler, loader.batch_sampler)
     return any(type(each).__module__.split(".")[0] not in _KNOWN_SAMPLERS for each in samplers if each is not None)
+
+
+def fetches_are_independent(trainer: Trainer) -> bool:
+    """Return whether no fetch of the epoch at hand can influence a later one, by its draws or by fetching ahead."""
+    fetcher, loaders = trainer.fit_loop._data_fetcher, loaders_of(trainer)
+    # One that knows its length does not fetch ahead.
+    plain = type(fetcher) is _PrefetchDataFetcher and fetcher.length is not None
+    return plain and len(loaders) == 1 and not draws_as_it_goes(loaders[0])
 
 
 def loader_generators(trainer: Trainer) -> dict[str, torch.Generator]:

@@ -8,6 +8,9 @@ samplers, workers and user hooks draw from it in between, and a new process draw
     -> before this fetch -> after it
 
 A resumed process passes the same moments and restores the recorded state at each.
+
+Boundaries that nothing is taken of are passed over: their start half is taken only if the process stops there. Of the
+random state before fetches only the first of an epoch is taken then, where no fetch can influence a later one.
 """
 
 from __future__ import annotations
@@ -90,7 +93,11 @@ class BoundaryRecorder:
         self._moved = _lightning_attributes.MovedAttributes(trainer, module, skip_callbacks, layers)
         self._workers = _lightning_workers.PersistentWorkers(trainer, deterministic=deterministic_dataset)
         self._start: Start | None = None
-        self._wanted = True
+        self._wanted = self._needed = True
+        self._passed = False
+        """Whether this is a boundary of which no start half was taken, and nothing has followed it yet."""
+        self._independent: bool | None = None
+        """Whether no fetch of this epoch can influence a later one; not known before the first."""
         self._before_epoch_only = False
         """Whether the process is between two epochs."""
         self._resume: Start | None = None
@@ -104,14 +111,16 @@ class BoundaryRecorder:
             {f"scheduler {i}": c.scheduler.state_dict() for i, c in enumerate(trainer.lr_scheduler_configs)}
         )
 
-    def want_start(self, original: Start | None = None) -> None:
+    def want_start(self, original: Start | None = None, *, needed: bool = True) -> None:
         """Ask for the start half of the boundary after the optimizer step that just happened.
 
         Args:
             original: the start half of the original run, if the step was replayed. It overrides what validation and other
                 hooks decide here, since they see weights that are frozen or loaded too early.
+            needed: whether something is taken of this boundary; otherwise only a stop will ask for its start half.
         """
         self._wanted, self._start, self._original = True, None, original
+        self._needed, self._passed = needed or original is not None, False
 
     @property
     def compares_batch(self) -> bool:
@@ -124,7 +133,7 @@ class BoundaryRecorder:
         Args:
             batch: digest of the batch; `None` if it is not compared.
         """
-        start, self._start = self._start, None
+        start, self._start, self._passed = self._start, None, False
         self._compare(batch)
         if self._resume is not None:
             self._restore_random(self._resume["random"]["after_fetch"])
@@ -161,7 +170,7 @@ class BoundaryRecorder:
     @property
     def between_steps(self) -> bool:
         """Whether nothing has followed the newest optimizer step: its start half is not complete."""
-        return self._wanted or self._start is not None
+        return self._wanted or self._passed or self._start is not None
 
     def take_stopped(self) -> Start:
         """Return the start half of the boundary at which this process is stopped before training ends.
@@ -169,6 +178,10 @@ class BoundaryRecorder:
         Call it if `between_steps`, before an epoch or a fetch. Later moments have not come: a process that goes on from here
         draws in the same order by itself.
         """
+        if self._passed:
+            if self._independent:
+                self._take_fetch()  # nothing has been drawn since it was due
+            self._passed, self._start = False, self._take(between_epochs=False)
         assert self._start is not None
         if self._before_epoch_only:
             come: dict[str, Any] = {**dict.fromkeys(_MOMENTS), "epoch": self._moments["epoch"]}
@@ -191,7 +204,8 @@ class BoundaryRecorder:
             self._moved.restore(self._resume.get("attributes", {}))
             self._restore_rates(self._resume)
         self._moments["epoch"], self._before_epoch_only = self._take_random(), True
-        if self._wanted:
+        if self._wanted or self._passed:  # needed or not: the state before an epoch cannot be taken later
+            self._wanted = self._passed = False
             self._begin_start(between_epochs=True)
 
     def before_iter(self) -> None:
@@ -206,7 +220,7 @@ class BoundaryRecorder:
         if self._resume is not None:
             self._restore_random(self._resume["random"]["iter"])
         self._moments["iter"] = self._take_random()
-        self._awaiting_first_fetch = True
+        self._awaiting_first_fetch, self._independent = True, None
         self._fetches.begin()
 
     def close(self) -> None:
@@ -217,16 +231,20 @@ class BoundaryRecorder:
         """Record the moment between two batches, when everything that follows the last optimizer step has run."""
         if self._resume is not None:
             self._restore_random(self._resume["random"]["fetch"])
-        fetch = self._take_random()
-        self._moments |= {"last_fetch": self._moments["fetch"], "fetch": fetch}
-        if self._awaiting_first_fetch:
-            self._moments["first_fetch"] = fetch
-        self._awaiting_first_fetch = self._before_epoch_only = False
-        if self._wanted:
+        if self._independent is None:
+            self._independent = _lightning_data.fetches_are_independent(self._trainer)
+        needed = self._wanted and self._needed
+        self._passed |= self._wanted and not needed
+        if needed or self._start is not None or self._awaiting_first_fetch or not self._independent:
+            self._take_fetch()
+        self._awaiting_first_fetch = self._before_epoch_only = self._wanted = False
+        if needed:
             self._begin_start(between_epochs=False)
 
     def after_fetch(self) -> None:
         """Record the moment after a fetch, before anything has seen the batch."""
+        if self._independent:
+            return
         before = self._moments["fetch"]
         assert before is not None
         self._fetches.fetched(
@@ -252,12 +270,19 @@ class BoundaryRecorder:
 
     # -- start half
 
+    def _take_fetch(self) -> None:
+        fetch, last = self._take_random(), self._moments["fetch"]
+        if self._awaiting_first_fetch:
+            self._moments["first_fetch"] = fetch
+        # Where nothing depends on it, any will do, and the first is in every journal. It is right if there is one fetch.
+        self._moments |= {"last_fetch": self._moments["first_fetch"] if self._independent else last, "fetch": fetch}
+
     def _begin_start(self, *, between_epochs: bool) -> None:
         original, self._original = self._original, None
         if original is not None:
             self._follow(original, self._take(between_epochs=between_epochs))
             self._batch = original.get("batch")
-        self._start, self._wanted = self._take(between_epochs=between_epochs), False
+        self._start = self._take(between_epochs=between_epochs)
         if original is not None:
             self._start["trained"] = copied(original["trained"])  # replay has frozen parameters here
 
@@ -392,6 +417,7 @@ class BoundaryRecorder:
         num_batches = 0 if self._resume["parts"]["batches"]["mode"] == "log" else self._resume["batches_done"]
         fetches = self._resume.get("fetches", NO_FETCHES)
         states = {0: random["first_fetch"], **fetches["states"], num_batches - 1: random["last_fetch"]}
+        self._independent = None
         self._workers.before_iter(random.get("workers"))
         self._held.look()
         _lightning_data.skip_batches(

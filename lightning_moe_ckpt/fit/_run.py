@@ -207,7 +207,7 @@ class FitSession:
             self._num_groups = self._trains.num_groups
             self.session.regrouped()
         self.session.boundary(self._step, outcome)
-        self._recorder.want_start(original)
+        self._recorder.want_start(original, needed=self.session.takes(self._step))
 
     def after_hooks(self) -> None:
         """Undo requests to stop in replay: hooks have judged weights that are frozen or loaded too early."""
@@ -248,7 +248,7 @@ class FitSession:
         disturbed, self._disturbed = self._disturbed, False
         self.session.reconcile(disturbed=disturbed)
         if start is not None:
-            self.session.seal(start, step=self._step, disturbed=disturbed, room=self._recorder.room)
+            self.session.seal(start, step=self._step, disturbed=disturbed, room=lambda: self._recorder.room)
         outcome = self.session.replay_outcome(self._step + 1)
         self._clip.override = None if outcome is None else outcome["grad_norm"]
         self.session.forward_begins()

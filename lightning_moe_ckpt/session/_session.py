@@ -56,6 +56,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_MEASURED_JOURNALS = 2
+"""Steps whose journals are measured, taken or not: the first plan reserves room by them."""
+
 
 class CheckpointSession:
     """Checkpointing of one `fit`.
@@ -351,21 +354,26 @@ class CheckpointSession:
             return False  # another plan could ask for the full state of an operator that is still frozen
         return self._policy.due(step, self._last_window, self._planner.interval_steps)
 
-    def seal(self, start: Journal, *, step: int, disturbed: bool = False, room: int = 0) -> None:
+    def takes(self, step: int) -> bool:
+        """Return whether `seal` has to be called for boundary `step`, the newest."""
+        capture = made(self._capture)
+        return self._steps < _MEASURED_JOURNALS or capture.window_open or capture.whole_at == step
+
+    def seal(self, start: Journal, *, step: int, disturbed: bool = False, room: Callable[[], int] = lambda: 0) -> None:
         """Complete what boundary `step` took, as the next batch begins. Boundary 0 of a fresh run is taken here.
 
         Args:
             start: the journal's start half.
             step: the boundary.
             disturbed: whether parameters may have changed, or been away, since it was taken without a trace.
-            room: bytes by which later journals may be larger.
+            room: returns the bytes by which later journals may be larger.
         """
         capture = made(self._capture)
         fresh = self._found is None and self._began is None
         self._began = self._began or (time.perf_counter(), self.clock.seconds)
-        if self._steps < 2:
+        if self._steps < _MEASURED_JOURNALS:
             outcome = {**self._outcome, **self._planner.state()}
-            self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})) + room)
+            self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})) + room())
         if fresh:  # training goes on: a crash before storage has it, and memory anything newer, is a start from nothing
             self._tiers.begin_first(STORAGE, made(self._runs).name(step))
         if fresh or capture.whole_at == step:
