@@ -69,7 +69,7 @@ PUBLIC: dict[str, str] = {
     "lightning_moe_ckpt.native": """
         AdamState AdamStep CompiledCpuEngine CompiledCudaEngine CompressedGradient Copy CopyEngine CopyList
         CpuCopyEngine CudaCopyEngine Finding GradientCompression Library NativeError PartStatus Preparation QuantizedGradient Ranges
-        SparseGradient Ticket compress_gradients copy_now copy_through create_engine decompress_gradient examine
+        SparseGradient Ticket append compress_gradients copy_now copy_through create_engine decompress_gradient examine
         explain measure_bandwidth replay_adam
     """,
     "lightning_moe_ckpt.testing": """

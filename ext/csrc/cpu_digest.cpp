@@ -5,6 +5,7 @@
 #include <new>
 
 #include "abi.hpp"
+#include "background.hpp"
 
 namespace moe_ckpt {
 namespace {
@@ -30,6 +31,8 @@ namespace {
 // What was read for one digest is still in the second level of the cache when the other one reads it.
 constexpr size_t kChunk = size_t{128} << 10;
 constexpr size_t kHexDigits = 32;
+// Takes less time than to begin a thread.
+constexpr size_t kForeground = size_t{256} << 10;
 
 class Stream {
  public:
@@ -84,7 +87,7 @@ using namespace moe_ckpt;
 // behind each but the last.
 MOE_API int moe_digest_ranges(const Xxh3* xxh3, const uint8_t* bytes, uint64_t nbytes, const uint64_t* ranges,
                               uint64_t count, const char* separator, char* texts, char* whole, Error* error) {
-  return guarded(error, [&] {
+  const auto digest = [&] {
     Stream part(*xxh3);
     Whole all(*xxh3, bytes);
     for (uint64_t index = 0; index < count; ++index) {
@@ -113,5 +116,6 @@ MOE_API int moe_digest_ranges(const Xxh3* xxh3, const uint8_t* bytes, uint64_t n
     all.reach(nbytes, true);
     write_hex(all.digest(), whole);
     return 0;
-  });
+  };
+  return guarded(error, [&] { return nbytes < kForeground ? digest() : in_background(digest); });
 }

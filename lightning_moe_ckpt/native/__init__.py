@@ -19,6 +19,7 @@ from lightning_moe_ckpt.native._engine import CopyList as CopyList
 from lightning_moe_ckpt.native._engine import Ticket as Ticket
 from lightning_moe_ckpt.native._engine import copy_now as copy_now
 from lightning_moe_ckpt.native._engine import copy_through as copy_through
+from lightning_moe_ckpt.native._files import append as append
 from lightning_moe_ckpt.native._gradient import CompressedGradient as CompressedGradient
 from lightning_moe_ckpt.native._gradient import GradientCompression as GradientCompression
 from lightning_moe_ckpt.native._gradient import QuantizedGradient as QuantizedGradient
