@@ -124,7 +124,7 @@ def table_of(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], 
 
 
 def _decimals(value: float) -> int:
-    return 0 if value >= 100 else 1 if value >= 10 else 2
+    return 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -312,7 +312,7 @@ def table(figures: Sequence[ScaleFigure]) -> RenderableType:
         title, columns, [_row(figure) for figure in figures], "the last two: a new process after a SIGKILL"
     )
     largest = figures[-1]
-    growth = ("", "fixed", "us per operator", "exponent", f"{largest.num_experts:,} experts", "goal", "outcome")
+    growth = ("", "fixed", "us/operator", "exponent", f"{largest.num_experts:,} experts", "goal", "outcome")
     note = "per step, operators are those that a step of the window takes; else all"
     return Group(costs, table_of("What it grows by", growth, [_grown(each, figures) for each in MEASURED], note))
 
