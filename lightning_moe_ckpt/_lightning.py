@@ -276,34 +276,6 @@ def restore_buffer_sync(trainer: Trainer, taken: bool | None) -> None:
         trainer.strategy.model.require_forward_param_sync = taken  # type: ignore[union-attr]
 
 
-def take_loop_state(trainer: Trainer) -> LoopState:
-    """Return the progress of all loops between two batches or epochs, as plain values."""
-    found = trainer.fit_loop.state_dict()
-    # Loaders are repositioned by fetching, see `skip_batches`; their own state is exact only in special cases.
-    found["state_dict"].pop("combined_loader", None)
-    state: LoopState = _copied(found)
-    state["settings"] = {
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "train_loader_epoch": trainer.fit_loop._last_train_dl_reload_epoch,
-        "validation_loader_epoch": trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
-    }
-    return state
-
-
-_COUNTS = {int, bool, type(None)}
-
-
-def _copied(value: Any) -> Any:
-    """Return a deep copy of nested counters, in a tenth of the time of `deepcopy`."""
-    if type(value) is not dict:
-        return copy.deepcopy(value)
-    own = dict(value)
-    for key, each in value.items():
-        if type(each) not in _COUNTS:
-            own[key] = _copied(each)
-    return own
-
-
 def _load_loops(trainer: Trainer, state: LoopState) -> None:
     loops, settings = dict(state), state["settings"]
     del loops["settings"]
@@ -359,7 +331,7 @@ def resume_mid_epoch(trainer: Trainer, state: LoopState, position: Callable[[], 
 
     Args:
         trainer: the trainer whose loops get `state`.
-        state: the result of `take_loop_state`.
+        state: the result of `_lightning_progress.LoopProgress.take`.
         position: moves the data fetcher past the consumed batches; called once its iterator exists.
     """
     epoch_loop = trainer.fit_loop.epoch_loop

@@ -224,8 +224,9 @@ def fetches_are_independent(trainer: Trainer) -> bool:
 
 def loader_generators(trainer: Trainer) -> dict[str, torch.Generator]:
     """Return the generators that the user gave to loaders or samplers, by a stable name."""
+    loader = trainer.fit_loop._combined_loader
     found: dict[str, torch.Generator] = {}
-    for index, each in enumerate(loaders_of(trainer)):
+    for index, each in enumerate(loader.flattened if loader is not None else ()):
         for name, owner in _owners(each):
             generator = getattr(owner, "generator", None)
             if isinstance(generator, torch.Generator):
@@ -243,15 +244,15 @@ def loader_objects(trainer: Trainer) -> Iterator[tuple[str, object]]:
                 yield f"loader{index}.{name}", owner
 
 
-def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
+def _owners(loader: Any) -> list[tuple[str, Any]]:
     batch_sampler = getattr(loader, "batch_sampler", None)
-    yield "loader", loader
-    yield "batch_sampler", batch_sampler
+    owners = [("loader", loader), ("batch_sampler", batch_sampler)]
     for name, sampler in (
         ("sampler", getattr(loader, "sampler", None)),
         ("batch_sampler.sampler", getattr(batch_sampler, "sampler", None)),
     ):
-        yield name, sampler
+        owners.append((name, sampler))
         if isinstance(sampler, DistributedSamplerWrapper):
             # Lightning shards a sampler that is not torch's own by wrapping it: torchdata's draws from a generator.
-            yield f"{name}.wrapped", sampler.dataset._sampler  # type: ignore[attr-defined]
+            owners.append((f"{name}.wrapped", sampler.dataset._sampler))  # type: ignore[attr-defined]
+    return owners

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_moe_ckpt.journal import differs
+from lightning_moe_ckpt.journal import Constant, differs
 
 log = logging.getLogger(__name__)
 
@@ -78,17 +79,38 @@ def restore_metrics(trainer: Trainer, module: LightningModule, state: MetricStat
 
 
 def _take(metric: _ResultMetric) -> dict[str, Any]:
-    meta, sync = metric.meta, metric.meta.sync
     return {
-        "given": {name: getattr(meta, name) for name in (*_GIVEN, *_GIVEN_LATER)},
-        "reduction": next(name for name, function in _REDUCTIONS.items() if function is meta.reduce_fx),
-        "sync": {"should": sync.should, "rank_zero_only": sync.rank_zero_only, "grouped": sync.group is not None},
+        **_take_meta(metric.meta),
         "value": metric.value if metric.is_tensor else None,
         "default": metric._defaults["value"] if metric.is_tensor else None,
         "cumulated_batch_size": getattr(metric, "cumulated_batch_size", None),
         "forward_cache": metric._forward_cache if isinstance(metric._forward_cache, Tensor) else None,
         "updates": metric._update_count,
     }
+
+
+def _take_meta(meta: _Metadata) -> dict[str, Any]:
+    """Return what the call was given. It is the same at every step, so it is made, and encoded, once."""
+    *sync, group = _sync_of(meta)
+    values = (*_given_of(meta), *sync, group is not None, meta.reduce_fx)
+    key = (*values, *map(type, values))  # a flag may be given as a number, which is equal to it
+    taken = _metas.get(key)
+    if taken is None:
+        *given, should, rank_zero_only, grouped, reduction = values
+        if len(_metas) >= _MOST_METAS:
+            _metas.clear()
+        taken = _metas[key] = {
+            "given": Constant(zip((*_GIVEN, *_GIVEN_LATER), given, strict=True)),
+            "reduction": next(name for name, function in _REDUCTIONS.items() if function is reduction),
+            "sync": Constant(should=should, rank_zero_only=rank_zero_only, grouped=grouped),
+        }
+    return taken
+
+
+_given_of = attrgetter(*_GIVEN, *_GIVEN_LATER)
+_sync_of = attrgetter("sync.should", "sync.rank_zero_only", "sync.group")
+_metas: dict[tuple[object, ...], dict[str, Any]] = {}
+_MOST_METAS = 1_000
 
 
 def _rebuild(trainer: Trainer, module: LightningModule, taken: dict[str, Any]) -> _ResultMetric | None:

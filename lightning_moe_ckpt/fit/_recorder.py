@@ -30,6 +30,7 @@ from lightning_moe_ckpt import (
     _lightning_metrics,
     _lightning_workers,
 )
+from lightning_moe_ckpt._lightning_progress import LoopProgress
 from lightning_moe_ckpt.fit._fetches import NO_FETCHES, FetchLog
 from lightning_moe_ckpt.fit._state import Extras, Trained, copied, require_storable
 from lightning_moe_ckpt.journal import RngState, capture_rng, differs, restore_rng
@@ -92,6 +93,7 @@ class BoundaryRecorder:
         self._not_held: list[str] = []
         self._moved = _lightning_attributes.MovedAttributes(trainer, module, skip_callbacks, layers)
         self._workers = _lightning_workers.PersistentWorkers(trainer, deterministic=deterministic_dataset)
+        self._progress = LoopProgress(trainer)
         self._start: Start | None = None
         self._wanted = self._needed = True
         self._passed = False
@@ -308,7 +310,7 @@ class BoundaryRecorder:
         trainer = self._trainer
         return {
             "between_epochs": between_epochs,
-            "loops": _lightning.take_loop_state(trainer),
+            "loops": self._progress.take(),
             "batches_done": trainer.fit_loop.epoch_loop.batch_progress.current.completed,
             "fetches": self._fetches.take(),
             "schedulers": [copied(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.journal import refusals
+from lightning_moe_ckpt.journal import Constant, Written, refusals
 from lightning_moe_ckpt.operators import MoELayerSpec
 
 log = logging.getLogger(__name__)
@@ -103,15 +103,20 @@ def require_storable(states: Mapping[str, object]) -> None:
             )
 
 
+_ATOMS = {type(None), bool, int, float, str, bytes, Constant, Written}
+"""Types of values that nobody can change, or does."""
+
+
 def copied(value: Any) -> Any:
     """Return a deep copy with tensors detached, so that no journal shares memory that training changes later."""
+    kind = type(value)
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if type(value) is dict:
-        return {key: copied(each) for key, each in value.items()}
-    if type(value) is list:
-        return [copied(each) for each in value]
-    return copy.deepcopy(value)
+    if kind is dict:
+        return {key: each if type(each) in _ATOMS else copied(each) for key, each in value.items()}
+    if kind is list:
+        return [each if type(each) in _ATOMS else copied(each) for each in value]
+    return value if kind in _ATOMS else copy.deepcopy(value)
 
 
 class Trained:

@@ -3,10 +3,13 @@
 from lightning_moe_ckpt.journal._arrivals import Arrival as Arrival
 from lightning_moe_ckpt.journal._arrivals import Arrivals as Arrivals
 from lightning_moe_ckpt.journal._arrivals import held as held
+from lightning_moe_ckpt.journal._codec import Constant as Constant
 from lightning_moe_ckpt.journal._codec import Unread as Unread
+from lightning_moe_ckpt.journal._codec import Written as Written
 from lightning_moe_ckpt.journal._codec import decode as decode
 from lightning_moe_ckpt.journal._codec import encode as encode
 from lightning_moe_ckpt.journal._codec import refusals as refusals
+from lightning_moe_ckpt.journal._codec import written as written
 from lightning_moe_ckpt.journal._journal import Journal as Journal
 from lightning_moe_ckpt.journal._journal import JournalCapacity as JournalCapacity
 from lightning_moe_ckpt.journal._journal import JournalOverflow as JournalOverflow

@@ -43,6 +43,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 from pathlib import Path
 from typing import Any, NoReturn
@@ -150,6 +151,25 @@ class Unread:
     tensor: Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """Value without tensors and arrays of which the text is there."""
+
+    text: str
+
+
+def written(value: object) -> Written:
+    """Write a value without tensors and arrays.
+
+    Raises:
+        CodecError: see `encode`.
+    """
+    encoder = _Outline()
+    text = encoder.node(value)
+    assert not encoder.arrays
+    return Written(text)
+
+
 class Constant(dict[str, Any]):
     """Dict of plain values and tensors on the CPU that nobody changes any more.
 
@@ -235,11 +255,14 @@ class _Encoder:
             else:
                 self._place.append(("[{!r:.80}]" if keyed else "[{}]", key))  # turned into text only for a refusal
                 inner = _TAGS.get(kind)
-                text = self.node(item) if inner is None else self.container(inner, item)
+                if inner is None:
+                    text = self.node(item)
+                else:  # half of a journal's are empty
+                    text = self.container(inner, item) if item or inner == "x" else f'["{inner}"]'
                 self._place.pop()
             texts.append(f"[{name},{text}]" if keyed else text)
         self._open.pop()
-        return _tagged(tag, texts)
+        return f'["{tag}",{",".join(texts)}]' if texts else f'["{tag}"]'
 
     def constant(self, value: Constant) -> str:
         if self._collect:
@@ -275,9 +298,10 @@ class _Encoder:
         if reason is not None:
             return self.refuse(reason)
         device = str(value.device) if self._devices is None else next(self._devices)
-        # When only refusals are collected, tensors are not read, which would wait for the device.
-        end = "]" if self._collect else self.array(tensor_content(self._read(value)))
-        return f'["T","{TORCH_NAMES[value.dtype]}",{_text_of_shape(value.shape)},{_quoted(device)}{end}'
+        head = _head_of_tensor(value.dtype, value.shape, device)
+        if self._collect:  # tensors are not read, which would wait for the device
+            return f"{head}]"
+        return head + self.array(tensor_content(self._on_host.get(id(value), value) if self._on_host else value))
 
     def number(self, value: Unread) -> str:
         return "null" if self._collect else self.node(self._read(value.tensor).item())
@@ -407,6 +431,11 @@ def _text_of_shape(shape: Sequence[int]) -> str:
     return f"[{','.join(map(str, shape))}]"
 
 
+@lru_cache(maxsize=256)
+def _head_of_tensor(dtype: torch.dtype, shape: torch.Size, device: str) -> str:
+    return f'["T","{TORCH_NAMES[dtype]}",{_text_of_shape(shape)},{_quoted(device)}'
+
+
 def _text_of_factory(encoder: _Encoder, value: defaultdict[Any, Any]) -> str:
     name = getattr(value.default_factory, "__name__", None)
     if FACTORIES.get(name, encoder) is not value.default_factory:
@@ -467,6 +496,7 @@ _WRITERS: dict[type, Callable[[_Encoder, Any], str]] = {
     Constant: _Encoder.constant,
     Tensor: _Encoder.tensor,
     Unread: _Encoder.number,
+    Written: lambda _, value: value.text,
     np.ndarray: _write_array,
     torch.dtype: _write_torch_dtype,
     _NATIVE_PATH: lambda encoder, value: _tagged("p", [encoder.node(str(value))]),

@@ -132,6 +132,7 @@ def clocked(hook: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P],
         try:
             return hook(self, *args, **kwargs)
         finally:
-            clock.ended, clock.start = clock.seconds, None
+            clock.ended += time.perf_counter() - clock.start
+            clock.start = None
 
     return timed

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ckpt import _lightning
+from lightning_moe_ckpt._lightning_progress import LoopProgress
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.journal import encode
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 
@@ -183,3 +185,40 @@ def test_compiled_parts_are_recognised(part: Callable[[], nn.Module], compiled: 
     module = LightningModule()
     module.inner = nn.Sequential(nn.Identity(), part())
     assert _lightning.is_compiled(module) == compiled
+
+
+class _Compared(Callback):
+    """Compares what is taken of loops with what Lightning gives, where values, and in the end a part, are others."""
+
+    def __init__(self) -> None:
+        self.num_compared = 0
+        self._progress: LoopProgress | None = None
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 6:
+            trainer.fit_loop.epoch_loop.scheduler_progress = type(trainer.fit_loop.epoch_loop.scheduler_progress)()
+        self._compare(trainer)
+
+    def on_validation_end(self, trainer: Trainer, *args: Any) -> None:
+        self._compare(trainer)
+
+    def _compare(self, trainer: Trainer) -> None:
+        self._progress = self._progress or LoopProgress(trainer)
+        wanted = trainer.fit_loop.state_dict()
+        settings = {
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "train_loader_epoch": trainer.fit_loop._last_train_dl_reload_epoch,
+            "validation_loader_epoch": trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
+        }
+        assert encode(self._progress.take()) == encode({**wanted, "settings": settings})
+        self.num_compared += 1
+
+
+def test_progress_of_loops_is_taken_as_lightning_has_it() -> None:
+    """Every count and flag, over epochs and validations, in as many bytes."""
+    compared = _Compared()
+    trainer = trainer_with(
+        compared, max_steps=8, limit_train_batches=3, enable_checkpointing=False, num_sanity_val_steps=0
+    )
+    trainer.fit(Net(), loader(), loader())
+    assert compared.num_compared == 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,3 +126,42 @@ def test_state_is_the_same_object_while_nothing_is_drawn() -> None:
         last = state
     held = {"own": random.Random(1)}
     assert capture_rng(held=held, last=capture_rng()) is not last
+
+
+def test_no_draw_is_overlooked() -> None:
+    """Neither one that only uses up a cached gaussian, nor a state that is set, nor another kind of generator."""
+    legacy: Any = np.random  # the global state is under test
+    before = legacy.get_state()
+    cached = legacy.RandomState(3)
+    cached.standard_normal()
+    with_gaussian = cached.get_state()
+    without_gaussian = (*with_gaussian[:3], 0, 0.0)
+    moves: dict[str, Callable[[], object]] = {
+        "python, first of two gaussians": lambda: random.gauss(0, 1),
+        "python, second": lambda: random.gauss(0, 1),
+        "numpy, first": legacy.standard_normal,
+        "numpy, second": legacy.standard_normal,
+        "words of a given state": lambda: legacy.set_state(without_gaussian),
+        "the same words with a gaussian": lambda: legacy.set_state(with_gaussian),
+        "and with its negative": lambda: legacy.set_state((*with_gaussian[:4], -with_gaussian[4])),
+        "many words": lambda: legacy.bytes(4 * 624),
+        "another kind": lambda: legacy.set_bit_generator(np.random.PCG64(3)),
+        "a draw of that": legacy.random,
+        "the kind before": lambda: legacy.set_bit_generator(np.random.MT19937(3)),
+        "a draw of the other instance": legacy.random,
+    }
+    try:
+        last = capture_rng()
+        for name, move in moves.items():
+            move()
+            state = capture_rng(last=last)
+            assert encode(state) != encode(last), name
+            kept, wanted = decode(encode(state)), draws()
+            restore_rng(kept)
+            assert draws() == wanted, name
+            restore_rng(kept)
+            assert encode(capture_rng()) == encode(kept), name
+            last = capture_rng()
+    finally:
+        legacy.set_bit_generator(np.random.MT19937(1))
+        legacy.set_state(before)
