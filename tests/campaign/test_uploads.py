@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing, Setup, train
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.storage import ObjectBackend
 from lightning_moe_ckpt.storage._backend import Pace
 from lightning_moe_ckpt.testing import Seam
@@ -41,13 +42,16 @@ def put_for_ever(backend: ObjectBackend, key: str, *views: bytes | memoryview) -
 
 
 class AwaitsUpload(Callback):
-    """Holds training up until a part of a segment is in the bucket."""
+    """Holds training up until the start is stored, and then until a part of a segment is in the bucket."""
 
     def __init__(self, backend: ObjectBackend) -> None:
         self.backend = backend
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 0:
+            (own,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
+            assert own.wait_committed()
         deadline = time.monotonic() + 30
         while trainer.global_step == STEP and not uploads(self.backend):
             assert time.monotonic() < deadline, "no upload began"

@@ -211,6 +211,8 @@ class Phases(Callback):
         self._before: Report | None = None
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 0:
+            assert self.checkpoint.wait_committed(120)  # there is a newest generation from here on
         now = self.checkpoint.report
         if self._before is None:
             self._before = now
