@@ -96,6 +96,7 @@ class CheckpointCallback(Checkpoint):
         self.retention = whole["retention"] or (Retention() if whole["keep"] is None else Retention(last=whole["keep"]))
         self.stop_grace, self.freeze_heap = whole["stop_grace"], whole["freeze_heap"]
         self.storage_options, self.bandwidth = whole["storage_options"], whole["bandwidth"]
+        self.overhead_target, self.storage_at_least = whole["overhead_target"], whole["storage_at_least"]
         self.replicas, self.max_chunk = whole["replicas"], whole["max_chunk"]
         self.failure_domains = whole["failure_domains"]
         self.deterministic_dataset = whole["deterministic_dataset"]
@@ -231,6 +232,8 @@ class CheckpointCallback(Checkpoint):
             resume=self.resume,
             storage_options=self.storage_options,
             bandwidth=self.bandwidth,
+            overhead_target=self.overhead_target,
+            storage_at_least=self.storage_at_least,
             replicas=self.replicas,
             max_chunk=self.max_chunk,
             failure_domains=self.failure_domains,

@@ -21,7 +21,7 @@ from lightning_moe_ckpt.callbacks._loads import LayerLoads
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.metrics import TIERS
 from lightning_moe_ckpt.planning import LossFigures
-from lightning_moe_ckpt.session import Report
+from lightning_moe_ckpt.session import Overhead, Report
 
 REPLAYING = "moe/replaying"
 
@@ -43,6 +43,10 @@ class ExpertLoadMonitor(Callback):
     * `moe/device_stall_seconds/<cause>`, `/all` and `/slowest_rank`: the same for training's stream on a CUDA device; 0
       without one. This is what training loses there: waiting while the device has work costs nothing;
     * `moe/overhead_seconds`: seconds per step of the training thread of rank 0 in hooks of checkpoints, waits included;
+    * `moe/overhead/all`: share of training's time that checkpoints have cost rank 0 so far: in hooks (`moe/overhead/hooks`),
+      and by which steps were longer while a tier worked (`moe/overhead/<tier>`);
+      `moe/gap_steps` and `moe/rest_seconds/<tier>`: how far apart `overhead_target` keeps windows, and how long a tier rests
+      between generations; 0 where it does not;
     * `moe/captured_nbytes_per_step` and `moe/persisted_nbytes_per_second`: bytes that all ranks copied to host memory
       per step, and made durable per second;
     * `moe/window` and `moe/window_position`: steps per window, and steps taken of the current window;
@@ -200,6 +204,7 @@ class CheckpointFigures:
             "moe/windows_missed": now.windows_missed,
             **{f"moe/generations_skipped/{tier}": number for tier, number in now.generations_skipped.items()},
             **{f"moe/generations_failed/{tier}": number for tier, number in now.generations_failed.items()},
+            **_overhead(now.overhead),
             **_lost(now.lost),
         }
 
@@ -226,6 +231,17 @@ class CheckpointFigures:
             "moe/captured_nbytes_per_step": int(captured.sum()) / steps,
             "moe/persisted_nbytes_per_second": int(persisted.sum()) / seconds,
         }
+
+
+def _overhead(found: Overhead) -> dict[str, float]:
+    """Return what checkpoints have cost so far, and what is done about it."""
+    return {
+        "moe/overhead/all": found.share,
+        "moe/overhead/hooks": found.hooks,
+        **{f"moe/overhead/{tier}": share for tier, share in found.tiers.items()},
+        "moe/gap_steps": found.gap_steps,
+        **{f"moe/rest_seconds/{tier}": seconds for tier, seconds in found.rests.items()},
+    }
 
 
 def _lost(lost: LossFigures | None) -> dict[str, float]:

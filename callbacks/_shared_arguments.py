@@ -35,6 +35,11 @@ class CheckpointArguments(TypedDict, total=False):
             path takes none.
         bandwidth: most bytes per second that each rank writes to storage, so that the network stays free for training;
             `None` for no limit. Generations that the limit leaves no time for are skipped.
+        overhead_target: share of training's time that checkpoints may cost; `None` for as fast as possible. Measured while
+            training, not in its first 5 s or 50 steps. Where it is more, windows start less often (`every_n_steps` means at
+            most every so many), and storage and copies on other nodes rest between generations.
+        storage_at_least: longest time that `overhead_target` may keep windows, storage and copies waiting from one
+            generation to the next.
         replicas: copies of every rank's generations in the memory of other nodes; `auto` is one where the ranks are on
             several nodes, else none.
         max_chunk: bytes per message of such a copy. A message of training waits for at most one of them.
@@ -59,6 +64,8 @@ class CheckpointArguments(TypedDict, total=False):
     resume: Resume
     storage_options: dict[str, Any] | None
     bandwidth: int | None
+    overhead_target: float | None
+    storage_at_least: timedelta
     replicas: int | Literal["auto"]
     max_chunk: int
     failure_domains: Sequence[FailureDomain] | None
@@ -74,6 +81,8 @@ DEFAULTS: CheckpointArguments = {
     "resume": "auto",
     "storage_options": None,
     "bandwidth": None,
+    "overhead_target": 0.03,
+    "storage_at_least": timedelta(minutes=10),
     "replicas": "auto",
     "max_chunk": DEFAULT_MAX_CHUNK,
     "failure_domains": None,
@@ -131,6 +140,13 @@ def _check_rest(owner: object, whole: CheckpointArguments) -> None:
             "system of the URL."
         )
     require_count(owner, "bandwidth", whole["bandwidth"], what="bytes per second", also=[None])
+    target = whole["overhead_target"]
+    if target is not None and not (isinstance(target, float) and 0 < target < 1):
+        raise ConfigurationError(
+            f"`{_name(owner)}(overhead_target={target!r})` must be None or a share of training's time, above 0 and below 1."
+        )
+    if whole["storage_at_least"] <= timedelta(0):
+        raise ConfigurationError(f"`{_name(owner)}(storage_at_least={whole['storage_at_least']})` must be positive.")
     require_count(owner, "replicas", whole["replicas"], what="copies", also=["auto", 0])
     require_count(owner, "max_chunk", whole["max_chunk"], what="bytes")
     require_choice(owner, "batches", whole["batches"], ("reposition", "log"))

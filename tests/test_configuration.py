@@ -89,6 +89,7 @@ def test_values_of_a_file_arrive_as_their_types() -> None:
     sparse, strategy = callback(built, SparseCheckpoint), built.trainer.strategy
     assert sparse.popularity == Popularity(counts="soft", half_life_steps=50.0)
     assert sparse.stop_grace == timedelta(seconds=25)
+    assert (sparse.overhead_target, sparse.storage_at_least) == (0.03, timedelta(minutes=10))
     assert sparse.retention == Retention(last=2, every_n_steps=100)
     assert (sparse.storage_options, sparse.keep, sparse.resume, sparse.batches) == ({}, 2, "auto", "reposition")
     assert callback(built, ExpertLoadMonitor).every_n_steps == 7

@@ -262,7 +262,7 @@ def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int, accelera
             accelerator=accelerator,
             strategy="auto",
             gradient_clip_val=None,
-            callbacks=[held, SparseCheckpoint(url, window=8)],
+            callbacks=[held, SparseCheckpoint(url, window=8, overhead_target=None)],
             max_steps=warm_up + num_steps + 1,
         )
         torch.manual_seed(0)

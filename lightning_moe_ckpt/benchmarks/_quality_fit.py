@@ -200,17 +200,17 @@ class QualityFit:
     def _checkpoint(self, url: str) -> QualityCheckpoint | None:
         scale, keep, system = self.scale, self.scale.keep, self.case.system
         if system == "sparse":
-            return SparseCheckpoint(url, window=_WINDOW, keep=keep)
+            return SparseCheckpoint(url, window=_WINDOW, keep=keep, overhead_target=None)
         if system == "selective":
             local, remote, every = scale.budget(_SNAPSHOT_K), scale.budget(1), scale.every
             return SelectiveExpertCheckpoint(
-                url, every_n_steps=every, local_budget=local, remote_budget=remote, keep=keep
+                url, every_n_steps=every, local_budget=local, remote_budget=remote, keep=keep, overhead_target=None
             )
         if self.case.is_partial:
             every = scale.ablation_every if system == "ablation" else scale.every
             limit = _PLT_BUDGET if system == "dynamic" else None
             return PartialExpertCheckpoint(
-                url, every_n_steps=every, snapshot_k=_SNAPSHOT_K, plt_budget=limit, keep=keep
+                url, every_n_steps=every, snapshot_k=_SNAPSHOT_K, plt_budget=limit, keep=keep, overhead_target=None
             )
         return None
 

@@ -78,9 +78,9 @@ class RecoveryFit:
 
     def _checkpoint(self, attempt: Attempt, folder: Path, first: int) -> Callback | None:
         if self.system == "sparse":
-            return SparseCheckpoint(attempt.url, window=self.every)
+            return SparseCheckpoint(attempt.url, window=self.every, overhead_target=None)
         if self.system == "dense":
-            return DenseCheckpoint(attempt.url, every_n_steps=self.every)
+            return DenseCheckpoint(attempt.url, every_n_steps=self.every, overhead_target=None)
         if self.system == "dcp":
             return DcpCheckpoint(folder, every_n_steps=self.every, first_step=first)
         return MeteredCheckpoint(folder, every_n_train_steps=self.every) if self.system == "lightning" else None

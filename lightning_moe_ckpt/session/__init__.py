@@ -1,4 +1,5 @@
 """Checkpointing of one incarnation of a run: snapshot, seal, persist, commit, restore, replay."""
 
+from lightning_moe_ckpt.session._pacing import Overhead as Overhead
 from lightning_moe_ckpt.session._report import Report as Report
 from lightning_moe_ckpt.session._session import CheckpointSession as CheckpointSession

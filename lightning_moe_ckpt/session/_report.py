@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_moe_ckpt.planning import LossFigures
+from lightning_moe_ckpt.session._pacing import Overhead
 from lightning_moe_ckpt.tiers import DeltaFigures
 
 if TYPE_CHECKING:
     from lightning_moe_ckpt.recovery import RestoreSource
     from lightning_moe_ckpt.session._capture import CaptureSession
     from lightning_moe_ckpt.session._tiers import Tiers
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,8 @@ class Report:
     replay_mismatches: int
     restore_seconds: float
     """From the start of `fit` to the first slot loaded."""
+    overhead: Overhead
+    """Shares of training's time, with what tiers slow steps down by; steps of a replay and the first ones do not count."""
     deltas: DeltaFigures | None = None
     """What copies on other nodes took on the wire, where gradients may be sent for experts that stay chosen."""
     lost: LossFigures | None = None
@@ -150,3 +155,9 @@ def found_figures(found: RestoreSource | None) -> dict[str, Any]:
         "restored_from": found.restored_from if found is not None else {},
         "replay_steps": len(found.segments) - 1 if found is not None else 0,
     }
+
+
+def made(part: T | None) -> T:
+    """Return the part, which is there once `begin` was called."""
+    assert part is not None
+    return part

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from lightning_moe_ckpt.process import FrozenHeap, HookClock, StallMeter, collec
 from lightning_moe_ckpt.recovery import Replay, RestoreSource, ResumeRequest, RunOpener, is_superseded, load_found
 from lightning_moe_ckpt.session._capture import CaptureSession
 from lightning_moe_ckpt.session._dense import DenseCapture
-from lightning_moe_ckpt.session._report import Report, captured_figures, found_figures, tier_figures
+from lightning_moe_ckpt.session._report import Report, captured_figures, found_figures, made, tier_figures
 from lightning_moe_ckpt.session._tiers import Tiers, build_on_stored, report_failures
 from lightning_moe_ckpt.snapshot import (
     Averages,
@@ -53,8 +53,6 @@ from lightning_moe_ckpt.tiers import (
 )
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _MEASURED_JOURNALS = 2
 """Steps whose journals are measured, taken or not: the first plan reserves room by them."""
@@ -112,7 +110,7 @@ class CheckpointSession:
         self._replay_layout: WindowLayout | None = None
         self._unsettled: Replay | None = None
         self._steps = self._replayed = self._mismatches = 0
-        self._restore_seconds = 0.0
+        self._restore_seconds = self._start_seconds = self._end_seconds = 0.0
         self._outcome: Journal = {}
         self._began: tuple[float, float] | None = None  # time, and seconds on the clock of hooks
         self._last_window: int | None = None
@@ -126,8 +124,10 @@ class CheckpointSession:
             The start half of the boundary to continue from; `None` for a fresh start.
         """
         self._heap.freeze_unswept()
+        started = time.perf_counter()
         with collections_paused():
             start = self._begin()
+        self._start_seconds = time.perf_counter() - started
         if start is None:
             self._heap.unfreeze()
         return start
@@ -209,7 +209,7 @@ class CheckpointSession:
             plan=self._planner,
         )
         workers = [HostWorker(self._memory, markers), self._storage, *peers]
-        tiers = Tiers(workers, watcher=self._planner.tokens)
+        tiers = Tiers(workers, watcher=self._planner.tokens, config=self._config, speaks=is_first)
         self._planner.joined(workers)
         if not self._policy.exact and resumed is not None:
             build_on_stored(runs.store, self._exchange, tiers, self._storage, self._found)
@@ -327,7 +327,8 @@ class CheckpointSession:
                 self._heap.freeze()
         self._steps, self._outcome = self._steps + 1, outcome
         self._planner.stepped(step)
-        self._tiers.stepped(max(self.least_steps, self._planner.interval_steps))
+        hooks = None if self.replaying else self.clock.seconds
+        self._tiers.stepped(max(self.least_steps, self._planner.interval_steps), hooks)
         if not capture.window_open:
             self._plan()
             use = self._use if self._replay is None else None
@@ -352,7 +353,8 @@ class CheckpointSession:
     def _due(self, step: int) -> bool:
         if self._replay is not None and made(self._capture).layout is not self._replay_layout:
             return False  # another plan could ask for the full state of an operator that is still frozen
-        return self._policy.due(step, self._last_window, self._planner.interval_steps)
+        soon = self._last_window is not None and step - self._last_window < self._tiers.governor.gap_steps
+        return not soon and self._policy.due(step, self._last_window, self._planner.interval_steps)
 
     def takes(self, step: int) -> bool:
         """Return whether `seal` has to be called for boundary `step`, the newest."""
@@ -370,7 +372,9 @@ class CheckpointSession:
         """
         capture = made(self._capture)
         fresh = self._found is None and self._began is None
-        self._began = self._began or (time.perf_counter(), self.clock.seconds)
+        if self._began is None:
+            self._began = time.perf_counter(), self.clock.seconds
+            self._start_seconds += self.clock.seconds
         if self._steps < _MEASURED_JOURNALS:
             outcome = {**self._outcome, **self._planner.state()}
             self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})) + room())
@@ -410,11 +414,12 @@ class CheckpointSession:
         # In the middle of the next step the boundary may have given one already, whose files would be replaced.
         committed = self.any_rank(self._exchange.is_coordinator and storage.holds(made(self._runs).name(step)))
         saved = committed or (drained and self._write_dense(step, start, timeout=timeout + began - time.perf_counter()))
-        seconds = time.perf_counter() - began
+        self._end_seconds = seconds = time.perf_counter() - began
         level, what = (logging.INFO, "is durable") if saved else (logging.ERROR, "was not stored")
         log.log(level, "the last step, %d, %s after %.2f s (limit: %.0f s)", step, what, seconds, timeout)
         self._report_failures()
-        log.info("%s", self.report().costs)
+        report = self.report()
+        log.info("%s; %s", report.costs, report.overhead)
         return saved
 
     def _write_dense(self, step: int, start: Journal, *, timeout: float) -> bool:
@@ -479,6 +484,7 @@ class CheckpointSession:
             replayed_steps=self._replayed,
             replay_mismatches=self._mismatches,
             restore_seconds=self._restore_seconds,
+            overhead=self._tiers.governor.overhead(start_seconds=self._start_seconds, end_seconds=self._end_seconds),
             lost=self._planner.loss_figures(),
         )
 
@@ -510,9 +516,3 @@ class CheckpointSession:
 
     def _report_failures(self) -> None:
         report_failures(self._tiers, made(self._capture).failures, self._config.url)
-
-
-def made(part: T | None) -> T:
-    """Return the part, which is there once `begin` was called."""
-    assert part is not None
-    return part

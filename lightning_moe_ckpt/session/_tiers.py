@@ -23,11 +23,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Protocol
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, Fenced
 from lightning_moe_ckpt.recovery import RestoreSource
+from lightning_moe_ckpt.session._pacing import Governor
 from lightning_moe_ckpt.snapshot import WindowLayout
 from lightning_moe_ckpt.storage import BadCopies, Commit, GenerationId, RankMarker, RunStore
 from lightning_moe_ckpt.tiers import (
@@ -37,6 +39,7 @@ from lightning_moe_ckpt.tiers import (
     PersistWorker,
     SealedSegment,
     SegmentRing,
+    SessionConfig,
     SkipCounter,
     TierWorker,
 )
@@ -112,8 +115,10 @@ class _Lane:
     attempted: bool = False
     """Whether the window before was an attempt to get a whole generation, and the tier still has no base."""
 
-    def votes(self) -> list[int]:
-        idle = self.worker.idle  # first: what went wrong with a generation is known when the worker is idle again
+    def votes(self, *, rests: bool) -> list[int]:
+        idle = (
+            self.worker.idle and not rests
+        )  # first: what went wrong with a generation is known when the worker is idle again
         holds = gave_up = 0
         for index, each in enumerate(self.given):
             holds |= self.worker.holds(each) << index
@@ -157,8 +162,19 @@ class _Lane:
 class Tiers:
     """The workers of one incarnation, one per tier, in the same order on all ranks."""
 
-    def __init__(self, workers: Sequence[TierWorker], *, watcher: TierWatcher | None = None) -> None:
+    def __init__(
+        self,
+        workers: Sequence[TierWorker],
+        *,
+        watcher: TierWatcher | None = None,
+        config: SessionConfig | None = None,
+        speaks: bool = False,
+    ) -> None:
         self.workers, self._watcher = list(workers), watcher
+        target, at_least = (
+            (None, timedelta.max) if config is None else (config.overhead_target, config.storage_at_least)
+        )
+        self.governor = Governor(workers, target=target, at_least=at_least, speaks=speaks)
         self._lanes = [_Lane(worker=worker, skips=SkipCounter(worker.name)) for worker in workers]
         self.everywhere: dict[str, GenerationId] = {}
         """Newest generation that was found complete on all ranks, by tier."""
@@ -168,11 +184,13 @@ class Tiers:
     @property
     def num_votes(self) -> int:
         """Number of integers in `votes`."""
-        return _VOTES * len(self._lanes)
+        return _VOTES * len(self._lanes) + self.governor.num_votes
 
     def votes(self) -> list[int]:
         """Return this rank's integers for the exchange."""
-        return [vote for lane in self._lanes for vote in lane.votes()]
+        resting = self.governor.resting
+        own = [vote for lane in self._lanes for vote in lane.votes(rests=lane.worker.name in resting)]
+        return own + self.governor.votes()
 
     def agreed(self, votes: Sequence[Sequence[int]], *, filling: GenerationId | None = None) -> set[GenerationId]:
         """Take the votes of all ranks: tiers hear what is complete everywhere, and may recycle what is older, and what
@@ -186,6 +204,7 @@ class Tiers:
             Generations that a tier that takes every one has given up: their memory is not theirs any more.
         """
         freed: set[GenerationId] = set()
+        self.governor.agreed([vote[_VOTES * len(self._lanes) :] for vote in votes])
         for index, lane in enumerate(self._lanes):
             own = [vote[_VOTES * index : _VOTES * (index + 1)] for vote in votes]
             complete, given_up = lane.agreed(own, filling)
@@ -242,8 +261,10 @@ class Tiers:
         for worker in self.workers:
             worker.planned(exchange, ring, num_segments)
 
-    def stepped(self, period_steps: int) -> None:
-        """Tell tiers that a step has ended, and how many steps generations are apart."""
+    def stepped(self, period_steps: int, hooks: float | None) -> None:
+        """Tell tiers that a step has ended, and how many steps generations are apart; `hooks` as in `Governor.stepped`."""
+        self.governor.stepped(hooks, period_steps)
+        period_steps = max(period_steps, self.governor.gap_steps)
         for worker in self.workers:
             worker.stepped(period_steps)
 
@@ -261,6 +282,7 @@ class Tiers:
 
     def open(self, window: Window) -> None:
         """Begin a window: tiers that take it get its segments as they are sealed."""
+        self.governor.window = len(window.layout.steps)
         for lane in self._lanes:
             if lane.worker.takes_every or (lane.idle and not lane.cannot_take(window.layout)):
                 self._begin(lane, window)
@@ -271,6 +293,7 @@ class Tiers:
         On all ranks. Until it is complete the tier is busy and nothing is built on it; if it fails the next one is whole.
         The watcher hears of it when it is complete: nothing has been trained that it could have saved.
         """
+        self.governor.unusual = True
         for lane in self._lanes:
             if lane.worker.name == tier:
                 lane.take(generation)
@@ -290,6 +313,7 @@ class Tiers:
             if self._watcher is not None:
                 self._watcher.given_everything(lane.worker.name, generation)
             lane.take(generation)
+        self.governor.unusual = self.governor.unusual or bool(lanes)
         return bool(lanes)
 
     def want_gradients(self, window: Window) -> bool:
@@ -298,6 +322,7 @@ class Tiers:
 
     def add(self, window: Window, segment: SealedSegment) -> None:
         """Hand a sealed segment to every tier that takes its generation."""
+        self.governor.captured = True
         for worker in window.workers:
             worker.add(segment.generation, segment)
 
@@ -318,7 +343,7 @@ class Tiers:
         """Count a skip for tiers that have not had this generation, since a newer one is complete."""
         for lane in self._lanes:
             if lane.worker not in window.workers:
-                lane.skips.skipped(window.generation)
+                lane.skips.skipped(window.generation, meant=bool(self.governor.rests.get(lane.worker.name)))
 
     def flush(self, timeout: float) -> None:
         """Wait for tiers to let go of memory that the next generation needs."""

@@ -44,6 +44,10 @@ class SessionConfig:
     """Node and rack of every rank, by rank; `None` for what each finds out."""
     commit_timeout: timedelta = timedelta(seconds=120)
     """How long a generation may take to become durable at start and end, when training waits for it."""
+    overhead_target: float | None = None
+    """Share of training's time that checkpoints may cost; `None` for as fast as possible."""
+    storage_at_least: timedelta = timedelta(minutes=10)
+    """Most time from one generation of a tier to the next, whatever it costs."""
     freeze_heap: bool = True
     """Whether the process's garbage collector may leave out what is alive after the first generation."""
 

@@ -84,8 +84,11 @@ class SkipCounter:
         self._tier = tier
         self._stretch: _Stretch | None = None
 
-    def skipped(self, generation: GenerationId) -> None:
-        """Count a generation that was never taken: a newer one is complete."""
+    def skipped(self, generation: GenerationId, *, meant: bool = False) -> None:
+        """Count a generation that was never taken: a newer one is complete. If the tier is `meant` to rest, say nothing."""
+        if meant:
+            self.total += 1
+            return
         if self._stretch is None:
             self._stretch = _Stretch(generation, generation)
         self.total += 1

@@ -266,6 +266,13 @@ def test_a_place_that_cannot_be_written_stops_all_ranks(tmp_path: Path, obstacle
         ({"budget_nbytes": "1GB"}, "`SparseCheckpoint(budget_nbytes='1GB')` must be None or 1 or more bytes"),
         ({"over_budget": "wait"}, "`SparseCheckpoint(over_budget='wait')` must be 'stall' or 'dense'"),
         ({"storage_options": "key=1"}, "must be a dict"),
+        (
+            {"overhead_target": 0.0},
+            "`SparseCheckpoint(overhead_target=0.0)` must be None or a share of training's time",
+        ),
+        ({"overhead_target": 3}, "`SparseCheckpoint(overhead_target=3)` must be None or a share"),
+        ({"overhead_target": "fast"}, "`SparseCheckpoint(overhead_target='fast')` must be None or a share"),
+        ({"storage_at_least": timedelta(0)}, "`SparseCheckpoint(storage_at_least=0:00:00)` must be positive"),
     ],
 )
 def test_an_argument_of_the_wrong_kind_is_quoted(arguments: dict[str, Any], message: str) -> None:

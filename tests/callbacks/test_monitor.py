@@ -454,6 +454,8 @@ def test_a_model_without_experts_has_the_figures_of_checkpoints_only(tmp_path: P
     monitor = ExpertLoadMonitor(every_n_steps=1)
     fit(tmp_path, monitor, DenseCheckpoint(str(tmp_path / "run"), every_n_steps=1), model=Dense(), logger=False)
     assert monitor.latest["moe/window"] == 1
+    assert monitor.latest["moe/gap_steps"] == monitor.latest["moe/rest_seconds/storage"] == 0  # too short to tell
+    assert monitor.latest["moe/overhead/all"] >= monitor.latest["moe/overhead/storage"]
     assert not [name for name in monitor.latest if "_share/" in name or "skew" in name]
 
 

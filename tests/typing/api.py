@@ -58,6 +58,8 @@ def train(model: LightningModule) -> None:
         batches="log",
         stop_grace=timedelta(seconds=20),
         freeze_heap=False,
+        overhead_target=0.05,
+        storage_at_least=timedelta(minutes=5),
     )
     monitor = callbacks.ExpertLoadMonitor(every_n_steps=10)
     assert_type(callbacks.CapacityBoost(boost=0.1, dropless=True).debts, dict[str, tuple[int, ...]])
@@ -74,6 +76,8 @@ def train(model: LightningModule) -> None:
     assert_type(sparse.report.device_stall_seconds, dict[str, float])
     assert_type(sparse.report.resumed_from, int | None)
     assert_type(sparse.report.overhead_share, float)
+    assert_type(sparse.report.overhead.share, float)
+    assert_type(sparse.report.overhead.tiers, dict[str, float])
     assert_type(monitor.latest, dict[str, float])
 
 

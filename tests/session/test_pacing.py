@@ -1,0 +1,183 @@
+"""Decisions of the governor, for runs whose costs are made up: what they come to, and that ranks decide alike."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import pytest
+
+from lightning_moe_ckpt.session._pacing import Governor
+
+STEP = 0.04
+
+
+@dataclass
+class Worker:
+    """A tier that is busy for so many steps with each generation."""
+
+    name: str
+    busy_steps: int = 0
+    slowdown: float = 0.0
+    takes_every: bool = False
+    num_complete: int = 0
+    left: int = 0
+
+    @property
+    def idle(self) -> bool:
+        return self.left == 0
+
+
+@dataclass
+class Rank:
+    """One rank: its clocks, its tiers, and what its steps cost."""
+
+    target: float | None = 0.03
+    hooks: float = 0.0005
+    """Seconds in hooks of every step."""
+    capture: float = 0.0
+    """Seconds that a captured step takes longer in hooks."""
+    copies: float = 0.0
+    """Seconds that a captured step takes longer outside of hooks."""
+    noise: float = 0.02
+    at_least: timedelta = timedelta(minutes=10)
+    seed: int = 0
+    tiers: Sequence[Worker] = field(default_factory=lambda: [Worker("host", takes_every=True), Worker("storage")])
+    now: float = 0.0
+    in_hooks: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.governor = Governor(self.tiers, target=self.target, at_least=self.at_least, clock=lambda: self.now)
+        self.rng = random.Random(self.seed)
+
+    def step(self, *, captured: bool) -> float:
+        """Take a step and return by how many seconds checkpoints made it longer."""
+        hooks = self.hooks + self.capture * captured
+        slow = self.copies * captured + sum(STEP * tier.slowdown for tier in self.tiers if tier.left)
+        body = STEP * (1 + self.noise * abs(self.rng.gauss(0.0, 1.0)))
+        self.now += body + slow + hooks
+        self.in_hooks += hooks
+        self.governor.captured = captured
+        for tier in self.tiers:
+            tier.num_complete += tier.left == 1
+            tier.left = max(0, tier.left - 1)
+        return hooks + slow
+
+
+def train(ranks: Sequence[Rank], steps: int, *, window: int = 4) -> list[float]:
+    """Let ranks train together; return what checkpoints have cost each in the second half, as a share of its time."""
+    last, costs, times = -(10**9), [0.0] * len(ranks), [0.0] * len(ranks)
+    for step in range(steps):
+        for rank in ranks:
+            rank.governor.stepped(rank.in_hooks, window)
+        if step - last >= max(window, ranks[0].governor.gap_steps):
+            last = step
+            votes = [rank.governor.votes() for rank in ranks]
+            for rank in ranks:
+                rank.governor.window = window
+                rank.governor.agreed(votes)
+            for tiers in zip(*(rank.tiers for rank in ranks), strict=True):
+                rests = [tier.name in rank.governor.resting for rank, tier in zip(ranks, tiers, strict=True)]
+                if not tiers[0].takes_every and all(tier.idle for tier in tiers) and not any(rests):
+                    for tier in tiers:
+                        tier.left = tier.busy_steps
+        began = [rank.now for rank in ranks]
+        extra = [rank.step(captured=step - last < window) for rank in ranks]
+        if step >= steps // 2:
+            costs = [a + b for a, b in zip(costs, extra, strict=True)]
+            times = [a + rank.now - b for a, rank, b in zip(times, ranks, began, strict=True)]
+    return [cost / time for cost, time in zip(costs, times, strict=True)]
+
+
+def test_captures_that_cost_too_much_are_further_apart() -> None:
+    """Back to back they would take a fifth of the time, in hooks and by steps that are longer."""
+    free = Rank(target=None, capture=0.006, copies=0.003)
+    rank = Rank(capture=0.006, copies=0.003)
+    assert train([free], 3000)[0] > 0.18
+    assert free.governor.gap_steps == 0
+    assert train([rank], 3000)[0] < 0.035
+    assert 20 <= rank.governor.gap_steps <= 60
+
+
+@pytest.mark.parametrize(("busy", "slowdown"), [(20, 0.4), (3, 0.8), (200, 0.15)])
+def test_a_tier_that_slows_steps_down_rests(busy: int, slowdown: float) -> None:
+    """Until what it costs is within the target; without one it works all the time."""
+    free = Rank(target=None, tiers=[Worker("storage", busy, slowdown)])
+    rank = Rank(tiers=[Worker("storage", busy, slowdown)])
+    steps = max(4000, 100 * busy)
+    assert train([free], steps)[0] > 2 * 0.03
+    assert train([rank], steps)[0] < 0.036
+    assert rank.governor.rests["storage"] > 0
+    assert rank.tiers[0].num_complete >= 5
+    found = rank.governor.overhead(start_seconds=1.0, end_seconds=2.0)
+    assert found.tiers["storage"] > 0.005
+    assert "by storage at work; the start took 1.00 s, the end 2.00 s" in str(found)
+
+
+def test_no_tier_rests_for_longer_than_it_may() -> None:
+    """Whatever it costs."""
+    rank = Rank(at_least=timedelta(seconds=20), tiers=[Worker("storage", 50, 2.0)])
+    train([rank], 6000)
+    assert 10 <= rank.governor.rests["storage"] <= 20 - 50 * STEP
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.5])
+def test_what_costs_little_is_left_alone(noise: float) -> None:
+    """Whatever else makes steps long: windows are as close as the policy has them nearly all the time, and storage works."""
+    rank, gaps, rests = Rank(capture=0.0002, noise=noise, tiers=[Worker("storage", 10)]), [], []
+    train([rank], 200)
+    for _ in range(40):
+        train([rank], 100)
+        gaps.append(rank.governor.gap_steps)
+        rests.append(rank.governor.rests["storage"])
+    assert statistics.quantiles(gaps, n=10)[7] == 0
+    assert statistics.quantiles(rests, n=10)[7] == 0.0
+
+
+def test_nothing_is_decided_before_there_is_enough_to_go_by() -> None:
+    """By steps and by seconds."""
+    rank = Rank(capture=0.01, tiers=[Worker("storage", 10, 0.5)])
+    train([rank], 60)
+    assert rank.now < 5.0
+    assert (rank.governor.gap_steps, rank.governor.rests) == (0, {"storage": 0.0})
+
+
+def test_windows_come_closer_again_when_they_cost_less() -> None:
+    """By at most a factor of two at a time."""
+    rank = Rank(capture=0.01)
+    train([rank], 2000)
+    rank.capture, gaps = 0.001, [rank.governor.gap_steps]
+    for _ in range(300):
+        train([rank], 20)
+        gaps.append(rank.governor.gap_steps or 4)
+    assert all(after >= before // 2 for before, after in itertools.pairwise(gaps))
+    assert gaps[0] > 32
+    assert gaps[-1] <= 8
+
+
+def test_all_ranks_decide_alike() -> None:
+    """By the largest costs of all: of captures on one rank, of storage on another."""
+    ranks = [
+        Rank(seed=seed, capture=capture, tiers=[Worker("storage", busy, slow), Worker("peer", 4, 0.1)])
+        for seed, (capture, busy, slow) in enumerate([(0.001, 10, 0.0), (0.008, 5, 0.0), (0.001, 20, 0.4)])
+    ]
+    for _ in range(30):
+        train(ranks, 100)
+        assert len({rank.governor.gap_steps for rank in ranks}) == 1
+        assert len({tuple(rank.governor.rests.items()) for rank in ranks}) == 1
+    assert ranks[0].governor.gap_steps > 8
+    assert ranks[0].governor.rests["storage"] > 1.0
+
+
+def test_steps_of_a_replay_are_not_measured() -> None:
+    """They take longer, and nothing of that is the checkpoints' cost."""
+    rank = Rank(capture=0.01)
+    for _ in range(300):
+        rank.step(captured=True)
+        rank.governor.stepped(None, 4)
+    assert rank.governor.costs().capture == 0.0
+    assert rank.governor.overhead(start_seconds=0.0, end_seconds=0.0).share == 0.0
