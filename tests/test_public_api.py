@@ -37,7 +37,7 @@ PUBLIC: dict[str, str] = {
         AdapterFactory AttributeCapacity AttributeState AttributeTap BiasView Capacity CapacityTap
         CapacityView ComputeDtypeProbe CountFailure CountProbe CountTap ExpertCapacity ExtraState IndexTap LoadCounter MaskTap
         Measure MoELayerSpec Operator OperatorSet ParamSlice ParameterIndex ProbabilityTap RecordKind
-        RowsTap StateEntry StateSchema discover groups_state load_groups_state merged_slices prove_counts
+        RowsTap StateEntry StateSchema StateWatch discover groups_state load_groups_state merged_slices prove_counts
         register_adapter register_optimizer split stacked_slices unregister_adapter whole_slice
     """,
     "lightning_moe_ckpt.policies": """
@@ -67,9 +67,10 @@ PUBLIC: dict[str, str] = {
         export select verify
     """,
     "lightning_moe_ckpt.native": """
-        AdamState AdamStep CompiledCpuEngine CompiledCudaEngine CompressedGradient Copy CopyEngine CopyList
-        CpuCopyEngine CudaCopyEngine Finding GradientCompression Library NativeError PartStatus Preparation QuantizedGradient Ranges
-        SparseGradient Ticket append compress_gradients copy_now copy_through create_engine decompress_gradient examine
+        AdamState AdamStep Column CompiledCpuEngine CompiledCudaEngine CompressedGradient Copy CopyEngine CopyList
+        CopyTable CpuCopyEngine CudaCopyEngine Finding GradientCompression Library NativeError PartStatus
+        Preparation PreparedTable QuantizedGradient Ranges SparseGradient Ticket append compress_gradients copy_now
+        copy_through create_engine decompress_gradient examine
         explain measure_bandwidth replay_adam
     """,
     "lightning_moe_ckpt.testing": """

@@ -62,6 +62,8 @@ MOE_API int moe_cpu_engine_create(int32_t depth, int32_t threads, void** engine,
     return 0;
   });
 }
-MOE_API int moe_cpu_engine_submit(void* engine, void* plan, uint64_t* ticket, Error* error) {
-  return guarded(error, [&] { return static_cast<CpuEngine*>(engine)->submit(plan_of(plan), nullptr, ticket, error); });
+MOE_API int moe_cpu_engine_submit(void* engine, void* plan, uint64_t base, uint64_t* ticket, Error* error) {
+  return guarded(error, [&] {
+    return static_cast<CpuEngine*>(engine)->submit(plan_of(plan), base, nullptr, ticket, error);
+  });
 }

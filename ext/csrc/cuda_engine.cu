@@ -247,8 +247,11 @@ MOE_API int moe_cuda_engine_create(int32_t device, int32_t depth, void** engine,
 MOE_API void moe_cuda_engine_set_registered(void* engine, int32_t registered) {
   static_cast<CudaEngine*>(engine)->backend().set_registered(registered != 0);
 }
-MOE_API int moe_cuda_engine_submit(void* engine, void* plan, void* stream, uint64_t* ticket, Error* error) {
-  return guarded(error, [&] { return static_cast<CudaEngine*>(engine)->submit(plan_of(plan), stream, ticket, error); });
+MOE_API int moe_cuda_engine_submit(void* engine, void* plan, uint64_t base, void* stream, uint64_t* ticket,
+                                   Error* error) {
+  return guarded(error, [&] {
+    return static_cast<CudaEngine*>(engine)->submit(plan_of(plan), base, stream, ticket, error);
+  });
 }
 // What `stream` gets from now on runs after the copies of `ticket`; waits until they are queued.
 MOE_API int moe_cuda_engine_fence(void* engine, uint64_t ticket, void* stream, Error* error) {

@@ -80,7 +80,8 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  int submit(std::shared_ptr<const Plan> plan, void* stream, uint64_t* ticket, Error* error) {
+  // `base`: what the plan's destinations count from, 0 if they are addresses.
+  int submit(std::shared_ptr<const Plan> plan, uint64_t base, void* stream, uint64_t* ticket, Error* error) {
     if (!plan->ready()) return fail(error, "the plan needs %llu bytes to be attached first",
                                     static_cast<unsigned long long>(plan->bounce_nbytes()));
     Ready ready{};
@@ -89,7 +90,7 @@ class Engine {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (stopping_) return fail(error, "the engine was stopped");
       *ticket = ++newest_;
-      queue_.push_back({std::move(plan), ready, newest_});
+      queue_.push_back({std::move(plan), base, ready, newest_});
     }
     work_.notify_one();
     return 0;
@@ -131,6 +132,7 @@ class Engine {
  private:
   struct Job {
     std::shared_ptr<const Plan> plan;
+    uint64_t base;
     Ready ready;
     uint64_t ticket;
   };
@@ -152,7 +154,10 @@ class Engine {
       reach(job.ticket, Stage::kSubmitted, failed ? error.message : nullptr);
       failed |= backend_->sync_end(failed ? &scratch_ : &error) != 0;
       if (!failed)
-        for (const auto& op : job.plan->scatter) copy_bytes(op);
+        for (Slice op : job.plan->scatter) {
+          op.dst += job.base;
+          copy_bytes(op);
+        }
       job.plan.reset();
       reach(job.ticket, Stage::kDone, failed ? error.message : nullptr);
       const uint64_t one = 1;
@@ -164,14 +169,14 @@ class Engine {
   int queue_copies(const Job& job, Error* error) {
     const Plan& plan = *job.plan;
     if (backend_->begin(job.ready, error)) return -1;
-    for (const auto& op : plan.gather) copy_bytes(op);
+    for (const auto& op : plan.gather) copy_bytes(Plan::moved(op, job.base));
     const uint64_t units = plan.units_on_device;
     if (backend_->run_units(units, plan.pack.data(), plan.pack.size(), plan, error)) return -1;
     for (size_t index = 0; index < plan.chunks.size(); ++index) {
       const size_t slot = index % depth_;
       if (index >= static_cast<size_t>(depth_) && !hurried(job.ticket) && backend_->sync(slot, error)) return -1;
-      const Chunk& chunk = plan.chunks[index];
-      if (backend_->copy(&plan.copies[chunk.begin], chunk.end - chunk.begin, plan, error)) return -1;
+      plan.place(plan.chunks[index], job.base, &placed_);
+      if (backend_->copy(placed_.data(), placed_.size(), plan, error)) return -1;
       if (backend_->record(slot, error)) return -1;
     }
     return backend_->run_units(units + plan.pack.size() * sizeof(Slice), plan.unpack.data(), plan.unpack.size(), plan,
@@ -207,6 +212,7 @@ class Engine {
   uint64_t newest_ = 0, submitted_ = 0, done_ = 0, hurried_ = 0;
   bool stopping_ = false, ended_ = false;
   std::mutex join_mutex_;
+  std::vector<Slice> placed_;  // the worker's
   Error scratch_{};
   std::thread worker_;
 };

@@ -32,9 +32,12 @@ inline SharedPlan& plan_of(void* handle) { return *static_cast<SharedPlan*>(hand
     });                                                                                                            \
   }                                                                                                                \
   MOE_API uint64_t moe_##part##_plan_num_chunks(void* plan) { return moe_ckpt::plan_of(plan)->chunks.size(); }     \
-  MOE_API uint64_t moe_##part##_plan_num_copies(void* plan) { return moe_ckpt::plan_of(plan)->copies.size(); }     \
-  MOE_API const moe_ckpt::Slice* moe_##part##_plan_copies(void* plan) {                                            \
-    return moe_ckpt::plan_of(plan)->copies.data();                                                                 \
+  /* How many copies a job with this `base` queues; the first `capacity` of them go to `copies`. */                 \
+  MOE_API uint64_t moe_##part##_plan_copies(void* plan, uint64_t base, moe_ckpt::Slice* copies, uint64_t capacity) { \
+    std::vector<moe_ckpt::Slice> placed;                                                                           \
+    moe_ckpt::plan_of(plan)->place({0, moe_ckpt::plan_of(plan)->copies.size()}, base, &placed);                    \
+    std::copy_n(placed.begin(), std::min<uint64_t>(capacity, placed.size()), copies);                              \
+    return placed.size();                                                                                          \
   }                                                                                                                \
   /* 0, or 1 if the thread has not ended after `timeout_us`: then nothing was freed. Negative: no limit. */          \
   MOE_API int32_t moe_##part##_engine_stop(void* engine, int64_t timeout_us) {                                     \

@@ -12,8 +12,12 @@
 // Copies within the host are made with the gathering: a fence waits for what the worker queues, and the optimizer that
 // follows it may overwrite a source on the host (Adam's step counts, for one).
 //
-// Copies are grouped into chunks of at most `chunk_nbytes`, the unit of pacing. No copy touches two separately
-// registered pieces of host memory, which the driver would refuse.
+// Copies are grouped into chunks of at most `chunk_nbytes`, the unit of pacing. No copy that is queued touches two
+// separately registered pieces of host memory, which the driver would refuse.
+//
+// A plan may be run into several places: destinations are then offsets, and each job has the address that they count
+// from. Everything else in the plan is the same for all of them. Where pieces begin depends on that address, so copies
+// are cut there as they are queued.
 #pragma once
 #include <algorithm>
 #include <limits>
@@ -79,6 +83,33 @@ class Plan {
   uint64_t staging_nbytes() const { return bounce_nbytes() + alone_; }
   uint64_t nbytes() const { return nbytes_; }
   int32_t bfloat16_nan() const { return options_.bfloat16_nan; }
+
+  // A copy of host memory by the worker, into the place that a job has.
+  static Slice moved(Slice op, uint64_t base) {
+    op.dst += op.is_relative ? 0 : base;
+    return op;
+  }
+
+  // Copies `chunk` as they are queued for a job whose destinations count from `base`.
+  void place(const Chunk& chunk, uint64_t base, std::vector<Slice>* placed) const {
+    placed->clear();
+    for (size_t index = chunk.begin; index < chunk.end; ++index) {
+      Slice rest = copies[index];
+      if (index < first_bounced_) rest.dst += base;
+      if (pieces_.empty() || rest.rows > 1 || rest.cast != Cast::kBytes) {
+        placed->push_back(rest);
+        continue;
+      }
+      while (rest.count) {
+        placed->push_back(rest);
+        const uint64_t taken = std::min({rest.count, room_in_piece(rest.src), room_in_piece(rest.dst)});
+        placed->back().count = taken;
+        rest.count -= taken;
+        rest.src += taken;
+        rest.dst += taken;
+      }
+    }
+  }
 
   std::vector<Slice> gather;   // host, before the copies
   std::vector<Slice> pack;     // device, before the copies
@@ -182,7 +213,7 @@ class Plan {
       }
   }
 
-  // One copy, cut to chunks and pieces; what continues the copy before it in both places becomes part of that.
+  // One copy, cut to chunks; what continues the copy before it in both places becomes part of that.
   void add_copy(const Slice& slice) {
     if (slice.rows > 1) {
       add_row_groups(slice);
@@ -193,12 +224,12 @@ class Plan {
     while (rest.count) {
       const bool whole_bytes = rest.cast == Cast::kBytes;
       uint64_t room = std::max<uint64_t>(options_.chunk_nbytes / std::max(src_size, dst_size), 1);
-      if (whole_bytes) room = std::min({room, room_in_piece(rest.src), room_in_piece(rest.dst)});
       Slice* last = copies.empty() ? nullptr : &copies.back();
       const bool continues = last && whole_bytes && last->cast == Cast::kBytes && last->rows == 1 &&
                              last->src + last->count == rest.src && last->dst + last->count == rest.dst &&
-                             last->src_space == rest.src_space && last->is_relative == rest.is_relative && last->dst_space == rest.dst_space &&
-                             last->count < options_.chunk_nbytes && !starts_piece(rest.src) && !starts_piece(rest.dst);
+                             last->src_space == rest.src_space &&
+                             last->is_relative == rest.is_relative && last->dst_space == rest.dst_space &&
+                             last->count < options_.chunk_nbytes;
       if (continues) room = std::min(room, options_.chunk_nbytes - last->count);
       const uint64_t taken = std::min(room, rest.count);
       if (continues) {
@@ -266,10 +297,6 @@ class Plan {
     const Pieces* pieces = pieces_at(address);
     if (!pieces) return std::numeric_limits<uint64_t>::max();
     return pieces->piece_nbytes - (address - pieces->base) % pieces->piece_nbytes;
-  }
-  bool starts_piece(uint64_t address) const {
-    const Pieces* pieces = pieces_at(address);
-    return pieces && (address - pieces->base) % pieces->piece_nbytes == 0;
   }
 
   PlanOptions options_;

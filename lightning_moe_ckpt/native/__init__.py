@@ -13,9 +13,12 @@ from lightning_moe_ckpt.native._cuda import CudaCopyEngine as CudaCopyEngine
 from lightning_moe_ckpt.native._digest import Ranges as Ranges
 from lightning_moe_ckpt.native._doctor import Finding as Finding
 from lightning_moe_ckpt.native._doctor import examine as examine
+from lightning_moe_ckpt.native._engine import Column as Column
 from lightning_moe_ckpt.native._engine import Copy as Copy
 from lightning_moe_ckpt.native._engine import CopyEngine as CopyEngine
 from lightning_moe_ckpt.native._engine import CopyList as CopyList
+from lightning_moe_ckpt.native._engine import CopyTable as CopyTable
+from lightning_moe_ckpt.native._engine import PreparedTable as PreparedTable
 from lightning_moe_ckpt.native._engine import Ticket as Ticket
 from lightning_moe_ckpt.native._engine import copy_now as copy_now
 from lightning_moe_ckpt.native._engine import copy_through as copy_through

@@ -22,10 +22,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native._engine import Copy, CopyEngine, CopyList, Ticket, copy_failed
+from lightning_moe_ckpt.native._engine import Copy, CopyEngine, CopyList, CopyTable, Ticket, copy_failed
 from lightning_moe_ckpt.native._library import Library
 from lightning_moe_ckpt.native._memory import Preparation
-from lightning_moe_ckpt.native._plan import Arrangement, CopyPlan, PlannedCopies, slices_of
+from lightning_moe_ckpt.native._plan import (
+    Arrangement,
+    CopyPlan,
+    Job,
+    PlannedCopies,
+    PlannedTable,
+    slices_of,
+    slices_of_table,
+)
 from lightning_moe_ckpt.native._worker import CompiledEngine, CompiledTicket, Worker
 
 _DEPTH = 2
@@ -157,6 +165,13 @@ class CompiledCpuEngine(CompiledEngine):
         return planned
 
     @override
+    def prepare_table(self, table: CopyTable, block_U8: Tensor) -> PlannedTable:
+        planned, slices = PlannedTable(table), slices_of_table(table, block_U8)
+        if slices is not None:
+            planned.plan = CopyPlan(self._library, slices, self._arrangement)
+        return planned
+
+    @override
     def close(self) -> None:
         self._twin.close()
         if self._worker is not None:
@@ -171,7 +186,7 @@ class CompiledCpuEngine(CompiledEngine):
         return PlannedCopies(copies)
 
     @override
-    def _submit(self, copies: PlannedCopies) -> Ticket:
+    def _submit(self, copies: Job) -> Ticket:
         worker = self._running_worker()
         if copies.plan is not None and (self._newest_of_twin is None or self._newest_of_twin.done):
             return worker.submit(copies)
@@ -189,7 +204,7 @@ class CompiledCpuEngine(CompiledEngine):
 class _Later(CopyList):
     """Copies that wait, on the twin's thread, until what was submitted before them has been made."""
 
-    def __init__(self, copies: CopyList, after: Ticket | None) -> None:
+    def __init__(self, copies: Job, after: Ticket | None) -> None:
         super().__init__(list(copies.pairs()))
         self._after = after
 

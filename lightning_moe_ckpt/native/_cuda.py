@@ -28,10 +28,29 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native._engine import Copy, CopyEngine, CopyList, Ticket, copy_failed, split_at_pieces
+from lightning_moe_ckpt.native._engine import (
+    Copy,
+    CopyEngine,
+    CopyList,
+    CopyTable,
+    Ticket,
+    copy_failed,
+    split_at_pieces,
+)
 from lightning_moe_ckpt.native._library import Library, NativeError
 from lightning_moe_ckpt.native._memory import PageLocks, Preparation, node_of_pci_device
-from lightning_moe_ckpt.native._plan import Arrangement, Cast, CopyPlan, PlannedCopies, Space, slices_of
+from lightning_moe_ckpt.native._plan import (
+    Arrangement,
+    Cast,
+    CopyPlan,
+    Job,
+    PlannedCopies,
+    PlannedTable,
+    Slices,
+    Space,
+    slices_of,
+    slices_of_table,
+)
 from lightning_moe_ckpt.native._prototypes import Slice
 from lightning_moe_ckpt.native._torch_device import TorchDevice
 from lightning_moe_ckpt.native._worker import CompiledEngine, CompiledTicket, Worker
@@ -248,23 +267,18 @@ class CompiledCudaEngine(CompiledEngine):
     def prepare(self, copies: Sequence[Copy]) -> PlannedCopies:
         planned = PlannedCopies(copies)
         slices = slices_of(planned, self._space)
-        if slices is None:
-            return planned
-        to_device, from_device = slices["dst_space"] == Space.DEVICE, slices["src_space"] == Space.DEVICE
-        if ((slices["cast"] != Cast.BYTES) & ~to_device & ~from_device).any():
-            return planned  # torch does conversions on the host
-        planned.keep()
-        planned.reads_host = bool((to_device & ~from_device).any())
-        pieces = [(base, base + locks.buffer.nbytes, PIECE_NBYTES) for base, (locks, _) in self._buffers.items()]
-        plan = CopyPlan(self._library, slices, replace(self._arrangement, pieces=pieces))
-        try:
-            self._attach(planned, plan)
-        except RuntimeError as error:  # torch has no other one for memory that is not there
-            if not self._lacked_memory:
-                log.warning("torch copies some slices, which is slower: there is no memory to pack them in: %s", error)
-            self._lacked_memory = True
-            return planned
-        planned.plan = plan
+        if slices is not None and _is_for_device(slices):
+            planned.keep()
+            to_device, from_device = slices["dst_space"] == Space.DEVICE, slices["src_space"] == Space.DEVICE
+            planned.reads_host = bool((to_device & ~from_device).any())
+            self._plan(planned, slices)
+        return planned
+
+    @override
+    def prepare_table(self, table: CopyTable, block_U8: Tensor) -> PlannedTable:
+        planned, slices = PlannedTable(table), slices_of_table(table, block_U8, self._space)
+        if slices is not None and _is_for_device(slices):
+            self._plan(planned, slices)
         return planned
 
     @override
@@ -279,8 +293,21 @@ class CompiledCudaEngine(CompiledEngine):
 
     # -- private
 
+    def _plan(self, planned: PlannedCopies | PlannedTable, slices: Slices) -> None:
+        """Arrange the slices; without memory to pack them in torch copies."""
+        pieces = [(base, base + locks.buffer.nbytes, PIECE_NBYTES) for base, (locks, _) in self._buffers.items()]
+        plan = CopyPlan(self._library, slices, replace(self._arrangement, pieces=pieces))
+        try:
+            self._attach(planned, plan)
+        except RuntimeError as error:  # torch has no other one for memory that is not there
+            if not self._lacked_memory:
+                log.warning("torch copies some slices, which is slower: there is no memory to pack them in: %s", error)
+            self._lacked_memory = True
+            return
+        planned.plan = plan
+
     @override
-    def _submit(self, copies: PlannedCopies) -> Ticket:
+    def _submit(self, copies: Job) -> Ticket:
         if copies.plan is None:
             # Rare: the twin's stream does not wait for the worker's, so the host keeps the order.
             self._finish_newest()
@@ -297,7 +324,7 @@ class CompiledCudaEngine(CompiledEngine):
             except CheckpointError:
                 return  # that ticket reports the failure
 
-    def _attach(self, copies: PlannedCopies, plan: CopyPlan) -> None:
+    def _attach(self, copies: PlannedCopies | PlannedTable, plan: CopyPlan) -> None:
         """Allocate staging memory and upload the list that kernels read; both are kept with the copies.
 
         Raises:
@@ -337,6 +364,12 @@ class CompiledCudaEngine(CompiledEngine):
                 self._worker.call("set_registered", self._worker.handle, int(not self._waiting))
             self._newest = None
         return self._worker
+
+
+def _is_for_device(slices: Slices) -> bool:
+    """Return whether compiled code makes the copies; torch does conversions on the host."""
+    on_device = (slices["dst_space"] == Space.DEVICE) | (slices["src_space"] == Space.DEVICE)
+    return bool(((slices["cast"] == Cast.BYTES) | on_device).all())
 
 
 def _room(nbytes: int, found: Tensor | None, make: Callable[[int], Tensor]) -> Tensor:

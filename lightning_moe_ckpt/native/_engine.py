@@ -15,10 +15,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from operator import attrgetter, eq, is_
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +28,9 @@ from lightning_moe_ckpt.errors import CheckpointError
 
 Copy = tuple[Tensor, Tensor]
 """(source, destination) with equal numbers of elements; floating types may differ, which rounds or widens."""
+
+Column: TypeAlias = "np.ndarray[tuple[int], np.dtype[Any]]"
+"""One number per copy."""
 
 _DTYPE, _SHAPE, _DEVICE = map(attrgetter, ("dtype", "shape", "device"))
 
@@ -69,6 +74,76 @@ class CopyList:
     def _all(self, read: Callable[[Tensor], object], same: Callable[[object, object], bool]) -> bool:
         # Built-in functions loop in C: no bytecode, and no object per pair for the garbage collector.
         return all(map(same, map(read, self._sources), map(read, self._destinations)))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class CopyTable:
+    """Copies of elements in order into a block of memory that is named when they are submitted; one row per copy.
+
+    The same table fills any block: what a copy needs of it is only where the block begins.
+
+    Raises:
+        ValueError: a row takes elements that its source does not have.
+    """
+
+    sources: Sequence[Tensor]
+    """Contiguous tensors."""
+    source: Column
+    """Index in `sources`."""
+    start: Column
+    """First element that is copied."""
+    numel: Column
+    """Elements that are copied."""
+    dtypes: Sequence[torch.dtype]
+    dtype: Column
+    """Index in `dtypes` of the type to store."""
+    offset: Column
+    """First byte in the block."""
+
+    def __post_init__(self) -> None:
+        room = np.fromiter(map(Tensor.numel, self.sources), np.int64, len(self.sources))
+        short = np.flatnonzero(self.start + self.numel > room[self.source])
+        if short.size:
+            row = int(short[0])
+            raise ValueError(
+                f"copy {row}: elements {self.start[row]} to {self.start[row] + self.numel[row]} of a tensor that has "
+                f"{room[self.source[row]]}."
+            )
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def pairs(self, block_U8: Tensor) -> list[Copy]:
+        """Return the copies into one block."""
+        flat = [source.detach().view(-1) for source in self.sources]
+        columns = (self.source, self.start, self.start + self.numel, self.offset, self.dtype)
+        pairs: list[Copy] = []
+        for source, start, stop, offset, dtype in zip(*(column.tolist() for column in columns), strict=True):
+            end = offset + (stop - start) * self.dtypes[dtype].itemsize
+            pairs.append((flat[source][start:stop], block_U8[offset:end].view(self.dtypes[dtype])))
+        return pairs
+
+    def of_sources(self, wanted: Column) -> CopyTable:
+        """Return the rows of some sources; `wanted` has a truth value for each."""
+        rows = wanted[self.source]
+        names = ("source", "start", "numel", "dtype", "offset")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+
+
+class PreparedTable:
+    """A table that an engine has arranged."""
+
+    def __init__(self, table: CopyTable) -> None:
+        self.table = table
+        self._lists: dict[int, CopyList] = {}
+        """Copies by address of the block, where tensors are copied by torch."""
+
+    def list_for(self, block_U8: Tensor, prepare: Callable[[Sequence[Copy]], CopyList]) -> CopyList:
+        """Return the copies into one block as pairs of tensors, made once."""
+        found = self._lists.get(block_U8.data_ptr())
+        if found is None:
+            found = self._lists[block_U8.data_ptr()] = prepare(self.table.pairs(block_U8))
+        return found
 
 
 def copy_now(copies: Sequence[Copy] | CopyList) -> None:
@@ -168,6 +243,14 @@ class CopyEngine(Protocol):
 
     def submit(self, copies: Sequence[Copy] | CopyList) -> Ticket:
         """Start copying every (source, destination) pair and return at once."""
+
+    def prepare_table(self, table: CopyTable, block_U8: Tensor) -> PreparedTable:
+        """Arrange a table that will be submitted many times, into this block and others registered like it."""
+        return PreparedTable(table)
+
+    def submit_table(self, prepared: PreparedTable, block_U8: Tensor) -> Ticket:
+        """Start copying into a block and return at once. With a compiled engine the time depends on no number of rows."""
+        return self.submit(prepared.list_for(block_U8, self.prepare))
 
     def fence(self, ticket: Ticket) -> float:
         """Call `ticket.fence()`, after which the sources may be overwritten; return the seconds waited."""

@@ -3,7 +3,7 @@
 A pair of tensors becomes one slice: rows of contiguous elements, a fixed distance apart on either side. Torch copies
 pairs without such a form (three strides, conversions not in `_CASTS`, tensors that are no plain memory). The plan holds
 addresses and keeps the memory behind them alive. A tensor that gets other memory later (`tensor.data = ...`) needs a
-new plan.
+new plan. Of a table the plan has offsets in the place of destinations: one plan fills all blocks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.native._engine import Copy, CopyList
+from lightning_moe_ckpt.native._engine import Copy, CopyList, CopyTable, PreparedTable
 from lightning_moe_ckpt.native._library import Library
 from lightning_moe_ckpt.native._prototypes import Pieces, PlanOptions, Slice
 
@@ -118,10 +118,11 @@ class CopyPlan:
         """Set the addresses of the staging memory, on the device and on the host."""
         self._call("attach", self.handle, staging, bounce)
 
-    def copies(self) -> list[Slice]:
-        """Return the copies that copy engines or the worker make, in order."""
-        found = getattr(self._library, f"moe_{self._part}_plan_copies")(self.handle)
-        return [found[index] for index in range(self._call("num_copies", self.handle))]
+    def copies(self, base: int = 0) -> list[Slice]:
+        """Return the copies that copy engines or the worker make, in order; `base` is what destinations count from."""
+        found = (Slice * self._call("copies", self.handle, base, None, 0))()
+        self._call("copies", self.handle, base, found, len(found))
+        return list(found)
 
     def run(self, threads: int) -> None:
         """Copy now, on this thread and `threads - 1` others, without the GIL. CPU only."""
@@ -131,8 +132,34 @@ class CopyPlan:
         return int(getattr(self._library, f"moe_{self._part}_plan_{name}")(*arguments) or 0)
 
 
+class Job(Protocol):
+    """What an engine makes in one go: copies, and the plan of them."""
+
+    @property
+    def plan(self) -> CopyPlan | None:
+        """The plan; `None` if torch has to copy."""
+
+    @property
+    def base(self) -> int:
+        """Address that the plan's destinations count from."""
+
+    @property
+    def reads_host(self) -> bool:
+        """Whether a device reads from memory on the host."""
+
+    def __len__(self) -> int: ...
+
+    def pairs(self) -> Iterable[Copy]:
+        """Return the copies as pairs of tensors."""
+
+    def written(self) -> list[Tensor]:
+        """Return memory that the copies write to, which must stay until they have arrived."""
+
+
 class PlannedCopies(CopyList):
     """A checked list of copies, arranged in a plan if all of them have the form of a slice."""
+
+    base = 0
 
     def __init__(self, copies: Sequence[Copy] | CopyList) -> None:
         super().__init__(list(copies.pairs()) if isinstance(copies, CopyList) else copies)
@@ -146,8 +173,56 @@ class PlannedCopies(CopyList):
 
     def keep(self) -> None:
         """Keep the memory behind all tensors alive, even if the tensors get other memory."""
-        storages = chain.from_iterable(map(Tensor.untyped_storage, side) for side in self.sides())
-        self._kept = list({storage._cdata: storage for storage in storages}.values())  # noqa: SLF001  # no public identity
+        self._kept = _storages(chain.from_iterable(self.sides()))
+
+    def written(self) -> list[Tensor]:
+        """Return memory that the copies write to."""
+        return [*self.sides()[1], *self.attached]
+
+
+class PlannedTable(PreparedTable):
+    """A table, arranged in a plan if its sources are plain memory and torch has no other conversions to make."""
+
+    reads_host = False
+    """A block is on the host, and what is copied there is read first where the optimizer may change it."""
+
+    def __init__(self, table: CopyTable) -> None:
+        super().__init__(table)
+        self.plan: CopyPlan | None = None
+        self._kept = _storages(table.sources)
+        self.attached: list[Tensor] = []
+        """Memory that belongs to the plan."""
+
+    def into(self, block_U8: Tensor) -> BlockCopies:
+        """Return the copies into one block."""
+        return BlockCopies(self, block_U8)
+
+
+class BlockCopies:
+    """The copies of a table into one block."""
+
+    reads_host = False
+
+    def __init__(self, table: PlannedTable, block_U8: Tensor) -> None:
+        self._table, self._block_U8 = table, block_U8
+        self.plan, self.base = table.plan, block_U8.data_ptr()
+
+    def __len__(self) -> int:
+        return len(self._table.table)
+
+    def pairs(self) -> list[Copy]:
+        """Return the copies as pairs of tensors."""
+        return self._table.table.pairs(self._block_U8)
+
+    def written(self) -> list[Tensor]:
+        """Return memory that the copies write to."""
+        return [self._block_U8, *self._table.attached]
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the memory behind tensors, each once."""
+    storages = map(Tensor.untyped_storage, tensors)
+    return list({storage._cdata: storage for storage in storages}.values())  # noqa: SLF001  # no public identity
 
 
 def slices_of(copies: CopyList, space_of: Callable[[Tensor], Space] | None = None) -> Slices | None:
@@ -178,6 +253,37 @@ def slices_of(copies: CopyList, space_of: Callable[[Tensor], Space] | None = Non
     if not _add_rows(slices, units, sources, destinations):
         return None
     kept: Slices = slices[(slices["count"] > 0) & (slices["dst"] != slices["src"])]
+    return kept
+
+
+def slices_of_table(
+    table: CopyTable, block_U8: Tensor, space_of: Callable[[Tensor], Space] | None = None
+) -> Slices | None:
+    """Return the rows as slices whose destinations are offsets; `None` if torch has to make a copy.
+
+    Args:
+        table: what to copy.
+        block_U8: a block to copy into; others are memory of the same kind.
+        space_of: returns the kind of a tensor's memory; unset if all memory is on the host.
+    """
+    sources, source = table.sources, table.source
+    codes = {dtype: code for code, dtype in enumerate(dict.fromkeys(map(_DTYPE, sources)))}
+    casts_SD = np.array([[_cast(src, dst) for dst in table.dtypes] for src in codes], np.int32)
+    code = _column(map(codes.__getitem__, map(_DTYPE, sources)), np.int64)
+    casts = casts_SD[code[source], table.dtype] if len(table) else np.zeros(0, np.int32)
+    reachable = {"cpu"} if space_of is None else {"cpu", "cuda"}
+    if (casts < 0).any() or not _are_plain(sources, reachable) or not all(map(Tensor.is_contiguous, sources)):
+        return None
+    slices = np.zeros(len(table), dtype=_SLICE)
+    itemsize = _column(map(Tensor.element_size, sources), np.int64)[source]
+    slices["dst"], slices["src"] = table.offset, _addresses(sources)[source] + table.start * itemsize
+    slices["count"], slices["rows"] = table.numel * np.where(casts == Cast.BYTES, itemsize, 1), 1
+    slices["cast"] = casts
+    if space_of is not None:
+        slices["dst_space"], slices["src_space"] = space_of(block_U8), _column(map(space_of, sources), np.int32)[source]
+        if (slices["dst_space"] == Space.FOREIGN).any() or (slices["src_space"] == Space.FOREIGN).any():
+            return None
+    kept: Slices = slices[slices["count"] > 0]
     return kept
 
 

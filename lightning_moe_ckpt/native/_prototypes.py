@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ABI = 3
+ABI = 4
 
 MESSAGE_NBYTES = 512
 
@@ -110,8 +110,7 @@ def _plan(part: str) -> dict[str, Prototype]:
         f"moe_{part}_plan_staging_nbytes": plain(c.c_uint64, _HANDLE),
         f"moe_{part}_plan_attach": fallible(_HANDLE, c.c_uint64, c.c_uint64),
         f"moe_{part}_plan_num_chunks": plain(c.c_uint64, _HANDLE),
-        f"moe_{part}_plan_num_copies": plain(c.c_uint64, _HANDLE),
-        f"moe_{part}_plan_copies": plain(c.POINTER(Slice), _HANDLE),
+        f"moe_{part}_plan_copies": plain(c.c_uint64, _HANDLE, c.c_uint64, c.POINTER(Slice), c.c_uint64),
         f"moe_{part}_engine_stop": plain(c.c_int32, _HANDLE, c.c_int64),
         f"moe_{part}_engine_free": plain(c.c_int32, _HANDLE, c.c_int64),
         f"moe_{part}_engine_event_fd": plain(c.c_int32, _HANDLE),
@@ -135,7 +134,7 @@ CPU: Mapping[str, Prototype] = {
     **_plan("cpu"),
     "moe_cpu_plan_run": fallible(_HANDLE, c.c_int32),
     "moe_cpu_engine_create": fallible(c.c_int32, c.c_int32, _HANDLE_OUT),
-    "moe_cpu_engine_submit": fallible(_HANDLE, _HANDLE, _U64_OUT),
+    "moe_cpu_engine_submit": fallible(_HANDLE, _HANDLE, c.c_uint64, _U64_OUT),
 }
 
 CUDA: Mapping[str, Prototype] = {
@@ -150,7 +149,7 @@ CUDA: Mapping[str, Prototype] = {
     "moe_cuda_plan_set_units": plain(None, _HANDLE, c.c_uint64),
     "moe_cuda_engine_create": fallible(c.c_int32, c.c_int32, _HANDLE_OUT),
     "moe_cuda_engine_set_registered": plain(None, _HANDLE, c.c_int32),
-    "moe_cuda_engine_submit": fallible(_HANDLE, _HANDLE, c.c_void_p, _U64_OUT),
+    "moe_cuda_engine_submit": fallible(_HANDLE, _HANDLE, c.c_uint64, c.c_void_p, _U64_OUT),
     "moe_cuda_engine_fence": fallible(_HANDLE, c.c_uint64, c.c_void_p),
     "moe_cuda_register": fallible(c.c_int32, c.c_void_p, c.c_uint64),
     "moe_cuda_unregister": fallible(c.c_int32, c.c_void_p),

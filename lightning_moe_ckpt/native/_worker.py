@@ -20,9 +20,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native._engine import Copy, CopyEngine, CopyList, Ticket, copy_failed
+from lightning_moe_ckpt.native._engine import Copy, CopyEngine, CopyList, PreparedTable, Ticket, copy_failed
 from lightning_moe_ckpt.native._library import Library, NativeError
-from lightning_moe_ckpt.native._plan import PlannedCopies
+from lightning_moe_ckpt.native._plan import Job, PlannedCopies, PlannedTable
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +54,13 @@ class Worker:
         """Whether this process has the thread; a forked child does not."""
         return self._pid == os.getpid()
 
-    def submit(self, copies: PlannedCopies, *stream: int) -> CompiledTicket:
-        """Queue a list that has a plan, after the work of `stream` if there are streams."""
+    def submit(self, copies: Job, *stream: int) -> CompiledTicket:
+        """Queue copies that has a plan, after the work of `stream` if there are streams."""
         assert copies.plan is not None
         while self.pending and self.pending[0].done:
             self.pending.popleft()
         number = ctypes.c_uint64()
-        self.call("submit", self.handle, copies.plan.handle, *stream, number)
+        self.call("submit", self.handle, copies.plan.handle, copies.base, *stream, number)
         ticket = CompiledTicket(self, number.value, copies)
         self.pending.append(ticket)
         return ticket
@@ -125,6 +125,16 @@ class CompiledEngine(CopyEngine):
             return FailedTicket(len(copies), error)
         return self._newest
 
+    @override
+    def submit_table(self, prepared: PreparedTable, block_U8: Tensor) -> Ticket:
+        if not isinstance(prepared, PlannedTable) or prepared.plan is None:
+            return super().submit_table(prepared, block_U8)
+        try:
+            self._newest = self._submit(prepared.into(block_U8))
+        except (ValueError, RuntimeError) as error:
+            return FailedTicket(len(prepared.table), error)
+        return self._newest
+
     def fileno(self) -> int:
         """Return the descriptor of `Worker.fileno`."""
         return self._running_worker().fileno()
@@ -134,8 +144,8 @@ class CompiledEngine(CopyEngine):
         return self.prepare(copies)
 
     @abstractmethod
-    def _submit(self, copies: PlannedCopies) -> Ticket:
-        """Queue a list after those submitted before."""
+    def _submit(self, copies: Job) -> Ticket:
+        """Queue copies after those submitted before."""
 
     @abstractmethod
     def _running_worker(self) -> Worker:
@@ -149,9 +159,9 @@ def _pairs(copies: Sequence[Copy] | CopyList) -> Sequence[Copy]:
 class CompiledTicket(Ticket):
     """A list of copies submitted to the compiled worker."""
 
-    def __init__(self, worker: Worker, number: int, copies: PlannedCopies) -> None:
+    def __init__(self, worker: Worker, number: int, copies: Job) -> None:
         self.worker, self.number = worker, number
-        self._copies: PlannedCopies | Sequence[Tensor] | None = copies
+        self._copies: Job | list[Tensor] | None = copies
         """Keeps memory alive until the bytes have arrived."""
         self.num_copies = len(copies)
         self._error: NativeError | None = None
@@ -177,8 +187,8 @@ class CompiledTicket(Ticket):
 
     def release_sources(self) -> None:
         """Release the sources before they are read; the caller ensures that later writes to their memory come after."""
-        if isinstance(self._copies, PlannedCopies):
-            self._copies = [*self._copies.sides()[1], *self._copies.attached]
+        if self._copies is not None and not isinstance(self._copies, list):
+            self._copies = self._copies.written()
 
     def _ask(self, timeout: timedelta | None) -> None:
         """Wait, then release the sources if they have been read."""

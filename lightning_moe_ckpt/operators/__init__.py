@@ -16,6 +16,7 @@ from lightning_moe_ckpt.operators._operator import RecordKind as RecordKind
 from lightning_moe_ckpt.operators._operator import split as split
 from lightning_moe_ckpt.operators._optimizer import StateEntry as StateEntry
 from lightning_moe_ckpt.operators._optimizer import StateSchema as StateSchema
+from lightning_moe_ckpt.operators._optimizer import StateWatch as StateWatch
 from lightning_moe_ckpt.operators._optimizer import groups_state as groups_state
 from lightning_moe_ckpt.operators._optimizer import load_groups_state as load_groups_state
 from lightning_moe_ckpt.operators._optimizer import register_optimizer as register_optimizer

@@ -11,9 +11,11 @@ Source: `torch/optim/adam.py` and `sgd.py` (`_init_group`), unchanged from torch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -148,9 +150,9 @@ class StateSchema:
             )
         return True
 
-    def tensors(self, param: Tensor) -> list[Tensor]:
-        """Return the live state tensors of `param`, unchecked; cheap enough for every step."""
-        return [v for v in self.optimizer.state.get(param, {}).values() if v is not None]
+    def watch(self, params: Iterable[Tensor]) -> StateWatch:
+        """Return what tells whether the state of these parameters is still made of the same tensors."""
+        return StateWatch(self.optimizer, params)
 
     def get_state(self, param: Tensor, key: str) -> Tensor | None:
         """Return the live tensor of state `key`, or `None` if there is none yet.
@@ -212,6 +214,41 @@ class StateSchema:
             self._groups = {id(p): group for group in groups for p in group["params"]}
             self._grouped = found
         return self._groups.get(id(param))
+
+
+_VALUES = methodcaller("values")
+
+
+class StateWatch:
+    """Tells whether an optimizer's state of some parameters is still made of the same tensors.
+
+    Built-in functions loop over what the optimizer keeps, without bytecode per parameter: it is asked at every step.
+    """
+
+    def __init__(self, optimizer: Optimizer, params: Iterable[Tensor]) -> None:
+        self._optimizer, state = optimizer, optimizer.state
+        self._keys, self._states = list(state), list(state.values())
+        self._own = [state[param] for param in params if param in state]
+        self._values = list(chain.from_iterable(map(_VALUES, self._own)))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The state's tensors, unchecked; a momentum buffer may be there and be None."""
+        return [value for value in self._values if value is not None]
+
+    @property
+    def holds(self) -> bool:
+        """Whether they are the same still. Any new or lost state counts as a change, also of other parameters."""
+        state = self._optimizer.state
+        return (
+            _same(state, self._keys)
+            and _same(state.values(), self._states)
+            and _same(list(chain.from_iterable(map(_VALUES, self._own))), self._values)
+        )
+
+
+def _same(found: Collection[object], known: Collection[object]) -> bool:
+    return len(found) == len(known) and all(map(is_, found, known))
 
 
 def _layout_of(optimizer: Optimizer) -> Layout:

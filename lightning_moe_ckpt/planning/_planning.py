@@ -42,6 +42,7 @@ from lightning_moe_ckpt.snapshot import (
     PlanRecord,
     StateView,
     WindowLayout,
+    columns_of,
     lay_out,
     record_nbytes,
     split_operators,
@@ -418,6 +419,8 @@ class Planner:
         layout = self._layouts.get(key)
         if layout is None:
             layout = lay_out(record, self._view, self._groups, key[1])
+            for step in layout.steps:
+                columns_of(step)  # made here, which is not the training thread where plans are made while it trains
             if record.plan.partial:
                 self._layouts[key] = layout
             while len(self._layouts) > _REMEMBERED_LAYOUTS:

@@ -29,6 +29,7 @@ from lightning_moe_ckpt.snapshot import (
     GradientRecorder,
     RecordedStep,
     SegmentWriter,
+    StepCopies,
     StepLayout,
     WindowLayout,
 )
@@ -86,7 +87,8 @@ class CaptureSession:
         self._spoiled_last = False
         self.whole_at: int | None = None
         """The newest boundary, if all of it is to be taken instead of a window, see `Tiers.wants_whole`."""
-        self._writers: dict[int, SegmentWriter] = {}
+        self._copies: dict[int, StepCopies] = {}
+        """By identity of the layout, which they keep."""
         self._complete: Window | None = None
         self._newest: GenerationId | None = None
         """Generation of the last window, if that ended here as it should."""
@@ -194,14 +196,11 @@ class CaptureSession:
             return
         layout = window.layout.steps[step - window.first]
         try:
-            # To prepare a slot for another step of the plan takes long, and the ring's size may be no multiple of
-            # theirs.
-            others = [index for index, writer in self._writers.items() if writer.layout is not layout]
-            slot = ring.acquire(window.generation, step, avoid=others)
+            slot = ring.acquire(window.generation, step)
         except RingFull as error:
             self._spoil(str(error))
             return
-        writer = self._writer(layout, slot)
+        writer = SegmentWriter(layout, slot.view, self._engine, self._arrivals, self._copies_of(layout))
         record = self._record_step(window, layout, slot)  # first: gradients go sooner than what they have changed
         pending = BoundaryCapture(writer, step, outcome, record)
         self._pending, self._slot, self._ticket = pending, slot, pending.ticket
@@ -446,7 +445,7 @@ class CaptureSession:
         made = True
         if wanted:
             self._await_copies()
-            self._writers.clear()  # they would keep the memory, whose room may be needed
+            self._copies.clear()  # they may hold what depends on the ring's memory, or keep it
             try:
                 self._ring = make()
             except (ConfigurationError, OSError) as error:
@@ -481,12 +480,15 @@ class CaptureSession:
         self._window = self._pending = self._sealing = None
         window.ring.abort_window(window.generation)
 
-    def _writer(self, layout: StepLayout, slot: Slot) -> SegmentWriter:
-        """Return the writer that last filled this place, if it filled it with the same step of the plan."""
-        writer = self._writers.get(slot.index)
-        if writer is None or writer.layout is not layout:
-            writer = self._writers[slot.index] = SegmentWriter(layout, slot.view, self._engine, self._arrivals)
-        return writer
+    def _copies_of(self, layout: StepLayout) -> StepCopies:
+        """Return the copies of this step of the plan; they are kept for the steps of one plan."""
+        found = self._copies.get(id(layout))
+        if found is None:
+            assert self._window is not None
+            known, steps = self._copies, self._window.layout.steps
+            self._copies = {id(step): known[id(step)] for step in steps if id(step) in known}
+            found = self._copies[id(layout)] = StepCopies(layout, self._engine)
+        return found
 
     def _await_copies(self) -> None:
         """Wait until nothing is written to the ring any more, whether the copies succeeded or not."""

@@ -1,5 +1,6 @@
 """From a plan to bytes in memory: what lies where, and filling it from live state."""
 
+from lightning_moe_ckpt.snapshot._columns import columns_of as columns_of
 from lightning_moe_ckpt.snapshot._description import describe as describe
 from lightning_moe_ckpt.snapshot._description import read_extra as read_extra
 from lightning_moe_ckpt.snapshot._gradients import GradientRecorder as GradientRecorder
@@ -33,4 +34,5 @@ from lightning_moe_ckpt.snapshot._plan_record import PlanRecord as PlanRecord
 from lightning_moe_ckpt.snapshot._writer import BoundaryCapture as BoundaryCapture
 from lightning_moe_ckpt.snapshot._writer import BufferChanged as BufferChanged
 from lightning_moe_ckpt.snapshot._writer import SegmentWriter as SegmentWriter
+from lightning_moe_ckpt.snapshot._writer import StepCopies as StepCopies
 from lightning_moe_ckpt.snapshot._writer import versions as versions

@@ -209,12 +209,9 @@ class StateView:
 
     def states(self, fqns: Iterable[str]) -> list[Tensor]:
         """Return optimizer state and averages of these parameters, as far as there are any."""
-        found: list[Tensor] = []
-        for fqn in fqns:
-            found += self.schema.tensors(self.params[fqn])
-            if self.averages.names:
-                found += self.averages.of(fqn).values()
-        return found
+        params = {fqn: self.params[fqn] for fqn in fqns}
+        averages = (average for fqn in params for average in self.averages.of(fqn).values())
+        return [*self.schema.watch(params.values()).tensors, *averages]
 
     def base(self, field: Field) -> Tensor | None:
         """Return the parameter, average or state tensor of which a field is a slice."""
@@ -304,15 +301,14 @@ class FileLayout:
         spans = [(field, *place) for field, place in zip(fields, places, strict=True)]
         return spans, sum(places[-1]) if places else 0
 
-    def entries(self, buffer: Tensor) -> list[RecordEntry]:
-        """Return the marker's entries of the records in `buffer`; digests are filled in when the bytes are final."""
-        segment, is_state = self.segment, self.view.is_state
-        present = {
-            field.part.prefix: bool(segment.view(buffer, field.name).item())
-            for field in self.own
-            if field.key == PRESENT
-        }
-        found = [self._entry(each, present=not is_state(each) or present[each.part.prefix]) for each in self.own]
+    def entries(self, has_state: Mapping[str, bool]) -> list[RecordEntry]:
+        """Return the marker's entries of the records; digests are filled in when the bytes are final.
+
+        Args:
+            has_state: whether the optimizer has state of a parameter yet, by name.
+        """
+        is_state = self.view.is_state
+        found = [self._entry(each, present=not is_state(each) or has_state[each.part.piece.fqn]) for each in self.own]
         return found + [self._local_entry(name) for name in self._local]
 
     def _fields_of(self, parts: Iterable[Shard], writer: int) -> list[Field]:

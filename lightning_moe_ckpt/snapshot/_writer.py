@@ -1,8 +1,8 @@
 """Fill one segment's memory from live state, step after step, at little cost to the training thread.
 
-Sources and destinations change only when a tensor is replaced or the optimizer begins to keep state of a parameter. So
-the list of copies, the header and the marker's entries are made once per step of the plan and slot of the ring, and
-checked for being up to date by comparing the identity of a few tensors.
+Sources change only when a tensor is replaced or the optimizer begins to keep state of a parameter. So the copies and the
+marker's entries are made once per step of the plan, whichever slot of the ring it goes to, and checked for being up to
+date by comparing identities and addresses of tensors, without bytecode per tensor.
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from operator import attrgetter, is_
+from functools import partial
+from itertools import compress
+from operator import attrgetter, ne
 
+import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe_ckpt.journal import Arrival, Arrivals, Journal, encode_journal, held
-from lightning_moe_ckpt.native import Copy, CopyEngine, CopyList, Ticket
-from lightning_moe_ckpt.snapshot._layout import JOURNAL, PRESENT, StepLayout, as_memoryview
+from lightning_moe_ckpt.native import Copy, CopyEngine, PreparedTable, Ticket
+from lightning_moe_ckpt.operators import StateWatch
+from lightning_moe_ckpt.snapshot._columns import columns_of
+from lightning_moe_ckpt.snapshot._layout import JOURNAL, StepLayout, as_memoryview
 from lightning_moe_ckpt.storage import GenerationId, RecordRows
 from lightning_moe_ckpt.tiers import SealedFile, SealedSegment, StepRecord
 
@@ -60,40 +65,86 @@ class LocalState:
     """Copies of buffers on a device."""
 
 
+class StepCopies:
+    """The copies of one boundary, made once and used at every step that takes it, whichever slot they go to.
+
+    Args:
+        layout: layout of the boundary.
+        engine: copies.
+    """
+
+    def __init__(self, layout: StepLayout, engine: CopyEngine) -> None:
+        self.layout, self._engine, self._columns = layout, engine, columns_of(layout)
+        view = layout.view
+        self._params = [view.params[fqn] for fqn in self._columns.fqns]
+        self._watch: StateWatch | None = None
+        self._has_state: dict[str, bool] = {}
+        self._prepared: PreparedTable | None = None
+        self._addresses: list[int] = []
+        self.bases: list[Tensor] = []
+        """Live tensors that are copied."""
+        self.records: list[RecordRows] = []
+        """Marker's entries of each file."""
+
+    def submit(self, block_U8: Tensor) -> Ticket:
+        """Begin to copy everything into a slot."""
+        # A tensor keeps its identity when its memory is swapped (`param.data = ...`), and copies hold addresses.
+        if self._watch is None or not self._watch.holds or self._addresses != _addresses(self.bases):
+            self._rebuild(block_U8)
+        assert self._prepared is not None
+        return self._engine.submit_table(self._prepared, block_U8)
+
+    def submit_some(self, wanted: Sequence[bool], block_U8: Tensor) -> Ticket:
+        """Begin to copy what comes from some of `bases`."""
+        assert self._prepared is not None
+        table, ids = self._prepared.table, set(map(id, compress(self.bases, wanted)))
+        some = table.of_sources(np.fromiter(map(ids.__contains__, map(id, table.sources)), bool))
+        return self._engine.submit_table(self._engine.prepare_table(some, block_U8), block_U8)
+
+    def _rebuild(self, block_U8: Tensor) -> None:
+        """Make the copies anew from the tensors that there are now."""
+        view, has_state = self.layout.view, self._columns.has_state()
+        self._watch = view.schema.watch(self._params)
+        self.bases = [*self._params, *view.states(self._columns.fqns)]
+        self._addresses = _addresses(self.bases)
+        self._prepared = self._engine.prepare_table(self._columns.table(has_state), block_U8)
+        if not self.records or has_state != self._has_state:
+            self._has_state = has_state
+            self.records = [RecordRows(partial(file.entries, has_state)) for file in self.layout.files]
+
+
 class SegmentWriter:
-    """Fill memory with one step of a plan, again and again. Headers of its files are written at once."""
+    """Fill one slot with one boundary.
+
+    Args:
+        layout: layout of the boundary.
+        view_U8: memory of the slot.
+        engine: copies.
+        arrivals: brings values of journals to the host.
+        copies: the copies of this boundary, if they were made before.
+    """
 
     def __init__(
-        self, layout: StepLayout, view_U8: Tensor, engine: CopyEngine, arrivals: Arrivals | None = None
+        self,
+        layout: StepLayout,
+        view_U8: Tensor,
+        engine: CopyEngine,
+        arrivals: Arrivals | None = None,
+        copies: StepCopies | None = None,
     ) -> None:
         self.layout, self.view, self._engine = layout, view_U8, engine
+        self._copies = copies if copies is not None else StepCopies(layout, engine)
         self._arrivals = arrivals if arrivals is not None else Arrivals()
         self._may_wait = any(param.is_cuda for param in layout.view.params.values())
-        self._views = [file.bytes_in(view_U8) for file in layout.files]
-        """Memory of each file."""
-        for file, each_U8 in zip(layout.files, self._views, strict=True):
-            file.segment.write_header(each_U8)
-        self._memories = [as_memoryview(each_U8) for each_U8 in self._views]
-        """The same as the tiers take it."""
+        self._durable_U8 = layout.durable.bytes_in(view_U8)
         self._memory = as_memoryview(view_U8)[: layout.files_nbytes]
-        self._journal = as_memoryview(self._local(JOURNAL))
-        self._fqns = tuple(dict.fromkeys(f.part.piece.fqn for file in layout.files for f in file.own))
-        self._params = [layout.view.params[fqn] for fqn in self._fqns]
-        self._bases: list[Tensor] = []
-        self._addresses: list[int] = []
-        self._owners: list[int] = []
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        self._copies: CopyList | None = None
-        self._records: list[RecordRows] = []
-        """Marker's entries of each file."""
         self._versions: list[int] = []
 
     def start(self) -> Ticket:
         """Begin to copy every record; the sources must not change before the ticket's fence."""
-        self._refresh()
-        assert self._copies is not None
-        self._versions = versions(self._bases)
-        return self._engine.submit(self._copies)
+        ticket = self._copies.submit(self.view)
+        self._versions = versions(self._copies.bases)
+        return ticket
 
     def recopy_changed(self, ticket: Ticket, *, everything: bool = False) -> Ticket:
         """Copy again what was changed in place since `start`, and return the ticket of all copies.
@@ -105,15 +156,14 @@ class SegmentWriter:
         Raises:
             CheckpointError: a copy failed.
         """
-        now = versions(self._bases)
-        if now == self._versions and not everything:
-            return ticket
-        changed = {i for i, version in enumerate(self._versions) if version != now[i]}
         if everything:
             # There may be other tensors now, or none: `param.data = ...`, `optimizer.state.clear()`.
-            self._refresh(under_way=ticket)
-            changed = set(range(len(self._bases)))
-        again = self._engine.submit([pair for pair, i in zip(self._pairs, self._owners, strict=True) if i in changed])
+            again = self._copies.submit(self.view)
+        else:
+            now = versions(self._copies.bases)
+            if now == self._versions:
+                return ticket
+            again = self._copies.submit_some(list(map(ne, now, self._versions)), self.view)
         self._engine.fence(again)
         return _Tickets(ticket, again)
 
@@ -150,9 +200,10 @@ class SegmentWriter:
             JournalOverflow: the record is too small.
             CodecError: a value in the journal cannot be stored exactly.
         """
+        record = as_memoryview(self._local(JOURNAL))
         values = None if local.values is None else local.values.by_identity()
-        payload = encode_journal(local.journal, len(self._journal), values)
-        self._journal[: len(payload)] = payload
+        payload = encode_journal(local.journal, len(record), values)
+        record[: len(payload)] = payload
 
     def sealed(
         self, generation: GenerationId, step: int, ticket: Ticket, step_record: StepRecord | None = None
@@ -171,47 +222,16 @@ class SegmentWriter:
                 rank=self.layout.groups.rank,
                 step=step,
                 audience=file.audience,
-                view=memory,
+                view=self._memory[file.start : file.stop],
                 records=records,
                 ticket=ticket,
             )
-            for file, memory, records in zip(self.layout.files, self._memories, self._records, strict=True)
+            for file, records in zip(self.layout.files, self._copies.records, strict=True)
         ]
         return SealedSegment(files=files, view=self._memory, step_record=step_record)
 
     def _local(self, name: str) -> Tensor:
-        return self.layout.durable.segment.view(self._views[0], name)
-
-    def _refresh(self, under_way: Ticket | None = None) -> None:
-        """Make the list of copies anew if it is out of date, once nothing writes to the segment any more."""
-        bases = [*self._params, *self.layout.view.states(self._fqns)]
-        # A tensor keeps its identity when its memory is swapped (`param.data = ...`), and copies hold addresses.
-        addresses = list(map(Tensor.data_ptr, bases))
-        same = len(bases) == len(self._bases) and all(map(is_, bases, self._bases))
-        if self._copies is None or not same or addresses != self._addresses:
-            if under_way is not None:
-                under_way.wait()
-            self._bases, self._addresses = bases, addresses
-            self._rebuild()
-
-    def _rebuild(self) -> None:
-        layout, index = self.layout, {id(base): i for i, base in enumerate(self._bases)}
-        self._pairs, self._owners = [], []
-        for file, view_U8 in zip(layout.files, self._views, strict=True):
-            for field in file.own:
-                place = file.segment.view(view_U8, field.name)
-                if field.key == PRESENT:
-                    place.fill_(int(layout.view.schema.has_state(layout.view.params[field.part.piece.fqn])))
-                    continue
-                base = layout.view.base(field)
-                if base is not None:
-                    self._pairs.append((layout.view.part_of(base, field), place))
-                    self._owners.append(index[id(base)])
-                else:
-                    place.zero_()  # else what lay here before would differ from what a copy on another node has here
-        self._copies = self._engine.prepare(self._pairs)
-        views = zip(layout.files, self._views, strict=True)
-        self._records = [RecordRows(file.entries(view_U8)) for file, view_U8 in views]
+        return self.layout.durable.segment.view(self._durable_U8, name)
 
 
 class BoundaryCapture:
@@ -262,6 +282,10 @@ class BoundaryCapture:
         assert self._local is not None
         self._writer.write_local(self._local)
         return self._writer.sealed(generation, self._step, self.ticket, self._step_record)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -147,12 +147,18 @@ class RecordRows:
     """The records of a segment without digests: everything known before the bytes are final.
 
     Args:
-        records: one per tensor; their digests are ignored.
+        records: one per tensor; their digests are ignored. A function that returns them is called when they are first
+            needed, on the thread that needs them.
     """
 
-    def __init__(self, records: Sequence[RecordEntry]) -> None:
-        self._ranges = Ranges((record.offset, record.offset + record.nbytes) for record in records)
-        self._rows = _rows(records)
+    def __init__(self, records: Sequence[RecordEntry] | Callable[[], Sequence[RecordEntry]]) -> None:
+        self._records = records
+
+    @cached_property
+    def _spelled(self) -> tuple[Ranges, bytes]:
+        """Places of the records in the file, and their rows."""
+        records = self._records() if callable(self._records) else self._records
+        return Ranges((record.offset, record.offset + record.nbytes) for record in records), _rows(records)
 
     def digested(self, segment: memoryview) -> RecordTable:
         """Digest every record of a finished segment and return the records with digests.
@@ -164,8 +170,9 @@ class RecordRows:
 
     def digested_with_file(self, segment: memoryview) -> tuple[RecordTable, str]:
         """Return what `digested` does, and the digest of the file, in one pass over its bytes."""
-        digests, whole = self._ranges.digest(segment, _SEPARATOR)
-        return RecordTable(*_line(digests, self._rows)), whole
+        ranges, rows = self._spelled
+        digests, whole = ranges.digest(segment, _SEPARATOR)
+        return RecordTable(*_line(digests, rows)), whole
 
 
 def _rows(records: Sequence[RecordEntry]) -> bytes:

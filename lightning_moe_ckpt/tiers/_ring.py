@@ -31,7 +31,7 @@ import logging
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Collection, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -229,13 +229,12 @@ class SegmentRing:
             assert not is_open, "the window before is still open"
             self._generations[generation] = _Generation()
 
-    def acquire(self, generation: Hashable, step: int, *, avoid: Collection[int] = ()) -> Slot:
+    def acquire(self, generation: Hashable, step: int) -> Slot:
         """Return a slot to fill for the segment of `step`.
 
         Args:
             generation: whose segment it is.
             step: its boundary.
-            avoid: indices of slots that are taken if no other is free.
 
         Raises:
             RingFull: every slot is in use.
@@ -248,10 +247,7 @@ class SegmentRing:
                     "skipped. Raise `max_window` or free memory if this happens often."
                 )
             # First in, first out: windows of equal length then find each step of the plan in the same place again.
-            index = self._free[0]
-            if index in avoid:
-                index = next((each for each in self._free if each not in avoid), index)
-            self._free.remove(index)
+            index = self._free.pop(0)
             entry.slots[index] = False
             entry.steps[step] = index
         start = index * self.slot_nbytes

@@ -272,7 +272,7 @@ class TestPlansWithADevice:
         assert counted.tolist() == [7.0] * 4, "read before anything arrived"
 
     def test_neighbours_become_one_copy(self, library: Library) -> None:
-        """Slices that follow each other on both sides are merged, up to the size of a chunk and not across pieces."""
+        """Slices that follow each other on both sides are merged, up to the size of a chunk, and cut at pieces."""
         src, dst = _random_bytes(4096, 0), torch.zeros(4096, dtype=torch.uint8)
         pairs = [(src[i : i + 64], dst[i : i + 64]) for i in range(0, 4096, 64)]
         slices = slices_of(PlannedCopies(pairs))
@@ -283,7 +283,7 @@ class TestPlansWithADevice:
             has_device=True, pack_below=0, chunk_nbytes=1024, pieces=[(start, start + 4096, 1536)]
         )
         plan = CopyPlan(library, slices, arrangement)
-        assert [copy.count for copy in plan.copies()] == [1024, 512, 1024, 512, 1024]
+        assert [copy.count for copy in plan.copies()] == [1024, 512, 512, 1024, 1024]
         _run_on_engine(library, plan)
         assert torch.equal(src, dst)
 

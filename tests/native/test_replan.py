@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_moe_ckpt.native import CompiledCpuEngine, Copy, CopyEngine, CopyList, CpuCopyEngine, _library
-from lightning_moe_ckpt.native._plan import PlannedCopies
+from lightning_moe_ckpt.native import (
+    CompiledCpuEngine,
+    CopyEngine,
+    CopyTable,
+    CpuCopyEngine,
+    PreparedTable,
+    _library,
+)
+from lightning_moe_ckpt.native._plan import PlannedTable
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.snapshot import _columns
 from lightning_moe_ckpt.snapshot._lay_out import dense_layout
-from lightning_moe_ckpt.snapshot._layout import PARAM, StateView
-from lightning_moe_ckpt.snapshot._writer import SegmentWriter
+from lightning_moe_ckpt.snapshot._layout import JOURNAL, PARAM, PRESENT, StateView
+from lightning_moe_ckpt.snapshot._writer import SegmentWriter, StepCopies
 
 
 class CountingTwin(CpuCopyEngine):
@@ -24,9 +32,9 @@ class CountingTwin(CpuCopyEngine):
     num_prepared = 0
 
     @override
-    def prepare(self, copies: Sequence[Copy]) -> CopyList:
+    def prepare_table(self, table: CopyTable, block_U8: Tensor) -> PreparedTable:
         self.num_prepared += 1
-        return super().prepare(copies)
+        return super().prepare_table(table, block_U8)
 
 
 class CountingCompiled(CompiledCpuEngine):
@@ -35,9 +43,9 @@ class CountingCompiled(CompiledCpuEngine):
     num_prepared = 0
 
     @override
-    def prepare(self, copies: Sequence[Copy]) -> PlannedCopies:
+    def prepare_table(self, table: CopyTable, block_U8: Tensor) -> PlannedTable:
         self.num_prepared += 1
-        return super().prepare(copies)
+        return super().prepare_table(table, block_U8)
 
 
 @pytest.fixture(params=["compiled", "twin"])
@@ -53,14 +61,15 @@ def engine(request: pytest.FixtureRequest) -> Iterator[CountingTwin | CountingCo
 class Training:
     """A layer, its optimizer, and the writer of everything they hold."""
 
-    def __init__(self, engine: CopyEngine) -> None:
-        self.module = torch.nn.Linear(5, 3)
+    def __init__(self, engine: CopyEngine, inputs: int = 5) -> None:
+        self.module = torch.nn.Linear(inputs, 3)
         self.optimizer = torch.optim.Adam(self.module.parameters())
         view = StateView(self.module, discover(self.module), StateSchema.of(self.optimizer), {})
         step = dense_layout(view, ParallelGroups(), 64).steps[0]
-        self.slot = step.durable
+        self.step_layout, self.slot, self.engine = step, step.durable, engine
+        self.copies = StepCopies(step, engine)
         self.memory = torch.zeros(step.nbytes, dtype=torch.uint8)
-        self.writer = SegmentWriter(step, self.memory, engine)
+        self.writer = SegmentWriter(step, self.memory, engine, copies=self.copies)
 
     def capture(self) -> None:
         self.writer.start().wait()
@@ -73,6 +82,20 @@ class Training:
         (name,) = [f.name for f in self.slot.own if f.part.piece.fqn == fqn and f.key == key]
         return self.slot.segment.view(self.memory, name)
 
+    def expected(self) -> Tensor:
+        """The segment, written tensor by tensor; journal and buffers are zeros."""
+        view, segment_U8 = self.slot.view, torch.zeros_like(self.memory)
+        self.slot.segment.write_header(segment_U8)
+        for field in self.slot.own:
+            place, live = self.slot.segment.view(segment_U8, field.name), None
+            if field.key == PRESENT:
+                place.fill_(int(view.schema.has_state(view.params[field.part.piece.fqn])))
+            else:
+                live = view.live(field)
+            if live is not None:
+                place.copy_(live)
+        return segment_U8
+
 
 def test_one_preparation_serves_all_steps_while_nothing_moves(engine: CountingTwin | CountingCompiled) -> None:
     """Optimizers change parameters in place."""
@@ -83,6 +106,52 @@ def test_one_preparation_serves_all_steps_while_nothing_moves(engine: CountingTw
         training.capture()
         assert torch.equal(training.captured("weight", PARAM), training.module.weight.detach().flatten())
     assert engine.num_prepared == 1
+
+
+def test_one_preparation_serves_all_slots(engine: CountingTwin | CountingCompiled) -> None:
+    """Whatever lay there before; header, gaps and flags are copied like the rest."""
+    training = Training(engine)
+    for state, value in ((False, 255), (True, 254)):
+        for _ in range(2):
+            training.step() if state else None
+            slots = [torch.full_like(training.memory, value) for _ in range(3)]
+            for slot_U8 in slots:
+                journal = training.slot.segment.spans[JOURNAL]
+                slot_U8[journal.offset : journal.offset + journal.nbytes] = 0
+                SegmentWriter(training.step_layout, slot_U8, engine, copies=training.copies).start().wait()
+            assert all(torch.equal(slot_U8, training.expected()) for slot_U8 in slots)
+    assert engine.num_prepared == 2
+
+
+def test_state_that_is_not_there_yet_is_zero_however_large(
+    engine: CountingTwin | CountingCompiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are fewer zeros to copy from than a tensor may have bytes."""
+    monkeypatch.setattr(_columns, "_ZEROS_U8", torch.zeros(64, dtype=torch.uint8))
+    training = Training(engine, inputs=40)
+    training.memory.fill_(255)
+    journal = training.slot.segment.spans[JOURNAL]
+    training.memory[journal.offset : journal.offset + journal.nbytes] = 0
+    training.capture()
+    assert torch.equal(training.memory, training.expected())
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["in place", "unseen"])
+def test_what_changes_before_the_next_batch_is_copied_again(
+    engine: CountingTwin | CountingCompiled, everything: bool
+) -> None:
+    """A hook changes a parameter after the boundary, in place, or by other memory and other state."""
+    training = Training(engine)
+    training.step()
+    ticket = training.writer.start()
+    training.engine.fence(ticket)
+    if everything:
+        training.module.weight.data = torch.full((3, 5), 7.0)
+        training.optimizer.state[training.module.bias]["exp_avg"] = torch.full((3,), 5.0)
+    else:
+        training.module.weight.detach().mul_(3)
+    training.writer.recopy_changed(ticket, everything=everything).wait()
+    assert torch.equal(training.memory, training.expected())
 
 
 def test_a_parameter_given_other_memory_is_read_there(engine: CountingTwin | CountingCompiled) -> None:
@@ -123,6 +192,7 @@ def test_nothing_is_captured_from_memory_that_was_left(
     training.capture()
     old = training.module.weight.detach().clone()
     training.module.weight.data = torch.full((3, 5), 7.0)
-    monkeypatch.setattr(training.writer, "_addresses", [t.data_ptr() for t in training.writer._bases])
+    copies = training.writer._copies
+    monkeypatch.setattr(copies, "_addresses", [t.data_ptr() for t in copies.bases])
     training.capture()
     assert torch.equal(training.captured("weight", PARAM), old.flatten())

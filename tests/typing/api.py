@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
@@ -241,6 +242,8 @@ def look(model: nn.Module, optimizer: Optimizer) -> None:
     schema = operators.StateSchema.of(optimizer)
     weight = next(model.parameters())
     assert_type(schema.entries(weight), tuple[operators.StateEntry, ...])
+    watch: operators.StateWatch = schema.watch([weight])
+    assert_type(watch.holds, bool)
     assert_type(schema.get_state(weight, "exp_avg"), Tensor | None)
     groups = operators.groups_state(optimizer)
     assert_type(groups, list[dict[str, object]])
@@ -466,6 +469,13 @@ def copy(source: Tensor, target: Tensor) -> float:
     ticket = engine.submit(prepared)
     assert_type(ticket, native.Ticket)
     ticket.wait(timedelta(seconds=1))
+    first: native.Column = np.zeros(1, np.int64)
+    table = native.CopyTable(
+        sources=[source], source=first, start=first, numel=first + 1, dtypes=[source.dtype], dtype=first, offset=first
+    )
+    arranged = engine.prepare_table(table, target.view(torch.uint8))
+    assert_type(arranged, native.PreparedTable)
+    engine.submit_table(arranged, target.view(torch.uint8)).wait()
     native.Preparation(target.view(torch.uint8), threads=2).wait()
     return engine.fence(ticket) + native.measure_bandwidth(2**20)
 

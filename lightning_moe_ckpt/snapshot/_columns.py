@@ -1,0 +1,123 @@
+"""What copies of one boundary need that is the same at every step and in every slot, as columns of numbers.
+
+A *base* is a tensor of which records are slices: a parameter, an average, a tensor of the optimizer's state. Where they
+are can change from step to step, and some are not there yet. Everything else is known from the layout. Constant bytes
+are copied like the rest, whatever lay in the slot before: headers, gaps, and whether there is state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.native import Column, CopyTable
+from lightning_moe_ckpt.snapshot._layout import PRESENT, FileLayout, StepLayout
+
+_ZEROS_U8 = torch.zeros(2**20, dtype=torch.uint8)
+_STATE_U8 = torch.zeros(4096, dtype=torch.uint8)
+"""The flag that there is state, and the gap behind it."""
+_STATE_U8[0] = 1
+
+_known: WeakKeyDictionary[StepLayout, StepColumns] = WeakKeyDictionary()
+
+
+def columns_of(layout: StepLayout) -> StepColumns:
+    """Return the columns of a boundary, made once while its layout is in use; from any thread."""
+    found = _known.get(layout)
+    if found is None:
+        found = _known[layout] = StepColumns(layout.files)
+    return found
+
+
+class StepColumns:
+    """The tensors of one boundary by column, one row per field of its files.
+
+    Args:
+        files: of the boundary.
+    """
+
+    def __init__(self, files: Sequence[FileLayout]) -> None:
+        self._view = files[0].view
+        fields = [field for file in files for field in file.own]
+        numbers: dict[tuple[str, str], int] = {}
+        self._base = _column(numbers.setdefault((each.part.piece.fqn, each.key), len(numbers)) for each in fields)
+        self._bases = [fields[row] for row in np.unique(self._base, return_index=True)[1].tolist()]
+        self.fqns = tuple(dict.fromkeys(fqn for fqn, _ in numbers))
+        """Parameters of which there is something."""
+        self._start = _column(each.part.piece.start if each.per_element else 0 for each in fields)
+        self._numel = _column(each.part.piece.numel if each.per_element else 1 for each in fields)
+        self._dtypes = list(dict.fromkeys([torch.uint8, *(each.dtype for each in fields)]))
+        codes = {dtype: code for code, dtype in enumerate(self._dtypes)}
+        self._dtype = _column(codes[each.dtype] for each in fields)
+        self._itemsize = _column(dtype.itemsize for dtype in self._dtypes)[self._dtype]
+        self._headers = [torch.frombuffer(bytearray(file.segment.header), dtype=torch.uint8) for file in files]
+        self._header_offset = _column(file.start for file in files)
+        places = [_places(file) for file in files]
+        own = [place[:, : len(file.own)] for place, file in zip(places, files, strict=True)]
+        self._offset, _, own_gap = np.concatenate(own, axis=1)
+        flags = _column(each.key == PRESENT for each in fields).astype(bool)
+        self._numel[flags] += own_gap[flags]
+        offset, nbytes, gap = np.concatenate(places, axis=1)
+        has_gap = (gap > 0) & ~np.isin(offset, self._offset[flags])
+        self._gap_offset, self._gap = (offset + nbytes)[has_gap], gap[has_gap]
+
+    def has_state(self) -> dict[str, bool]:
+        """Return whether the optimizer has state of each parameter yet."""
+        return {fqn: self._view.schema.has_state(self._view.params[fqn]) for fqn in self.fqns}
+
+    def table(self, has_state: dict[str, bool]) -> CopyTable:
+        """Return the copies from live tensors as they are now.
+
+        Zeros are stored of what is not there yet: what lay in a slot before would differ from what a copy on another
+        node has there.
+        """
+        bases: list[Tensor | None] = [
+            (_STATE_U8 if has_state[each.part.piece.fqn] else _ZEROS_U8)
+            if each.key == PRESENT
+            else self._view.base(each)
+            for each in self._bases
+        ]
+        there = np.array([base is not None for base in bases], bool)[self._base]
+        absent = ~there
+        zero_offset, zero_nbytes = _in_pieces(
+            np.concatenate([self._gap_offset, self._offset[absent]]),
+            np.concatenate([self._gap, (self._numel * self._itemsize)[absent]]),
+        )
+        zeros, headers = len(bases), _column(map(len, self._headers))
+        source = [self._base[there], np.full(len(zero_offset), zeros), zeros + 1 + np.arange(len(headers))]
+        begin = [self._start[there], np.zeros(len(zero_offset) + len(headers), np.int64)]
+        dtype = [self._dtype[there], np.zeros(len(zero_offset) + len(headers), np.int64)]
+        offset = np.concatenate([self._offset[there], zero_offset, self._header_offset])
+        order = np.argsort(offset, kind="stable")
+        return CopyTable(
+            sources=[*(_ZEROS_U8 if base is None else base for base in bases), _ZEROS_U8, *self._headers],
+            source=np.concatenate(source)[order],
+            start=np.concatenate(begin)[order],
+            numel=np.concatenate([self._numel[there], zero_nbytes, headers])[order],
+            dtypes=self._dtypes,
+            dtype=np.concatenate(dtype)[order],
+            offset=offset[order],
+        )
+
+
+def _column(numbers: Iterable[int]) -> Column:
+    return np.fromiter(numbers, np.int64)
+
+
+def _places(file: FileLayout) -> Column:
+    """Return offset and bytes of each tensor in the memory of the boundary, and the bytes of the gap behind it."""
+    spans = file.segment.spans.values()
+    nbytes = _column(span.nbytes for span in spans)
+    return np.stack([_column(span.offset for span in spans) + file.start, nbytes, -nbytes % file.segment.align])
+
+
+def _in_pieces(offset: Column, nbytes: Column) -> tuple[Column, Column]:
+    """Cut ranges to the zeros that there are to copy from."""
+    most = len(_ZEROS_U8)
+    number = -(-nbytes // most)
+    done = most * (np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number))
+    return np.repeat(offset, number) + done, np.minimum(np.repeat(nbytes, number) - done, most)
