@@ -27,7 +27,7 @@ from typing_extensions import Self
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, PartialExpertCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.moe import MoELayer
 
-MAX_LINES, MAX_MODULES = 50_750, 244
+MAX_LINES, MAX_MODULES = 51_500, 248
 MAX_SESSION_MODULES, MAX_SESSION_IMPORTS = 12, 15
 MAX_HOMONYMS = 8
 MAX_OLD_WORDS = 5
