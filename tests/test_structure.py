@@ -20,7 +20,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from test_layering import PACKAGE, ROOT, _name, _package_files, _parsed, _part
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import Self
 
@@ -193,7 +193,7 @@ class StepCalls(Callback):
 
     def __init__(self, first: int) -> None:
         self._first = first
-        self._folders = str(ROOT / PACKAGE), str(ROOT / "callbacks")
+        self._folders: tuple[str, ...] = (str(ROOT / PACKAGE), str(ROOT / "callbacks"))
         self._model = str(ROOT / PACKAGE / "moe")
         self.steps: list[Counter[CodeType]] = []
 
@@ -214,19 +214,45 @@ class StepCalls(Callback):
             self.steps[-1][code] += not code.co_filename.startswith(self._model)
 
 
-def _fit(url: Path, walk: Callback, steps: int, policy: Callback | None = None) -> None:
+class StepEvents(StepCalls):
+    """Counts also what our functions call: built-in functions, and those of others."""
+
+    def __init__(self, first: int, folders: tuple[str, ...] = ("",)) -> None:
+        super().__init__(first)
+        self._folders = tuple(str(ROOT / PACKAGE / folder) for folder in folders)
+
+    def _see(self, frame: FrameType, event: str, arg: object) -> None:
+        if self.steps and event in ("call", "c_call"):
+            caller = frame if event == "c_call" else frame.f_back
+            if self._counts(frame) or self._counts(caller):
+                self.steps[-1][frame.f_code] += 1
+
+    def _counts(self, frame: FrameType | None) -> bool:
+        path = "" if frame is None else frame.f_code.co_filename
+        return path.startswith(self._folders) and not path.startswith(self._model)
+
+    def median(self) -> int:
+        """Events of a step; what tiers do meanwhile differs from run to run."""
+        found = [sum(step.values()) for step in self.steps[:-1]]
+        print(sorted(found))
+        return statistics.median_low(found)
+
+
+def _fit(
+    url: Path, walk: Callback, steps: int, policy: Callback | None = None, module: LightningModule | None = None
+) -> None:
     torch.manual_seed(0)
     data = DataLoader(TensorDataset(torch.randn(200, 8)), batch_size=4)
     callbacks: list[Callback] = [policy or SparseCheckpoint(str(url), window=2), walk]
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     Trainer(max_steps=steps, callbacks=callbacks, accelerator="cpu", default_root_dir=url.parent, **quiet).fit(
-        Net(), data
+        module or Net(), data
     )
 
 
 def test_a_record_walks_down_in_few_steps(tmp_path: Path) -> None:
     """From the boundary to the copy, from the next batch to the queue, and from there to bytes on disk and a commit."""
-    ends = {"submit": "native.", "add": "tiers._writer", "put": "storage._posix", "commit": "storage._run"}
+    ends = {"submit_table": "native.", "add": "tiers._writer", "put": "storage._posix", "commit": "storage._run"}
     with Walk(ends, first=4, last=30) as walk:
         _fit(tmp_path / "run", walk, 32)
     functions, modules = walk.figures()
@@ -279,6 +305,58 @@ def test_copies_are_prepared_once_whatever_the_number_of_slots(tmp_path: Path) -
     prepared = [code.co_name for step in counted.steps for code in step if _is_preparation(code)]
     print(f"{len(prepared)} times in {len(counted.steps)} steps")
     assert len(prepared) == 3
+
+
+class Experts(LightningModule):
+    """One layer of so many experts, stacked in a few parameters or each with its own."""
+
+    def __init__(self, kind: str, number: int) -> None:
+        super().__init__()
+        self.moe = MoELayer(8, 8, number) if kind == "stacked" else Separate(number)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.moe(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Separate(nn.Module):
+    """Experts that are modules of their own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, number, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(number))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        return torch.stack([weights[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts)]).sum(0)
+
+
+_ON_THE_WAY = ("snapshot", "native", "session", "tiers", "storage", "journal", "planning")
+
+
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
+@pytest.mark.parametrize(
+    ("kind", "folders"), [("stacked", ("",)), ("separate", _ON_THE_WAY)], ids=["stacked", "separate"]
+)
+def test_a_step_takes_no_call_per_operator(policy: str, kind: str, folders: tuple[str, ...], tmp_path: Path) -> None:
+    """Whatever slot a step of the plan goes to: there are 11 for windows of 3 steps. Built-in functions count too.
+
+    What counts tokens has a hook per expert that is a module, and is not counted here.
+    """
+    events: dict[int, int] = {}
+    for number in (8, 264):
+        url = tmp_path / str(number) / "run"
+        url.parent.mkdir()
+        chosen = (
+            SparseCheckpoint(str(url), window=3) if policy == "sparse" else DenseCheckpoint(str(url), every_n_steps=1)
+        )
+        with StepEvents(12, folders) as counted:
+            _fit(url, counted, 34, chosen, Experts(kind, number))
+        events[number] = counted.median()
+    assert events[264] - events[8] < 264 - 8
 
 
 def _is_preparation(code: CodeType) -> bool:

@@ -77,6 +77,8 @@ class StepCopies:
         self.layout, self._engine, self._columns = layout, engine, columns_of(layout)
         view = layout.view
         self._params = [view.params[fqn] for fqn in self._columns.fqns]
+        self.may_wait = any(param.is_cuda for param in view.params.values())
+        """Whether values may have to come from a device."""
         self._watch: StateWatch | None = None
         self._has_state: dict[str, bool] = {}
         self._prepared: PreparedTable | None = None
@@ -86,20 +88,20 @@ class StepCopies:
         self.records: list[RecordRows] = []
         """Marker's entries of each file."""
 
-    def submit(self, block_U8: Tensor) -> Ticket:
-        """Begin to copy everything into a slot."""
+    def current(self, block_U8: Tensor) -> PreparedTable:
+        """Return the copies of everything as it is now, for this slot and others."""
         # A tensor keeps its identity when its memory is swapped (`param.data = ...`), and copies hold addresses.
         if self._watch is None or not self._watch.holds or self._addresses != _addresses(self.bases):
             self._rebuild(block_U8)
         assert self._prepared is not None
-        return self._engine.submit_table(self._prepared, block_U8)
+        return self._prepared
 
-    def submit_some(self, wanted: Sequence[bool], block_U8: Tensor) -> Ticket:
-        """Begin to copy what comes from some of `bases`."""
+    def some(self, wanted: Sequence[bool], block_U8: Tensor) -> PreparedTable:
+        """Return the copies of what comes from some of `bases`."""
         assert self._prepared is not None
         table, ids = self._prepared.table, set(map(id, compress(self.bases, wanted)))
         some = table.of_sources(np.fromiter(map(ids.__contains__, map(id, table.sources)), bool))
-        return self._engine.submit_table(self._engine.prepare_table(some, block_U8), block_U8)
+        return self._engine.prepare_table(some, block_U8)
 
     def _rebuild(self, block_U8: Tensor) -> None:
         """Make the copies anew from the tensors that there are now."""
@@ -135,14 +137,13 @@ class SegmentWriter:
         self.layout, self.view, self._engine = layout, view_U8, engine
         self._copies = copies if copies is not None else StepCopies(layout, engine)
         self._arrivals = arrivals if arrivals is not None else Arrivals()
-        self._may_wait = any(param.is_cuda for param in layout.view.params.values())
         self._durable_U8 = layout.durable.bytes_in(view_U8)
         self._memory = as_memoryview(view_U8)[: layout.files_nbytes]
         self._versions: list[int] = []
 
     def start(self) -> Ticket:
         """Begin to copy every record; the sources must not change before the ticket's fence."""
-        ticket = self._copies.submit(self.view)
+        ticket = self._engine.submit_table(self._copies.current(self.view), self.view)
         self._versions = versions(self._copies.bases)
         return ticket
 
@@ -158,12 +159,13 @@ class SegmentWriter:
         """
         if everything:
             # There may be other tensors now, or none: `param.data = ...`, `optimizer.state.clear()`.
-            again = self._copies.submit(self.view)
+            changed = self._copies.current(self.view)
         else:
             now = versions(self._copies.bases)
             if now == self._versions:
                 return ticket
-            again = self._copies.submit_some(list(map(ne, now, self._versions)), self.view)
+            changed = self._copies.some(list(map(ne, now, self._versions)), self.view)
+        again = self._engine.submit_table(changed, self.view)
         self._engine.fence(again)
         return _Tickets(ticket, again)
 
@@ -187,7 +189,7 @@ class SegmentWriter:
             else:
                 place.copy_(buffer)
         ticket = self._engine.submit(on_device) if on_device else None
-        if not self._may_wait:
+        if not self._copies.may_wait:
             return LocalState(journal, None, ticket)
         values: list[Tensor] = []
         journal = held(journal, values)  # by the time it is written, training may have changed what it is made of
