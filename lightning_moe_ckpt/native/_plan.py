@@ -281,8 +281,8 @@ def slices_of_table(
     slices["cast"] = casts
     if space_of is not None:
         slices["dst_space"], slices["src_space"] = space_of(block_U8), _column(map(space_of, sources), np.int32)[source]
-        if (slices["dst_space"] == Space.FOREIGN).any() or (slices["src_space"] == Space.FOREIGN).any():
-            return None
+        if space_of(block_U8) not in (Space.PAGEABLE, Space.PINNED) or (slices["src_space"] == Space.FOREIGN).any():
+            return None  # kernels write to addresses: only what is written on the host has offsets
     kept: Slices = slices[slices["count"] > 0]
     return kept
 

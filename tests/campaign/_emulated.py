@@ -10,8 +10,8 @@ import torch
 from native.emulator.device import Emulator, install, is_anonymous, load, mappings_changed
 from torch import Tensor
 
-from lightning_moe_ckpt.native import CompiledCudaEngine, Copy, CopyEngine, create_engine
-from lightning_moe_ckpt.native._plan import PlannedCopies
+from lightning_moe_ckpt.native import CompiledCudaEngine, Copy, CopyEngine, CopyTable, create_engine
+from lightning_moe_ckpt.native._plan import PlannedCopies, PlannedTable
 from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._attempts import Attempt
 
@@ -43,7 +43,14 @@ def emulated_device(life: Attempt) -> Iterator[Emulator]:
             mappings_changed()
             return prepare(copies)
 
+        prepare_table = engine.prepare_table
+
+        def prepare_table_anew(table: CopyTable, block_U8: Tensor) -> PlannedTable:
+            mappings_changed()
+            return prepare_table(table, block_U8)
+
         engine.prepare = prepare_anew  # type: ignore[method-assign]
+        engine.prepare_table = prepare_table_anew  # type: ignore[method-assign]
         return engine
 
     values: list[int] = []

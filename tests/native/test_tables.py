@@ -144,6 +144,21 @@ def test_a_device_converts(emulator: Emulator) -> None:
         engine.close()
 
 
+def test_blocks_on_the_device_are_filled_by_lists_of_addresses(emulator: Emulator) -> None:
+    """Kernels write there, and no job tells them where a block begins."""
+    engine = CompiledCudaEngine(emulator.library, CUDA, SMALL)
+    try:
+        table = table_of([emulator.adopt(values(torch.float32))], [(0, 5, 20, 0, 3), (0, 0, NUMEL, 0, 0)])
+        blocks = [emulator.memory(BLOCK_NBYTES).fill_(3) for _ in range(2)]
+        prepared = engine.prepare_table(table, blocks[0])
+        assert prepared.plan is None
+        for block_U8 in blocks:
+            engine.submit_table(prepared, block_U8).wait()
+            assert torch.equal(block_U8, expected(table, torch.full_like(block_U8, 3)))
+    finally:
+        engine.close()
+
+
 def test_what_has_no_plan_is_copied_by_torch() -> None:
     """Such as a conversion that the library does not know; in the order of submits all the same."""
     library = _library.cpu()
