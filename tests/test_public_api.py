@@ -43,9 +43,9 @@ PUBLIC: dict[str, str] = {
     "lightning_moe_ckpt.policies": """
         AUDIENCES TokenLedger Audience Budget TokenDeficits Deltas DensePolicy DynamicK ExpertLayout ExpertOrder ExpertPolicy ExpertTable Experts LEVELS
         MAX_GENERATIONS MEMORY Measurement NEVER Order PEER PartialPolicy Pending PeriodicPolicy Plan PlanInputs PlanItem Policy Popularity
-        RecordPiece STORAGE Selection SelectivePolicy SparsePolicy TierLedger WindowStep WrittenPart all_names assign_adaptively assign_positions assign_writers boost_factors decayed_popularity expert_layouts expert_names
+        RecordPiece STORAGE Selection SelectivePolicy SparsePolicy TierLedger WindowStep WrittenPart all_names assign_adaptively assign_positions assign_writers boost_factors cut_among decayed_popularity expert_layouts expert_names
         next_k plan_for_window plan_window popularity_per_capacity
-        positions should_reorder split_nbytes
+        positions should_reorder split_nbytes writers_of
     """,
     "lightning_moe_ckpt.parallel": """
         ExpertParallelModule GradientReducer GroupName OrderedHookState ParallelGroups ReductionMode
@@ -58,7 +58,7 @@ PUBLIC: dict[str, str] = {
         JudgedGeneration Lineage MAX_MARKER_NBYTES MemoryMarker ModuleEntry ModuleLine ObjectBackend
         Pace
         PosixBackend RING_HEADER_NBYTES RankMarker RecordEntry RecordRows RepairedLog Resume Retention Retrying RingHeader
-        RunStore RunView SegmentEntry SegmentLayout Span StoredGeneration TensorSpec carry_forward carry_spares check_header check_places
+        RunStore RunView SegmentEntry SegmentLayout Span SpelledRows StoredGeneration TensorKind TensorSpec carry_forward carry_spares check_header check_places
         checked_url collect_garbage create_once digest_of dtype_code dtype_of full_records lacking_memory open_backend read_chunks repair_log
         scrub_record scrub_segment segment_key wrapping_backends
     """,

@@ -110,7 +110,8 @@ class LedgerKeeper:
 
     def __init__(self, policy: Policy, view: StateView, module: torch.nn.Module) -> None:
         self._policy, self._view = policy, view
-        nbytes = {op.name: view.record_nbytes(op, RecordKind.FULL) for op in view.operators}
+        width = view.widths(RecordKind.FULL)
+        nbytes = {op.name: sum(piece.numel * width(piece.fqn) for piece in op.slices) for op in view.operators}
         self.layouts = layouts = expert_layouts(view.operators, nbytes)
         self._counter = LoadCounter(view.operators, module)
         self.counts = CountCopies(self._counter)

@@ -51,3 +51,5 @@ from lightning_moe_ckpt.policies._writers import RecordPiece as RecordPiece
 from lightning_moe_ckpt.policies._writers import WrittenPart as WrittenPart
 from lightning_moe_ckpt.policies._writers import assign_adaptively as assign_adaptively
 from lightning_moe_ckpt.policies._writers import assign_writers as assign_writers
+from lightning_moe_ckpt.policies._writers import cut_among as cut_among
+from lightning_moe_ckpt.policies._writers import writers_of as writers_of

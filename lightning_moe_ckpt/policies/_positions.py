@@ -73,8 +73,19 @@ def assign_positions(plan: Plan, operators: OperatorSet, counts: Counts, *, by: 
 
 def all_names(operators: OperatorSet) -> list[str]:
     """Return the names of the operators of all ranks, from this rank's: each holds as many experts, cut alike."""
-    layers = _layers(operators, [0.0] * operators.num_experts, "fixed")
-    return [name for position, _ in _assign(operators, layers) for name in position.holders]
+    layers = {
+        layer.fqn: (layer, {expert: k for k, expert in enumerate(layer.local_expert_ids)}) for layer in operators.layers
+    }
+    names: list[str] = []
+    for op in operators:
+        if op.layer is None or op.expert_idx is None:
+            names.append(op.name)
+        else:
+            layer, place = layers[op.layer]
+            parts = operators.ep_size if layer.holders == "expert_data" else 1
+            each, piece = layer.num_experts // parts, _piece(op)
+            names += [f"{layer.prefix}/expert.{r * each + place[op.expert_idx]}{piece}" for r in range(parts)]
+    return names
 
 
 @dataclass(frozen=True, slots=True)

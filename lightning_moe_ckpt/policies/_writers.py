@@ -59,21 +59,37 @@ def assign_writers(
     Raises:
         ValueError: there are no holders.
     """
+    parts: list[WrittenPart[RecordId]] = []
+    writers = writers_of([_nbytes(p) for p in pieces], holders, split_nbytes=split_nbytes)
+    for p, writer in zip(pieces, writers, strict=True):
+        shares = cut_among(p.piece, holders) if writer is None else [(p.piece, writer)]
+        parts += [WrittenPart(record=p.record, piece=s, writer=rank) for s, rank in shares]
+    return parts
+
+
+def writers_of(
+    sizes: Sequence[int], holders: Sequence[int], *, split_nbytes: int = SPLIT_NBYTES
+) -> Sequence[int | None]:
+    """Return the writer of each slice, given its bytes; `None` for one that all holders share, see `cut_among`.
+
+    Raises:
+        ValueError: there are no holders.
+    """
     if not holders:
         raise ValueError("`assign_writers(holders=[])` must name at least one rank.")
-    cut = [len(holders) > 1 and _nbytes(p) >= split_nbytes for p in pieces]
-    small = [i for i, is_cut in enumerate(cut) if not is_cut]
+    if len(holders) == 1:
+        return [holders[0]] * len(sizes)
     # Equal intervals load all holders alike, so only the rest needs balancing.
-    writers = _balance([_nbytes(pieces[i]) for i in small], holders)
-    by_piece = dict(zip(small, writers, strict=True))
-    parts: list[WrittenPart[RecordId]] = []
-    for i, p in enumerate(pieces):
-        if cut[i]:
-            cuts = zip(_cut(p.piece, len(holders)), holders, strict=False)  # as many as there are elements
-            parts += [WrittenPart(record=p.record, piece=s, writer=rank) for s, rank in cuts]
-        else:
-            parts.append(WrittenPart(record=p.record, piece=p.piece, writer=by_piece[i]))
-    return parts
+    small = [i for i, nbytes in enumerate(sizes) if nbytes < split_nbytes]
+    writers: list[int | None] = [None] * len(sizes)
+    for i, writer in zip(small, _balance([sizes[i] for i in small], holders), strict=True):
+        writers[i] = writer
+    return writers
+
+
+def cut_among(piece: ParamSlice, holders: Sequence[int]) -> list[tuple[ParamSlice, int]]:
+    """Return equal intervals of a slice, each with its writer; as many as there are elements, if these are fewer."""
+    return list(zip(_cut(piece, len(holders)), holders, strict=False))
 
 
 def assign_adaptively(

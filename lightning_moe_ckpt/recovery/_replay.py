@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,17 @@ from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.native import Copy, CopyEngine, copy_through
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.snapshot import JOURNAL, PRESENT, REGIONS, FileLayout, WindowLayout, versions
+from lightning_moe_ckpt.snapshot import (
+    JOURNAL,
+    PRESENT,
+    REGIONS,
+    FileLayout,
+    ParameterParts,
+    Place,
+    WindowLayout,
+    versions,
+)
+from lightning_moe_ckpt.storage import SegmentLayout
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +84,12 @@ class Replay:
             for layout, segment in zip(self._layouts, segments, strict=True)
         ]
         self._missing = {name for name in missing if name in self._view.operators}
+        operators = self._view.operators.operators
+        self._fqns = {op.name: tuple(dict.fromkeys(piece.fqn for piece in op.slices)) for op in operators}
+        """Parameters of each operator."""
+        self._skipped = dict.fromkeys(fqn for op in operators if op.freeze == "skip" for fqn in self._fqns[op.name])
         self._active = set(self._missing)
+        self._active_fqns = {fqn for name in self._missing for fqn in self._fqns[name]}
         self._dropped: list[torch.nn.Parameter] = []
         self._newest = -1
         """Index of the step loaded last."""
@@ -117,8 +133,9 @@ class Replay:
         layout = self._layouts[self._newest]
         self._as_user(self.start(step))
         self._load_records()
-        shards = [shard for region in layout.parts.values() for shard in region]
-        self._active.update(shard.operator for shard in shards if shard.kind is RecordKind.FULL)
+        shards = [shard for region in layout.parts.values() for shard in region if shard.kind is RecordKind.FULL]
+        self._active.update(shard.operator for shard in shards)
+        self._active_fqns.update(fqn for name in {shard.operator for shard in shards} for fqn in self._fqns[name])
         self.freeze()
 
     @torch.no_grad()
@@ -162,14 +179,12 @@ class Replay:
         What the user froze stays so, and what hooks of the user unfreeze later is dropped before the optimizer steps.
         """
         self.unfreeze()
-        active = {s.fqn for name in self._active for s in self._view.operators[name].slices}
-        operators, params = self._view.operators.operators, self._view.params
+        params = self._view.params
         # Experts may get no tokens: unless something else trains, the loss would have no graph without theirs.
-        graph = any(params[s.fqn].requires_grad for op in operators if op.freeze != "skip" for s in op.slices)
-        for op in (op for op in operators if op.name not in self._active):
-            for fqn in {s.fqn for s in op.slices} - active:
-                param = params[fqn]
-                if op.freeze == "skip" and self._may_skip and graph:
+        graph = any(param.requires_grad for fqn, param in params.items() if fqn not in self._skipped)
+        for fqn, param in params.items():
+            if fqn not in self._active_fqns:
+                if fqn in self._skipped and self._may_skip and graph:
                     param.requires_grad_(False)
                 self._dropped.append(param)
 
@@ -220,32 +235,51 @@ class Replay:
     def _load_region(
         self, layout: FileLayout, segment: Tensor, region: str, writer: int, shared: Collection[str]
     ) -> None:
-        spans, nbytes = layout.spans(region, writer)
-        if not spans:
+        table = layout.written(region, writer)
+        if not table.parts:
             return
+        places = SegmentLayout.placed(table.kinds)
+        nbytes = sum(places[-1])
         if writer == self._groups.rank:
-            start = layout.segment.spans[spans[0][0].name].offset
+            start = layout.segment.span(table.names[0]).offset
             source = segment[start : start + nbytes]
         else:
             source = torch.empty(nbytes, dtype=torch.uint8)
         source = self._broadcast(source, region, writer)
-        present: dict[str, bool] = {}
         copies: list[Copy] = []
-        for field, offset, size in spans:
-            value, fqn = _typed(source[offset : offset + size], field.dtype), field.part.piece.fqn
-            if field.key == PRESENT:
-                present[field.part.prefix] = bool(value.item())
-                if present[field.part.prefix]:
-                    self._view.schema.ensure_state(self._view.params[fqn])
-                elif fqn not in shared:  # another expert may have some
-                    self._view.schema.drop_state(self._view.params[fqn])
-            # Of state that experts share, the journal has what is one number.
-            elif not self._view.is_state(field) or (
-                present[field.part.prefix] and (field.per_element or fqn not in shared)
-            ):
-                live = self._view.live(field)
-                copies += [(value, live)] if live is not None else []
+        offsets = [offset for offset, _ in places]
+        for group in table.by_parameter():
+            copies += self._copies_of(group, offsets, source, shared)
         copy_through(self._engine, copies)
+
+    def _copies_of(
+        self, group: ParameterParts, offsets: Sequence[int], source: Tensor, shared: Collection[str]
+    ) -> Iterator[Copy]:
+        """Yield the copies of all parts of one parameter in a region, whose tensors lie at `offsets`."""
+        fqn, forms, parts = group
+        view, param, with_state = self._view, self._view.params[fqn], parts
+        if forms[0][0] == PRESENT:
+            flags = source.numpy()
+            with_state = [part for part in parts if flags[offsets[part[0]]]]
+            if with_state:
+                view.schema.ensure_state(param)
+            elif fqn not in shared:  # another expert may have some
+                view.schema.drop_state(param)
+        runs = list(_runs(parts, offsets))
+        runs_of_state = runs if len(with_state) == len(parts) else list(_runs(with_state, offsets))
+        for number, (key, dtype, per_element) in enumerate(forms):
+            is_state = view.is_state(key)
+            # Of state that experts share, the journal has what is one number.
+            if key == PRESENT or (is_state and not (with_state and (per_element or fqn not in shared))):
+                continue
+            live = view.tensor(fqn, key)
+            if live is None:
+                continue
+            for run in (runs_of_state if is_state else runs) if per_element else ():
+                yield _copy_of(run, source, offsets[run.part[0] + number], dtype, live)
+            if not per_element:  # every part has the same number
+                offset = offsets[with_state[-1][0] + number]
+                yield _typed(source[offset : offset + dtype.itemsize], dtype), live.detach().view(-1)
 
     def _broadcast(self, source: Tensor, region: str, writer: int) -> Tensor:
         group = self._groups.group("expert_data" if region == "expert_data" else "world")
@@ -265,6 +299,46 @@ def _same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 def _shown(losses: list[Tensor]) -> str:
     return ", ".join(f"{loss.item():.9g}" for loss in losses)
+
+
+class _Run(NamedTuple):
+    """Parts of one size that lie at equal distances from each other, in the segment and in the parameter."""
+
+    part: Place
+    """The first."""
+    many: int
+    nbytes_apart: int
+    """In the segment."""
+    apart: int
+    """Elements, in the parameter."""
+
+
+def _runs(parts: Sequence[Place], offsets: Sequence[int]) -> Iterator[_Run]:
+    """Yield parts of a parameter as runs: one copy for all experts of a layer, where a plan takes them in order."""
+    begin = 0
+    while begin < len(parts):
+        end, step = begin + 1, (0, 0, 0)
+        if end < len(parts):
+            step = _step(parts[begin], parts[end], offsets)
+            if step[0] > 0 and step[1] >= parts[begin][2] and step[2] == 0:
+                while end < len(parts) and _step(parts[end - 1], parts[end], offsets) == step:
+                    end += 1
+        yield _Run(parts[begin], end - begin, *step[:2])
+        begin = end
+
+
+def _step(before: Place, after: Place, offsets: Sequence[int]) -> tuple[int, int, int]:
+    return offsets[after[0]] - offsets[before[0]], after[1] - before[1], after[2] - before[2]
+
+
+def _copy_of(run: _Run, source: Tensor, offset: int, dtype: torch.dtype, live: Tensor) -> Copy:
+    """Return the copy of one tensor of each part of a run; `offset` is that of the first."""
+    (_, start, numel), apart = run.part, run.nbytes_apart // dtype.itemsize
+    value = _typed(source[offset : offset + (run.many - 1) * run.nbytes_apart + numel * dtype.itemsize], dtype)
+    flat = live.detach().view(-1)[start : start + (run.many - 1) * run.apart + numel]
+    if run.many == 1:
+        return value, flat
+    return value.as_strided((run.many, numel), (apart, 1)), flat.as_strided((run.many, numel), (run.apart, 1))
 
 
 def _typed(slice_U8: Tensor, dtype: torch.dtype) -> Tensor:

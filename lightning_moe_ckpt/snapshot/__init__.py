@@ -23,13 +23,15 @@ from lightning_moe_ckpt.snapshot._layout import PRESENT as PRESENT
 from lightning_moe_ckpt.snapshot._layout import REGIONS as REGIONS
 from lightning_moe_ckpt.snapshot._layout import SEGMENT_METADATA as SEGMENT_METADATA
 from lightning_moe_ckpt.snapshot._layout import Averages as Averages
-from lightning_moe_ckpt.snapshot._layout import Field as Field
 from lightning_moe_ckpt.snapshot._layout import FileLayout as FileLayout
-from lightning_moe_ckpt.snapshot._layout import Shard as Shard
 from lightning_moe_ckpt.snapshot._layout import StateView as StateView
 from lightning_moe_ckpt.snapshot._layout import StepLayout as StepLayout
 from lightning_moe_ckpt.snapshot._layout import WindowLayout as WindowLayout
 from lightning_moe_ckpt.snapshot._layout import is_average as is_average
+from lightning_moe_ckpt.snapshot._parts import Field as Field
+from lightning_moe_ckpt.snapshot._parts import ParameterParts as ParameterParts
+from lightning_moe_ckpt.snapshot._parts import Place as Place
+from lightning_moe_ckpt.snapshot._parts import Shard as Shard
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord as PlanRecord
 from lightning_moe_ckpt.snapshot._writer import BoundaryCapture as BoundaryCapture
 from lightning_moe_ckpt.snapshot._writer import BufferChanged as BufferChanged

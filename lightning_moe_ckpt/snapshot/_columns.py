@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt.native import Column, CopyTable
 from lightning_moe_ckpt.snapshot._layout import PRESENT, FileLayout, StepLayout
+from lightning_moe_ckpt.snapshot._parts import Form
 
 _ZEROS_U8 = torch.zeros(2**20, dtype=torch.uint8)
 _STATE_U8 = torch.zeros(4096, dtype=torch.uint8)
@@ -42,24 +43,38 @@ class StepColumns:
 
     def __init__(self, files: Sequence[FileLayout]) -> None:
         self._view = files[0].view
-        fields = [field for file in files for field in file.own]
-        numbers: dict[tuple[str, str], int] = {}
-        self._base = _column(numbers.setdefault((each.part.piece.fqn, each.key), len(numbers)) for each in fields)
-        self._bases = [fields[row] for row in np.unique(self._base, return_index=True)[1].tolist()]
-        self.fqns = tuple(dict.fromkeys(fqn for fqn, _ in numbers))
+        self._bases: list[tuple[str, str]] = []
+        """Parameters, and which tensor of each."""
+        self._dtypes = [torch.uint8]
+        parts = [each for file in files for each in file.table.parts]
+        first_base: dict[int, int] = {}
+        first_row: dict[tuple[Form, ...], int] = {}
+        rows: list[tuple[int, bool, bool]] = []
+        for part, forms in parts:
+            if id(forms) not in first_base:
+                first_base[id(forms)] = len(self._bases)
+                self._bases += [(part.piece.fqn, key) for key, *_ in forms]
+                if first_row.setdefault(tuple(forms), len(rows)) == len(rows):
+                    self._dtypes += [dtype for _, dtype, _ in forms if dtype not in self._dtypes]
+                    rows += [(self._dtypes.index(dtype), whole, key == PRESENT) for key, dtype, whole in forms]
+        self.fqns = tuple(dict.fromkeys(fqn for fqn, _ in self._bases))
         """Parameters of which there is something."""
-        self._start = _column(each.part.piece.start if each.per_element else 0 for each in fields)
-        self._numel = _column(each.part.piece.numel if each.per_element else 1 for each in fields)
-        self._dtypes = list(dict.fromkeys([torch.uint8, *(each.dtype for each in fields)]))
-        codes = {dtype: code for code, dtype in enumerate(self._dtypes)}
-        self._dtype = _column(codes[each.dtype] for each in fields)
+        # From here on by part, then by tensor, in C.
+        count = _column(len(forms) for _, forms in parts)
+        number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        self._base = np.repeat(_column(first_base[id(forms)] for _, forms in parts), count) + number
+        row = np.repeat(_column(first_row[tuple(forms)] for _, forms in parts), count) + number
+        self._dtype, per_element, is_flag = np.array(rows, np.int64).reshape(-1, 3).T[:, row]
+        flags = is_flag.astype(bool)
+        self._start = np.repeat(_column(part.piece.start for part, _ in parts), count) * per_element
+        numel = np.repeat(_column(part.piece.stop - part.piece.start for part, _ in parts), count)
+        self._numel = np.where(per_element, numel, 1)
         self._itemsize = _column(dtype.itemsize for dtype in self._dtypes)[self._dtype]
         self._headers = [torch.frombuffer(bytearray(file.segment.header), dtype=torch.uint8) for file in files]
         self._header_offset = _column(file.start for file in files)
         places = [_places(file) for file in files]
-        own = [place[:, : len(file.own)] for place, file in zip(places, files, strict=True)]
+        own = [place[:, : len(file.table.names)] for place, file in zip(places, files, strict=True)]
         self._offset, _, own_gap = np.concatenate(own, axis=1)
-        flags = _column(each.key == PRESENT for each in fields).astype(bool)
         self._numel[flags] += own_gap[flags]
         offset, nbytes, gap = np.concatenate(places, axis=1)
         has_gap = (gap > 0) & ~np.isin(offset, self._offset[flags])
@@ -76,10 +91,8 @@ class StepColumns:
         node has there.
         """
         bases: list[Tensor | None] = [
-            (_STATE_U8 if has_state[each.part.piece.fqn] else _ZEROS_U8)
-            if each.key == PRESENT
-            else self._view.base(each)
-            for each in self._bases
+            (_STATE_U8 if has_state[fqn] else _ZEROS_U8) if key == PRESENT else self._view.tensor(fqn, key)
+            for fqn, key in self._bases
         ]
         there = np.array([base is not None for base in bases], bool)[self._base]
         absent = ~there
@@ -110,9 +123,8 @@ def _column(numbers: Iterable[int]) -> Column:
 
 def _places(file: FileLayout) -> Column:
     """Return offset and bytes of each tensor in the memory of the boundary, and the bytes of the gap behind it."""
-    spans = file.segment.spans.values()
-    nbytes = _column(span.nbytes for span in spans)
-    return np.stack([_column(span.offset for span in spans) + file.start, nbytes, -nbytes % file.segment.align])
+    segment = file.segment
+    return np.stack([segment.offsets + file.start, segment.sizes, -segment.sizes % segment.align])
 
 
 def _in_pieces(offset: Column, nbytes: Column) -> tuple[Column, Column]:

@@ -27,9 +27,12 @@ from lightning_moe_ckpt.policies import (
     all_names,
     assign_adaptively,
     assign_writers,
+    cut_among,
     expert_names,
+    writers_of,
 )
-from lightning_moe_ckpt.snapshot._layout import REGIONS, FileLayout, Shard, StateView, StepLayout, WindowLayout
+from lightning_moe_ckpt.snapshot._layout import REGIONS, FileLayout, StateView, StepLayout, WindowLayout
+from lightning_moe_ckpt.snapshot._parts import Shard
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 
 log = logging.getLogger(__name__)
@@ -93,13 +96,13 @@ def log_plan(layout: WindowLayout, dense_nbytes: int, *, again: bool) -> None:
 
 def record_nbytes(view: StateView, groups: ParallelGroups) -> dict[str, tuple[int, int]]:
     """Return the bytes this rank writes of each operator's FULL and COMPUTE record: an even share."""
-    return {
-        op.name: (
-            -(-view.record_nbytes(op, RecordKind.FULL) // _num_holders(op, groups)),
-            -(-view.record_nbytes(op, RecordKind.COMPUTE) // _num_holders(op, groups)),
-        )
-        for op in view.operators
-    }
+    full, compute = view.widths(RecordKind.FULL), view.widths(RecordKind.COMPUTE)
+    sizes: dict[str, tuple[int, int]] = {}
+    for op in view.operators:
+        lengths, holders = [(piece.fqn, piece.stop - piece.start) for piece in op.slices], _num_holders(op, groups)
+        nbytes = [sum([length * width(fqn) for fqn, length in lengths]) for width in (full, compute)]
+        sizes[op.name] = -(-nbytes[0] // holders), -(-nbytes[1] // holders)
+    return sizes
 
 
 def split_operators(view: StateView, groups: ParallelGroups, limit: int) -> OperatorSet:
@@ -123,13 +126,13 @@ def split_operators(view: StateView, groups: ParallelGroups, limit: int) -> Oper
 def expert_loads(view: StateView, groups: ParallelGroups, names: Iterable[str]) -> dict[int, int]:
     """Return the bytes of the named experts by writing rank; experts of a layer are equal in size."""
     loads = dict.fromkeys(range(groups.world_size), 0)
-    operators = view.operators
+    operators, width = view.operators, view.widths(RecordKind.FULL)
     place = {name: (layer, expert) for layer in operators.layers for expert, name in enumerate(expert_names(layer))}
     for layer, expert in (place[name] for name in names if name in place):
         template = operators[expert_names(layer)[layer.local_expert_ids[0]]]
         holders = _holders(template, groups, expert // len(layer.local_expert_ids))
         for part in _cut(template, view, holders, turn=expert):
-            loads[part.writer] += part.piece.numel * view.bytes_per_element(part.piece.fqn, RecordKind.FULL)
+            loads[part.writer] += part.piece.numel * width(part.piece.fqn)
     return loads
 
 
@@ -166,17 +169,18 @@ def region_parts(
     records: Mapping[str, RecordKind], region: str, view: StateView, groups: ParallelGroups
 ) -> list[Shard]:
     """Return the shards of one region over all its writers, of those of the records that this rank's regions hold."""
-    local = ((view.operators[name], kind) for name, kind in records.items() if name in view.operators)
-    pieces: list[RecordPiece[tuple[str, RecordKind]]] = [
-        RecordPiece(record=(op.name, kind), piece=piece, nbytes_per_element=view.bytes_per_element(piece.fqn, kind))
-        for op, kind in local
-        if op.holders == region
-        for piece in op.slices
-    ]
-    return [
-        Shard(operator=p.record[0], kind=p.record[1], piece=p.piece, writer=p.writer)
-        for p in assign_writers(pieces, _ranks(region, groups))
-    ]
+    widths = {kind: view.widths(kind) for kind in set(records.values())}
+    operators, holders = view.operators, _ranks(region, groups)
+    local = ((operators[name], kind) for name, kind in records.items() if name in operators)
+    taken = [(op.name, kind, piece) for op, kind in local if op.holders == region for piece in op.slices]
+    sizes = [(piece.stop - piece.start) * widths[kind](piece.fqn) for _, kind, piece in taken]
+    parts: list[Shard] = []
+    for (name, kind, piece), writer in zip(taken, writers_of(sizes, holders), strict=True):
+        if writer is not None:
+            parts.append(Shard(name, kind, piece, writer))
+        else:
+            parts += [Shard(name, kind, each, rank) for each, rank in cut_among(piece, holders)]
+    return parts
 
 
 # -- partial plans

@@ -8,20 +8,23 @@ take a whole region from a broadcast without a description of it.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from json.encoder import encode_basestring_ascii as _quoted
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_moe_ckpt.operators import Operator, OperatorSet, ParamSlice, RecordKind, StateSchema
+from lightning_moe_ckpt.operators import Operator, OperatorSet, RecordKind, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Audience, all_names
+from lightning_moe_ckpt.snapshot._parts import Field, Form, PartTable, Shard
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
-from lightning_moe_ckpt.storage import RecordEntry, SegmentLayout, TensorSpec, dtype_code
+from lightning_moe_ckpt.storage import SegmentLayout, SpelledRows, TensorKind, dtype_code
 from lightning_moe_ckpt.tiers import aligned_gradient, gradient_nbytes
 
 REGIONS = ("world", "expert_data")
@@ -80,44 +83,6 @@ class Averages:
             for name, model in self._models.items()
             for fqn, _ in model.named_buffers()
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A piece of one record, written by one rank."""
-
-    operator: str
-    kind: RecordKind
-    piece: ParamSlice
-    writer: int
-
-    prefix: str = field(init=False, compare=False)
-    """Start of the names of this part's tensors, in global coordinates."""
-
-    def __post_init__(self) -> None:
-        piece = self.piece
-        object.__setattr__(self, "prefix", f"{self.kind.value}/{piece.fqn}/{piece.global_start}+{piece.numel}")
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One tensor of a part."""
-
-    part: Shard
-    key: str
-    """`param`, `present`, or a key of the optimizer's state."""
-    dtype: torch.dtype
-    per_element: bool
-    name: str = field(init=False, compare=False)
-    """In the segment's header."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "name", f"{self.part.prefix}/{self.key}")
-
-    @property
-    def spec(self) -> TensorSpec:
-        """Name, shape and dtype in the segment."""
-        return TensorSpec(self.name, self.dtype, (self.part.piece.numel,) if self.per_element else (1,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,25 +152,24 @@ class StateView:
         param = self.params[fqn]
         return param.dtype is torch.float32 and self.schema.adam_group(param) is not None
 
-    def fields(self, part: Shard) -> Iterator[Field]:
-        """Yield the tensors of one part, in the order in which they are stored."""
-        fqn = part.piece.fqn
+    def forms(self, fqn: str, kind: RecordKind) -> list[Form]:
+        """Return what every part of a parameter's record consists of, in the order in which it is stored."""
         param = self.params[fqn]
-        if part.kind is RecordKind.COMPUTE:
-            yield Field(part, PARAM, self.compute_dtypes.get(fqn, param.dtype), per_element=True)
-            for key, average in self.averages.consumed_of(fqn).items():
-                yield Field(part, key, self.compute_dtypes.get(fqn, average.dtype), per_element=True)
-            return
-        yield Field(part, PRESENT, torch.uint8, per_element=False)
-        yield Field(part, PARAM, param.dtype, per_element=True)
-        for entry in self.schema.entries(param):
-            yield Field(part, entry.key, entry.dtype, per_element=entry.per_element)
-        for key, average in self.averages.of(fqn).items():
-            yield Field(part, key, average.dtype, per_element=True)
+        if kind is RecordKind.COMPUTE:
+            consumed = {PARAM: param, **self.averages.consumed_of(fqn)}
+            return [(key, self.compute_dtypes.get(fqn, each.dtype), True) for key, each in consumed.items()]
+        state = [(entry.key, entry.dtype, entry.per_element) for entry in self.schema.entries(param)]
+        averages = [(key, average.dtype, True) for key, average in self.averages.of(fqn).items()]
+        return [(PRESENT, torch.uint8, False), (PARAM, param.dtype, True), *state, *averages]
 
-    def is_state(self, field: Field) -> bool:
+    def table(self, parts: Iterable[Shard]) -> PartTable:
+        """Return the tensors of parts."""
+        forms = cache(self.forms)
+        return PartTable([(part, forms(part.piece.fqn, part.kind)) for part in parts])
+
+    def is_state(self, key: str) -> bool:
         """Return whether a field is part of the optimizer's state, of which there may be none yet."""
-        return field.key not in (PARAM, PRESENT) and field.key not in self.averages.names
+        return key not in (PARAM, PRESENT) and key not in self.averages.names
 
     def states(self, fqns: Iterable[str]) -> list[Tensor]:
         """Return optimizer state and averages of these parameters, as far as there are any."""
@@ -215,10 +179,13 @@ class StateView:
 
     def base(self, field: Field) -> Tensor | None:
         """Return the parameter, average or state tensor of which a field is a slice."""
-        param = self.params[field.part.piece.fqn]
-        if field.key in self.averages.names:
-            return self.averages.of(field.part.piece.fqn)[field.key]
-        return param if field.key == PARAM else self.schema.get_state(param, field.key)
+        return self.tensor(field.part.piece.fqn, field.key)
+
+    def tensor(self, fqn: str, key: str) -> Tensor | None:
+        """Return a parameter, an average or state of it; `None` if the optimizer has no such state yet."""
+        if key in self.averages.names:
+            return self.averages.of(fqn)[key]
+        return self.params[fqn] if key == PARAM else self.schema.get_state(self.params[fqn], key)
 
     def live(self, field: Field) -> Tensor | None:
         """Return the live tensor a field is copied from and to, flat; `None` if the optimizer has no such state yet."""
@@ -233,7 +200,12 @@ class StateView:
 
     def record_nbytes(self, operator: Operator, kind: RecordKind) -> int:
         """Return the bytes of one record, over all its writers, without alignment."""
-        return sum(s.numel * self.bytes_per_element(s.fqn, kind) for s in operator.slices)
+        width = self.widths(kind)
+        return sum(piece.numel * width(piece.fqn) for piece in operator.slices)
+
+    def widths(self, kind: RecordKind) -> Callable[[str], int]:
+        """Return a function that gives the bytes of a record per element of a parameter, and asks once for each."""
+        return cache(partial(self.bytes_per_element, kind=kind))
 
     def bytes_per_element(self, fqn: str, kind: RecordKind) -> int:
         """Return the bytes that a record of `kind` takes per element of the parameter."""
@@ -269,11 +241,13 @@ class FileLayout:
     ) -> None:
         self.view, self.groups, self.audience, self.start = view, groups, audience, start
         self.parts = {region: list(parts[region]) for region in REGIONS}
-        self._fields: dict[tuple[str, int], list[Field]] = {}
-        self.own = [field for region in REGIONS for field in self.fields(region, groups.rank)]
-        local = [] if journal_nbytes is None else self._local_specs(journal_nbytes)
-        self._local = [spec.name for spec in local]
-        self.segment = SegmentLayout([*(field.spec for field in self.own), *local], metadata=SEGMENT_METADATA)
+        self._written: dict[tuple[str, int], PartTable] = {}
+        self.table = PartTable([pair for region in REGIONS for pair in self.written(region, groups.rank).parts])
+        """Tensors of records that this rank writes, the first ones of the segment."""
+        local = {} if journal_nbytes is None else self._local_kinds(journal_nbytes)
+        self._local = list(local)
+        names, kinds = [*self.table.names, *local], [*self.table.kinds, *local.values()]
+        self.segment = SegmentLayout.of_columns(names, kinds, metadata=SEGMENT_METADATA)
         self.stop = start + self.segment.nbytes
         """Behind its last byte, in the memory of its step."""
 
@@ -281,74 +255,54 @@ class FileLayout:
         """Return the file in the memory of its step, without a copy."""
         return slot_U8[self.start : self.stop]
 
-    def _local_specs(self, journal_nbytes: int) -> list[TensorSpec]:
-        """Return the tensors that only this rank has: buffers, then the journal."""
-        buffers = {n: b for n in self.view.buffer_names if (b := self.view.buffer(n)) is not None}
-        local = [TensorSpec(f"buffer/{n}", b.dtype, tuple(b.shape)) for n, b in buffers.items()]
-        return [*local, TensorSpec(JOURNAL, torch.uint8, (journal_nbytes,))]
+    @property
+    def own(self) -> list[Field]:
+        """What this rank writes, an object for each tensor."""
+        return self.table.fields
 
-    def fields(self, region: str, writer: int) -> list[Field]:
-        """Return the fields that `writer` stores in `region`, in order."""
-        found = self._fields.get((region, writer))
+    def written(self, region: str, writer: int) -> PartTable:
+        """Return what `writer` stores in `region`."""
+        found = self._written.get((region, writer))
         if found is None:
-            found = self._fields[region, writer] = self._fields_of(self.parts[region], writer)
+            parts = (part for part in self.parts[region] if part.writer == writer)
+            found = self._written[region, writer] = self.view.table(parts)
         return found
 
-    def spans(self, region: str, writer: int) -> tuple[list[tuple[Field, int, int]], int]:
-        """Return fields of one writer's region with offset and bytes in it, and the bytes of all of it."""
-        fields = self.fields(region, writer)
-        places = SegmentLayout.places(field.spec for field in fields)
-        spans = [(field, *place) for field, place in zip(fields, places, strict=True)]
-        return spans, sum(places[-1]) if places else 0
-
-    def entries(self, has_state: Mapping[str, bool]) -> list[RecordEntry]:
-        """Return the marker's entries of the records; digests are filled in when the bytes are final.
+    def records(self, has_state: Mapping[str, bool]) -> SpelledRows:
+        """Return the marker's entries of the records; digests are added when the bytes are final.
 
         Args:
             has_state: whether the optimizer has state of a parameter yet, by name.
         """
-        is_state = self.view.is_state
-        found = [self._entry(each, present=not is_state(each) or has_state[each.part.piece.fqn]) for each in self.own]
-        return found + [self._local_entry(name) for name in self._local]
+        rows: list[str] = []
+        is_state, places = cache(self.view.is_state), self.segment.places
+        places_by_name = zip(map(_quoted, self.table.names), places, strict=False)  # what is this rank's alone follows
+        for part, forms in self.table.parts:
+            piece = part.piece
+            head = f'{_quoted(part.operator)},"{part.kind.value}",{_quoted(piece.fqn)}'
+            whole = f"[{','.join(map(str, piece.global_shape))}],{piece.global_start},{piece.stop - piece.start}"
+            there = "true" if part.kind is not RecordKind.FULL or has_state[piece.fqn] else "false"
+            rows += [
+                f'[{name},{head},{_quoted(key)},"{dtype_code(dtype)}",{whole if per_element else "[],0,1"},{offset},{nbytes},'
+                f"{there if is_state(key) else 'true'}]"
+                for (key, dtype, per_element), (name, (offset, nbytes)) in zip(forms, places_by_name, strict=False)
+            ]
+        return rows + self._local_rows(), places
 
-    def _fields_of(self, parts: Iterable[Shard], writer: int) -> list[Field]:
-        return [field for part in parts if part.writer == writer for field in self.view.fields(part)]
+    def _local_kinds(self, journal_nbytes: int) -> dict[str, TensorKind]:
+        """Return the tensors that only this rank has: buffers, then the journal."""
+        buffers = {name: buffer for name in self.view.buffer_names if (buffer := self.view.buffer(name)) is not None}
+        local: dict[str, TensorKind] = {f"buffer/{name}": (b.dtype, tuple(b.shape)) for name, b in buffers.items()}
+        return {**local, JOURNAL: (torch.uint8, (journal_nbytes,))}
 
-    def _entry(self, field: Field, *, present: bool) -> RecordEntry:
-        part, span = field.part, self.segment.spans[field.name]
-        return RecordEntry(
-            name=field.name,
-            operator=part.operator,
-            kind=part.kind.value,
-            fqn=part.piece.fqn,
-            state_key=field.key,
-            dtype=dtype_code(field.dtype),
-            global_shape=part.piece.global_shape if field.per_element else (),
-            global_start=part.piece.global_start if field.per_element else 0,
-            numel=part.piece.numel if field.per_element else 1,
-            offset=span.offset,
-            nbytes=span.nbytes,
-            digest="",
-            present=present,
-        )
-
-    def _local_entry(self, name: str) -> RecordEntry:
-        span = self.segment.spans[name]
-        kind, _, fqn = name.partition("/")
-        return RecordEntry(
-            name=name,
-            operator="",
-            kind=kind,
-            fqn=fqn,
-            state_key="",
-            dtype=dtype_code(span.dtype),
-            global_shape=span.shape,
-            global_start=0,
-            numel=math.prod(span.shape),
-            offset=span.offset,
-            nbytes=span.nbytes,
-            digest="",
-        )
+    def _local_rows(self) -> list[str]:
+        rows = []
+        for name in self._local:
+            offset, nbytes, dtype, shape = self.segment.span(name)
+            kind, _, fqn = name.partition("/")
+            columns = [name, "", kind, fqn, "", dtype_code(dtype), shape, 0, math.prod(shape), offset, nbytes, True]
+            rows.append(json.dumps(columns, separators=(",", ":")))
+        return rows
 
 
 class StepLayout:
@@ -386,7 +340,7 @@ class StepLayout:
         if dtype is None:
             return places
         offset = 0
-        for part in dict.fromkeys(each.part for each in self.durable.own):
+        for part in (part for part, _ in self.durable.table.parts):
             full = part.kind is RecordKind.FULL and view.operators[part.operator].kind == "expert"
             if full and view.keeps_gradient(part.piece.fqn):
                 places.append(GradientPlace(part, offset))

@@ -112,7 +112,7 @@ class StepCopies:
         self._prepared = self._engine.prepare_table(self._columns.table(has_state), block_U8)
         if not self.records or has_state != self._has_state:
             self._has_state = has_state
-            self.records = [RecordRows(partial(file.entries, has_state)) for file in self.layout.files]
+            self.records = [RecordRows(partial(file.records, has_state)) for file in self.layout.files]
 
 
 class SegmentWriter:

@@ -15,6 +15,7 @@ from lightning_moe_ckpt.storage._entries import RecordEntry as RecordEntry
 from lightning_moe_ckpt.storage._entries import RecordRows as RecordRows
 from lightning_moe_ckpt.storage._entries import ReferencedEntry as ReferencedEntry
 from lightning_moe_ckpt.storage._entries import SegmentEntry as SegmentEntry
+from lightning_moe_ckpt.storage._entries import SpelledRows as SpelledRows
 from lightning_moe_ckpt.storage._fsspec import FsspecBackend as FsspecBackend
 from lightning_moe_ckpt.storage._garbage import Garbage as Garbage
 from lightning_moe_ckpt.storage._garbage import JudgedGeneration as JudgedGeneration
@@ -52,6 +53,7 @@ from lightning_moe_ckpt.storage._scrub import scrub_record as scrub_record
 from lightning_moe_ckpt.storage._scrub import scrub_segment as scrub_segment
 from lightning_moe_ckpt.storage._segment import SegmentLayout as SegmentLayout
 from lightning_moe_ckpt.storage._segment import Span as Span
+from lightning_moe_ckpt.storage._segment import TensorKind as TensorKind
 from lightning_moe_ckpt.storage._segment import TensorSpec as TensorSpec
 from lightning_moe_ckpt.storage._segment import dtype_code as dtype_code
 from lightning_moe_ckpt.storage._segment import dtype_of as dtype_of

@@ -95,7 +95,7 @@ class RecordTable(Sequence[RecordEntry]):
     def of(cls, records: Sequence[RecordEntry]) -> RecordTable:
         if isinstance(records, RecordTable):
             return records
-        return cls(*_line(_SEPARATOR.join([record.digest.encode() for record in records]), _rows(records)))
+        return cls(*_line(_SEPARATOR.join([record.digest.encode() for record in records]), _array(map(_row, records))))
 
     @property
     def line(self) -> bytes:
@@ -143,22 +143,27 @@ class RecordTable(Sequence[RecordEntry]):
         return records
 
 
+SpelledRows = tuple[Sequence[str], Sequence[tuple[int, int]]]
+"""JSON of the columns `RECORD_COLUMNS`, one per tensor, and offset and bytes of each in the file."""
+
+
 class RecordRows:
     """The records of a segment without digests: everything known before the bytes are final.
 
     Args:
-        records: one per tensor; their digests are ignored. A function that returns them is called when they are first
+        records: one per tensor; their digests are ignored. A function that spells them is called when they are first
             needed, on the thread that needs them.
     """
 
-    def __init__(self, records: Sequence[RecordEntry] | Callable[[], Sequence[RecordEntry]]) -> None:
+    def __init__(self, records: Sequence[RecordEntry] | Callable[[], SpelledRows]) -> None:
         self._records = records
 
     @cached_property
     def _spelled(self) -> tuple[Ranges, bytes]:
         """Places of the records in the file, and their rows."""
-        records = self._records() if callable(self._records) else self._records
-        return Ranges((record.offset, record.offset + record.nbytes) for record in records), _rows(records)
+        records = self._records
+        rows, places = records() if callable(records) else _spelled(records)
+        return Ranges((offset, offset + nbytes) for offset, nbytes in places), _array(rows)
 
     def digested(self, segment: memoryview) -> RecordTable:
         """Digest every record of a finished segment and return the records with digests.
@@ -175,8 +180,16 @@ class RecordRows:
         return RecordTable(*_line(digests, rows)), whole
 
 
-def _rows(records: Sequence[RecordEntry]) -> bytes:
-    return json.dumps([_ROW(record) for record in records], separators=(",", ":")).encode("ascii")
+def _spelled(records: Sequence[RecordEntry]) -> SpelledRows:
+    return [_row(each) for each in records], [(each.offset, each.nbytes) for each in records]
+
+
+def _row(record: RecordEntry) -> str:
+    return json.dumps(_ROW(record), separators=(",", ":"))
+
+
+def _array(rows: Iterable[str]) -> bytes:
+    return f"[{','.join(rows)}]".encode("ascii")
 
 
 _SEPARATOR = b'","'

@@ -14,15 +14,21 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from json.encoder import encode_basestring_ascii
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightning_moe_ckpt.errors import Corrupt
 
 _PAGE_NBYTES = 4096
 _MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors parser
+_MAX_NBYTES = 2**62
 _PAD_PREFIX = "__pad__."
 _METADATA = "__metadata__"
 _FORMAT_KEY = "segment_format"
@@ -71,8 +77,11 @@ def dtype_of(code: str) -> torch.dtype:
     return _DTYPES[code]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+TensorKind = tuple[torch.dtype, tuple[int, ...]]
+"""Type and shape of a tensor."""
+
+
+class TensorSpec(NamedTuple):
     """Name, dtype and shape of a tensor to place in a segment."""
 
     name: str
@@ -80,12 +89,12 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    def kind(self) -> TensorKind:
+        """Return dtype and shape."""
+        return self.dtype, self.shape
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Place of a tensor in the file."""
 
     offset: int
@@ -109,38 +118,76 @@ class SegmentLayout:
         Raises:
             ValueError: a repeated or reserved name, a dtype the format lacks, or a bad alignment.
         """
-        _check(tensors, metadata, align)
+        self._lay_out([spec.name for spec in tensors], [spec.kind for spec in tensors], metadata, align)
+
+    @classmethod
+    def of_columns(
+        cls, names: Sequence[str], kinds: Sequence[TensorKind], *, metadata: Mapping[str, str], align: int = 64
+    ) -> SegmentLayout:
+        """Lay tensors out that are given by column, as `SegmentLayout` does."""
+        layout = cls.__new__(cls)
+        layout._lay_out(names, kinds, metadata, align)  # noqa: SLF001  # its own
+        return layout
+
+    def _lay_out(
+        self, names: Sequence[str], kinds: Sequence[TensorKind], metadata: Mapping[str, str], align: int
+    ) -> None:
+        _check(names, kinds, metadata, align)
         self.metadata = dict(metadata)
         self.align = align
-        placed = _place(tensors, align)
-        self.header = _header(placed, {_FORMAT_KEY: _FORMAT, _ALIGN_KEY: str(align), **metadata})
+        self._names, self._kinds = names, kinds
+        places = _place(kinds, align)
+        self.header = _header(names, kinds, places, {_FORMAT_KEY: _FORMAT, _ALIGN_KEY: str(align), **metadata})
         """The file's first bytes, up to the first tensor; a multiple of 4096."""
-        start = len(self.header)
-        self.pads: dict[str, Span] = {}
-        """Padding tensors, by name."""
-        self.spans: dict[str, Span] = {}
-        """Tensors by name, in file order."""
-        for spec, offset, nbytes in placed:
-            spans = self.pads if spec.name.startswith(_PAD_PREFIX) else self.spans
-            spans[spec.name] = Span(start + offset, nbytes, spec.dtype, spec.shape)
-        self.nbytes = start + (placed[-1][1] + placed[-1][2] if placed else 0)
+        self.offsets, self.sizes = places.starts + len(self.header), places.sizes
+        """Of each tensor in order, its first byte in the file, and its bytes."""
+        self._index = dict(zip(names, range(len(names)), strict=True))
+        self._stops, self._gaps = places.stops, places.stops - places.starts - places.sizes
+        self.nbytes = len(self.header) + (int(self._stops[-1]) if names else 0)
         """Size of the file, a multiple of `align`."""
+
+    @cached_property
+    def spans(self) -> dict[str, Span]:
+        """Tensors by name, in file order."""
+        tensors = zip(self._names, self.places, self._kinds, strict=True)
+        return {name: Span(*place, *kind) for name, place, kind in tensors}
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """`offsets` and `sizes` in pairs."""
+        return list(zip(self.offsets.tolist(), self.sizes.tolist(), strict=True))
+
+    @property
+    def pads(self) -> dict[str, Span]:
+        """Padding tensors, by name."""
+        gaps = [(start + nbytes, -nbytes % self.align) for start, nbytes in self.places]
+        pads = [Span(stop, gap, torch.uint8, (gap,)) for stop, gap in gaps if gap]
+        return {f"{_PAD_PREFIX}{number}": pad for number, pad in enumerate(pads)}
 
     def write_header(self, buffer: torch.Tensor) -> None:
         """Write the header into `buffer` (uint8, 1-D, at least `nbytes`) and zeros into the gaps."""
         buffer[: len(self.header)].copy_(torch.frombuffer(bytearray(self.header), dtype=torch.uint8))
-        for pad in self.pads.values():
-            buffer[pad.offset : pad.offset + pad.nbytes].zero_()
+        # A gap is the end of a line of `align` bytes, in which the tensor before it ends.
+        lines = buffer[len(self.header) : self.nbytes].view((self.nbytes - len(self.header)) // self.align, self.align)
+        last = self._stops // self.align - 1
+        for gap in np.unique(self._gaps[self._gaps > 0]).tolist():
+            lines[torch.from_numpy(last[self._gaps == gap]), self.align - gap :] = 0
+
+    def span(self, name: str) -> Span:
+        """Return the place of one tensor. Raises `KeyError`."""
+        index = self._index[name]
+        return Span(int(self.offsets[index]), int(self.sizes[index]), *self._kinds[index])
 
     def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         """Return tensor `name` as a view of `buffer` (uint8, 1-D, starting at the file's first byte), not a copy."""
-        span = self.spans[name]
-        return buffer[span.offset : span.offset + span.nbytes].view(span.dtype).view(span.shape)
+        start, nbytes, dtype, shape = self.span(name)
+        return buffer[start : start + nbytes].view(dtype).view(shape)
 
     @staticmethod
-    def places(tensors: Iterable[TensorSpec], align: int = 64) -> list[tuple[int, int]]:
+    def placed(kinds: Sequence[TensorKind], align: int = 64) -> list[tuple[int, int]]:
         """Return (offset, nbytes) of each tensor as a layout would place them; offsets count from the header's end."""
-        return [(offset, nbytes) for spec, offset, nbytes in _place(tensors, align) if not _is_filler(spec.name)]
+        places = _place(kinds, align)
+        return list(zip(places.starts.tolist(), places.sizes.tolist(), strict=True))
 
     @classmethod
     def parse(cls, data: memoryview) -> SegmentLayout:
@@ -178,56 +225,70 @@ class SegmentLayout:
         return bytes(data[: 8 + _header_nbytes(data)])
 
 
-def _check(tensors: Sequence[TensorSpec], metadata: Mapping[str, str], align: int) -> None:
-    names = [spec.name for spec in tensors]
+def _check(names: Sequence[str], kinds: Sequence[TensorKind], metadata: Mapping[str, str], align: int) -> None:
     if len(set(names)) != len(names):
-        raise ValueError(f"`SegmentLayout`: repeated names {sorted({n for n in names if names.count(n) > 1})}.")
-    if reserved := [n for n in names if n == _METADATA or _is_filler(n)]:
+        repeated = sorted(name for name, count in Counter(names).items() if count > 1)
+        raise ValueError(f"`SegmentLayout`: repeated names {repeated}.")
+    if reserved := [n for n in names if n == _METADATA or n.startswith(_PAD_PREFIX)]:
         raise ValueError(f"`SegmentLayout`: reserved names {reserved}.")
     if reserved := sorted({_FORMAT_KEY, _ALIGN_KEY} & metadata.keys()):
         raise ValueError(f"`SegmentLayout`: reserved metadata {reserved}.")
-    for dtype, name in {spec.dtype: spec.name for spec in tensors}.items():
+    for (dtype, _), name in dict(zip(kinds, names, strict=True)).items():
         if dtype not in _CODES:
             raise ValueError(f"{name!r}: {_not_stored(dtype)}")
     if align < 8 or _PAGE_NBYTES % align:
         raise ValueError(f"`SegmentLayout(align={align})` must be a power of two from 8 to {_PAGE_NBYTES}.")
 
 
-def _is_filler(name: str) -> bool:
-    return name.startswith(_PAD_PREFIX)
+_Ints = npt.NDArray[np.int64]
 
 
-_Placed = tuple[TensorSpec, int, int]
-"""A tensor or a padding tensor, its offset from the end of the header, and its bytes."""
+class _Places(NamedTuple):
+    """Of tensors in order; offsets count from the end of the header, in bytes."""
+
+    starts: _Ints
+    sizes: _Ints
+    stops: _Ints
+    """Where the padding behind each ends."""
 
 
-def _place(tensors: Iterable[TensorSpec], align: int) -> list[_Placed]:
-    """Place tensors in order, each at a multiple of `align` bytes, with padding tensors in the gaps."""
-    placed: list[_Placed] = []
-    position = num_pads = 0
-    for spec in tensors:
-        nbytes = spec.nbytes
-        placed.append((spec, position, nbytes))
-        position += nbytes
-        if gap := -position % align:
-            placed.append((TensorSpec(f"{_PAD_PREFIX}{num_pads}", torch.uint8, (gap,)), position, gap))
-            position, num_pads = position + gap, num_pads + 1
-    return placed
+def _place(kinds: Sequence[TensorKind], align: int) -> _Places:
+    """Place tensors, each at a multiple of `align` bytes. Raises `ValueError` if no file could hold them."""
+    nbytes = {kind: math.prod(kind[1]) * kind[0].itemsize for kind in set(kinds)}
+    if sum(map(nbytes.__getitem__, kinds)) > _MAX_NBYTES:
+        raise ValueError(f"`SegmentLayout`: {len(kinds)} tensors have more bytes than a file.")
+    sizes = np.fromiter(map(nbytes.__getitem__, kinds), np.int64, len(kinds))
+    padded = sizes + -sizes % align
+    stops = np.cumsum(padded)
+    return _Places(stops - padded, sizes, stops)
 
 
-def _header(placed: Sequence[_Placed], metadata: Mapping[str, str]) -> bytes:
-    table: dict[str, object] = {_METADATA: dict(sorted(metadata.items()))}
-    for spec, offset, nbytes in placed:
-        table[spec.name] = {
-            "dtype": _CODES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + nbytes],
-        }
-    text = json.dumps(table, separators=(",", ":")).encode("ascii")
+def _header(names: Sequence[str], kinds: Sequence[TensorKind], places: _Places, metadata: Mapping[str, str]) -> bytes:
+    """Spell the header as `json.dumps` would, column by column: that of a large model has half a million entries."""
+    starts, ends, stops = (each.tolist() for each in (places.starts, places.starts + places.sizes, places.stops))
+    pads = (np.cumsum(places.starts + places.sizes < places.stops) - 1).tolist()
+    heads = {
+        (
+            dtype,
+            shape,
+        ): f':{{"dtype":"{_CODES[dtype]}","shape":{json.dumps(shape, separators=(",", ":"))},"data_offsets":['
+        for dtype, shape in set(kinds)
+    }
+    quoted = map(encode_basestring_ascii, names)
+    entries = [
+        f"{name}{heads[kind]}{start},{end}]}}"
+        if end == stop
+        else f'{name}{heads[kind]}{start},{end}]}},"{_PAD_PREFIX}{pad}":{{"dtype":"U8","shape":[{stop - end}],'
+        f'"data_offsets":[{end},{stop}]}}'
+        for name, kind, start, end, stop, pad in zip(quoted, kinds, starts, ends, stops, pads, strict=True)
+    ]
+    first = json.dumps({_METADATA: dict(sorted(metadata.items()))}, separators=(",", ":"))[:-1]
+    text = (",".join([first, *entries]) + "}").encode("ascii")
     text += b" " * (-(8 + len(text)) % _PAGE_NBYTES)
     if len(text) > _MAX_HEADER_NBYTES:
         raise ValueError(
-            f"`SegmentLayout`: {len(placed)} tensors need a header of {len(text)} bytes; 100 MB is the limit."
+            f"`SegmentLayout`: {len(names)} tensors need a header of {len(text)} bytes; 100 MB is the limit. Spread the "
+            "model over more ranks, of which each describes what it writes itself."
         )
     return struct.pack("<Q", len(text)) + text
 
@@ -267,7 +328,7 @@ def _rebuild(table: dict[str, object]) -> SegmentLayout:
         if metadata.pop(_FORMAT_KEY) != _FORMAT:
             raise Corrupt("segment: written in another version of the format. Read it with the release that wrote it.")
         align = int(metadata.pop(_ALIGN_KEY))
-        specs = [_read_spec(name, place) for name, place in table.items() if not _is_filler(name)]
+        specs = [_read_spec(name, place) for name, place in table.items() if not name.startswith(_PAD_PREFIX)]
         return SegmentLayout(specs, metadata=metadata, align=align)
     except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
         if isinstance(error, Corrupt):

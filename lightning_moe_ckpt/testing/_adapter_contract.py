@@ -36,7 +36,8 @@ from lightning_moe_ckpt.operators import (
 )
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.snapshot._lay_out import region_parts
-from lightning_moe_ckpt.snapshot._layout import REGIONS, Field, StateView
+from lightning_moe_ckpt.snapshot._layout import REGIONS, StateView
+from lightning_moe_ckpt.snapshot._parts import Field
 
 _SEEDS = (1, 2)
 """Seeds of the two micro-batches of one step."""
@@ -326,8 +327,9 @@ class OperatorCopies:
             op.name: [
                 field
                 for region in REGIONS
-                for part in region_parts({op.name: RecordKind.FULL}, region, self._view, groups)
-                for field in self._view.fields(part)
+                for field in self._view.table(
+                    region_parts({op.name: RecordKind.FULL}, region, self._view, groups)
+                ).fields
                 if field.key != "present"
             ]
             for op in operators

@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 from collections.abc import Sequence
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 
 import torch
@@ -117,7 +118,7 @@ def _typed(specs: Sequence[TensorSpec], records: Sequence[RecordEntry]) -> list[
     """With the types of the records, since readers compare them."""
     dtypes = [dtype_of(record.dtype) for record in records]
     return [
-        dataclasses.replace(spec, dtype=dtype, shape=(spec.nbytes // dtype.itemsize,))
+        TensorSpec(spec.name, dtype, (prod(spec.shape) * spec.dtype.itemsize // dtype.itemsize,))
         for spec, dtype in zip(specs, dtypes, strict=True)
     ]
 

@@ -18,7 +18,8 @@ from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
 from lightning_moe_ckpt.policies import Experts, Plan, Selection, WindowStep, assign_writers, expert_names
 from lightning_moe_ckpt.snapshot import _lay_out
 from lightning_moe_ckpt.snapshot._lay_out import expert_loads, lay_out
-from lightning_moe_ckpt.snapshot._layout import Shard, StateView, WindowLayout
+from lightning_moe_ckpt.snapshot._layout import StateView, WindowLayout
+from lightning_moe_ckpt.snapshot._parts import Shard
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.snapshot._writer import BoundaryCapture, SegmentWriter
 from lightning_moe_ckpt.storage import GenerationId, SegmentLayout, digest_of

@@ -315,6 +315,11 @@ def choose(found: operators.OperatorSet, tokens_E: Tensor) -> policies.Selection
     return rules[0].select(accounting.generations, tables, {})
 
 
+def shared_out(piece: operators.ParamSlice) -> list[tuple[operators.ParamSlice, int]]:
+    assert_type(policies.writers_of([4 * piece.numel], [0, 1]), Sequence[int | None])
+    return policies.cut_among(piece, [0, 1])
+
+
 def spread(piece: operators.ParamSlice) -> list[policies.WrittenPart[str]]:
     pieces = [policies.RecordPiece(record="a", piece=piece, nbytes_per_element=4)]
     return policies.assign_writers(pieces, [0, 1]) + policies.assign_adaptively(pieces, [0, 1], {0: 1024})
@@ -430,7 +435,11 @@ def look_at_segments(url: str, segment: storage.SegmentEntry) -> Iterator[memory
 
 def lay_out(buffer: Tensor) -> Tensor:
     dtype = storage.dtype_of(storage.dtype_code(torch.bfloat16))
-    layout = storage.SegmentLayout([storage.TensorSpec("a", dtype, (2, 3))], metadata={"by": "me"})
+    spec = storage.TensorSpec("a", dtype, (2, 3))
+    assert_type(spec.kind, storage.TensorKind)
+    layout = storage.SegmentLayout([spec], metadata={"by": "me"})
+    spelled: storage.SpelledRows = ([], layout.places)
+    assert_type(storage.RecordRows(lambda: spelled), storage.RecordRows)
     assert_type(layout.spans["a"], storage.Span)
     layout.write_header(buffer)
     return layout.view(buffer, "a")
