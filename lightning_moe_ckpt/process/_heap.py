@@ -57,12 +57,12 @@ class FrozenHeap:
         self._wanted, self._holds = wanted, False
 
     def freeze_unswept(self) -> None:
-        """Leave out all objects until `unspare`, `freeze` or `thaw`, garbage included, without a collection."""
+        """Leave out all objects until `unfreeze`, `freeze` or `thaw`, garbage included, without a collection."""
         if self._wanted:
             self._hold(collect=False)
 
     def unfreeze(self) -> None:
-        """Undo `spare`, if it did anything."""
+        """Undo `freeze_unswept`, if it did anything."""
         if self._wanted:
             self._release()
 
@@ -73,7 +73,7 @@ class FrozenHeap:
             self._hold(collect=True)
 
     def thaw(self) -> None:
-        """Undo `spare` or `freeze`, for good. Repeating this is allowed."""
+        """Undo `freeze_unswept` or `freeze`, for good. Repeating this is allowed."""
         self._wanted = False
         self._release()
 
