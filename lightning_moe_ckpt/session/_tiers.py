@@ -116,9 +116,8 @@ class _Lane:
     """Whether the window before was an attempt to get a whole generation, and the tier still has no base."""
 
     def votes(self, *, rests: bool) -> list[int]:
-        idle = (
-            self.worker.idle and not rests
-        )  # first: what went wrong with a generation is known when the worker is idle again
+        # First: what went wrong with a generation is known when the worker is idle again.
+        idle = self.worker.idle and not rests
         holds = gave_up = 0
         for index, each in enumerate(self.given):
             holds |= self.worker.holds(each) << index

@@ -43,7 +43,7 @@ class SessionConfig:
     failure_domains: Sequence[FailureDomain] | None = None
     """Node and rack of every rank, by rank; `None` for what each finds out."""
     commit_timeout: timedelta = timedelta(seconds=120)
-    """How long a generation may take to become durable at start and end, when training waits for it."""
+    """How long a generation may take to become durable at the end, when training waits for it."""
     overhead_target: float | None = None
     """Share of training's time that checkpoints may cost; `None` for as fast as possible."""
     storage_at_least: timedelta = timedelta(minutes=10)
