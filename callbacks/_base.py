@@ -23,7 +23,7 @@ from lightning_moe_ckpt._lightning_files import LightningResume, let_best_come_f
 from lightning_moe_ckpt._lightning_stops import name_status
 from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, complete, spelled_out
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
-from lightning_moe_ckpt.fit import FitSession
+from lightning_moe_ckpt.fit import FitSession, InPlace, supervisor
 from lightning_moe_ckpt.parallel import restart_is_likely
 from lightning_moe_ckpt.policies import Policy, TokenLedger
 from lightning_moe_ckpt.process import EXIT_STATUS
@@ -76,6 +76,26 @@ class ReplayHooks(Callback):
         self._run.end()
 
 
+class SupervisedHooks(ReplayHooks):
+    """The same where a supervisor would start another process in the place of a dead one."""
+
+    def __init__(self, in_place: InPlace, begin: Callable[[Trainer, LightningModule], FitSession]) -> None:
+        super().__init__(lambda trainer, module: in_place.begin(lambda: begin(trainer, module)))
+        self._in_place = in_place
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._in_place.batch_begins(self._run)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._in_place.batch_ends()
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+
 class CheckpointCallback(Checkpoint):
     """Take checkpoints of a run and resume it from them; subclasses choose what is taken at which step.
 
@@ -103,6 +123,7 @@ class CheckpointCallback(Checkpoint):
         self._run: FitSession | None = None
         self._report: Report | None = None
         self._lightning_resume: LightningResume | None = None
+        self._in_place: InPlace | None = None
 
     def _policy(self) -> Policy:
         """Return the policy that chooses what is taken at which step."""
@@ -187,7 +208,7 @@ class CheckpointCallback(Checkpoint):
         self._lightning_resume = LightningResume(trainer)
         if not any(isinstance(c, ReplayHooks) for c in callbacks):
             # A new list: Lightning is iterating over the old one.
-            trainer.callbacks = [ReplayHooks(self._begin), *callbacks]  # type: ignore[attr-defined]
+            trainer.callbacks = [self._hooks(trainer, pl_module), *callbacks]  # type: ignore[attr-defined]
 
     @override
     def on_before_zero_grad(
@@ -202,6 +223,11 @@ class CheckpointCallback(Checkpoint):
     ) -> None:
         if self._run is not None:
             self._run.before_optimizer_step(optimizer)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None:
+            self._run.validation_ends()
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -224,6 +250,14 @@ class CheckpointCallback(Checkpoint):
         self._close(trainer)
 
     # -- private
+
+    def _hooks(self, trainer: Trainer, module: LightningModule) -> ReplayHooks:
+        found = supervisor(trainer)
+        if found is None:
+            return ReplayHooks(self._begin)
+        own = (CheckpointCallback, ReplayHooks)
+        self._in_place = InPlace(trainer, module, found, own_callbacks=own, leave=self._leave)
+        return SupervisedHooks(self._in_place, self._begin)
 
     def _begin(self, trainer: Trainer, module: LightningModule) -> FitSession:
         config = SessionConfig(
@@ -256,7 +290,19 @@ class CheckpointCallback(Checkpoint):
             self._lightning_resume = None
         return self._run
 
+    def _leave(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            self._report = run.session.report()
+            try:
+                run.leave()
+            except (CheckpointError, OSError, RuntimeError):
+                log.exception("checkpointing of the aborted run did not end cleanly")
+
     def _close(self, trainer: Trainer, *, keep_memory: bool = False) -> None:
+        if self._in_place is not None:
+            self._in_place.close()
+            self._in_place = None
         run, self._run = self._run, None
         if run is not None:
             self._report = run.session.report()

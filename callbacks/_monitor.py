@@ -44,7 +44,8 @@ class ExpertLoadMonitor(Callback):
       without one. This is what training loses there: waiting while the device has work costs nothing;
     * `moe/overhead_seconds`: seconds per step of the training thread of rank 0 in hooks of checkpoints, waits included;
     * `moe/overhead/all`: share of training's time that checkpoints have cost rank 0 so far: in hooks (`moe/overhead/hooks`),
-      and by which steps were longer while a tier worked (`moe/overhead/<tier>`);
+      and by which steps were longer while a tier worked (`moe/overhead/<tier>`); `moe/overhead/recent` is that of the
+      second half of training so far;
       `moe/gap_steps` and `moe/rest_seconds/<tier>`: how far apart `overhead_target` keeps windows, and how long a tier rests
       between generations; 0 where it does not;
     * `moe/captured_nbytes_per_step` and `moe/persisted_nbytes_per_second`: bytes that all ranks copied to host memory
@@ -237,6 +238,7 @@ def _overhead(found: Overhead) -> dict[str, float]:
     """Return what checkpoints have cost so far, and what is done about it."""
     return {
         "moe/overhead/all": found.share,
+        "moe/overhead/recent": found.recent,
         "moe/overhead/hooks": found.hooks,
         **{f"moe/overhead/{tier}": share for tier, share in found.tiers.items()},
         "moe/gap_steps": found.gap_steps,

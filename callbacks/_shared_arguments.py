@@ -36,8 +36,9 @@ class CheckpointArguments(TypedDict, total=False):
         bandwidth: most bytes per second that each rank writes to storage, so that the network stays free for training;
             `None` for no limit. Generations that the limit leaves no time for are skipped.
         overhead_target: share of training's time that checkpoints may cost; `None` for as fast as possible. Measured while
-            training, not in its first 5 s or 50 steps. Where it is more, windows start less often (`every_n_steps` means at
-            most every so many), and storage and copies on other nodes rest between generations.
+            training, from its second second and 20th step on. Where it is more, windows start less often (`every_n_steps`
+            means at most every so many), and storage and copies on other nodes rest between generations; what was more
+            before is paid back.
         storage_at_least: longest time that `overhead_target` may keep windows, storage and copies waiting from one
             generation to the next.
         replicas: copies of every rank's generations in the memory of other nodes; `auto` is one where the ranks are on
@@ -54,8 +55,8 @@ class CheckpointArguments(TypedDict, total=False):
         stop_grace: longest time from SIGTERM to the end of the process. Within it all ranks agree on a boundary and store
             it; what cannot be stored in time is left. Keep it below the limit of your launcher: torchrun and SLURM
             kill after 30 s.
-        freeze_heap: keep objects that are alive after the first generation out of garbage collections (`gc.freeze`) until
-            the fit ends. Such collections hold up training for a quarter of a second now and then. It affects the whole
+        freeze_heap: keep objects that are alive as training begins, and after the first generation, out of garbage
+            collections (`gc.freeze`) until the fit ends. Such collections hold up training for a quarter of a second now and then. It affects the whole
             process, and is not done where collections are off or frozen already.
     """
 

@@ -54,6 +54,10 @@ class LogFolders:
         for each, taken in zip(self._logs, state["logs"], strict=True):
             each.restore(taken)
 
+    def start(self) -> dict[str, Any]:
+        """Return the folders, as of before the first row."""
+        return {"logs": [{"version": each.version, "step": -1, "keys": {}} for each in self._logs]}
+
     def follow(self, state: dict[str, Any]) -> None:
         """Do nothing: rows are dropped by name and step, whatever values replay gives them."""
 
@@ -76,6 +80,10 @@ class _Log:
         self._log, self._save = logger.log_metrics, logger.save
         logger.log_metrics = self._log_once  # type: ignore[method-assign]
         logger.save = self._save_and_keep  # type: ignore[method-assign]
+
+    @property
+    def version(self) -> int | str:
+        return self._logger.version
 
     def take(self) -> dict[str, Any]:
         if (

@@ -140,6 +140,8 @@ class Machine:
     load: float
     """Processes that were running or waiting for a core in the last minute, ours not included at start; -1 unknown."""
     memory_nbytes: int
+    large_pages: bool
+    """Whether the C library asks for large pages, without which two processes are not equally fast."""
     python: str
     torch: str
     lightning: str
@@ -156,6 +158,7 @@ class Machine:
             num_cores=_num_cores(),
             load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else -1.0,
             memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            large_pages="glibc.malloc.hugetlb=1" in os.environ.get("GLIBC_TUNABLES", ""),
             python=platform.python_version(),
             torch=torch.__version__,
             lightning=lightning.__version__,
@@ -165,7 +168,7 @@ class Machine:
     def __str__(self) -> str:
         return (
             f"{self.date}, {self.cpu}, {self.num_cores} cores at load {self.load}, "
-            f"{self.memory_nbytes / 2**30:.0f} GiB, {self.system}, "
+            f"{self.memory_nbytes / 2**30:.0f} GiB{' in large pages' if self.large_pages else ''}, {self.system}, "
             f"Python {self.python}, torch {self.torch}, Lightning {self.lightning}{f', {self.devices}' if self.devices else ''}"
         )
 

@@ -10,7 +10,8 @@ are not measured, which fill the pipeline again. In memory only means that stora
 A step is the time from one `on_train_batch_end` to the next, so that everything between counts, whichever hook or
 thread it is spent in. A round's mean step is what throughput is; its median step leaves out those that waited longest.
 CPU seconds of the training thread and of the process are reported beside: other load on the machine changes them
-little, but they do not see waiting.
+little, but they do not see waiting. The command has large pages under all its processes: with small ones each of them
+has a speed of its own, and differs from others by more than what checkpoints add.
 """
 
 from __future__ import annotations

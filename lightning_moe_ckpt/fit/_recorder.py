@@ -11,6 +11,8 @@ A resumed process passes the same moments and restores the recorded state at eac
 
 Boundaries that nothing is taken of are passed over: their start half is taken only if the process stops there. Of the
 random state before fetches only the first of an epoch is taken then, where no fetch can influence a later one.
+Boundaries in the middle of a window are only ever replayed, which follows what hooks decided and draws by itself: of
+them progress and random state are taken only if the process stops there, too.
 """
 
 from __future__ import annotations
@@ -89,6 +91,7 @@ class BoundaryRecorder:
         self._moments: dict[str, RngState | None] = dict.fromkeys(_MOMENTS)
         self._awaiting_first_fetch = True
         self._fetches = FetchLog()
+        self._generators = _lightning_data.LoaderGenerators(trainer)
         self._held = _lightning_attributes.HeldGenerators(trainer, module, skip_callbacks)
         self._not_held: list[str] = []
         self._moved = _lightning_attributes.MovedAttributes(trainer, module, skip_callbacks, layers)
@@ -98,6 +101,8 @@ class BoundaryRecorder:
         self._wanted = self._needed = True
         self._passed = False
         """Whether this is a boundary of which no start half was taken, and nothing has followed it yet."""
+        self._replayed_only = False
+        """Whether no run will resume from this boundary."""
         self._independent: bool | None = None
         """Whether no fetch of this epoch can influence a later one; not known before the first."""
         self._before_epoch_only = False
@@ -113,16 +118,18 @@ class BoundaryRecorder:
             {f"scheduler {i}": c.scheduler.state_dict() for i, c in enumerate(trainer.lr_scheduler_configs)}
         )
 
-    def want_start(self, original: Start | None = None, *, needed: bool = True) -> None:
+    def want_start(self, original: Start | None = None, *, needed: bool = True, replayed_only: bool = False) -> None:
         """Ask for the start half of the boundary after the optimizer step that just happened.
 
         Args:
             original: the start half of the original run, if the step was replayed. It overrides what validation and other
                 hooks decide here, since they see weights that are frozen or loaded too early.
             needed: whether something is taken of this boundary; otherwise only a stop will ask for its start half.
+            replayed_only: whether only a stop will ask for what a run needs to resume from it.
         """
         self._wanted, self._start, self._original = True, None, original
         self._needed, self._passed = needed or original is not None, False
+        self._replayed_only = replayed_only and original is None
 
     @property
     def compares_batch(self) -> bool:
@@ -148,6 +155,8 @@ class BoundaryRecorder:
         if start is None:
             return None
         start["batch"] = batch
+        if "loops" not in start:
+            return start
         taken = {"after_fetch": self._take_random(), "workers": self._workers.take()}
         start["random"] = {**self._moments, **taken}
         return start
@@ -180,7 +189,7 @@ class BoundaryRecorder:
         Call it if `between_steps`, before an epoch or a fetch. Later moments have not come: a process that goes on from here
         draws in the same order by itself.
         """
-        if self._passed:
+        if self._passed or (self._start is not None and "loops" not in self._start):
             if self._independent:
                 self._take_fetch()  # nothing has been drawn since it was due
             self._passed, self._start = False, self._take(between_epochs=False)
@@ -237,11 +246,12 @@ class BoundaryRecorder:
             self._independent = _lightning_data.fetches_are_independent(self._trainer)
         needed = self._wanted and self._needed
         self._passed |= self._wanted and not needed
-        if needed or self._start is not None or self._awaiting_first_fetch or not self._independent:
+        resumed = needed and not self._replayed_only
+        if resumed or self._start is not None or self._awaiting_first_fetch or not self._independent:
             self._take_fetch()
         self._awaiting_first_fetch = self._before_epoch_only = self._wanted = False
         if needed:
-            self._begin_start(between_epochs=False)
+            self._begin_start(between_epochs=False, resumed=resumed)
 
     def after_fetch(self) -> None:
         """Record the moment after a fetch, before anything has seen the batch."""
@@ -279,23 +289,22 @@ class BoundaryRecorder:
         # Where nothing depends on it, any will do, and the first is in every journal. It is right if there is one fetch.
         self._moments |= {"last_fetch": self._moments["first_fetch"] if self._independent else last, "fetch": fetch}
 
-    def _begin_start(self, *, between_epochs: bool) -> None:
+    def _begin_start(self, *, between_epochs: bool, resumed: bool = True) -> None:
         original, self._original = self._original, None
         if original is not None:
             self._follow(original, self._take(between_epochs=between_epochs))
             self._batch = original.get("batch")
-        self._start = self._take(between_epochs=between_epochs)
+        self._start = self._take(between_epochs=between_epochs, resumed=resumed)
         if original is not None:
             self._start["trained"] = copied(original["trained"])  # replay has frozen parameters here
 
     def _take_random(self) -> RngState:
-        generators = _lightning_data.loader_generators(self._trainer)
-        self._random = capture_rng(generators, self._held.now(), last=self._random)
+        self._random = capture_rng(self._generators.now(), self._held.now(), last=self._random)
         return self._random
 
     def _restore_random(self, state: RngState | None) -> None:
         if state is not None:
-            self._not_held = restore_rng(state, _lightning_data.loader_generators(self._trainer), self._held.now())
+            self._not_held = restore_rng(state, self._generators.now(), self._held.now())
 
     def _compare(self, batch: str | None) -> None:
         original, self._batch = self._batch, None
@@ -306,13 +315,16 @@ class BoundaryRecorder:
                 self._trainer.global_step,
             )
 
-    def _take(self, *, between_epochs: bool) -> Start:
+    def _take(self, *, between_epochs: bool, resumed: bool = True) -> Start:
         trainer = self._trainer
+        place: Start = {}
+        if resumed:
+            place["between_epochs"] = between_epochs
+            place["loops"] = self._progress.take()
+            place["batches_done"] = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+            place["fetches"] = self._fetches.take()
         return {
-            "between_epochs": between_epochs,
-            "loops": self._progress.take(),
-            "batches_done": trainer.fit_loop.epoch_loop.batch_progress.current.completed,
-            "fetches": self._fetches.take(),
+            **place,
             "schedulers": [copied(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
             "param_groups": groups_state(trainer.optimizers[0]),
             "trained": self._trained.take(),
@@ -321,7 +333,7 @@ class BoundaryRecorder:
             "callbacks": self._extras.take_callbacks(self._callbacks()),
             "module": self._extras.take_module(self._module),
             "datamodule": self._extras.take_datamodule(_lightning.datamodule_of(trainer)),
-            "metrics": copied(_lightning_metrics.take_metrics(trainer, self._module)),
+            "metrics": _lightning_metrics.take_metrics(trainer, self._module),
             "parts": {name: part.take() for name, part in self._parts.items()},
             "should_stop": _lightning.should_stop(trainer),
             "seed": _lightning.take_seed(),

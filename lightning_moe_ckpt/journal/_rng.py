@@ -160,13 +160,18 @@ class _WatchedNumpy(_Watched):
     """Numpy's: words and their index where `BitGenerator.ctypes` says, a gaussian in the object."""
 
     _owner: Any = np.random.get_state.__self__  # type: ignore[attr-defined]  # as above
+    _bits: object = None
+    _address = 0
+    """Of the words of `_bits`, which stays."""
 
     @override
     def _look(self) -> tuple[bytes, ...]:
         bits: object = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in its stubs
-        if type(bits) is not np.random.MT19937:
-            return ()
-        return _memory_of(self._owner), ctypes.string_at(bits.ctypes.state_address, _MERSENNE_NBYTES)
+        if bits is not self._bits:
+            self._bits, self._address = bits, 0
+            if type(bits) is np.random.MT19937:
+                self._address = bits.ctypes.state_address
+        return (_memory_of(self._owner), ctypes.string_at(self._address, _MERSENNE_NBYTES)) if self._address else ()
 
     @override
     def _read(self) -> Any:

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -117,7 +118,7 @@ class PopularityMeter:
         """Take what every rank added, by rank. Return the popularity of which another plan is due, if one is."""
         due = None
         if rows[0]:
-            own = [torch.tensor(list(row), dtype=torch.int64).view(torch.float64) for row in rows]
+            own = [torch.from_numpy(np.array(row, np.int64)).view(torch.float64) for row in rows]
             for look_E in sum_in_order(own).view(-1, len(self._value_E)):
                 due = look_E.tolist() if self._is_out_of_date(look_E.tolist()) else due
         return due

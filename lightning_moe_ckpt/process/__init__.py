@@ -1,5 +1,6 @@
 """The training process: its forks, heap, signals, and the time it is kept waiting."""
 
+from lightning_moe_ckpt.process._beside import Beside as Beside
 from lightning_moe_ckpt.process._fork import compute_alone as compute_alone
 from lightning_moe_ckpt.process._fork import guard_forks as guard_forks
 from lightning_moe_ckpt.process._heap import FrozenHeap as FrozenHeap

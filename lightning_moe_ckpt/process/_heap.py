@@ -4,13 +4,16 @@ Python walks all containers when a quarter more of them have survived than at th
 heap takes 200 to 300 ms for that (measured, 300,000 objects), on whichever thread happens to allocate, with the
 interpreter lock held. Capturing allocates little per step, but a run without checkpoints allocates next to nothing.
 
-`gc.freeze` acts on the whole process. It is done once, undone at the end of the fit, and not done if other code
-has changed collections already. Frozen objects are still freed by reference counts; only cycles that become
-garbage later wait for the end of the fit. torchtitan and NVRx go further and collect by hand at chosen steps; that
-is left to the owner of the process.
+`gc.freeze` acts on the whole process. It is undone at the end of the fit, and not done if other code has changed
+collections already. Frozen objects are still freed by reference counts; only cycles that become garbage later wait for
+the end of the fit. torchtitan and NVRx go further and collect by hand at chosen steps; that is left to the owner of the
+process.
 
-A restart makes many objects at once, which triggers a full collection while training waits. There, objects alive before
-are left out at once without a collection. They are collected and frozen like any others when training has caught up.
+The one full collection comes before the first batch, where no step waits for it. What the first steps make is collected
+and frozen with the first generation: a walk over that alone. A restart makes many objects at once, and so does the layout
+of a window, a few for every operator, which would trigger full collections while training waits. There, objects are left
+out without one, and cycles that were garbage by then wait for the end of the fit too; but where an earlier fit of this
+process may have left much of it, they are collected when training has caught up.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ class _Owner:
     ours = False
     others = False
     """Checked once: a check counts the frozen objects, which takes a tenth of a second per million."""
+    had_fit = False
+    """Whether another fit of this process came before."""
 
 
 class FrozenHeap:
@@ -55,25 +60,54 @@ class FrozenHeap:
 
     def __init__(self, *, wanted: bool) -> None:
         self._wanted, self._holds = wanted, False
+        self._swept, _Owner.had_fit = not _Owner.had_fit, True
+        """Whether garbage that is left out is not worth a collection."""
+
+    @contextmanager
+    def keeping(self, *, when: bool = True) -> Iterator[None]:
+        """Suspend collections in this context, and leave what it makes and keeps out of later ones, until `thaw`.
+
+        Else the next ones would walk all of it, several times, and find nothing.
+
+        Args:
+            when: `False` does nothing.
+        """
+        if not when:
+            yield
+            return
+        self.freeze_unswept()
+        with collections_paused():
+            yield
+            if self._wanted and self._holds:
+                gc.freeze()
 
     def freeze_unswept(self) -> None:
-        """Leave out all objects until `unfreeze`, `freeze` or `thaw`, garbage included, without a collection."""
+        """Leave out all objects, garbage included, without a collection."""
         if self._wanted:
             self._hold(collect=False)
 
-    def unfreeze(self) -> None:
-        """Undo `freeze_unswept`, if it did anything."""
+    def sweep(self) -> None:
+        """Collect what `freeze_unswept` has left out, and leave out the rest; call before training."""
         if self._wanted:
             self._release()
+            self._hold(collect=True)
+            self._swept = True
 
     def freeze(self) -> None:
-        """Collect, then freeze; the first call counts."""
-        if self._wanted:
-            self.thaw()
+        """Collect what was made since, and leave out the rest of it too; the first call counts."""
+        if not self._wanted:
+            return
+        self._wanted = False
+        if not self._swept:
+            self._release()
+        if not self._holds:
             self._hold(collect=True)
+        elif gc.isenabled():
+            gc.collect()
+            gc.freeze()
 
     def thaw(self) -> None:
-        """Undo `freeze_unswept` or `freeze`, for good. Repeating this is allowed."""
+        """Undo the others, for good. Repeating this is allowed."""
         self._wanted = False
         self._release()
 

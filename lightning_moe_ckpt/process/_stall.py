@@ -103,6 +103,8 @@ class HookClock:
         """Seconds of the hooks that have ended."""
         self.start: float | None = None
         """When the hook under way began."""
+        self.validated = 0.0
+        """Seconds of validation, which no step of training should be charged with."""
 
     @property
     def seconds(self) -> float:

@@ -1,9 +1,9 @@
 """Put records of a rank together in memory, each from the cheapest copy that turns out to be good.
 
 Whoever wants the records lays the buffer out. Records that are neighbours in a file and in the buffer are read at once, so a
-whole segment is one read; from other nodes it comes in stripes, from several of them. Each record is verified by its own digest.
-What is bad is read again record by record, each from a copy that has not supplied it yet. A copy that cannot be read supplies
-nothing more.
+whole segment is one read; from other nodes it comes in stripes, from several of them. Each record is verified by its own digest,
+neighbours by the million in few calls. What is bad is read again record by record, each from a copy that has not supplied it
+yet. A copy that cannot be read supplies nothing more.
 
 Every round rules out a copy for each record that is still bad, or asks a single one for what came in stripes. So there are few
 rounds: either all records are good, or some record is bad in every copy.
@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import eq
 
 import torch
+from typing_extensions import override
 
+from lightning_moe_ckpt.native import Ranges
 from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Replica, Request
 from lightning_moe_ckpt.storage import SegmentEntry, digest_of
 
@@ -25,7 +28,7 @@ MAX_STREAMS = 4
 
 _PAGE_NBYTES = 4096
 
-_FILLER_NBYTES = 64
+FILLER_NBYTES = 64
 """Tensors start at multiples of this. Closer neighbours have nothing between them but filler, which is read along."""
 
 
@@ -63,17 +66,69 @@ class Wanted:
     bad_in: set[Replica] = field(default_factory=set)
     asked: Place | None = None
     """Where it, or its first stripe, was asked for in this round."""
-    suppliers: set[Replica] = field(default_factory=set)
-    """Copies that were asked for parts of it in this round."""
+    requests: Sequence[Request] = ()
+    """For parts of it, in this round."""
 
     @property
     def end(self) -> int:
         """Where in the buffer it ends."""
         return self.start + self.nbytes
 
+    @property
+    def suppliers(self) -> set[Replica]:
+        """Copies that were asked for parts of it in this round."""
+        return {each.copy for each in self.requests if each.start < self.end and each.end > self.start}
+
     def verify(self, buffer: memoryview) -> None:
         """Note whether its bytes are what was written."""
         self.good = digest_of(buffer[self.start : self.end]) == self.digest
+
+    def left(self) -> Sequence[Wanted]:
+        """Return what is still to be brought, record by record."""
+        return () if self.good else (self,)
+
+
+@dataclass(slots=True, eq=False)
+class WantedNeighbours(Wanted):
+    """Records to be brought that lie in a file one behind the other as they will in the buffer; not empty ones.
+
+    Its places are those of the first; it has no digest of its own.
+    """
+
+    names: Sequence[str] = ()
+    starts: Sequence[int] = ()
+    """Where each goes in the buffer."""
+    sizes: Sequence[int] = ()
+    digests: Sequence[str] = ()
+    goods: Sequence[bool] = ()
+    """Of each, once they were verified."""
+
+    @override
+    def verify(self, buffer: memoryview) -> None:
+        ranges = Ranges(
+            (at - self.start, at - self.start + size) for at, size in zip(self.starts, self.sizes, strict=True)
+        )
+        found = bytes(ranges.digest(buffer[self.start : self.end], b",")[0])
+        self.good = found == ",".join(self.digests).encode()
+        if not self.good:
+            self.goods = list(map(eq, found.decode("ascii").split(","), self.digests))
+
+    @override
+    def left(self) -> Sequence[Wanted]:
+        if self.good:
+            return ()
+        goods = self.goods or [False] * len(self.names)
+        rows = zip(self.names, self.starts, self.sizes, self.digests, goods, strict=True)
+        return [
+            Wanted(
+                *(name, start, nbytes, digest),
+                [replace(place, offset=place.offset + start - self.start) for place in self.places],
+                asked=self.asked,
+                requests=self.requests,
+            )
+            for name, start, nbytes, digest, good in rows
+            if not good
+        ]
 
 
 @dataclass(slots=True)
@@ -97,7 +152,7 @@ class _Run:
     def takes(self, record: Wanted, place: Place) -> bool:
         """Add a record and return whether it is the next one here."""
         here = (self.place.copy, self.place.entry.key, self.place.offset - self.start)
-        near = 0 <= record.start - self.records[-1].end < _FILLER_NBYTES
+        near = 0 <= record.start - self.records[-1].end < FILLER_NBYTES
         if near and here == (place.copy, place.entry.key, place.offset - record.start):
             self.records.append(record)
             return True
@@ -178,10 +233,10 @@ class Assembly:
 
     def finish_round(self) -> None:
         """Drop what was verified as good since the last round; what is bad accuses the copy that supplied it."""
-        self._left = [record for record in self._left if not record.good]
+        self._left = [part for record in self._left for part in record.left()]
         for record in self._left:
-            if len(record.suppliers) == 1:  # of several, nothing says whose part is bad
-                (copy,) = record.suppliers
+            if len(suppliers := record.suppliers) == 1:  # of several, nothing says whose part is bad
+                (copy,) = suppliers
                 record.bad_in.add(copy)
                 if copy not in self._gone and record.asked is not None:
                     where = f"{copy}: {record.asked.entry.key}"
@@ -224,7 +279,7 @@ class Assembly:
     def _requests(self, run: _Run) -> Iterator[Request]:
         requests = run.stripes() if self._is_first else [run.request()]
         for record in run.records:
-            record.suppliers = {each.copy for each in requests if each.start < record.end and each.end > record.start}
+            record.requests = requests
         for request in requests:
             self.supplied[request.copy] += request.nbytes
             yield request

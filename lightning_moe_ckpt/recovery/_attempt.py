@@ -28,7 +28,7 @@ from typing import Literal, TypeVar
 import torch
 
 from lightning_moe_ckpt.recovery._assembly import Assembly, Exhausted, Wanted
-from lightning_moe_ckpt.recovery._index import PARAM, RecordIndex, Replicas, newest_whole
+from lightning_moe_ckpt.recovery._index import PARAM, RecordIndex, Replicas, neighbours, newest_whole
 from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Inventory, Reader, Replica, Version, stored
 from lightning_moe_ckpt.recovery._markers import MarkerSearch, Which, is_partial
 from lightning_moe_ckpt.recovery._transfer import MESSAGE_NBYTES, Rounds, Transfer, Transport
@@ -159,8 +159,8 @@ class RestoreAttempt:
             del self._markers[which]
             in_memory = [each for each in self._reachable if each in self._inventory.in_memory]
             self._read_markers([*product(self._newest_commit, [STORAGE]), *product(in_memory, [HOST, PEER])])
-        for each in sorted(self._markers, key=_doubt):
-            self._add_to_index(each)
+            for each in sorted(self._markers, key=_doubt):
+                self._add_to_index(each)
         return marker
 
     def bring(
@@ -183,7 +183,10 @@ class RestoreAttempt:
             layouts = list(lay_out(chosen))
             buffers = [torch.empty(layout.nbytes, dtype=torch.uint8) for layout in layouts]
             own = {expert: sources[expert] for expert in sizes if expert in sources}
-            assemblies, broken = self._assemblies(marker.steps, layouts, buffers, own)
+            if self.is_partial:
+                assemblies, broken = self._assemblies(marker.steps, layouts, buffers, own)
+            else:
+                assemblies, broken = self._whole_steps(marker, layouts, buffers)
             if not self._transfer.fill([*assemblies.values()], broken):
                 return None
             if not self._exclude_lost(assemblies, sources):
@@ -285,8 +288,9 @@ class RestoreAttempt:
         """Return the elements that all ranks together have of each expert, by generation, and the size of each; in one order."""
         own = self._index.offered(experts)
         sources = sorted({source for rows in own.values() for source, _ in rows})
+        number = {source: index for index, source in enumerate(sources)}
         table = [each.plain() for each in sources]
-        rows = [[name, size, [[sources.index(o), n] for o, n in own[name]]] for name, size in experts.items()]
+        rows = [[name, size, [[number[o], n] for o, n in own[name]]] for name, size in experts.items()]
         offered: dict[str, Counter[Version]] = {}
         sizes: dict[str, int] = {}
         for said in self._transport.gather_values([table, rows]):
@@ -322,6 +326,19 @@ class RestoreAttempt:
         return all(any(place.copy.source in sources for place in each.places) for each in records)
 
     # -- bytes
+
+    def _whole_steps(
+        self, marker: RankMarker, layouts: Sequence[SegmentLayout], buffers: Sequence[torch.Tensor]
+    ) -> tuple[dict[str, Assembly], str]:
+        """Return what is to be brought of an exact generation, of which every copy has all files: step by step."""
+        copies, assemblies = self._copies((self.version, None)), dict[str, Assembly]()
+        for step, layout, buffer in zip(marker.steps, layouts, buffers, strict=True):
+            layout.write_header(buffer)
+            wanted = neighbours([each for each in marker.segments if each.step == step], layout, copies)
+            if wanted is None:
+                return {}, f"its records of step {step} are not those of this model, optimizer and world"
+            assemblies[f"step {step}"] = Assembly(f"records of step {step}", buffer, wanted, may_be_lost=False)
+        return assemblies, "" if assemblies else "it has no segments"
 
     def _assemblies(
         self,

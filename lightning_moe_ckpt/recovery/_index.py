@@ -7,12 +7,25 @@ alike: a generation supplies an operator if the shards that all ranks have of it
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from lightning_moe_ckpt.recovery._assembly import Place
+import numpy as np
+
+from lightning_moe_ckpt.native import Column
+from lightning_moe_ckpt.recovery._assembly import FILLER_NBYTES, Place, WantedNeighbours
 from lightning_moe_ckpt.recovery._inventory import Replica, Version, stored
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordEntry, ReferencedEntry, SegmentEntry
+from lightning_moe_ckpt.storage import (
+    GenerationId,
+    RankMarker,
+    RecordColumns,
+    RecordEntry,
+    ReferencedEntry,
+    SegmentEntry,
+    SegmentLayout,
+    dtype_of,
+)
 from lightning_moe_ckpt.tiers import CHEAPEST
 
 FULL, PARAM = "full", "param"
@@ -110,6 +123,66 @@ def stored_index(marker: RankMarker, older: Iterable[ReferencedEntry] | None = N
     for generation, entry in files:
         index.add(Version(generation, ""), entry, [stored(Version(generation, ""), marker.rank)])
     return index
+
+
+_VERIFIED_NBYTES = 4 * 2**20
+"""Bytes of neighbours that one thread verifies at once, roughly."""
+
+
+def neighbours(
+    files: Sequence[SegmentEntry], layout: SegmentLayout, copies: Sequence[Replica]
+) -> list[WantedNeighbours] | None:
+    """Return what fills a layout from the files of one step, of which every copy has all.
+
+    Args:
+        files: one behind the other.
+        layout: of their records, in the order in which they lie there.
+        copies: cheapest first.
+
+    Returns:
+        Stretches of neighbours; `None` if the files do not have those records.
+    """
+    found: list[WantedNeighbours] = []
+    first = 0
+    for entry in files:
+        table = RecordColumns.of(entry.records).by_offset()
+        own = slice(first, first + len(table.name))
+        first = own.stop
+        dtypes = {code: dtype_of(code) for code in set(table.dtype)}
+        wanted = [*layout.names[own]], [dtype for dtype, _ in layout.kinds[own]], layout.sizes[own].tolist()
+        if wanted != ([*table.name], [dtypes[code] for code in table.dtype], [*table.nbytes]):
+            return None
+        found += _stretches(entry, table, layout.offsets[own], layout.sizes[own], copies)
+    return found if first == len(layout.names) else None
+
+
+def _stretches(
+    entry: SegmentEntry, table: RecordColumns, starts: Column, sizes: Column, copies: Sequence[Replica]
+) -> Iterator[WantedNeighbours]:
+    """Yield the records of a file that are not empty, as stretches that lie there as in the buffer."""
+    (kept,) = np.nonzero(sizes)
+    starts, sizes, offsets = starts[kept], sizes[kept], np.array(table.offset, np.int64)[kept]
+    if not kept.size:
+        return
+    moved, gaps = np.diff(starts - offsets) != 0, starts[1:] - (starts + sizes)[:-1]
+    full = np.diff((np.cumsum(sizes) - sizes) // _VERIFIED_NBYTES) > 0
+    cuts = np.flatnonzero(moved | (gaps < 0) | (gaps >= FILLER_NBYTES) | full) + 1
+    names, digests = ([column[i] for i in kept.tolist()] for column in (table.name, table.digest))
+    for begin, end in pairwise([0, *cuts.tolist(), kept.size]):
+        start = int(starts[begin])
+        yield WantedNeighbours(
+            *(
+                names[begin] if end - begin == 1 else f"{names[begin]} to {names[end - 1]}",
+                start,
+                int(starts[end - 1] + sizes[end - 1]) - start,
+                "",
+            ),
+            [Place(copy, entry, int(offsets[begin])) for copy in copies],
+            names=names[begin:end],
+            starts=starts[begin:end].tolist(),
+            sizes=sizes[begin:end].tolist(),
+            digests=digests[begin:end],
+        )
 
 
 def newest_whole(

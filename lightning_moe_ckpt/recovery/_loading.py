@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -39,9 +40,10 @@ from lightning_moe_ckpt.snapshot import (
 from lightning_moe_ckpt.storage import (
     GenerationId,
     RankMarker,
+    RecordColumns,
     SegmentEntry,
     SegmentLayout,
-    TensorSpec,
+    TensorKind,
     dtype_of,
     lacking_memory,
 )
@@ -78,15 +80,20 @@ def stored_layouts(marker: RankMarker) -> list[SegmentLayout]:
 
 
 def _stored_layout(files: Sequence[SegmentEntry]) -> SegmentLayout:
-    records = [record for each in files for record in sorted(each.records, key=lambda record: record.offset)]
-    # Buffers are stored whole, of anything else there is a flat piece.
-    shapes = [record.global_shape if record.kind == "buffer" else (record.numel,) for record in records]
+    tables = [RecordColumns.of(each.records).by_offset() for each in files]
+    kinds: list[TensorKind] = []
     where = ", ".join(each.key for each in files)
     try:
-        specs = [
-            TensorSpec(each.name, dtype_of(each.dtype), shape) for each, shape in zip(records, shapes, strict=True)
-        ]
-        layout = SegmentLayout(specs, metadata=SEGMENT_METADATA)
+        for table in tables:
+            dtypes = {code: dtype_of(code) for code in set(table.dtype)}
+            # Buffers are stored whole, of anything else there is a flat piece.
+            shapes = [
+                shape if kind == "buffer" else (numel,)
+                for kind, shape, numel in zip(table.kind, table.global_shape, table.numel, strict=True)
+            ]
+            kinds += zip(map(dtypes.__getitem__, table.dtype), shapes, strict=True)
+        names = list(chain.from_iterable(table.name for table in tables))
+        layout = SegmentLayout.of_columns(names, kinds, metadata=SEGMENT_METADATA)
     except ValueError as error:
         raise Corrupt(f"{where}: its marker describes no segment ({error}). Another copy may be good.") from error
     if layout.nbytes > sum(each.nbytes for each in files):
@@ -96,20 +103,22 @@ def _stored_layout(files: Sequence[SegmentEntry]) -> SegmentLayout:
 
 def journal_capacity(marker: RankMarker) -> int:
     """Return the bytes that a marker says were kept for each journal."""
-    return next(record.nbytes for record in marker.segments[0].records if record.name == JOURNAL)
+    return _journals(marker.segments[0])[0]
+
+
+def _journals(file: SegmentEntry) -> list[int]:
+    """Return the bytes of each journal in a file."""
+    columns = RecordColumns.of(file.records)
+    return [nbytes for name, nbytes in zip(columns.name, columns.nbytes, strict=True) if name == JOURNAL]
 
 
 def misfit(marker: RankMarker, view: StateView) -> str | None:
-    """Return why segments are none, or larger than any that this rank would write, found out before they are read."""
-    try:
-        stored_layouts(marker)
-    except Corrupt as error:
-        return str(error)
+    """Return why segments are larger than any that this rank would write, found out before they are read."""
     numel = sum(tensor.numel() for tensor in view.params.values())
     buffers = sum(b.nbytes for name in view.buffer_names if (b := view.buffer(name)) is not None)
     most = _ROOM_NBYTES + _MOST_PER_ELEMENT * numel + 2 * buffers
     for segment in {each.step: each for each in reversed(marker.segments)}.values():  # the durable files
-        journals = [record.nbytes for record in segment.records if record.name == JOURNAL]
+        journals = _journals(segment)
         if len(journals) != 1:
             return f"{segment.key}: has {len(journals)} journals, 1 was expected"
         if segment.nbytes - journals[0] > most:
@@ -167,7 +176,7 @@ class RestoreSource:
     @property
     def journal_nbytes(self) -> int:
         """Capacity of the journal record."""
-        return self.layouts[0].spans[JOURNAL].nbytes
+        return self.layouts[0].span(JOURNAL).nbytes
 
     @property
     def start(self) -> Journal:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from lightning_moe_ckpt.coordination import Exchange, warn_of_other_versions
-from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch, NoUsableGeneration
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, IdentityMismatch, NoUsableGeneration
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, RestorePlan
 from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, Replica, Version, memory_of
@@ -38,6 +38,7 @@ from lightning_moe_ckpt.snapshot import (
     Identity,
     PlanRecord,
     StateView,
+    expect_header_fits,
     live_facts,
     live_optimizer,
     model_differences,
@@ -117,9 +118,12 @@ class RunOpener:
         """Find what to resume from and open a new incarnation.
 
         Raises:
+            ConfigurationError: this rank has more operators than a file can describe.
             NoUsableGeneration: generations are there, but none could be read, or `resume='must'` found none.
             IdentityMismatch: the run was written by another model, optimizer or world.
         """
+        with self._exchange.raise_together():
+            expect_header_fits(job.view, job.groups)
         self._open_store(resume)
         any_memory = resume == "memory"
         with closing(HostTier(self._tag)) as memory:
@@ -233,6 +237,8 @@ class Search:
         """Generations in memory that are of another past than storage as it stands, and are not taken."""
         self._partial: list[Version] = []
         """Versions with some experts only, which were given up."""
+        self._stored_layouts: list[SegmentLayout] = []
+        """Of the version that is tried, as it lies in files."""
         self.nothing_stored = False
         """Whether the run has never committed anything and nothing was lost: it was ended before its first generation was
         durable, and what it has in memory may lack what only that one would have had."""
@@ -335,6 +341,7 @@ class Search:
         if marker is not None and not misfits:
             experts = {op.name: op.numel for op in self._job.view.operators if op.kind == "expert"}
             part = attempt.bring(marker, experts, partial(self._lay_out, marker))
+        self._stored_layouts = []
         if part is None:
             self.missing = self.missing or attempt.missing
             self._partial += [version] if attempt.is_partial and not may_lack else []
@@ -348,7 +355,7 @@ class Search:
     def _lay_out(self, marker: RankMarker, chosen: RestorePlan) -> list[SegmentLayout]:
         """Return where this rank wants its records: as they lie in files, unless experts are of other generations."""
         if not chosen.is_partial:
-            return stored_layouts(marker)  # see `misfit`
+            return self._stored_layouts
         journal_nbytes = journal_capacity(marker)
         with self._exchange.raise_together(IdentityMismatch), understood(f"{marker.generation}: its plan"):
             plan = PlanRecord.from_json(str(marker.policy["plan"]))
@@ -357,7 +364,12 @@ class Search:
 
     def _misfits(self, marker: RankMarker) -> list[str]:
         """Return what some rank would have to make room for and cannot be of this job; equal on all ranks. Collective."""
-        said = self._exchange.gather_values(misfit(marker, self._job.view))
+        try:
+            self._stored_layouts = stored_layouts(marker)
+            reason = misfit(marker, self._job.view)
+        except Corrupt as error:
+            reason = str(error)
+        said = self._exchange.gather_values(reason)
         return [f"rank {rank}: {reason}" for rank, reason in enumerate(said) if reason is not None]
 
     def _log_sources(self, what: str, read: Mapping[Replica, int]) -> None:

@@ -19,14 +19,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_moe_ckpt.journal import Journal, decode_journal
-from lightning_moe_ckpt.native import Copy, CopyEngine, copy_through
+from lightning_moe_ckpt.native import Column, Copy, CopyEngine, copy_through
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.snapshot import (
@@ -35,7 +35,6 @@ from lightning_moe_ckpt.snapshot import (
     REGIONS,
     FileLayout,
     ParameterParts,
-    Place,
     WindowLayout,
     versions,
 )
@@ -246,40 +245,38 @@ class Replay:
         else:
             source = torch.empty(nbytes, dtype=torch.uint8)
         source = self._broadcast(source, region, writer)
+        offsets = np.array([offset for offset, _ in places], np.int64)
         copies: list[Copy] = []
-        offsets = [offset for offset, _ in places]
         for group in table.by_parameter():
             copies += self._copies_of(group, offsets, source, shared)
         copy_through(self._engine, copies)
 
     def _copies_of(
-        self, group: ParameterParts, offsets: Sequence[int], source: Tensor, shared: Collection[str]
+        self, parts: ParameterParts, offsets: Column, source: Tensor, shared: Collection[str]
     ) -> Iterator[Copy]:
-        """Yield the copies of all parts of one parameter in a region, whose tensors lie at `offsets`."""
-        fqn, forms, parts = group
-        view, param, with_state = self._view, self._view.params[fqn], parts
+        """Yield copies of all parts of one parameter in a region, whose tensors lie at `offsets`; make what is none."""
+        fqn, forms = parts.fqn, parts.forms
+        view, param, with_state = self._view, self._view.params[fqn], np.ones(len(parts.first), np.bool_)
         if forms[0][0] == PRESENT:
-            flags = source.numpy()
-            with_state = [part for part in parts if flags[offsets[part[0]]]]
-            if with_state:
+            with_state = source.numpy()[offsets[parts.first]] != 0
+            if with_state.any():
                 view.schema.ensure_state(param)
             elif fqn not in shared:  # another expert may have some
                 view.schema.drop_state(param)
-        runs = list(_runs(parts, offsets))
-        runs_of_state = runs if len(with_state) == len(parts) else list(_runs(with_state, offsets))
         for number, (key, dtype, per_element) in enumerate(forms):
             is_state = view.is_state(key)
             # Of state that experts share, the journal has what is one number.
-            if key == PRESENT or (is_state and not (with_state and (per_element or fqn not in shared))):
+            if key == PRESENT or (is_state and not (with_state.any() and (per_element or fqn not in shared))):
                 continue
             live = view.tensor(fqn, key)
             if live is None:
                 continue
-            for run in (runs_of_state if is_state else runs) if per_element else ():
-                yield _copy_of(run, source, offsets[run.part[0] + number], dtype, live)
-            if not per_element:  # every part has the same number
-                offset = offsets[with_state[-1][0] + number]
-                yield _typed(source[offset : offset + dtype.itemsize], dtype), live.detach().view(-1)
+            rows = np.flatnonzero(with_state) if is_state else np.arange(len(with_state))
+            at, flat = offsets[parts.first[rows] + number], live.detach().view(-1)
+            if per_element:
+                yield from _copies(source, at, dtype, flat, (parts.start[rows], parts.numel[rows]))
+            else:  # every part has the same number
+                yield _typed(source[at[-1] : at[-1] + dtype.itemsize], dtype), flat
 
     def _broadcast(self, source: Tensor, region: str, writer: int) -> Tensor:
         group = self._groups.group("expert_data" if region == "expert_data" else "world")
@@ -301,44 +298,47 @@ def _shown(losses: list[Tensor]) -> str:
     return ", ".join(f"{loss.item():.9g}" for loss in losses)
 
 
-class _Run(NamedTuple):
-    """Parts of one size that lie at equal distances from each other, in the segment and in the parameter."""
-
-    part: Place
-    """The first."""
-    many: int
-    nbytes_apart: int
-    """In the segment."""
-    apart: int
-    """Elements, in the parameter."""
+_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types by their bytes whose elements are moved bit by bit."""
 
 
-def _runs(parts: Sequence[Place], offsets: Sequence[int]) -> Iterator[_Run]:
-    """Yield parts of a parameter as runs: one copy for all experts of a layer, where a plan takes them in order."""
-    begin = 0
-    while begin < len(parts):
-        end, step = begin + 1, (0, 0, 0)
-        if end < len(parts):
-            step = _step(parts[begin], parts[end], offsets)
-            if step[0] > 0 and step[1] >= parts[begin][2] and step[2] == 0:
-                while end < len(parts) and _step(parts[end - 1], parts[end], offsets) == step:
-                    end += 1
-        yield _Run(parts[begin], end - begin, *step[:2])
-        begin = end
+def _copies(
+    source: Tensor, at: Column, dtype: torch.dtype, flat: Tensor, slices: tuple[Column, Column]
+) -> Iterator[Copy]:
+    """Copy slices of a parameter, or yield the copies: all of one size at once, in whatever order they are stored.
+
+    Args:
+        source: uint8.
+        at: where each slice lies in it.
+        dtype: of what lies there.
+        flat: live tensor.
+        slices: first element of each slice in that, and how many it has.
+    """
+    start, numel = slices
+    for size in np.unique(numel[numel > 0]).tolist():
+        of = numel == size
+        first, begin = int(at[of].min()), int(start[of].min())
+        from_row, from_unit = _in_units((at[of] - first) // dtype.itemsize, size)
+        to_row, to_unit = _in_units(start[of] - begin, size)
+        value = _typed(source[first : int(at[of].max()) + size * dtype.itemsize], dtype)
+        rows = value.as_strided((int(from_row.max()) + 1, size), (from_unit, 1))
+        into = flat.as_strided((int(to_row.max()) + 1, size), (to_unit, 1), flat.storage_offset() + begin)
+        if to_unit < size:  # they are no rows of a matrix
+            yield from ((rows[i], into[j]) for i, j in zip(from_row.tolist(), to_row.tolist(), strict=True))
+        elif (
+            len(rows) == len(into) == len(from_row) and (np.diff(from_row) == 1).all() and (np.diff(to_row) == 1).all()
+        ):
+            yield rows, into
+        else:
+            found = rows.view(_UNITS[dtype.itemsize]).index_select(0, torch.from_numpy(from_row)).view(dtype)
+            found = found.to(into.device, into.dtype).view(_UNITS[into.dtype.itemsize])
+            into.view(found.dtype).index_copy_(0, torch.from_numpy(to_row).to(into.device), found)
 
 
-def _step(before: Place, after: Place, offsets: Sequence[int]) -> tuple[int, int, int]:
-    return offsets[after[0]] - offsets[before[0]], after[1] - before[1], after[2] - before[2]
-
-
-def _copy_of(run: _Run, source: Tensor, offset: int, dtype: torch.dtype, live: Tensor) -> Copy:
-    """Return the copy of one tensor of each part of a run; `offset` is that of the first."""
-    (_, start, numel), apart = run.part, run.nbytes_apart // dtype.itemsize
-    value = _typed(source[offset : offset + (run.many - 1) * run.nbytes_apart + numel * dtype.itemsize], dtype)
-    flat = live.detach().view(-1)[start : start + (run.many - 1) * run.apart + numel]
-    if run.many == 1:
-        return value, flat
-    return value.as_strided((run.many, numel), (apart, 1)), flat.as_strided((run.many, numel), (run.apart, 1))
+def _in_units(places: Column, size: int) -> tuple[Column, int]:
+    """Return places as multiples of the largest possible number, and that."""
+    unit = int(np.gcd.reduce(places)) or size
+    return places // unit, unit
 
 
 def _typed(slice_U8: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,8 @@
 """Capture windows: boundaries are captured, sealed one batch later, and handed to the tiers.
 
 At boundary t the slices of this slot are copied into a segment of the ring, overlapped with forward and backward of
-t+1; `seal` takes the journal at the next batch start, without waiting for a device; `fence` completes it, and waits for
-the copies before the optimizer overwrites their sources. A window whose segments are all sealed is a generation. All
+t+1; `seal` takes the journal at the next batch start; a thread writes it while backward runs, which does not hold the
+interpreter lock; `fence` completes it, and waits for the copies before the optimizer overwrites their sources. A window whose segments are all sealed is a generation. All
 ranks open windows together: one small exchange decides whether a window starts and which tiers take it, so that no rank
 fills half a generation.
 
@@ -15,13 +15,14 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, CodecError, ConfigurationError, RingFull
 from lightning_moe_ckpt.journal import Arrivals, Journal, JournalOverflow
 from lightning_moe_ckpt.native import CopyEngine, Ticket
 from lightning_moe_ckpt.planning import Planner
-from lightning_moe_ckpt.process import StallMeter
+from lightning_moe_ckpt.process import Beside, StallMeter
 from lightning_moe_ckpt.session._tiers import Tiers, Window
 from lightning_moe_ckpt.snapshot import (
     BoundaryCapture,
@@ -82,6 +83,7 @@ class CaptureSession:
         """Memory of the newest capture."""
         self._sealing: int | None = None
         """Boundary of which `complete_seal` is due."""
+        self._beside = Beside()
         self._ticket: Ticket | None = None
         """Ticket of the newest copies; outlives the seal, since the optimizer steps after it."""
         self._spoiled_last = False
@@ -108,6 +110,10 @@ class CaptureSession:
     def window_open(self) -> bool:
         """Whether the next boundary belongs to a window that has started."""
         return self._window is not None
+
+    def is_within(self, step: int) -> bool:
+        """Whether boundary `step` is neither the first nor the last of the window under way."""
+        return self._window is not None and self._window.first < step < self._window.generation.step
 
     @property
     def window_position(self) -> int:
@@ -229,7 +235,7 @@ class CaptureSession:
                 self._spoil(str(error))
 
     def seal(self, start: Journal, *, step: int, disturbed: bool = False) -> None:
-        """Take the rest of boundary `step`, as the next batch begins; complete it, unless values have yet to arrive.
+        """Take the rest of boundary `step`, as the next batch begins; it is complete at the next fence.
 
         Args:
             start: the journal's start half.
@@ -248,33 +254,49 @@ class CaptureSession:
                     pending.take_rest(start, disturbed=disturbed)
                 except (CheckpointError, BufferChanged, RuntimeError) as error:  # torch's, where memory is not there
                     self._spoil(f"its buffers or what was changed cannot be stored: {error}")
-        if pending is None or not pending.waits_for_device:
-            self.complete_seal()
 
-    def complete_seal(self) -> None:
-        """Complete the newest boundary that `seal` was called for, and hand it to the tiers."""
+    def seal_beside(self) -> None:
+        """Begin to complete the newest boundary on a thread; call where training is about to run without Python.
+
+        What is on a device waits for the fence: there the training thread is ahead of it, and loses nothing.
+        """
+        window, pending = self._window, self._pending
+        if self._sealing is None or window is None or pending is None or window.spoiled or self._beside.busy:
+            return
+        if not pending.waits_for_device:
+            assert self._slot is not None
+            self._beside.begin(partial(self._hand_over, window, pending, self._slot))
+
+    def complete_seal(self, *, wait: bool = True) -> None:
+        """Complete the newest boundary that `seal` was called for, and hand it to the tiers; `wait` for a device, or leave it."""
         window, pending, step = self._window, self._pending, self._sealing
-        if window is None or step is None:
+        if window is None or step is None or (not wait and pending is not None and pending.waits_for_device):
             return
         self._pending = self._sealing = None
         if pending is not None and not window.spoiled:
-            self._hand_over(window, pending)
+            self._complete_journal(window, pending)
         if step == window.generation.step:
             self._finish(window)
 
-    def _hand_over(self, window: Window, pending: BoundaryCapture) -> None:
+    def _complete_journal(self, window: Window, pending: BoundaryCapture) -> None:
         assert self._slot is not None
         try:
             if pending.waits_for_device:
                 with self._stalls.measure("arrival"):
                     pending.arrive()
             with self._stalls.measure("journal"):
-                segment = pending.sealed(window.generation)
+                if self._beside.busy:
+                    self._beside.join()
+                else:
+                    self._hand_over(window, pending, self._slot)
         except (JournalOverflow, CodecError, RuntimeError) as error:  # torch's, of a device that is lost
             self._journal_nbytes = 2 * error.nbytes if isinstance(error, JournalOverflow) else 0
             self._spoil(f"its journal cannot be stored: {error}")
-            return
-        window.ring.seal(self._slot)
+
+    def _hand_over(self, window: Window, pending: BoundaryCapture, slot: Slot) -> None:
+        """Write the journal, and hand the segment to the tiers. On the training thread, or while that leaves it alone."""
+        segment = pending.sealed(window.generation)
+        window.ring.seal(slot)
         window.segments.append(segment)
         self._tiers.add(window, segment)
 
@@ -294,6 +316,7 @@ class CaptureSession:
     def abort_window(self) -> None:
         """Forget the window being filled; every rank does so at the same boundary."""
         self.whole_at = None
+        self._beside.finish()
         self._await_copies()
         if self._window is not None:
             self._tiers.withdraw(self._window)
@@ -302,6 +325,7 @@ class CaptureSession:
     def close(self) -> None:
         """End all writes to the ring. A boundary that a failed step has kept from being sealed goes to the tiers."""
         self.complete_seal()
+        self._beside.finish()
         self._await_copies()
         if self._gradients is not None:
             self._gradients.close()

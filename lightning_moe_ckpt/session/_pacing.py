@@ -1,56 +1,66 @@
 """Keep what checkpoints cost within a share of training's time: how far windows are apart, and how long tiers rest.
 
-Two things cost: *captures*, by time of the training thread in hooks and by steps that are longer while copies and digests
-run; and *tiers*, storage and copies on other nodes, by steps that are longer while they work. Each is the difference
-between steps with it and without it that are alike otherwise: medians, which a validation or a stall does not move, and
-no difference where it may be noise. Where there are no steps to compare with, there soon are: windows are further apart
-for once, or a tier rests for some steps.
+Two things cost: *captures*, by time of the training thread in hooks and by steps that are longer until memory has what was
+taken; and *tiers*, storage and copies on other nodes, by steps that are longer while they work. What a step takes longer
+is told by the quiet ones shortly before it, during which nothing of ours worked: the same machine, the same minute.
+Where there are none, there soon are: windows are further apart for once, and tiers rest for some steps.
+
+Every rank keeps an account: seconds that checkpoints have cost since the first step, and seconds that they may have cost.
+A window costs so many seconds on average, so the next one begins when training has earned as many; while the account is
+overdrawn, as after the first steps, up to three times as many. So the share of the whole run comes to the target, whatever was
+lost before anything was known.
 
 Captures come first, since the newest generation in memory is what most restarts need: windows are as close to each other
 as the target allows. What it leaves is for tiers, which rest between generations for as long as that takes, but never
-longer than a given time. Of a target that captures alone exceed, they leave a quarter.
+longer than a given time. A quarter of the target is theirs whatever captures cost.
 
-Every rank measures; the exchange that opens a window carries what it found, and the largest of all ranks decides. So all
-ranks have windows at the same steps. Nothing is changed before there is enough to go by, nor by more than a factor of
-two at once, nor for little.
+The exchange that opens a window carries what every rank has measured, and the largest of all ranks decides. So all ranks
+have windows at the same steps.
 
-Source: CheckFreq (2021), Sec. 4.3, which also adapts a period to a target; we differ in measuring tiers apart from captures.
+Source: CheckFreq (2021), Sec. 4.3, which also adapts a period to a target; we differ in measuring tiers apart from captures,
+and in what was lost already.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import statistics
 import time
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
 log = logging.getLogger(__name__)
 
-_WARM_UP_STEPS = 10
+_WARM_UP_STEPS = 5
 """First steps of an incarnation, which are not like those that follow."""
-_REMEMBERED_STEPS = 64
-"""Of each kind."""
 _SOME_STEPS = 8
-"""Of each kind that a comparison takes at least."""
-_STALE_STEPS = 2000
-"""Steps after which a kind that does not come any more is not compared with."""
+"""Quiet steps that others are compared with at least."""
+_QUIET_STEPS = 32
+"""Quiet steps that others are compared with at most."""
+_REMEMBERED_STEPS = 128
+"""Of every cause."""
+_WAITING_STEPS = 1000
+"""Steps that wait for quiet ones to be compared with; also those after which quiet ones are too old for that."""
 _PROBE_STEPS = 12
-"""For which a tier rests where it never did, so that there is something to compare with."""
-_DECISION_STEPS = 25
+"""For which everything rests where there are no quiet steps."""
+_DECISION_STEPS = 10
 """Least steps between two decisions."""
 _LEAST_PART = 0.25
 """Part of the target that is left for tiers, and for captures, whatever else costs."""
-_CALM = (0.6, 1.1)
-"""Factors between which a change is not worth making."""
-_SURE = 3.0
-"""Standard errors of a difference below which it may be noise."""
+_FACTOR_OVERDRAWN = 3.0
+"""By which windows are further apart, and rests longer, at most, while the account is overdrawn."""
+_FACTOR_AT_ONCE = 4.0
+"""By which windows are further apart than before, at most."""
+_FACTOR_LONG = 6.0
+"""Of an ordinary step; what takes longer than that is something else, and counts as that long."""
+_MARKS = 64
+"""Past states of the account that are remembered at most."""
 _PPM = 1_000_000
-_VOTES = 5
+_VOTES = 6
 """Integers in the exchange, ahead of two for each tier."""
 
 
@@ -76,24 +86,20 @@ class Paced(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What one rank has measured, or the largest of all ranks. Shares are of the time of a step."""
+    """What one rank has measured, or the largest of all ranks; seconds."""
 
-    base: float
-    """Share of hooks in a step at which nothing is captured; 0 where there is none."""
-    capture: float
-    """Share by which a step is longer at which something is captured."""
-    compared: bool
-    """Whether there were steps of both kinds."""
+    known: bool
+    """Whether there were quiet steps lately to compare others with."""
     step: float
-    """Seconds of a step."""
-    slowdowns: tuple[float | None, ...] = ()
-    """By tier: share by which a step is longer while it works; `None` where there is nothing to compare with."""
-    busy_steps: tuple[float, ...] = ()
-    """By tier: steps for which a generation keeps it at work."""
-
-    def of_captures(self, window: int, apart: int) -> float:
-        """Return the share that captures cost if windows of so many steps begin so many steps apart."""
-        return self.base + self.capture * min(1.0, window / apart)
+    """Of a quiet step, hooks included."""
+    base: float
+    """Of hooks in it."""
+    window: float
+    """That a window costs: in hooks, and by longer steps."""
+    owed: float
+    """That checkpoints have cost more than they may have so far."""
+    tiers: tuple[tuple[float, float], ...] = ()
+    """By tier: what a generation costs by longer steps, and for how long it keeps the tier at work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +112,8 @@ class Overhead:
     """Of the training thread in hooks, from the first step on."""
     tiers: dict[str, float]
     """By which steps were longer while tiers worked, as far as that was measured; `host` is for copies to memory."""
+    recent: float
+    """Hooks and tiers, over the second half of training so far."""
     gap_steps: int
     """Least steps from the start of a window to that of the next now; 0 for no limit."""
     rests: dict[str, float]
@@ -121,85 +129,94 @@ class Overhead:
         return self.hooks + sum(self.tiers.values())
 
     def __str__(self) -> str:
-        tiers = "".join(f" and {share:.1%} by {tier} at work" for tier, share in self.tiers.items() if share)
-        target = "" if self.target is None else f" (overhead_target={self.target:g})"
+        tiers = "".join(f", {share:.1%} by {tier} at work" for tier, share in self.tiers.items() if share >= 5e-4)
+        target = "no target" if self.target is None else f"overhead_target={self.target:g}"
         return (
-            f"checkpoints cost {self.share:.1%} of training's time{target}: {self.hooks:.1%} in hooks{tiers}; the start "
-            f"took {self.start_seconds:.2f} s, the end {self.end_seconds:.2f} s"
+            f"checkpoints cost {self.share:.1%} of training's time ({target}), {self.recent:.1%} in its second half: "
+            f"{self.hooks:.1%} in hooks{tiers}; besides, the start took {self.start_seconds:.2f} s and the end "
+            f"{self.end_seconds:.2f} s"
         )
 
 
-def next_gap(gap: int, costs: Costs, *, window: int, period: int, target: float, most: int) -> int:
+def next_gap(gap: int, costs: Costs, *, period: int, share: float, most: float) -> int:
     """Return the least steps between starts of windows from now on; 0 for no limit.
 
     Args:
-        gap: the limit so far.
+        gap: the limit so far: what few windows have cost may have been chance, and is corrected by the next one only.
         costs: agreed on by all ranks.
-        window: steps of a window, which all are captured.
         period: steps between starts of windows without a limit.
-        target: share of time that captures may cost.
-        most: steps that the limit may reach.
+        share: of time that windows may cost.
+        most: most seconds between starts of windows.
     """
-    now = max(gap, period)
-    allowed = max(target - costs.base, target * _LEAST_PART)
-    wanted = min(math.ceil(window * costs.capture / allowed), most)
-    if not costs.compared:
-        wanted = max(wanted, 2 * period)
-    wanted = max(wanted, period)
-    if costs.compared and wanted > period and _CALM[0] * now <= wanted <= _CALM[1] * now:
-        return gap
-    found = min(max(wanted, now // 2), 2 * now)
+    steps = min(_earned(costs.window, costs.owed, share) / costs.step, _FACTOR_AT_ONCE * max(gap, period))
+    if not costs.known:
+        steps = max(steps, period + _PROBE_STEPS)
+    longest = most - costs.window - sum(cost for cost, _ in costs.tiers)
+    found = int(min(math.ceil(steps), longest / costs.step))
     return found if found > period else 0
 
 
-def next_rest(rest: float, slowdown: float | None, busy: float, *, left: float, most: float, step: float) -> float:
+def next_rest(costs: Costs, tier: int, *, share: float, most: float) -> float:
     """Return the seconds that a tier rests after each generation from now on.
 
     Args:
-        rest: seconds so far.
-        slowdown: share by which steps are longer while it works; `None` if that is not known.
-        busy: seconds for which a generation keeps it at work.
-        left: share of time that it may cost.
+        costs: agreed on by all ranks.
+        tier: its place in them.
+        share: of time that it may cost.
         most: most seconds from the start of one generation to that of the next.
-        step: seconds of a step.
     """
-    wanted = max(rest, _PROBE_STEPS * step) if slowdown is None else busy * (slowdown / left - 1.0)
-    wanted = min(max(0.0, wanted), max(0.0, most - busy))
-    if _CALM[0] * rest <= wanted <= _CALM[1] * rest or abs(wanted - rest) < step:
-        return rest
-    found = min(max(wanted, rest / 2), 2 * max(rest, busy, _PROBE_STEPS * step))
-    return found if found >= step else 0.0
+    cost, busy = costs.tiers[tier]
+    rest = _earned(cost, costs.owed, share) - busy
+    if not costs.known:
+        rest = max(rest, _PROBE_STEPS * costs.step)
+    rest = min(rest, most - busy)  # negative, where it takes every generation that it can
+    return rest if rest >= costs.step else 0.0
 
 
-@dataclass
-class _Kind:
-    """Steps at which the same was captured and the same tiers worked."""
-
-    bodies: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_STEPS))
-    """Seconds outside of hooks."""
-    hooks: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_STEPS))
-    """Seconds in hooks."""
-    newest: int = 0
-    """Number of the newest of them."""
+def _earned(cost: float, owed: float, share: float) -> float:
+    """Return the seconds of training in which `cost` is earned, and some of what is owed."""
+    return min(cost + owed, _FACTOR_OVERDRAWN * cost) / share
 
 
-def _difference(pairs: Sequence[tuple[_Kind, _Kind]]) -> float | None:
-    """Return by how many seconds steps of the first kinds are longer than those of the second; `None` without pairs."""
-    weighted = [(max(len(a.bodies), 1), _sure_difference(a.bodies, b.bodies)) for a, b in pairs]
-    total = sum(weight for weight, _ in weighted)
-    return sum(weight * seconds for weight, seconds in weighted) / total if weighted else None
+class _Samples(deque[float]):
+    """The newest of some seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=_REMEMBERED_STEPS)
+
+    def mean(self) -> float:
+        """Return their mean; 0 without any."""
+        return sum(self) / len(self) if self else 0.0
+
+    def surely(self) -> float:
+        """Return their mean less its standard error; 0 where that is negative."""
+        if len(self) < _SOME_STEPS:
+            return max(0.0, self.mean())
+        mean = self.mean()
+        return max(0.0, mean - math.sqrt(sum((each - mean) ** 2 for each in self)) / len(self))
 
 
-def _sure_difference(longer: Sequence[float], shorter: Sequence[float]) -> float:
-    """Return the difference of the medians; 0 where it is negative or may be noise."""
-    medians = [statistics.median(each) for each in (longer, shorter)]
-    spreads = [
-        statistics.median([abs(x - m) for x in each]) for each, m in zip((longer, shorter), medians, strict=True)
-    ]
-    # Of a normal distribution: 1.48 deviations from the median to the standard deviation, 1.25 to the median's error.
-    error = 1.48 * 1.25 * math.hypot(*(s / math.sqrt(len(e)) for s, e in zip(spreads, (longer, shorter), strict=True)))
-    difference = medians[0] - medians[1]
-    return difference if difference > _SURE * error else 0.0
+class _Quiet(deque[float]):
+    """Seconds outside of hooks of the newest steps during which nothing of ours worked."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=_QUIET_STEPS)
+        self.newest = -_WAITING_STEPS
+        """Number of the newest step."""
+        self.mean = self.longest = 0.0
+        """What others are compared with: the mean of what is not too long, and what is."""
+
+    def add(self, seconds: float, step: int) -> None:
+        """Note a step."""
+        self.append(seconds)
+        self.newest, number, ordered = step, len(self), sorted(self)
+        self.longest = _FACTOR_LONG * ordered[number // 2]
+        usual = bisect(ordered, self.longest)
+        self.mean = (sum(ordered[:usual]) + self.longest * (number - usual)) / number
+
+    def more(self, seconds: float) -> float:
+        """Return by how much a step was longer, or shorter."""
+        return min(seconds, self.longest) - self.mean
 
 
 class Governor:
@@ -222,10 +239,11 @@ class Governor:
         target: float | None,
         at_least: timedelta,
         speaks: bool = False,
-        least_seconds: float = 5.0,
-        least_steps: int = 50,
+        least_seconds: float = 1.0,
+        least_steps: int = 20,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._memory = [worker for worker in workers if worker.takes_every]
         self._workers = [worker for worker in workers if not worker.takes_every]
         self._target, self._at_least, self._speaks = target, at_least.total_seconds(), speaks
         self._least_seconds, self._least_steps, self._clock = least_seconds, least_steps, clock
@@ -235,54 +253,74 @@ class Governor:
         """Seconds that each tier rests after a generation; the same on all ranks."""
         self.resting: frozenset[str] = frozenset()
         """Tiers that rest here now."""
-        self.window = 1
-        """Steps of the newest window."""
         self.captured = False
         """Set where the step under way has captured something."""
         self.unusual = False
         """Set where the step under way is like no other."""
         self._period = 1
-        self._kinds: dict[tuple[bool, int], _Kind] = {}
-        self._last: tuple[float, float] | None = None
+        self._last: tuple[float, float, float] | None = None
         self._states = [(False, 0)] * len(self._workers)
         self._ended = [-math.inf] * len(self._workers)
         self._touched = [0] * len(self._workers)
         """Steps in which each tier has worked since it last completed a generation."""
         self._lasted: list[deque[int]] = [deque(maxlen=16) for _ in self._workers]
-        self._worked = [0] * len(self._workers)
-        self._num_captured = 0
-        self._steps = self._measured = self._decided = 0
-        self._seconds = self._hooks = 0.0
+        self._in_window, self._windows = 0, deque[int](maxlen=16)
+        """Steps since the newest window began in which captures worked, and of earlier windows."""
+        self._quiet, self._base = _Quiet(), _Samples()
+        self._hooks_captured, self._longer_captured = _Samples(), _Samples()
+        """Of steps in which captures worked: seconds in hooks; and by which they were longer, where no tier worked."""
+        self._longer = [_Samples() for _ in self._workers]
+        """By tier: seconds by which steps were longer in which it worked."""
+        self._waiting: deque[tuple[bool, int, float]] = deque(maxlen=_WAITING_STEPS)
+        """Steps that are not compared yet: whether captures worked, tiers that did, and seconds outside of hooks."""
+        self._steps = self._decided = 0
+        self._seconds = self._hooks = self._host = 0.0
+        self._by_tier = [0.0] * len(self._workers)
+        """Seconds that training took; in hooks; by which steps were longer through captures; and through each tier."""
+        self._marks: list[tuple[float, float]] = [(0.0, 0.0)]
+        """Seconds that training had taken, and checkpoints had cost, at earlier times."""
         self._asked = False
         """Whether the votes under way carry costs."""
         self._said: dict[str, float] = {}
 
     # -- measuring
 
-    def stepped(self, hooks: float | None, period_steps: int) -> None:
+    def opened(self) -> None:
+        """Note that a window has begun."""
+        if self._in_window:
+            self._windows.append(self._in_window)
+        self._in_window = 0
+
+    def stepped(self, hooks: float | None, period_steps: int, validated: float = 0.0) -> None:
         """Note that a step has ended.
 
         Args:
             hooks: seconds in hooks so far; `None` in a replay, whose steps are not like others.
             period_steps: steps between starts of windows without a limit.
+            validated: seconds of validation so far.
         """
         now, self._period = self._clock(), period_steps
-        last, self._last = self._last, None if hooks is None else (now, hooks)
-        touched = self._look_at_workers(now)
-        captured, self.captured = self.captured, False
-        unusual, self.unusual = self.unusual, False
+        last, self._last = self._last, None if hooks is None else (now, hooks, validated)
+        touched, captured = self._look_at_workers(now), self.captured
+        for worker in self._memory:
+            captured = captured or not worker.idle
+        unusual, self.captured, self.unusual = self.unusual, False, False
+        self._in_window += captured
         if last is None or hooks is None:
             return
-        self._steps += 1
+        total, in_hooks = now - last[0], hooks - last[1]
+        self._steps, self._seconds, self._hooks = self._steps + 1, self._seconds + total, self._hooks + in_hooks
         if self._steps <= _WARM_UP_STEPS or unusual:
             return
-        total, in_hooks = now - last[0], hooks - last[1]
-        self._measured, self._seconds, self._hooks = self._measured + 1, self._seconds + total, self._hooks + in_hooks
-        self._num_captured += captured
-        kind = self._kinds.setdefault((captured, touched), _Kind())
-        kind.bodies.append(total - in_hooks)
-        kind.hooks.append(in_hooks)
-        kind.newest = self._steps
+        (self._hooks_captured if captured else self._base).append(in_hooks)
+        body = total - in_hooks - (validated - last[2])
+        if not captured and not touched:
+            self._quiet.add(body, self._steps)
+        else:
+            self._waiting.append((captured, touched, body))
+        if len(self._quiet) >= _SOME_STEPS:
+            while self._waiting:
+                self._compare(*self._waiting.popleft())
 
     def _look_at_workers(self, now: float) -> int:
         """Return as bits which tiers have worked since the last call."""
@@ -293,7 +331,6 @@ class Governor:
             if busy or was_busy or has != had:
                 touched |= 1 << index
                 self._touched[index] += 1
-                self._worked[index] += self._steps >= _WARM_UP_STEPS
                 if not busy:
                     self._ended[index] = now
                     self._lasted[index].append(self._touched[index])
@@ -303,70 +340,67 @@ class Governor:
         self.resting = frozenset(resting)
         return touched
 
+    def _compare(self, captured: bool, touched: int, body: float) -> None:  # of a queue
+        """Charge captures, or tiers, with what a step took longer than quiet ones.
+
+        Where both worked captures are charged with what they cost where they worked alone, and tiers with the rest.
+        """
+        more = self._quiet.more(body)
+        if captured and not touched:
+            self._longer_captured.append(more)
+        through_captures = (more if not touched else self._longer_captured.mean()) if captured else 0.0
+        self._host += through_captures
+        share = (more - through_captures) / max(1, touched.bit_count())
+        for index, samples in enumerate(self._longer):
+            if touched >> index & 1:
+                samples.append(share)
+                self._by_tier[index] += share
+
     def costs(self) -> Costs:
         """Return what was measured here."""
-        kinds = {
-            key: kind
-            for key, kind in self._kinds.items()
-            if len(kind.bodies) >= _SOME_STEPS and kind.newest > self._steps - _STALE_STEPS
-        }
-        everything = [body + hooks for k in self._kinds.values() for body, hooks in zip(k.bodies, k.hooks, strict=True)]
-        step = statistics.median(everything) if everything else 1.0
-        base, capture, compared = self._of_captures(kinds)
-        slowdowns: list[float | None] = []
-        for index in range(len(self._workers)):
-            pairs = [
-                (kind, kinds[captured, mask & ~(1 << index)])
-                for (captured, mask), kind in kinds.items()
-                if mask >> index & 1 and (captured, mask & ~(1 << index)) in kinds
-            ]
-            found = _difference(pairs)
-            slowdowns.append(None if found is None else found / step)
-        lasted = [
-            max(float(touched), statistics.mean(steps) if steps else 0.0)
-            for touched, steps in zip(self._touched, self._lasted, strict=True)
-        ]
+        base, known = self._base.mean(), len(self._quiet) >= _SOME_STEPS
+        captured_steps = sum(self._windows) / len(self._windows) if self._windows else self._in_window
+        in_hooks = max(0.0, self._hooks_captured.mean() - base)
+        step = self._quiet.mean + base if known else self._seconds / max(1, self._steps)
+        tiers = []
+        for lasted, touched, longer in zip(self._lasted, self._touched, self._longer, strict=True):
+            steps = max(touched, sum(lasted) / len(lasted) if lasted else 0)
+            tiers.append((steps * longer.surely(), steps * (step + longer.mean())))
         return Costs(
-            base=base / step,
-            capture=capture / step,
-            compared=compared,
-            step=step,
-            slowdowns=tuple(slowdowns),
-            busy_steps=tuple(lasted),
+            known=known and self._steps - self._quiet.newest < _WAITING_STEPS,
+            step=max(step, 1e-6),
+            base=base,
+            window=captured_steps * (in_hooks + self._longer_captured.surely()),
+            owed=max(0.0, self._cost - (self._target or 0.0) * self._seconds),
+            tiers=tuple(tiers),
         )
 
-    def _of_captures(self, kinds: dict[tuple[bool, int], _Kind]) -> tuple[float, float, bool]:
-        """Return the seconds of hooks without a capture, the seconds that one adds, and whether both were measured."""
-        hooks = {
-            which: [seconds for (captured, _), kind in kinds.items() if captured == which for seconds in kind.hooks]
-            for which in (False, True)
-        }
-        base, with_capture = (statistics.mean(each) if each else 0.0 for each in hooks.values())
-        pairs = [
-            (kind, kinds[False, mask])
-            for (captured, mask), kind in kinds.items()
-            if captured and (False, mask) in kinds
-        ]
-        return base, max(0.0, with_capture - base) + (_difference(pairs) or 0.0), bool(pairs) or not hooks[True]
+    @property
+    def _cost(self) -> float:
+        return self._hooks + max(0.0, self._host) + sum(max(0.0, each) for each in self._by_tier)
 
     def overhead(self, *, start_seconds: float, end_seconds: float) -> Overhead:
         """Return what checkpoints have cost here."""
-        costs, measured = self.costs(), max(1, self._measured)
-        shares = {
-            worker.name: (slowdown or 0.0) * worked / measured
-            for worker, slowdown, worked in zip(self._workers, costs.slowdowns, self._worked, strict=True)
-        }
-        hooks = self._hooks / self._seconds if self._seconds else 0.0
-        copies = costs.of_captures(self._num_captured, measured) - hooks if costs.compared else 0.0
+        seconds = self._seconds or 1.0
+        past = next(mark for mark in reversed(self._marks) if mark[0] <= self._seconds / 2)
+        by_tier = zip(self._workers, self._by_tier, strict=True)
         return Overhead(
             target=self._target,
-            hooks=hooks,
-            tiers={"host": max(0.0, copies), **shares},
+            hooks=self._hooks / seconds,
+            tiers={"host": max(0.0, self._host) / seconds, **{w.name: max(0.0, each) / seconds for w, each in by_tier}},
+            recent=max(0.0, self._cost - past[1]) / ((self._seconds - past[0]) or 1.0),
             gap_steps=self.gap_steps,
             rests=dict(self.rests),
             start_seconds=start_seconds,
             end_seconds=end_seconds,
         )
+
+    def _mark(self) -> None:
+        """Remember the account, half as often each time that there are too many."""
+        if self._seconds - self._marks[-1][0] >= self._marks[-1][0] / _MARKS:
+            self._marks.append((self._seconds, self._cost))
+        if len(self._marks) > 4 * _MARKS:
+            del self._marks[1::2]
 
     # -- deciding
 
@@ -381,59 +415,55 @@ class Governor:
         self._asked = self._steps >= self._least_steps and self._steps - self._decided >= min(
             _DECISION_STEPS, self._least_steps
         )
+        if self._asked:
+            self._mark()
         if not self._asked or self._seconds < self._least_seconds:
             return [0] * self.num_votes
         costs = self.costs()
-        shares = [-1 if each is None else round(each * _PPM) for each in costs.slowdowns]
-        own = [1, int(costs.compared), *(round(each * _PPM) for each in (costs.base, costs.capture, costs.step))]
-        return [*own, *shares, *(round(each * _PPM) for each in costs.busy_steps)][: self.num_votes]
+        own = [costs.step, costs.base, costs.window, costs.owed, *(each for tier in costs.tiers for each in tier)]
+        return [1, int(costs.known), *(round(each * _PPM) for each in own)][: self.num_votes]
 
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
         """Take the votes of all ranks, and decide."""
         if self._target is None or not self._asked or not all(row[0] for row in rows):
             return
-        self._decided, number = self._steps, len(self._workers)
-        columns = list(zip(*rows, strict=True))
-        base, capture, step = map(max, columns[2:_VOTES])
-        by_tier = columns[_VOTES:]
+        self._decided = self._steps
+        step, base, window, owed, *tiers = [
+            max(column) / _PPM for column in zip(*(row[2:] for row in rows), strict=True)
+        ]
         costs = Costs(
-            base=base / _PPM,
-            capture=capture / _PPM,
-            compared=all(row[1] for row in rows),
-            step=step / _PPM,
-            slowdowns=tuple(None if min(each) < 0 else max(each) / _PPM for each in by_tier[:number]),
-            busy_steps=tuple(max(each) / _PPM for each in by_tier[number:]),
+            known=all(row[1] for row in rows),
+            step=max(step, 1 / _PPM),
+            base=base,
+            window=window,
+            owed=owed,
+            tiers=tuple(zip(tiers[::2], tiers[1::2], strict=True)),
         )
         self._decide(costs, self._target)
 
     def _decide(self, costs: Costs, target: float) -> None:
-        slow = sum(1 for each in costs.slowdowns if each)
-        for_captures = target * (1 - _LEAST_PART) if slow else target
-        before = costs.of_captures(self.window, max(self.gap_steps, self._period))
-        most = max(self._period, int(self._at_least / costs.step))
-        self.gap_steps = next_gap(
-            self.gap_steps, costs, window=self.window, period=self._period, target=for_captures, most=most
-        )
+        allowed = max(target - costs.base / costs.step, target * _LEAST_PART)
+        costly = sum(1 for cost, _ in costs.tiers if cost > 0)
+        for_captures = allowed * (1 - _LEAST_PART) if costly else allowed
+        before = max(self.gap_steps, self._period)
+        self.gap_steps = next_gap(self.gap_steps, costs, period=self._period, share=for_captures, most=self._at_least)
         apart = max(self.gap_steps, self._period)
         if self._is_news("windows", apart, self._period):
             log.info(
-                "checkpoints cost %.1f %% of training's time%s: windows now start every %d steps",
-                before * 1e2,
-                f", more than overhead_target={target:g}" if before > target else f" (overhead_target={target:g})",
-                apart,
+                "captures cost %.1f %% of training's time where windows start every %d steps (overhead_target=%g): they now "
+                "start every %d steps",
+                *((costs.base + costs.window / before) / costs.step * 1e2, before, target, apart),
             )
-        left = max(target - costs.of_captures(self.window, apart), target * _LEAST_PART) / max(1, slow)
-        for worker, slowdown, busy in zip(self._workers, costs.slowdowns, costs.busy_steps, strict=True):
-            seconds = busy * costs.step
-            rest = next_rest(
-                self.rests[worker.name], slowdown, seconds, left=left, most=self._at_least, step=costs.step
-            )
-            self.rests[worker.name] = rest
-            if slowdown is not None and self._is_news(worker.name, seconds + rest, seconds):
+        left = max(allowed - costs.window / (apart * costs.step), allowed * _LEAST_PART) / max(1, costly)
+        for index, worker in enumerate(self._workers):
+            cost, busy = costs.tiers[index]
+            # When it has rested the next window may just have begun: it takes the one after that.
+            most = self._at_least - apart * costs.step - costs.window
+            rest = self.rests[worker.name] = next_rest(costs, index, share=left, most=most)
+            if cost and self._is_news(worker.name, busy + rest, busy):
                 log.info(
-                    "steps take %.0f %% longer while %s works (overhead_target=%g): it now rests for %.1f s after each "
-                    "generation",
-                    *(slowdown * 1e2, worker.name, target, rest),
+                    "a generation in %s costs %.2f s of training (overhead_target=%g): it now rests for %.1f s after each",
+                    *(worker.name, cost, target, rest),
                 )
 
     def _is_news(self, what: str, now: float, first: float) -> bool:

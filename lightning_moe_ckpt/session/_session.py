@@ -66,6 +66,7 @@ class CheckpointSession:
     own, for exports; what cannot be stored is left out. `averages` are those that callbacks keep of the module.
     """
 
+    @collections_paused()
     def __init__(
         self,
         config: SessionConfig,
@@ -118,18 +119,13 @@ class CheckpointSession:
     # -- start
 
     def begin(self) -> Journal | None:
-        """Open the run and load what it can resume from.
-
-        Returns:
-            The start half of the boundary to continue from; `None` for a fresh start.
-        """
-        self._heap.freeze_unswept()
+        """Open the run, load what it can resume from, and return its boundary's start half; `None` for a fresh start."""
         started = time.perf_counter()
-        with collections_paused():
+        with self._heap.keeping():
             start = self._begin()
-        self._start_seconds = time.perf_counter() - started
         if start is None:
-            self._heap.unfreeze()
+            self._heap.sweep()
+        self._start_seconds = time.perf_counter() - started
         return start
 
     def _begin(self) -> Journal | None:
@@ -143,7 +139,7 @@ class CheckpointSession:
             identity=identity, view=view, groups=groups, may_lack_experts=self._policy.allow_missing_experts
         )
         self._found = self._runs.open(resume=self._config.resume, job=job)
-        self._tiers = self._join_tiers(identity)
+        self._join_tiers(identity)
         self._capture = CaptureSession(
             name=self._runs.name,
             exchange=self._exchange,
@@ -167,7 +163,7 @@ class CheckpointSession:
         )
         return start
 
-    def _join_tiers(self, identity: Identity) -> Tiers:
+    def _join_tiers(self, identity: Identity) -> None:
         """Make one worker per tier, in the same order on all ranks."""
         is_first, runs = self._exchange.is_coordinator, made(self._runs)
         markers = Markers(
@@ -209,11 +205,10 @@ class CheckpointSession:
             plan=self._planner,
         )
         workers = [HostWorker(self._memory, markers), self._storage, *peers]
-        tiers = Tiers(workers, watcher=self._planner.tokens, config=self._config, speaks=is_first)
+        self._tiers = Tiers(workers, watcher=self._planner.tokens, config=self._config, speaks=is_first)
         self._planner.joined(workers)
         if not self._policy.exact and resumed is not None:
-            build_on_stored(runs.store, self._exchange, tiers, self._storage, self._found)
-        return tiers
+            build_on_stored(runs.store, self._exchange, self._tiers, self._storage, self._found)
 
     def _load(self, found: RestoreSource) -> Journal:
         self._planner.journal_had(found.journal_nbytes)
@@ -302,8 +297,10 @@ class CheckpointSession:
         self._planner.forward_begins(replaying=self.replaying)
 
     def fence_gradients(self) -> None:
-        """Wait for copies of gradients; call before they are set to zero, or let go of."""
-        made(self._capture).fence_gradients()
+        """Wait for copies of gradients; call before they are set to zero, or let go of, where backward is about to run."""
+        capture = made(self._capture)
+        capture.fence_gradients()
+        capture.seal_beside()
 
     def fence(self) -> None:
         """Wait for copies of parameters; call before the optimizer overwrites them."""
@@ -328,7 +325,7 @@ class CheckpointSession:
         self._steps, self._outcome = self._steps + 1, outcome
         self._planner.stepped(step)
         hooks = None if self.replaying else self.clock.seconds
-        self._tiers.stepped(max(self.least_steps, self._planner.interval_steps), hooks)
+        self._tiers.stepped(max(self.least_steps, self._planner.interval_steps), hooks, self.clock.validated)
         if not capture.window_open:
             self._plan()
             use = self._use if self._replay is None else None
@@ -339,9 +336,9 @@ class CheckpointSession:
         capture.capture(step, outcome)
 
     def _plan(self) -> None:
-        layout = self._planner.first_layout() if self._replay is None else None
-        if layout is not None:
-            self._use(layout)
+        with self._heap.keeping(when=made(self._capture).layout is None):
+            if self._replay is None and (layout := self._planner.first_layout()) is not None:
+                self._use(layout)
 
     def _use(self, layout: WindowLayout) -> None:
         in_force = made(self._capture).layout
@@ -360,6 +357,10 @@ class CheckpointSession:
         """Return whether `seal` has to be called for boundary `step`, the newest."""
         capture = made(self._capture)
         return self._steps < _MEASURED_JOURNALS or capture.window_open or capture.whole_at == step
+
+    def within_window(self, step: int) -> bool:
+        """Whether boundary `step`, the newest, is in the middle of a window: no run will resume from it."""
+        return self._steps >= _MEASURED_JOURNALS and made(self._capture).is_within(step)
 
     def seal(self, start: Journal, *, step: int, disturbed: bool = False, room: Callable[[], int] = lambda: 0) -> None:
         """Complete what boundary `step` took, as the next batch begins. Boundary 0 of a fresh run is taken here.
@@ -381,7 +382,8 @@ class CheckpointSession:
         if fresh:  # training goes on: a crash before storage has it, and memory anything newer, is a start from nothing
             self._tiers.begin_first(STORAGE, made(self._runs).name(step))
         if fresh or capture.whole_at == step:
-            made(self._dense).begin(step, start)
+            with self._heap.keeping():
+                made(self._dense).begin(step, start)
         capture.seal(start, step=step, disturbed=disturbed)
 
     def end(self, step: int, start: Journal) -> None:
@@ -443,7 +445,9 @@ class CheckpointSession:
             self._tiers.unlink()
 
     def drain(self, timeout: float) -> bool:
-        """Wait until everything handed to storage is durable, and what is whole is found in memory; seconds."""
+        """Wait until everything taken so far that goes to storage is durable, and what is whole is found in memory; seconds."""
+        if self._capture is not None:
+            self._capture.complete_seal(wait=False)
         return all(each.drain(timeout) for each in self._tiers.workers if not each.paced)
 
     def close(self, *, keep_memory: bool = False) -> None:
@@ -457,9 +461,16 @@ class CheckpointSession:
             self._capture.close()
         self._tiers.close()
         self._tiers.release(unlink=not keep_memory and self._memory_is_superseded(ask=True))
+        if self._memory is not None and not self._tiers.workers:  # another rank has failed while they were joined
+            self._memory.close(unlink=False)
         self._engine.close()
         if self._runs is not None:
             self._runs.close()
+
+    @property
+    def has_generation(self) -> bool:
+        """Whether some tier has a generation of this incarnation on every rank."""
+        return bool(self._tiers.everywhere)
 
     @property
     def windows_missed(self) -> int:

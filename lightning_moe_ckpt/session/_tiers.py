@@ -21,6 +21,7 @@ Source: TierCheck (2025), Sec. 3.3 and Fig. 5.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -67,6 +68,8 @@ class Window:
     segments: list[SealedSegment] = field(default_factory=list)
     workers: list[TierWorker] = field(default_factory=list)
     """Workers of the tiers that it was given to."""
+    unix_time: int = field(default_factory=lambda: int(time.time()))
+    """When it began, as its markers in all tiers state."""
 
 
 class TierWatcher(Protocol):
@@ -260,9 +263,9 @@ class Tiers:
         for worker in self.workers:
             worker.planned(exchange, ring, num_segments)
 
-    def stepped(self, period_steps: int, hooks: float | None) -> None:
-        """Tell tiers that a step has ended, and how many steps generations are apart; `hooks` as in `Governor.stepped`."""
-        self.governor.stepped(hooks, period_steps)
+    def stepped(self, period_steps: int, hooks: float | None, validated: float = 0.0) -> None:
+        """Tell tiers that a step has ended, and how many steps generations are apart; the rest as in `Governor.stepped`."""
+        self.governor.stepped(hooks, period_steps, validated)
         period_steps = max(period_steps, self.governor.gap_steps)
         for worker in self.workers:
             worker.stepped(period_steps)
@@ -281,7 +284,7 @@ class Tiers:
 
     def open(self, window: Window) -> None:
         """Begin a window: tiers that take it get its segments as they are sealed."""
-        self.governor.window = len(window.layout.steps)
+        self.governor.opened()
         for lane in self._lanes:
             if lane.worker.takes_every or (lane.idle and not lane.cannot_take(window.layout)):
                 self._begin(lane, window)
@@ -422,6 +425,7 @@ class Tiers:
                 plan_hash=layout.record.plan_hash,
                 plan_json=layout.record.to_json(),
                 num_segments=len(layout.steps),
+                unix_time=window.unix_time,
                 on_released=window.ring.unpin,
                 base=base,
                 bad=bad,

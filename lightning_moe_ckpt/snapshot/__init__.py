@@ -14,6 +14,7 @@ from lightning_moe_ckpt.snapshot._identity import model_differences as model_dif
 from lightning_moe_ckpt.snapshot._identity import stored_facts as stored_facts
 from lightning_moe_ckpt.snapshot._lay_out import dense_layout as dense_layout
 from lightning_moe_ckpt.snapshot._lay_out import dense_nbytes as dense_nbytes
+from lightning_moe_ckpt.snapshot._lay_out import expect_header_fits as expect_header_fits
 from lightning_moe_ckpt.snapshot._lay_out import lay_out as lay_out
 from lightning_moe_ckpt.snapshot._lay_out import log_plan as log_plan
 from lightning_moe_ckpt.snapshot._lay_out import record_nbytes as record_nbytes
@@ -30,7 +31,6 @@ from lightning_moe_ckpt.snapshot._layout import WindowLayout as WindowLayout
 from lightning_moe_ckpt.snapshot._layout import is_average as is_average
 from lightning_moe_ckpt.snapshot._parts import Field as Field
 from lightning_moe_ckpt.snapshot._parts import ParameterParts as ParameterParts
-from lightning_moe_ckpt.snapshot._parts import Place as Place
 from lightning_moe_ckpt.snapshot._parts import Shard as Shard
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord as PlanRecord
 from lightning_moe_ckpt.snapshot._writer import BoundaryCapture as BoundaryCapture

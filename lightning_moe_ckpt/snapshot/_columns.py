@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt.native import Column, CopyTable
 from lightning_moe_ckpt.snapshot._layout import PRESENT, FileLayout, StepLayout
-from lightning_moe_ckpt.snapshot._parts import Form
+from lightning_moe_ckpt.snapshot._parts import Form, PartColumns
 
 _ZEROS_U8 = torch.zeros(2**20, dtype=torch.uint8)
 _STATE_U8 = torch.zeros(4096, dtype=torch.uint8)
@@ -46,29 +46,29 @@ class StepColumns:
         self._bases: list[tuple[str, str]] = []
         """Parameters, and which tensor of each."""
         self._dtypes = [torch.uint8]
-        parts = [each for file in files for each in file.table.parts]
-        first_base: dict[int, int] = {}
-        first_row: dict[tuple[Form, ...], int] = {}
+        first_base: list[int] = []
+        first_row: list[int] = []
         rows: list[tuple[int, bool, bool]] = []
-        for part, forms in parts:
-            if id(forms) not in first_base:
-                first_base[id(forms)] = len(self._bases)
-                self._bases += [(part.piece.fqn, key) for key, *_ in forms]
-                if first_row.setdefault(tuple(forms), len(rows)) == len(rows):
-                    self._dtypes += [dtype for _, dtype, _ in forms if dtype not in self._dtypes]
-                    rows += [(self._dtypes.index(dtype), whole, key == PRESENT) for key, dtype, whole in forms]
-        self.fqns = tuple(dict.fromkeys(fqn for fqn, _ in self._bases))
+        known: dict[tuple[Form, ...], int] = {}
+        parts = PartColumns.of([each for file in files for each in file.table.parts])
+        for fqn, forms in parts.kinds:
+            first_base.append(len(self._bases))
+            self._bases += [(fqn, key) for key, *_ in forms]
+            first_row.append(known.setdefault(tuple(forms), len(rows)))
+            if first_row[-1] == len(rows):
+                self._dtypes += [dtype for _, dtype, _ in forms if dtype not in self._dtypes]
+                rows += [(self._dtypes.index(dtype), whole, key == PRESENT) for key, dtype, whole in forms]
+        self.fqns = tuple(dict.fromkeys(fqn for fqn, _ in parts.kinds))
         """Parameters of which there is something."""
         # From here on by part, then by tensor, in C.
-        count = _column(len(forms) for _, forms in parts)
+        count = parts.tensors
         number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-        self._base = np.repeat(_column(first_base[id(forms)] for _, forms in parts), count) + number
-        row = np.repeat(_column(first_row[tuple(forms)] for _, forms in parts), count) + number
+        self._base = np.repeat(_column(first_base)[parts.kind], count) + number
+        row = np.repeat(_column(first_row)[parts.kind], count) + number
         self._dtype, per_element, is_flag = np.array(rows, np.int64).reshape(-1, 3).T[:, row]
         flags = is_flag.astype(bool)
-        self._start = np.repeat(_column(part.piece.start for part, _ in parts), count) * per_element
-        numel = np.repeat(_column(part.piece.stop - part.piece.start for part, _ in parts), count)
-        self._numel = np.where(per_element, numel, 1)
+        self._start = np.repeat(parts.start, count) * per_element
+        self._numel = np.where(per_element, np.repeat(parts.numel, count), 1)
         self._itemsize = _column(dtype.itemsize for dtype in self._dtypes)[self._dtype]
         self._headers = [torch.frombuffer(bytearray(file.segment.header), dtype=torch.uint8) for file in files]
         self._header_offset = _column(file.start for file in files)

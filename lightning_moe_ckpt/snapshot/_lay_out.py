@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
 
 import torch
 
-from lightning_moe_ckpt.errors import IdentityMismatch
+from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.operators import Operator, OperatorSet, RecordKind, split
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import (
@@ -34,6 +35,7 @@ from lightning_moe_ckpt.policies import (
 from lightning_moe_ckpt.snapshot._layout import REGIONS, FileLayout, StateView, StepLayout, WindowLayout
 from lightning_moe_ckpt.snapshot._parts import Shard
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
+from lightning_moe_ckpt.storage import MAX_HEADER_NBYTES
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,9 @@ EXPERT_SPLIT_NBYTES = 4 * 2**10
 
 MAX_PIECES = 1024
 """Most pieces into which one operator is cut."""
+
+_ENTRY_NBYTES = 256
+"""Bytes of a tensor's entry in a header with that of the gap behind it, at most, roughly."""
 
 Parts = dict[str, list[Shard]]
 """Shards by region, over all its writers, in the order in which they are stored."""
@@ -75,6 +80,24 @@ def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -
     policy, nothing = DensePolicy(), [0.0] * view.operators.num_experts
     inputs = PlanInputs(operators=view.operators, sizes=record_nbytes(view, groups), popularity=nothing)
     return lay_out(PlanRecord(plan=policy.plan(inputs), config=policy.config()), view, groups, journal_nbytes)
+
+
+def expect_header_fits(view: StateView, groups: ParallelGroups) -> None:
+    """Find out before training whether a file can describe all that this rank writes.
+
+    Raises:
+        ConfigurationError: its header would be too long.
+    """
+    forms = cache(partial(view.forms, kind=RecordKind.FULL))
+    tensors = sum(len(forms(piece.fqn)) / _num_holders(op, groups) for op in view.operators for piece in op.slices)
+    if tensors * _ENTRY_NBYTES < MAX_HEADER_NBYTES:
+        return
+    try:
+        dense_layout(view, groups, journal_nbytes=1)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{len(view.operators)} operators are more than one rank can store. {error} `expert_parallel` spreads experts."
+        ) from error
 
 
 def dense_nbytes(view: StateView, groups: ParallelGroups) -> int:
@@ -171,15 +194,22 @@ def region_parts(
     """Return the shards of one region over all its writers, of those of the records that this rank's regions hold."""
     widths = {kind: view.widths(kind) for kind in set(records.values())}
     operators, holders = view.operators, _ranks(region, groups)
-    local = ((operators[name], kind) for name, kind in records.items() if name in operators)
+    local = [(operators[name], kind) for name, kind in records.items() if name in operators]
     taken = [(op.name, kind, piece) for op, kind in local if op.holders == region for piece in op.slices]
-    sizes = [(piece.stop - piece.start) * widths[kind](piece.fqn) for _, kind, piece in taken]
+    sizes = [0] * len(taken)
+    if len(holders) > 1:
+        sizes = [(piece.stop - piece.start) * widths[kind](piece.fqn) for _, kind, piece in taken]
     parts: list[Shard] = []
     for (name, kind, piece), writer in zip(taken, writers_of(sizes, holders), strict=True):
-        if writer is not None:
-            parts.append(Shard(name, kind, piece, writer))
-        else:
-            parts += [Shard(name, kind, each, rank) for each, rank in cut_among(piece, holders)]
+        # What is taken for forward and backward is taken again at the next steps of the window.
+        key = (id(piece), writer) if kind is RecordKind.COMPUTE else None
+        found = view.repeated.get(key)
+        if found is None:
+            shares = [(piece, writer)] if writer is not None else cut_among(piece, holders)
+            found = [Shard(name, kind, each, rank) for each, rank in shares]
+            if key is not None:
+                view.repeated[key] = found
+        parts += found
     return parts
 
 

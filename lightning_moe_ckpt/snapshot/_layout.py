@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_moe_ckpt.operators import Operator, OperatorSet, RecordKind, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Audience, all_names
-from lightning_moe_ckpt.snapshot._parts import Field, Form, PartTable, Shard
+from lightning_moe_ckpt.snapshot._parts import Field, Form, PartTable, PartText, Shard
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import SegmentLayout, SpelledRows, TensorKind, dtype_code
 from lightning_moe_ckpt.tiers import aligned_gradient, gradient_nbytes
@@ -126,6 +126,9 @@ class StateView:
         self.compute_dtypes = dict(compute_dtypes)
         self.gradient_dtype: torch.dtype | None = None
         """Type in which gradients of experts are kept behind segments; `None` if they are not."""
+        self.repeated: dict[tuple[int, int | None] | None, list[Shard]] = {}
+        """Parts that steps of a window share, by identity of the slice, which is of an operator, and writer."""
+        self._texts: dict[int, PartText] = {}
 
     def buffer(self, name: str) -> Tensor | None:
         """Return the live tensor; `None` if the module has dropped it."""
@@ -165,7 +168,7 @@ class StateView:
     def table(self, parts: Iterable[Shard]) -> PartTable:
         """Return the tensors of parts."""
         forms = cache(self.forms)
-        return PartTable([(part, forms(part.piece.fqn, part.kind)) for part in parts])
+        return PartTable([(part, forms(part.piece.fqn, part.kind)) for part in parts], self._texts)
 
     def is_state(self, key: str) -> bool:
         """Return whether a field is part of the optimizer's state, of which there may be none yet."""
@@ -242,7 +245,8 @@ class FileLayout:
         self.view, self.groups, self.audience, self.start = view, groups, audience, start
         self.parts = {region: list(parts[region]) for region in REGIONS}
         self._written: dict[tuple[str, int], PartTable] = {}
-        self.table = PartTable([pair for region in REGIONS for pair in self.written(region, groups.rank).parts])
+        own = [self.written(region, groups.rank) for region in REGIONS]
+        self.table = PartTable.joined([each for each in own if each.parts] or own[:1])
         """Tensors of records that this rank writes, the first ones of the segment."""
         local = {} if journal_nbytes is None else self._local_kinds(journal_nbytes)
         self._local = list(local)
@@ -264,7 +268,7 @@ class FileLayout:
         """Return what `writer` stores in `region`."""
         found = self._written.get((region, writer))
         if found is None:
-            parts = (part for part in self.parts[region] if part.writer == writer)
+            parts = [part for part in self.parts[region] if part.writer == writer]
             found = self._written[region, writer] = self.view.table(parts)
         return found
 

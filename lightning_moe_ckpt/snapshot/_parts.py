@@ -6,11 +6,15 @@ seconds, most of it in the garbage collector.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from lightning_moe_ckpt.native import Column
 from lightning_moe_ckpt.operators import ParamSlice, RecordKind
 from lightning_moe_ckpt.storage import TensorKind
 
@@ -27,7 +31,7 @@ class Shard(NamedTuple):
     def prefix(self) -> str:
         """Start of the names of this part's tensors, in global coordinates."""
         piece = self.piece
-        return f"{self.kind.value}/{piece.fqn}/{piece.global_start}+{piece.stop - piece.start}"
+        return f"{_WORDS[self.kind]}/{piece.fqn}/{piece.global_start}+{piece.stop - piece.start}"
 
 
 Form = tuple[str, torch.dtype, bool]
@@ -46,17 +50,51 @@ class Field(NamedTuple):
     """In the segment's header."""
 
 
-Place = tuple[int, int, int]
-"""Of a part: number of its first tensor, its first element in the parameter, and its elements."""
+class PartColumns(NamedTuple):
+    """Parts by column, a value for each."""
+
+    kinds: list[tuple[str, list[Form]]]
+    """Parameters, each with the tensors of its parts; a parameter of which there are two kinds of record comes twice."""
+    kind: Column
+    """Index in `kinds`."""
+    start: Column
+    """First element in the parameter."""
+    numel: Column
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Shard, list[Form]]]) -> PartColumns:
+        """Return the columns of parts; parts of one kind share the list of their tensors."""
+        ids = [id(forms) for _, forms in parts]
+        shared = dict(zip(ids, parts, strict=True))
+        numbers = dict(zip(shared, range(len(shared)), strict=True))
+        pieces = [part.piece for part, _ in parts]
+        start, stop = (np.fromiter(map(attrgetter(name), pieces), np.int64, len(pieces)) for name in ("start", "stop"))
+        kinds = [(part.piece.fqn, forms) for part, forms in shared.values()]
+        return cls(kinds, np.fromiter(map(numbers.__getitem__, ids), np.int64, len(ids)), start, stop - start)
+
+    @property
+    def tensors(self) -> Column:
+        """Tensors of each part."""
+        return np.array([len(forms) for _, forms in self.kinds], np.int64)[self.kind]
 
 
 class ParameterParts(NamedTuple):
-    """The parts of one parameter."""
+    """The parts of one parameter in a table, by column."""
 
     fqn: str
     forms: list[Form]
     """Tensors of each part."""
-    places: list[Place]
+    first: Column
+    """Number of the first tensor of each part in the table."""
+    start: Column
+    """First element in the parameter."""
+    numel: Column
+
+
+PartText = tuple[Shard, list[str], list[TensorKind]]
+"""A part; names, types and shapes of its tensors."""
+
+_WORDS = {kind: kind.value for kind in RecordKind}
 
 
 class PartTable:
@@ -64,23 +102,38 @@ class PartTable:
 
     Args:
         parts: each with its tensors; parts of one parameter share the list of them.
+        texts: of parts that other tables of the same window have too, by identity.
     """
 
-    def __init__(self, parts: list[tuple[Shard, list[Form]]]) -> None:
+    def __init__(self, parts: list[tuple[Shard, list[Form]]], texts: dict[int, PartText] | None = None) -> None:
         self.parts = parts
         self.names: list[str] = []
         """In the segment's header, by tensor."""
         self.kinds: list[TensorKind] = []
         """Type and shape, by tensor."""
-        known: dict[tuple[int, int], list[TensorKind]] = {}
+        texts = {} if texts is None else texts
         for part, forms in parts:
-            prefix, numel = part.prefix, part.piece.stop - part.piece.start
-            kinds = known.get((id(forms), numel))
-            if kinds is None:
-                kinds = [(dtype, (numel if per_element else 1,)) for _, dtype, per_element in forms]
-                known[id(forms), numel] = kinds
-            self.names += [f"{prefix}/{key}" for key, _, _ in forms]
-            self.kinds += kinds
+            text = texts.get(id(part))
+            if text is None:
+                prefix, numel = part.prefix, part.piece.stop - part.piece.start
+                names = [f"{prefix}/{key}" for key, _, _ in forms]
+                text = part, names, [(dtype, (numel if per_element else 1,)) for _, dtype, per_element in forms]
+                if part.kind is RecordKind.COMPUTE:
+                    texts[id(part)] = text
+            self.names += text[1]
+            self.kinds += text[2]
+
+    @classmethod
+    def joined(cls, tables: Sequence[PartTable]) -> PartTable:
+        """Return the tensors of tables, one behind the other."""
+        if len(tables) == 1:
+            return tables[0]
+        joined = cls([])
+        for each in tables:
+            joined.parts += each.parts
+            joined.names += each.names
+            joined.kinds += each.kinds
+        return joined
 
     @cached_property
     def fields(self) -> list[Field]:
@@ -90,11 +143,11 @@ class PartTable:
 
     def by_parameter(self) -> list[ParameterParts]:
         """Return the parts of each parameter, in order."""
-        found: dict[tuple[str, int], ParameterParts] = {}
-        first = 0
-        for part, forms in self.parts:
-            piece = part.piece
-            group = found.setdefault((piece.fqn, id(forms)), ParameterParts(piece.fqn, forms, []))
-            group.places.append((first, piece.start, piece.stop - piece.start))
-            first += len(forms)
-        return list(found.values())
+        columns = PartColumns.of(self.parts)
+        first = np.cumsum(columns.tensors) - columns.tensors
+        order = np.argsort(columns.kind, kind="stable")
+        bounds = np.cumsum(np.bincount(columns.kind, minlength=len(columns.kinds)))[:-1]
+        return [
+            ParameterParts(fqn, forms, first[own], columns.start[own], columns.numel[own])
+            for (fqn, forms), own in zip(columns.kinds, np.split(order, bounds), strict=True)
+        ]

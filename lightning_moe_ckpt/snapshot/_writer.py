@@ -87,6 +87,15 @@ class StepCopies:
         """Live tensors that are copied."""
         self.records: list[RecordRows] = []
         """Marker's entries of each file."""
+        self._places: dict[int, tuple[Tensor, memoryview]] = {}
+
+    def place(self, view_U8: Tensor) -> tuple[Tensor, memoryview]:
+        """Return the memory of the durable file in a slot, and that of all files."""
+        found = self._places.get(view_U8.data_ptr())
+        if found is None:
+            memory = as_memoryview(view_U8)[: self.layout.files_nbytes]
+            found = self._places[view_U8.data_ptr()] = self.layout.durable.bytes_in(view_U8), memory
+        return found
 
     def current(self, block_U8: Tensor) -> PreparedTable:
         """Return the copies of everything as it is now, for this slot and others."""
@@ -137,8 +146,7 @@ class SegmentWriter:
         self.layout, self.view, self._engine = layout, view_U8, engine
         self._copies = copies if copies is not None else StepCopies(layout, engine)
         self._arrivals = arrivals if arrivals is not None else Arrivals()
-        self._durable_U8 = layout.durable.bytes_in(view_U8)
-        self._memory = as_memoryview(view_U8)[: layout.files_nbytes]
+        self._durable_U8, self._memory = self._copies.place(view_U8)
         self._versions: list[int] = []
 
     def start(self) -> Ticket:

@@ -11,6 +11,7 @@ from lightning_moe_ckpt.storage._carry import BadCopies as BadCopies
 from lightning_moe_ckpt.storage._carry import carry_forward as carry_forward
 from lightning_moe_ckpt.storage._carry import carry_spares as carry_spares
 from lightning_moe_ckpt.storage._carry import full_records as full_records
+from lightning_moe_ckpt.storage._entries import RecordColumns as RecordColumns
 from lightning_moe_ckpt.storage._entries import RecordEntry as RecordEntry
 from lightning_moe_ckpt.storage._entries import RecordRows as RecordRows
 from lightning_moe_ckpt.storage._entries import ReferencedEntry as ReferencedEntry
@@ -51,6 +52,7 @@ from lightning_moe_ckpt.storage._scrub import check_places as check_places
 from lightning_moe_ckpt.storage._scrub import read_chunks as read_chunks
 from lightning_moe_ckpt.storage._scrub import scrub_record as scrub_record
 from lightning_moe_ckpt.storage._scrub import scrub_segment as scrub_segment
+from lightning_moe_ckpt.storage._segment import MAX_HEADER_NBYTES as MAX_HEADER_NBYTES
 from lightning_moe_ckpt.storage._segment import SegmentLayout as SegmentLayout
 from lightning_moe_ckpt.storage._segment import Span as Span
 from lightning_moe_ckpt.storage._segment import TensorKind as TensorKind

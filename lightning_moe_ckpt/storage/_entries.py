@@ -14,14 +14,14 @@ from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from itertools import chain
 from math import prod
-from operator import attrgetter
-from typing import Any, TypeVar, overload
+from operator import add, attrgetter, eq, le, mul
+from typing import Any, NamedTuple, TypeVar, overload
 
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.native import Ranges
-from lightning_moe_ckpt.storage._json import INTEGER, MAX_INTEGER, TEXT, Form, digest_of, keys, many
+from lightning_moe_ckpt.storage._json import INTEGER, MAX_INTEGER, TEXT, Form, digest_of, keys
 from lightning_moe_ckpt.storage._names import GenerationId
 from lightning_moe_ckpt.storage._segment import itemsize_of
 
@@ -77,6 +77,44 @@ RECORD_COLUMNS = [column.name for column in fields(RecordEntry) if column.name !
 _ROW = attrgetter(*RECORD_COLUMNS)
 
 
+class RecordColumns(NamedTuple):
+    """The records of a file by column, a value for each record in all of them: objects for a million records take seconds."""
+
+    name: Sequence[str]
+    operator: Sequence[str]
+    kind: Sequence[str]
+    fqn: Sequence[str]
+    state_key: Sequence[str]
+    dtype: Sequence[str]
+    global_shape: Sequence[tuple[int, ...]]
+    global_start: Sequence[int]
+    numel: Sequence[int]
+    offset: Sequence[int]
+    nbytes: Sequence[int]
+    present: Sequence[bool]
+    digest: Sequence[str]
+
+    @classmethod
+    def of(cls, records: Sequence[RecordEntry]) -> RecordColumns:
+        """Return records by column; parsed as such where they come from a marker."""
+        if isinstance(records, RecordTable):
+            return records.columns
+        columns: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in cls._fields}
+        return cls(**columns)
+
+    def by_offset(self) -> RecordColumns:
+        """Return the same in the order in which the records lie in the file."""
+        if all(map(le, self.offset, self.offset[1:])):
+            return self
+        order = sorted(range(len(self.offset)), key=self.offset.__getitem__)
+        columns: list[Any] = [[column[index] for index in order] for column in self]
+        return RecordColumns(*columns)
+
+    def entries(self) -> Iterator[RecordEntry]:
+        """Yield an object for each record."""
+        return (RecordEntry(**dict(zip(self._fields, row, strict=True))) for row in zip(*self, strict=True))
+
+
 class RecordTable(Sequence[RecordEntry]):
     """The records of one segment, backed by a line of a marker; parsed on first access.
 
@@ -128,7 +166,8 @@ class RecordTable(Sequence[RecordEntry]):
         return hash(self._records)
 
     @cached_property
-    def _records(self) -> tuple[RecordEntry, ...]:
+    def columns(self) -> RecordColumns:
+        """The records by column, checked. Raises `Corrupt` if the line does not hold records."""
         try:
             line = json.loads(self.line)
         except (ValueError, RecursionError) as error:
@@ -136,11 +175,16 @@ class RecordTable(Sequence[RecordEntry]):
         digests, rows = _LINE.read(line, self._where)
         if len(digests) != len(rows):
             raise Corrupt(f"{self._where}: {len(digests)} digests for {len(rows)} records.")
-        records = _read_columns(rows, digests, f"{self._where}: rows")
-        for record in records:
-            if (reason := _contradiction(record, self.file_nbytes)) is not None:
-                raise Corrupt(f"{self._where}: {record.name} {reason}. Another copy may be good.")
-        return records
+        columns = _read_columns(rows, digests, f"{self._where}: rows")
+        if not _are_consistent(columns, self.file_nbytes):
+            for record in columns.entries():
+                if (reason := _contradiction(record, self.file_nbytes)) is not None:
+                    raise Corrupt(f"{self._where}: {record.name} {reason}. Another copy may be good.")
+        return columns
+
+    @cached_property
+    def _records(self) -> tuple[RecordEntry, ...]:
+        return tuple(self.columns.entries())
 
 
 SpelledRows = tuple[Sequence[str], Sequence[tuple[int, int]]]
@@ -202,25 +246,51 @@ def _line(digests: bytes | memoryview, rows: bytes) -> tuple[bytes | memoryview,
     return b'{"digests":[' + quote, digests, quote + b'],"rows":', rows, b"}\n"
 
 
-def _read_row(value: object, where: str) -> list[object]:
-    if not isinstance(value, list) or len(value) != len(RECORD_COLUMNS):
+def _read_rows(value: object, where: str) -> list[list[Any]]:
+    rows = _read_list(list, value, where)
+    if set(map(len, rows)) - {len(RECORD_COLUMNS)}:
         raise Corrupt(f"{where}: a row of {len(RECORD_COLUMNS)} columns was expected.")
+    return rows
+
+
+def _read_list(kind: type[T], value: object, where: str) -> list[T]:
+    _expect_kind(list, [value], where)
+    assert isinstance(value, list)
+    _expect_kind(kind, value, where)
     return value
 
 
-_LINE: Form[tuple[Sequence[str], Sequence[list[Any]]]] = keys(
-    lambda digests, rows: (digests, rows), digests=many(TEXT), rows=many(Form(_read_row, list))
+_LINE: Form[tuple[list[str], list[list[Any]]]] = keys(
+    lambda digests, rows: (digests, rows), digests=Form(partial(_read_list, str), list), rows=Form(_read_rows, list)
 )
 
 
-def _read_columns(rows: Sequence[list[Any]], digests: Sequence[str], where: str) -> tuple[RecordEntry, ...]:
-    """Build records from rows. Values are checked by column, which is faster: a restore reads every row."""
-    columns = dict(zip(RECORD_COLUMNS, zip(*rows, strict=True), strict=True)) if rows else {}
-    for name, column in columns.items():
+def _read_columns(rows: Sequence[list[Any]], digests: Sequence[str], where: str) -> RecordColumns:
+    """Return rows by column. A restore reads every row, so nothing here is called for each of them from Python."""
+    columns: list[Any] = list(zip(*rows, strict=True)) if rows else [()] * len(RECORD_COLUMNS)
+    for name, column in zip(RECORD_COLUMNS, columns, strict=True):
         _CHECKS[name](column, f"{where}: {name}")
-    return tuple(
-        RecordEntry(**dict(zip(RECORD_COLUMNS, row, strict=True)) | {"global_shape": tuple(shape), "digest": digest})
-        for row, shape, digest in zip(rows, columns.get("global_shape", ()), digests, strict=True)
+    columns[_SHAPES] = tuple(map(tuple, columns[_SHAPES]))
+    columns.append(digests)
+    return RecordColumns(*columns)
+
+
+_SHAPES = RECORD_COLUMNS.index("global_shape")
+
+
+def _are_consistent(columns: RecordColumns, file_nbytes: int) -> bool:
+    """Return whether no record has a `_contradiction`; whole numbers of Python have no limit."""
+    numels, itemsizes = (
+        {shape: prod(shape) for shape in set(columns.global_shape)},
+        {code: itemsize_of(code) for code in set(columns.dtype)},
+    )
+    if None in itemsizes.values():
+        return False
+    ends = map(add, columns.global_start, columns.numel)
+    return (
+        all(map(eq, map(mul, columns.numel, map(itemsizes.__getitem__, columns.dtype)), columns.nbytes))
+        and all(map(le, ends, map(numels.__getitem__, columns.global_shape)))
+        and max(map(add, columns.offset, columns.nbytes), default=0) <= file_nbytes
     )
 
 

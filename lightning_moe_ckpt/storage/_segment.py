@@ -27,7 +27,9 @@ import torch
 from lightning_moe_ckpt.errors import Corrupt
 
 _PAGE_NBYTES = 4096
-_MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors parser
+MAX_HEADER_NBYTES = 100_000_000
+"""Bytes of a header at most: the limit of the safetensors parser."""
+
 _MAX_NBYTES = 2**62
 _PAD_PREFIX = "__pad__."
 _METADATA = "__metadata__"
@@ -135,7 +137,8 @@ class SegmentLayout:
         _check(names, kinds, metadata, align)
         self.metadata = dict(metadata)
         self.align = align
-        self._names, self._kinds = names, kinds
+        self.names, self.kinds = names, kinds
+        """Of each tensor in order."""
         places = _place(kinds, align)
         self.header = _header(names, kinds, places, {_FORMAT_KEY: _FORMAT, _ALIGN_KEY: str(align), **metadata})
         """The file's first bytes, up to the first tensor; a multiple of 4096."""
@@ -149,7 +152,7 @@ class SegmentLayout:
     @cached_property
     def spans(self) -> dict[str, Span]:
         """Tensors by name, in file order."""
-        tensors = zip(self._names, self.places, self._kinds, strict=True)
+        tensors = zip(self.names, self.places, self.kinds, strict=True)
         return {name: Span(*place, *kind) for name, place, kind in tensors}
 
     @property
@@ -176,7 +179,7 @@ class SegmentLayout:
     def span(self, name: str) -> Span:
         """Return the place of one tensor. Raises `KeyError`."""
         index = self._index[name]
-        return Span(int(self.offsets[index]), int(self.sizes[index]), *self._kinds[index])
+        return Span(int(self.offsets[index]), int(self.sizes[index]), *self.kinds[index])
 
     def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         """Return tensor `name` as a view of `buffer` (uint8, 1-D, starting at the file's first byte), not a copy."""
@@ -229,7 +232,9 @@ def _check(names: Sequence[str], kinds: Sequence[TensorKind], metadata: Mapping[
     if len(set(names)) != len(names):
         repeated = sorted(name for name, count in Counter(names).items() if count > 1)
         raise ValueError(f"`SegmentLayout`: repeated names {repeated}.")
-    if reserved := [n for n in names if n == _METADATA or n.startswith(_PAD_PREFIX)]:
+    # A name with a line break in it may only look reserved.
+    maybe = f"\n{_PAD_PREFIX}" in "\n" + "\n".join(names) or _METADATA in names
+    if maybe and (reserved := [n for n in names if n == _METADATA or n.startswith(_PAD_PREFIX)]):
         raise ValueError(f"`SegmentLayout`: reserved names {reserved}.")
     if reserved := sorted({_FORMAT_KEY, _ALIGN_KEY} & metadata.keys()):
         raise ValueError(f"`SegmentLayout`: reserved metadata {reserved}.")
@@ -285,7 +290,7 @@ def _header(names: Sequence[str], kinds: Sequence[TensorKind], places: _Places, 
     first = json.dumps({_METADATA: dict(sorted(metadata.items()))}, separators=(",", ":"))[:-1]
     text = (",".join([first, *entries]) + "}").encode("ascii")
     text += b" " * (-(8 + len(text)) % _PAGE_NBYTES)
-    if len(text) > _MAX_HEADER_NBYTES:
+    if len(text) > MAX_HEADER_NBYTES:
         raise ValueError(
             f"`SegmentLayout`: {len(names)} tensors need a header of {len(text)} bytes; 100 MB is the limit. Spread the "
             "model over more ranks, of which each describes what it writes itself."
@@ -301,7 +306,7 @@ def header_nbytes(start: bytes, file_nbytes: int) -> int:
         file_nbytes: size of the whole file.
     """
     nbytes: int = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-    if not 0 < nbytes <= min(_MAX_HEADER_NBYTES, file_nbytes - 8):
+    if not 0 < nbytes <= min(MAX_HEADER_NBYTES, file_nbytes - 8):
         raise Corrupt(f"segment: header of {nbytes} bytes in a file of {file_nbytes}. Another copy may be good.")
     return nbytes
 

@@ -49,7 +49,7 @@ class SessionConfig:
     storage_at_least: timedelta = timedelta(minutes=10)
     """Most time from one generation of a tier to the next, whatever it costs."""
     freeze_heap: bool = True
-    """Whether the process's garbage collector may leave out what is alive after the first generation."""
+    """Whether the process's garbage collector may leave out what is alive as training begins."""
 
 
 @dataclass(frozen=True, order=True, kw_only=True, slots=True)

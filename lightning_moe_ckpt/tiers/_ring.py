@@ -50,6 +50,7 @@ from lightning_moe_ckpt.tiers._shm import (
     remove_shared,
     shared_directory,
     unfinished_path,
+    withdraw_shared,
     write_shared,
 )
 
@@ -116,6 +117,8 @@ class SegmentRing:
         self._lock = threading.Lock()
         self._unlinked = False
         self._free = list(range(self.num_slots))
+        self._views: dict[int, Tensor] = {}
+        """Memory of slots that have been in use, by index."""
         self._generations: dict[Hashable, _Generation] = {}  # in the order in which their windows began
         self.keep = 1
         """Number of newest generations that stay once they are complete on all ranks."""
@@ -250,8 +253,11 @@ class SegmentRing:
             index = self._free.pop(0)
             entry.slots[index] = False
             entry.steps[step] = index
-        start = index * self.slot_nbytes
-        return Slot(index, generation, step, self.memory[start : start + self.slot_nbytes])
+        view = self._views.get(index)
+        if view is None:
+            start = index * self.slot_nbytes
+            view = self._views[index] = self.memory[start : start + self.slot_nbytes]
+        return Slot(index, generation, step, view)
 
     def seal(self, slot: Slot) -> None:
         """Seal a slot: its bytes are there, or on their way by a ticket, and nothing else will be written."""
@@ -381,6 +387,7 @@ class SegmentRing:
             unlink: whether to remove the names too, if this process made or adopted the ring. A forked child never does.
         """
         self._memory = None
+        self._views.clear()
         if self._file is not None:
             if unlink:
                 self.unlink()
@@ -418,7 +425,7 @@ class SegmentRing:
 
     def _withdraw(self, entry: _Generation) -> None:
         if entry.marker is not None:
-            remove_shared(entry.marker)
+            withdraw_shared(entry.marker)
             entry.marker = None
 
     def _restore_published(self) -> None:

@@ -7,11 +7,10 @@ copy in one tier can be checked against, and mended from, a copy in any other.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import Ticket
@@ -29,13 +28,8 @@ from lightning_moe_ckpt.storage import (
 )
 from lightning_moe_ckpt.tiers._delta import Gradients
 
-K = TypeVar("K")
-T = TypeVar("T")
-
 _REMEMBERED = 4
 """Markers kept for tiers that have not asked yet; a slower one has its own made again, with the same bytes."""
-_REMEMBERED_TIMES = 1000
-"""Generations that the slowest tier may be behind for that; later only the time differs, which no reader compares."""
 
 
 class StepRecord(Protocol):
@@ -160,7 +154,6 @@ class Markers:
         self._lock = threading.Lock()
         self._made: dict[tuple[GenerationId, int, bool], RankMarker] = {}
         """Markers by generation, number of files, and whether they refer to others."""
-        self._times: dict[GenerationId, int] = {}
 
     def of(
         self,
@@ -169,6 +162,7 @@ class Markers:
         *,
         plan_hash: str,
         plan_json: str,
+        unix_time: int = 0,
         referenced: Sequence[ReferencedEntry] = (),
         spares: Sequence[ReferencedEntry] = (),
     ) -> RankMarker:
@@ -179,6 +173,7 @@ class Markers:
             entries: entries of all its segments, in any order.
             plan_hash: equal on all ranks, or the commit fails.
             plan_json: kept as `plan` in the marker's policy.
+            unix_time: when it was begun, seconds since 1970; the same for all tiers, however late one is.
             referenced: entries of older generations that complete this rank's part.
             spares: further copies in older generations, for what turns out bad.
         """
@@ -197,17 +192,12 @@ class Markers:
                 segments=segments,
                 policy={**self._policy, "plan": plan_json},
                 module=self._module,
-                unix_time=self._times.setdefault(generation, int(time.time())),
+                unix_time=unix_time,
                 referenced=tuple(referenced),
                 spares=tuple(spares),
                 lineage=self._lineage,
             )
             self._made[key] = marker
-            _forget(self._made, _REMEMBERED)
-            _forget(self._times, _REMEMBERED_TIMES)
+            for oldest in list(self._made)[:-_REMEMBERED]:
+                del self._made[oldest]
             return marker
-
-
-def _forget(remembered: dict[K, T], limit: int) -> None:
-    for oldest in list(remembered)[:-limit]:
-        del remembered[oldest]

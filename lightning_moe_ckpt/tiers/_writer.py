@@ -82,6 +82,8 @@ class Announced:
     """Kept as `plan` in the marker's policy."""
     num_segments: int
     """After so many the generation is finished."""
+    unix_time: int = field(default_factory=lambda: int(time.time()))
+    """When it was begun, in its marker; tiers that get it later state the same."""
     on_released: Released | None = None
     """Called once, from any thread, when the segments' memory is not read any more; not for what is held until the end."""
     base: Base | None = None
@@ -359,6 +361,7 @@ class TierWorker(ABC):
             job.entries,
             plan_hash=job.announced.plan_hash,
             plan_json=job.announced.plan_json,
+            unix_time=job.announced.unix_time,
             referenced=referenced,
             spares=spares,
         )

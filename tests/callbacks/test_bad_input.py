@@ -27,7 +27,8 @@ from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fence
 from lightning_moe_ckpt.inspection import verify
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.recovery._loading import RestoreSource
-from lightning_moe_ckpt.storage import Retention, open_backend
+from lightning_moe_ckpt.snapshot import _lay_out
+from lightning_moe_ckpt.storage import Retention, _segment, open_backend
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.tiers import _shm
 
@@ -565,13 +566,26 @@ class Patient(Callback):
         self.checkpoint.wait_committed(20)
 
 
+def test_more_tensors_than_a_file_describes_are_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Headers have a limit, which 40,000 operators on one rank exceed: here a few do. Nothing has been written by then."""
+    for module in (_lay_out, _segment):
+        monkeypatch.setattr(module, "MAX_HEADER_NBYTES", 4000)
+    said = told(lambda: fit(DenseCheckpoint(tmp_path / "run", every_n_steps=1), Net(), steps=1))
+    assert said.startswith(ConfigurationError.__name__)
+    assert "operators are more than one rank can store" in said
+    assert "`expert_parallel` spreads experts" in said
+    assert not (tmp_path / "run").exists() or not contents(tmp_path / "run")
+
+
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_of_two_jobs_on_one_url_the_later_goes_on(tmp_path: Path, resume: Any) -> None:
     """The earlier stops and says why; what is stored afterwards is the later job's alone, and whole."""
     url = tmp_path / "run"
 
     def first(_: int) -> tuple[str, Any]:
-        checkpoint = DenseCheckpoint(url, every_n_steps=1)
+        checkpoint = DenseCheckpoint(url, every_n_steps=1, overhead_target=None)
         intruder = Intruder(url, resume)
         said = told(lambda: fit(checkpoint, Net(), intruder, Patient(checkpoint), steps=40))
         return said, intruder.report

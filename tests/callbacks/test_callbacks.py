@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import time
 import warnings
@@ -158,7 +159,11 @@ def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("thawed")
 def test_the_heap_is_frozen_while_training_and_only_then(tmp_path: Path) -> None:
-    """From the first complete generation to the end of the fit, also if that fails; switched off, never."""
+    """From the first batch to the end of the fit, also if that fails; switched off, never.
+
+    Before the first batch comes the one full collection. The first window's layout stays out of later ones, and so does, with
+    the first generation, what was made since.
+    """
     counts: list[int] = []
 
     class Count(Callback):
@@ -169,7 +174,9 @@ def test_the_heap_is_frozen_while_training_and_only_then(tmp_path: Path) -> None
 
     with pytest.raises(KeyError, match="of the user"):
         fit(SparseCheckpoint(str(tmp_path / "on"), window=2), Count(), steps=8)
-    assert [count > 0 for count in counts] == [False] * 3 + [True] * 4
+    assert min(counts) > 1000
+    grown = [after > before for before, after in itertools.pairwise(counts)]
+    assert grown == [True, False, True] + [False] * 3
     assert gc.get_freeze_count() == 0
     counts.clear()
     anew = SparseCheckpoint(str(tmp_path / "on"), window=2, freeze_heap=False, resume="never")

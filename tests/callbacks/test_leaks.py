@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
+from lightning_moe_ckpt.storage import GenerationId
 
 FEATURES = 128
 
@@ -61,7 +62,7 @@ class Watch(Callback):
             raise UserError
 
 
-def fit(checkpoint: DenseCheckpoint | SparseCheckpoint, watch: Watch, steps: int) -> None:
+def fit(checkpoint: DenseCheckpoint | SparseCheckpoint, watch: Callback, steps: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's advice about this tiny run
         trainer = Trainer(
@@ -112,3 +113,23 @@ def test_peak_memory_is_what_was_reserved(
     said = [record.message for record in caplog.records if record.message.startswith("shared memory: ")]
     assert f"host {reserved['host'] / 2**20:.1f} MiB" in said[-1]
     print(f"{policy}, {steps} steps: peak {watch.peak} bytes, reserved {reserved['host']}")
+
+
+class CountNames(Callback):
+    """Counts the names of generations that are alive, at some steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps, self.counts = steps, list[int]()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
+        if trainer.global_step in self.steps:
+            gc.collect()
+            self.counts.append(sum(type(each) is GenerationId for each in gc.get_objects()))
+
+
+def test_generations_that_are_gone_leave_no_object(tmp_path: Path) -> None:
+    """A run of a million steps holds as much as one of a hundred. Of the latest ones it is known where they are."""
+    names = CountNames(100, 300)
+    fit(DenseCheckpoint(tmp_path, every_n_steps=1, freeze_heap=False, overhead_target=None), names, steps=301)
+    assert names.counts[1] < names.counts[0] + 100, names.counts

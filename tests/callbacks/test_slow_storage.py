@@ -97,7 +97,7 @@ def test_the_newest_goes_first_and_the_rest_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """While storage stands still training goes on; then storage takes the newest complete one and leaves out the rest."""
-    gate, checkpoint = Gate(), DenseCheckpoint(str(tmp_path), every_n_steps=1, keep=100)
+    gate, checkpoint = Gate(), DenseCheckpoint(str(tmp_path), every_n_steps=1, keep=100, overhead_target=None)
     with gate.before_every_put(monkeypatch), caplog.at_level(logging.WARNING):
         fit(checkpoint, Outage(gate, checkpoint), steps=26)
     report = checkpoint.report
@@ -120,12 +120,12 @@ def test_the_newest_goes_first_and_the_rest_is_counted(
 
 def test_a_bandwidth_below_what_training_makes_skips_and_never_stops_it(tmp_path: Path) -> None:
     """The cap holds at the only place that can wait, the persist thread; the last step is stored all the same."""
-    checkpoint = DenseCheckpoint(str(tmp_path), every_n_steps=1, bandwidth=400_000)
+    checkpoint = DenseCheckpoint(str(tmp_path), every_n_steps=1, bandwidth=400_000, overhead_target=None)
     fit(checkpoint, steps=40, features=64)
     report = checkpoint.report
     assert report.generations_skipped["storage"] > 0
     assert report.generations["storage"] == 40
     assert report.nbytes_persisted <= 400_000 * (report.seconds + 5)
-    resumed = DenseCheckpoint(str(tmp_path), every_n_steps=1)
+    resumed = DenseCheckpoint(str(tmp_path), every_n_steps=1, overhead_target=None)
     fit(resumed, steps=41, features=64)
     assert resumed.report.resumed_from == 40

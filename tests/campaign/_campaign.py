@@ -24,6 +24,7 @@ COMPLAINTS = ("ERROR:lightning_moe_ckpt", "WARNING:lightning_moe_ckpt")
 HARMLESS = (
     "WARNING:lightning_moe_ckpt.tiers._skips:",
     "WARNING:lightning_moe_ckpt.fit._run:checkpoints need",
+    "WARNING:lightning_moe_ckpt.fit._in_place:",
     "; the next plan reserves more",
     "training begins from nothing, although",  # nothing was stored: `_origin` checks that
     "restarts are not exact if items draw random numbers",

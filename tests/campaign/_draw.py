@@ -212,7 +212,15 @@ def _further(rng: random.Random, setup: Drawn) -> Drawn:
     grows = setup.accumulate == 1 and rng.random() < 0.08
     changes["growing_accumulation"] = grows and "skips_rest" not in changes["hooks"]  # else it may never step again
     changes["emulated"] = rng.random() < 0.1
-    return replace(setup, **changes)
+    return replace(setup, **changes, checkpointing=_paced(rng, setup.checkpointing))
+
+
+def _paced(rng: random.Random, checkpointing: Checkpointing | None) -> Checkpointing | None:
+    """With an overhead that a third of the runs may have, and a time that nothing may rest for longer than."""
+    target, at_least = rng.choice([0.001, 0.03, 0.5]), rng.choice([0.05, 600.0])
+    if checkpointing is None or rng.random() > 1 / 3:
+        return checkpointing
+    return replace(checkpointing, target=target, at_least=at_least)
 
 
 def _any_batches(setup: Drawn) -> bool:

@@ -48,6 +48,7 @@ class Follows(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         (callback,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
         deadline = time.monotonic() + 60
+        callback.wait_committed(0.0)  # the boundary is handed over here, and not beside the next backward
         while callback.report.generations.get("peer", 0) < trainer.global_step:
             assert time.monotonic() < deadline, "no new generation has a copy"
             time.sleep(0.002)

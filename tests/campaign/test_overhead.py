@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from campaign._campaign import Campaigns
-from campaign._training import Checkpointing, Setup, train
-from lightning_moe_ckpt.session._pacing import Governor
-from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._attempts import Attempt
+from campaign._partial_runs import Machines, restarts, two_level_setup
+from campaign._training import Checkpointing, Setup
+from campaign.test_selective import selective_setup
 from lightning_moe_ckpt.testing._kill import Kill
-
-
-def train_governed(setup: Setup, life: Attempt) -> Mapping[str, Any]:
-    """Decisions begin with the first steps, and not after seconds of training."""
-    hasty = partial(Governor, least_seconds=0.0, least_steps=4)
-    Seam(module="lightning_moe_ckpt.session._tiers", attribute="Governor", replacement=hasty).apply()
-    return train(setup, life)
 
 
 @pytest.mark.parametrize(
@@ -39,14 +31,37 @@ def test_a_governed_run_ends_the_same_however_often_it_is_killed(
     """Killed while windows are apart, in what is replayed from before that, and when storage rests."""
     setup = Setup(
         model="stacked", world_size=world_size, batches=60, epochs=1, validate_every=None,
-        checkpointing=Checkpointing(policy=policy, window=window, every_n_steps=1),
+        checkpointing=Checkpointing(policy=policy, window=window, every_n_steps=1, target=0.03),
     )  # fmt: skip
     kills = [
         Kill(phase="forward", step=36, settle=10.0),
         Kill(phase="after_batch_end", batches=2),
         Kill(phase="batch_end", step=57, settle=10.0),
     ]
-    lives = campaigns.check(setup, *kills, fit=partial(train_governed, setup))
-    assert "more than overhead_target=0.03: windows now start every" in lives[0].log()
+    lives = campaigns.check(setup, *kills)
+    assert "(overhead_target=0.03): they now start every" in lives[0].log()
     assert all(life.steps()[0] > 1 for life in lives[1:])
-    assert "(overhead_target=0.03): " in lives[-1].log()
+    assert "of training's time (overhead_target=0.03), " in lives[-1].log()
+
+
+@pytest.mark.parametrize(
+    ("policy", "placed", "lost"),
+    [
+        pytest.param("partial", (0,), (), marks=pytest.mark.soak),
+        ("selective", (0,), ()),
+        ("partial", (0, 1, 1), ((1,),)),
+        pytest.param("selective", (0, 1, 1), ((1,),), marks=pytest.mark.soak),
+    ],
+)
+def test_experts_are_as_old_as_promised_where_generations_are_apart(
+    campaigns: Campaigns, folder: Path, policy: str, placed: tuple[int, ...], lost: tuple[tuple[int, ...], ...]
+) -> None:
+    """On one node; and on two with copies on each other, of which one is lost: tokens are counted up to the newest generation."""
+    ranks = len(placed)
+    setup = two_level_setup(ranks, ranks) if policy == "partial" else selective_setup(ranks, ranks)
+    assert setup.checkpointing is not None
+    setup = replace(setup, batches=36, checkpointing=replace(setup.checkpointing, target=0.03))
+    found = restarts(campaigns, setup, Machines(folder, placed, lost=lost), Kill(phase="forward", step=33))
+    assert "they now start every" in found.lives[0].log()
+    found.require(1)
+    found.require_accounting()

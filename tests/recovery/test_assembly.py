@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 from lightning_moe_ckpt.errors import KeyMissing
 from lightning_moe_ckpt.recovery import Assembly, Replicas, Request, Version, Wanted, stored_index
 from lightning_moe_ckpt.recovery._assembly import MAX_STREAMS, Exhausted, Place
-from lightning_moe_ckpt.recovery._index import RecordIndex, newest_whole
+from lightning_moe_ckpt.recovery._index import RecordIndex, neighbours, newest_whole
 from lightning_moe_ckpt.recovery._inventory import Replica
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordEntry, ReferencedEntry, SegmentEntry, digest_of
+from lightning_moe_ckpt.storage import (
+    GenerationId,
+    RankMarker,
+    RecordEntry,
+    ReferencedEntry,
+    SegmentEntry,
+    SegmentLayout,
+    TensorSpec,
+    digest_of,
+)
 from lightning_moe_ckpt.tiers import TierName
 
 NAMES = "abcde"
@@ -125,6 +134,47 @@ def test_every_state_of_the_copies_gives_what_trying_each_gives(
     else:
         name = assembly.lost.removeprefix("it: ")[0]
         assert not somewhere(name)
+
+
+LAYOUT = SegmentLayout([TensorSpec(name, torch.uint8, (SIZES[name],)) for name in NAMES], metadata={})
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.one_of(st.none(), st.sets(st.sampled_from(NAMES))), min_size=len(COPIES), max_size=len(COPIES)))
+def test_records_that_are_verified_together_come_as_one_by_one(damage: list[set[str] | None]) -> None:
+    """All of a file at once: what is bad is asked of the other copies alone, and what is good somewhere is brought."""
+    (entry, data), store = file_of(NAMES, "file"), Bytes()
+    for copy, bad in zip(COPIES, damage, strict=True):
+        spoilt = bytearray(data)
+        for record in entry.records:
+            spoilt[record.offset] ^= record.name in (bad or ())
+        store.files[copy, "file"] = None if bad is None else spoilt
+    wanted = neighbours([entry], LAYOUT, COPIES)
+    assert wanted is not None
+    assert [list(each.names) for each in wanted] == [list(NAMES)]
+    buffer = torch.full((LAYOUT.nbytes,), 255, dtype=torch.uint8)
+    assembly = Assembly("it", buffer, wanted, may_be_lost=True)
+    good = all(any(bad is not None and name not in bad for bad in damage) for name in NAMES)
+    assert assembly.fill(store.read) == good
+    if good:
+        require(buffer, {name: LAYOUT.span(name).offset for name in NAMES})
+        if damage[0] is not None:  # else every record is asked of the others
+            again = sum(SIZES[name] + 64 for name in damage[0])
+            assert sum(each.nbytes for each in store.requests[1:]) <= len(COPIES) * again
+
+
+def test_records_that_lie_otherwise_are_not_taken_for_neighbours() -> None:
+    """A gap in the file ends a stretch, and another record is none of it."""
+    entry, _ = file_of(NAMES, "file")
+    moved = [replace(each, offset=each.offset + 4096 * (each.name > "b")) for each in entry.records]
+    wanted = neighbours([replace(entry, records=moved)], LAYOUT, COPIES)
+    assert wanted is not None
+    assert [list(each.names) for each in wanted] == [["a", "b"], ["c", "d", "e"]]
+    assert [each.places[0].offset - each.start for each in wanted] == [0, 4096]
+    for change in ({"name": "f"}, {"nbytes": 8, "dtype": "U8"}, {"dtype": "I8"}):
+        other = [replace(entry.records[0], **change), *entry.records[1:]]
+        assert neighbours([replace(entry, records=other)], LAYOUT, COPIES) is None
+    assert neighbours([replace(entry, records=entry.records[:-1])], LAYOUT, COPIES) is None
 
 
 def test_neighbours_are_one_read_of_the_whole_file() -> None:

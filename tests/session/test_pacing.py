@@ -47,8 +47,12 @@ class Rank:
     at_least: timedelta = timedelta(minutes=10)
     seed: int = 0
     tiers: Sequence[Worker] = field(default_factory=lambda: [Worker("host", takes_every=True), Worker("storage")])
+    begun: list[float] = field(default_factory=list)
+    """When generations of the first tier that does not take every one began."""
     now: float = 0.0
     in_hooks: float = 0.0
+    cost: float = 0.0
+    """Seconds that checkpoints have cost."""
 
     def __post_init__(self) -> None:
         self.governor = Governor(self.tiers, target=self.target, at_least=self.at_least, clock=lambda: self.now)
@@ -61,6 +65,7 @@ class Rank:
         body = STEP * (1 + self.noise * abs(self.rng.gauss(0.0, 1.0)))
         self.now += body + slow + hooks
         self.in_hooks += hooks
+        self.cost += hooks + slow
         self.governor.captured = captured
         for tier in self.tiers:
             tier.num_complete += tier.left == 1
@@ -78,13 +83,14 @@ def train(ranks: Sequence[Rank], steps: int, *, window: int = 4) -> list[float]:
             last = step
             votes = [rank.governor.votes() for rank in ranks]
             for rank in ranks:
-                rank.governor.window = window
                 rank.governor.agreed(votes)
+                rank.governor.opened()
             for tiers in zip(*(rank.tiers for rank in ranks), strict=True):
                 rests = [tier.name in rank.governor.resting for rank, tier in zip(ranks, tiers, strict=True)]
                 if not tiers[0].takes_every and all(tier.idle for tier in tiers) and not any(rests):
-                    for tier in tiers:
+                    for rank, tier in zip(ranks, tiers, strict=True):
                         tier.left = tier.busy_steps
+                        rank.begun.append(rank.now)
         began = [rank.now for rank in ranks]
         extra = [rank.step(captured=step - last < window) for rank in ranks]
         if step >= steps // 2:
@@ -115,7 +121,8 @@ def test_a_tier_that_slows_steps_down_rests(busy: int, slowdown: float) -> None:
     assert rank.tiers[0].num_complete >= 5
     found = rank.governor.overhead(start_seconds=1.0, end_seconds=2.0)
     assert found.tiers["storage"] > 0.005
-    assert "by storage at work; the start took 1.00 s, the end 2.00 s" in str(found)
+    assert found.share == pytest.approx(rank.cost / rank.now, abs=0.005)
+    assert "by storage at work; besides, the start took 1.00 s and the end 2.00 s" in str(found)
 
 
 def test_no_tier_rests_for_longer_than_it_may() -> None:
@@ -125,9 +132,20 @@ def test_no_tier_rests_for_longer_than_it_may() -> None:
     assert 10 <= rank.governor.rests["storage"] <= 20 - 50 * STEP
 
 
+@pytest.mark.parametrize("capture", [0.0, 0.1])
+def test_storage_gets_a_generation_in_time(capture: float) -> None:
+    """Whatever captures and storage cost: it takes the last window that begins before it has waited for too long."""
+    rank = Rank(capture=capture, at_least=timedelta(seconds=20), tiers=[Worker("storage", 25, 2.0)])
+    train([rank], 8000)
+    waits = [after - before for before, after in itertools.pairwise(rank.begun[len(rank.begun) // 2 :])]
+    assert 8.0 < max(waits) <= 21.0
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.5])
 def test_what_costs_little_is_left_alone(noise: float) -> None:
-    """Whatever else makes steps long: windows are as close as the policy has them nearly all the time, and storage works."""
+    """Whatever else makes steps long: windows are as close as the policy has them nearly all the time, and storage works a
+    third of it at least.
+    """
     rank, gaps, rests = Rank(capture=0.0002, noise=noise, tiers=[Worker("storage", 10)]), [], []
     train([rank], 200)
     for _ in range(40):
@@ -135,28 +153,24 @@ def test_what_costs_little_is_left_alone(noise: float) -> None:
         gaps.append(rank.governor.gap_steps)
         rests.append(rank.governor.rests["storage"])
     assert statistics.quantiles(gaps, n=10)[7] == 0
-    assert statistics.quantiles(rests, n=10)[7] == 0.0
+    assert statistics.quantiles(rests, n=10)[7] < 2 * 10 * STEP
 
 
 def test_nothing_is_decided_before_there_is_enough_to_go_by() -> None:
     """By steps and by seconds."""
     rank = Rank(capture=0.01, tiers=[Worker("storage", 10, 0.5)])
-    train([rank], 60)
-    assert rank.now < 5.0
+    train([rank], 17)
     assert (rank.governor.gap_steps, rank.governor.rests) == (0, {"storage": 0.0})
 
 
 def test_windows_come_closer_again_when_they_cost_less() -> None:
-    """By at most a factor of two at a time."""
+    """Once what is remembered is of that time."""
     rank = Rank(capture=0.01)
     train([rank], 2000)
-    rank.capture, gaps = 0.001, [rank.governor.gap_steps]
-    for _ in range(300):
-        train([rank], 20)
-        gaps.append(rank.governor.gap_steps or 4)
-    assert all(after >= before // 2 for before, after in itertools.pairwise(gaps))
-    assert gaps[0] > 32
-    assert gaps[-1] <= 8
+    assert rank.governor.gap_steps > 32
+    rank.capture = 0.001
+    train([rank], 3000)
+    assert rank.governor.gap_steps <= 8
 
 
 def test_all_ranks_decide_alike() -> None:
@@ -173,11 +187,37 @@ def test_all_ranks_decide_alike() -> None:
     assert ranks[0].governor.rests["storage"] > 1.0
 
 
+@pytest.mark.parametrize("seconds", [12.0, 40.0])
+def test_what_the_first_seconds_have_cost_is_paid_back(seconds: float) -> None:
+    """So that the share of the whole run comes to the target too, and the second half is below it or at it."""
+    rank = Rank(hooks=0.0002, capture=0.004, copies=0.004, tiers=[Worker("storage", 8, 0.2)])
+    rank.in_hooks += 0.02
+    train([rank], int(seconds / STEP))
+    assert rank.cost / rank.now < (0.05 if seconds < 20 else 0.036)
+    found = rank.governor.overhead(start_seconds=0.0, end_seconds=0.0)
+    assert found.recent < 0.034
+    assert found.share == pytest.approx(rank.cost / rank.now, abs=0.006)
+
+
+def test_validation_is_no_cost_of_checkpoints() -> None:
+    """Although every capture meets it, and takes five times as long for it."""
+    rank = Rank(capture=0.0002, hooks=0.0)
+    for step in range(400):
+        rank.governor.stepped(rank.in_hooks, 4, validated=(step + 3) // 4 * 5 * STEP)
+        if step % 4 == 0:
+            rank.governor.opened()
+        rank.step(captured=step % 4 == 0)
+        if step % 4 == 0:
+            rank.now += 5 * STEP
+    assert rank.governor.costs().window < 0.1 * STEP
+    assert rank.governor.overhead(start_seconds=0.0, end_seconds=0.0).tiers["host"] < 0.01
+
+
 def test_steps_of_a_replay_are_not_measured() -> None:
     """They take longer, and nothing of that is the checkpoints' cost."""
     rank = Rank(capture=0.01)
     for _ in range(300):
         rank.step(captured=True)
         rank.governor.stepped(None, 4)
-    assert rank.governor.costs().capture == 0.0
+    assert rank.governor.costs().window == 0.0
     assert rank.governor.overhead(start_seconds=0.0, end_seconds=0.0).share == 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import threading
 import time
@@ -457,15 +456,3 @@ def test_a_rank_that_fails_leaves_the_older_generation_the_newest(tmp_path: Path
     assert failure.generation.step == 2
     assert "rank 1: no marker yet" in failure.reason
     each(workers, lambda _, worker: worker.close())
-
-
-def test_a_marker_that_is_made_again_has_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier that asks late, while others are generations ahead: also the time is that of the first."""
-    markers = Markers(run_id="run", rank=0, world_size=1)
-    clock = itertools.count(1_800_000_000, 60)
-    monkeypatch.setattr(time, "time", lambda: next(clock))
-    steps = range(10, 20)
-    first = [markers.of(generation(step), (), plan_hash="h", plan_json="{}") for step in steps]
-    again = [markers.of(generation(step), (), plan_hash="h", plan_json="{}") for step in steps]
-    assert [each.to_bytes() for each in again] == [each.to_bytes() for each in first]
-    assert [each.unix_time for each in first] == list(range(1_800_000_000, 1_800_000_600, 60))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,6 +41,7 @@ class ByHand(TierWorker):
         super().__init__(name, Markers(run_id="run", rank=0, world_size=1))
         self.takes_every = takes_every
         self.begun: list[int] = []
+        self.times: dict[int, int] = {}
         self.recycled: list[int] = []
         self.whole: list[int] = []
         self.abandoned: list[int] = []
@@ -46,6 +50,7 @@ class ByHand(TierWorker):
     @override
     def begin(self, announced: Announced) -> None:
         self.begun.append(announced.generation.step)
+        self.times[announced.generation.step] = announced.unix_time
         self.lost_base = False
         self._jobs[announced.generation] = WriteJob(announced=announced)
 
@@ -115,6 +120,24 @@ def window(ranks: list[Rank], step: int) -> None:
     vote(ranks)
     for rank in ranks:
         rank.open(step)
+
+
+def test_a_tier_that_is_late_states_the_time_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its marker has the same bytes, whatever the others have forgotten by then."""
+    clock = itertools.count(1_800_000_000, 60)
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    ranks = [Rank()]
+    window(ranks, 1)
+    ranks[0].host.end(1)
+    ranks[0].slow.end(1)
+    ranks[0].slow.begin(Announced(generation=generation(0), plan_hash="h", plan_json="{}", num_segments=1))
+    window(ranks, 2)
+    ranks[0].host.end(2)
+    ranks[0].slow.end(0)
+    window(ranks, 3)
+    assert (ranks[0].host.begun, ranks[0].slow.begun) == ([1, 2, 3], [1, 0, 2])
+    assert ranks[0].slow.times[2] == ranks[0].host.times[2]
+    assert len(set(ranks[0].host.times.values())) == 3
 
 
 def test_a_busy_tier_skips_generations_and_goes_on_with_the_newest() -> None:

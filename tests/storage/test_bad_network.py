@@ -255,7 +255,7 @@ def test_training_goes_on_whatever_storage_does(
             "latency": Phase(weather(Weather(latency=timedelta(seconds=latency))), weather(CALM)),
         }
         url = server.url()
-        checkpoint = DenseCheckpoint(url, every_n_steps=2, storage_options=options(proxy))
+        checkpoint = DenseCheckpoint(url, every_n_steps=2, overhead_target=None, storage_options=options(proxy))
         watch = Phases(checkpoint, phases)
         with caplog.at_level(logging.WARNING):
             module = fit(checkpoint, watch, steps=10**6)

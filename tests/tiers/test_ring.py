@@ -389,3 +389,22 @@ def test_pins_may_come_from_another_thread() -> None:
         reader.join(10)
     assert not errors
     assert ring.free_slots == 6
+
+
+@pytest.mark.parametrize("nbytes", [100, 2**22])
+def test_a_withdrawn_file_is_gone_at_once_and_its_pages_soon(tmp_path: Path, nbytes: int) -> None:
+    """The marker of thousands of operators has 50 MB, which the kernel frees beside training. Nothing keeps it open."""
+    path, other = tmp_path / "marker", tmp_path / "other"
+    _shm.write_shared(path, bytes(nbytes))
+    _shm.withdraw_shared(path)
+    assert not path.exists()
+    for thread in threading.enumerate():
+        if thread.name == "moe-ckpt-free":
+            thread.join()
+    assert not [
+        each for each in Path("/proc/self/fd").iterdir() if os.path.lexists(each) and "marker" in str(each.readlink())
+    ]
+    _shm.withdraw_shared(path)  # gone already
+    other.symlink_to(tmp_path)
+    _shm.withdraw_shared(other)
+    assert other.is_symlink()  # is no file of this user
