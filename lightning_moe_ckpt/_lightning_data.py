@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from operator import is_
 from typing import Any
 
 import torch
@@ -224,14 +225,35 @@ def fetches_are_independent(trainer: Trainer) -> bool:
 
 def loader_generators(trainer: Trainer) -> dict[str, torch.Generator]:
     """Return the generators that the user gave to loaders or samplers, by a stable name."""
-    loader = trainer.fit_loop._combined_loader
-    found: dict[str, torch.Generator] = {}
-    for index, each in enumerate(loader.flattened if loader is not None else ()):
-        for name, owner in _owners(each):
+    return LoaderGenerators(trainer).now()
+
+
+class LoaderGenerators:
+    """Generators that the user gave to loaders or samplers of one trainer."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._loaders: list[Any] = []
+        self._owners: list[tuple[str, Any]] = []
+
+    def now(self) -> dict[str, torch.Generator]:
+        """Return them by a stable name; who may have one is looked for when there are other loaders."""
+        loader = self._trainer.fit_loop._combined_loader
+        loaders = loader.flattened if loader is not None else []
+        if len(loaders) != len(self._loaders) or not all(map(is_, loaders, self._loaders)):
+            self._loaders = list(loaders)
+            self._owners = [
+                (f"loader{index}.{name}", owner)
+                for index, each in enumerate(loaders)
+                for name, owner in _owners(each)
+                if owner is not None
+            ]
+        found = {}
+        for name, owner in self._owners:
             generator = getattr(owner, "generator", None)
             if isinstance(generator, torch.Generator):
-                found[f"loader{index}.{name}"] = generator
-    return found
+                found[name] = generator
+        return found
 
 
 def loader_objects(trainer: Trainer) -> Iterator[tuple[str, object]]:

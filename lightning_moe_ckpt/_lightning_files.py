@@ -85,6 +85,18 @@ class CheckpointFiles:
             for name, value in state["callbacks"].get(each.state_key, {}).items():
                 setattr(each, name, value)
 
+    def start(self) -> FilesState:
+        """Return the files that no step of this run has written, and the folders of callbacks."""
+        folders = {each.state_key: {"dirpath": each.dirpath} for each in self._model_checkpoints()}
+        return {"foreign": sorted(self._foreign), "folders": folders}
+
+    def write_again(self, start: FilesState) -> None:
+        """Begin anew in the folders of the first begin: of the files that are there, only foreign ones count."""
+        self._resumed, self._foreign = True, set(start["foreign"])
+        for each in self._model_checkpoints():
+            if each.state_key in start["folders"]:
+                keep_folder(each, start["folders"][each.state_key], self._trainer)
+
     # -- private
 
     def _repair(self) -> None:

@@ -41,16 +41,32 @@ _GIVEN_LATER = ("dataloader_idx", "metric_attribute")
 
 
 def take_metrics(trainer: Trainer, module: LightningModule) -> MetricState:
-    """Return the newest values of everything logged, and the accumulated state of the epoch."""
+    """Return the newest values of everything logged, and the accumulated state of the epoch, as of now."""
     connector = trainer._logger_connector
-    results = trainer.fit_loop.epoch_loop._results
+    results, copies = trainer.fit_loop.epoch_loop._results, _Copies()
     return {
-        "callback": dict(connector._callback_metrics),
-        "logged": dict(connector._logged_metrics),
-        "progress_bar": dict(connector._progress_bar_metrics),
-        "epoch": {key: _take(metric) for key, metric in results.items() if not metric.has_reset},
+        "callback": copies.of(connector._callback_metrics),
+        "logged": copies.of(connector._logged_metrics),
+        "progress_bar": copies.of(connector._progress_bar_metrics),
+        "epoch": {key: copies.of(_take(metric)) for key, metric in results.items() if not metric.has_reset},
         "module": {name: _take_module_metric(metric) for name, metric in _module_metrics(module)},
     }
+
+
+class _Copies:
+    """Copies of tensors as they are now; one that was logged in several places is copied once."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {name: self._of(each) if isinstance(each, Tensor) else each for name, each in values.items()}
+
+    def _of(self, value: Tensor) -> Tensor:
+        made = self._made.get(id(value))
+        if made is None:
+            made = self._made[id(value)] = value, value.detach().clone()
+        return made[1]
 
 
 def follow_metrics(trainer: Trainer, module: LightningModule, state: MetricState) -> None:
@@ -150,9 +166,14 @@ def _module_metrics(module: LightningModule) -> list[tuple[str, Metric]]:
 
 
 def _take_module_metric(metric: Metric) -> dict[str, Any]:
-    values = {key: getattr(metric, key) for key in metric._defaults}
+    found = {key: getattr(metric, key) for key in metric._defaults}
+    values = {key: [*map(_copy, each)] if isinstance(each, list) else _copy(each) for key, each in found.items()}
     # Values are rounded to the dtype first, which `bf16-true` changes between the first epoch and the second.
     return {"values": values, "updates": metric._update_count, "dtype": metric.dtype}
+
+
+def _copy(value: Tensor) -> Tensor:
+    return value.detach().clone()
 
 
 def _restore_module_metric(metric: Metric, state: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ PACKAGE = "lightning_moe_ckpt"
 # From the bottom up. A part imports only parts of lower levels; parts of one level do not import each other.
 LEVELS = [
     {"errors"},
-    {"native", "metrics", "data", "process"},
+    {"launch", "native", "metrics", "data", "process"},
     {"storage", "journal"},
     {"parallel"},
     {"coordination", "moe"},
@@ -43,7 +43,7 @@ OWNED_BY_LIGHTNING = {
     "pl_module", "lightning_module", "precision_plugin", "strategy", "scaler", "loop", "loops", "fetcher",
 }  # fmt: skip
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-MAX_MODULE_LINES = 520
+MAX_MODULE_LINES = 530
 MAX_FUNCTION_LINES = 60
 
 

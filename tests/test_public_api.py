@@ -48,16 +48,16 @@ PUBLIC: dict[str, str] = {
         positions should_reorder split_nbytes writers_of
     """,
     "lightning_moe_ckpt.parallel": """
-        ExpertParallelModule GradientReducer GroupName OrderedHookState ParallelGroups ReductionMode
+        ExpertParallelModule GradientReducer GroupAbort GroupName OrderedHookState ParallelGroups ReductionMode
         broadcast_tensors build_groups check_ep_size close_groups closed_doors current_groups expert_parallel_fqns
         expert_parallel_modules global_grad_norm init_fresh_process_group ordered_all_reduce ordered_hook
         plain_all_reduce restart_is_likely set_current_groups shares_agent_store
     """,
     "lightning_moe_ckpt.storage": """
         Backend BadCopies ReferencedEntry Commit DIGEST_NAME Entry FsspecBackend Garbage GenerationId HuggingFaceEntry
-        JudgedGeneration Lineage MAX_MARKER_NBYTES MemoryMarker ModuleEntry ModuleLine ObjectBackend
+        JudgedGeneration Lineage MAX_HEADER_NBYTES MAX_MARKER_NBYTES MemoryMarker ModuleEntry ModuleLine ObjectBackend
         Pace
-        PosixBackend RING_HEADER_NBYTES RankMarker RecordEntry RecordRows RepairedLog Resume Retention Retrying RingHeader
+        PosixBackend RING_HEADER_NBYTES RankMarker RecordColumns RecordEntry RecordRows RepairedLog Resume Retention Retrying RingHeader
         RunStore RunView SegmentEntry SegmentLayout Span SpelledRows StoredGeneration TensorKind TensorSpec carry_forward carry_spares check_header check_places
         checked_url collect_garbage create_once digest_of dtype_code dtype_of full_records lacking_memory open_backend read_chunks repair_log
         scrub_record scrub_segment segment_key wrapping_backends

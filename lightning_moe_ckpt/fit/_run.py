@@ -6,6 +6,8 @@ Two callbacks call it: `Replay`, which runs first, and `CheckpointCallback`, whi
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -54,6 +56,9 @@ class FitSession:
         own_callbacks: callback classes whose state is not part of the journal.
         stop_grace, batches, deterministic_dataset: as in `CheckpointArguments`.
     """
+
+    resumed = False
+    """Whether it goes on with what an earlier process, or this one, has trained."""
 
     def __init__(
         self,
@@ -113,6 +118,7 @@ class FitSession:
         )
         self._note = ProgressNote(trainer, "no_checkpoint", self._missed)
         self._disturbed = self._trained = self._told_to_stop = False
+        self._validation_began = time.perf_counter()
         self._replays = policy.replays
 
     def begin(self) -> bool:
@@ -125,7 +131,22 @@ class FitSession:
                 self.session.waive_reconciling()  # hooks before the next batch have not run yet; they will run once
         if self.session.replaying:
             self._files.held = True
-        return start is not None
+        self.resumed = start is not None
+        return self.resumed
+
+    def start_of_run(self) -> dict[str, Any]:
+        """Return what a fit that begins anew in place has to know of its first begin: files and folders."""
+        return {"files": self._files.start(), "logs": self._logs.start()}
+
+    def begin_anew(self, start: Mapping[str, Any]) -> None:
+        """Write the same files, rows and folders again as at the first begin of this fit, of which nothing else is left."""
+        self._files.write_again(start["files"])
+        self._logs.restore(start["logs"])
+
+    def leave(self) -> None:
+        """Close after a step that another rank's failure has aborted, without waiting for anyone; memory stays."""
+        self._files.remove()
+        self.close(keep_memory=True)
 
     def close(self, *, keep_memory: bool = False) -> None:
         """Undo all changes to the trainer and close the run, after a normal end or an exception.
@@ -207,7 +228,8 @@ class FitSession:
             self._num_groups = self._trains.num_groups
             self.session.regrouped()
         self.session.boundary(self._step, outcome)
-        self._recorder.want_start(original, needed=self.session.takes(self._step))
+        takes, within = self.session.takes(self._step), self.session.within_window(self._step)
+        self._recorder.want_start(original, needed=takes, replayed_only=within)
 
     def after_hooks(self) -> None:
         """Undo requests to stop in replay: hooks have judged weights that are frozen or loaded too early."""
@@ -270,9 +292,12 @@ class FitSession:
 
     def validation_begins(self) -> None:
         # Validation may swap weights through `.data` and back (averages), which no version counter sees.
-        self._disturbed = True
+        self._disturbed, self._validation_began = True, time.perf_counter()
 
     # -- last callback
+
+    def validation_ends(self) -> None:
+        self.clock.validated += time.perf_counter() - self._validation_began
 
     @clocked
     def before_zero_grad(self) -> None:

@@ -1,5 +1,6 @@
 """Process groups, deterministic gradient reduction and norms."""
 
+from lightning_moe_ckpt.parallel._abort import GroupAbort as GroupAbort
 from lightning_moe_ckpt.parallel._collectives import OrderedHookState as OrderedHookState
 from lightning_moe_ckpt.parallel._collectives import broadcast_tensors as broadcast_tensors
 from lightning_moe_ckpt.parallel._collectives import global_grad_norm as global_grad_norm

@@ -38,7 +38,12 @@ def restart_is_likely(error: BaseException) -> bool:
     such jobs.
     """
     restarts, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return int(restarts) < int(most) or any(map(_is_of_collective, _chain(error)))
+    return int(restarts) < int(most) or is_of_collective(error)
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Whether a collective failed, now or behind this error."""
+    return any(map(_is_of_collective, _chain(error)))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

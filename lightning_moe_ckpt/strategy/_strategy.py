@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -27,11 +28,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.parallel import (
     GradientReducer,
+    GroupAbort,
     ParallelGroups,
     broadcast_tensors,
     build_groups,
+    check_ep_size,
     closed_doors,
     expert_parallel_fqns,
     expert_parallel_modules,
@@ -51,6 +55,9 @@ from lightning_moe_ckpt.strategy._state_dict import (
 )
 
 log = logging.getLogger(__name__)
+
+_FORMING = timedelta(seconds=15)
+"""Limit for making one process group under a supervisor, when all ranks have come."""
 
 
 class MoEStrategy(DDPStrategy):
@@ -115,12 +122,24 @@ class MoEStrategy(DDPStrategy):
         self._buffer_sync: BufferSync | None = None
         self._names: dict[int, str] = {}
         self._sharded: set[str] = set()
+        self._ignored: set[str] = set()
         self._untap: list[Callable[[], None]] = []
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     @override
+    def set_world_ranks(self) -> None:
+        Supervised.from_environment()  # a spare waits here until it has a rank
+        super().set_world_ranks()
+
+    @override
     def setup_distributed(self) -> None:
+        supervised = Supervised.from_environment()
+        if supervised is not None and not dist.is_initialized():
+            if supervised.replacement and self._fits:
+                self._stand_apart()
+                return
+            self._form_groups(supervised)
         self._join_fresh_store()
         with self._closed_doors():
             super().setup_distributed()
@@ -130,6 +149,80 @@ class MoEStrategy(DDPStrategy):
             "rank %d of %d holds experts of rank %d of %d",
             *(self.groups.rank, self.groups.world_size, self.groups.ep_rank, self.groups.ep_size),
         )
+
+    # -- recovery in place, under a supervisor
+
+    @property
+    def apart(self) -> bool:
+        """Whether this process has no groups yet, taking the place of another one: the others are in the midst of training."""
+        return self.groups.world_size > 1 and not self.groups.groups
+
+    def reconnect(self, supervised: Supervised) -> None:
+        """Join the other ranks in new process groups, in the place of those of an incarnation that has failed. Collective.
+
+        Whoever holds a group gets it from `groups`, and is made anew or told here.
+        """
+        if self.reducer is not None:
+            self.reducer.close()
+        self.reducer = self._buffer_sync = None
+        self.groups.groups.clear()  # what still holds them holds no group
+        _built.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._form_groups(supervised)
+        self.groups = _groups_of_this_process(self.expert_parallel, self.timeout)
+        set_current_groups(self.groups)
+        self._start_reducing()
+
+    def share_start(self, *, survived: bool) -> int:
+        """Give processes that have not `survived` the state with which training began. Collective.
+
+        Returns:
+            The first rank that has survived, 0 if none has.
+        """
+        everyone = [survived] * self.groups.world_size
+        if self.groups.world_size > 1:
+            dist.all_gather_object(everyone, survived, group=self.groups.group("control"))
+        first = next((rank for rank, each in enumerate(everyone) if each), 0)
+        self._equalise_replicated(first)
+        holders = self.groups.ranks("expert_data")
+        self._equalise_experts(next((rank for rank in holders if everyone[rank]), holders[0]))
+        return first
+
+    @property
+    def _fits(self) -> bool:
+        return self._module.trainer.state.fn == TrainerFn.FITTING
+
+    def _stand_apart(self) -> None:
+        """Set up without groups: others have done what Lightning does here with all ranks, and do not do it again."""
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        rank, world_size = self.global_rank, self.world_size
+        check_ep_size(self.expert_parallel, world_size)
+        ep_size = self.expert_parallel
+        self.groups = ParallelGroups(rank=rank, world_size=world_size, ep_rank=rank % ep_size, ep_size=ep_size)
+        set_current_groups(self.groups)
+
+    def _form_groups(self, supervised: Supervised) -> None:
+        """Make the default group and all others, once all ranks have come; a failure breaks them.
+
+        Who waits for a rank to connect that has died meanwhile has no connection yet that could be broken.
+        """
+        environment = self.cluster_environment
+        assert environment is not None
+        limit = min(self.timeout, _FORMING)
+        with GroupAbort() as abort:
+            store = supervised.rejoin(self.timeout.total_seconds())
+            store.set_timeout(limit)
+            supervised.watch(abort.abort)
+            rank, world_size = environment.global_rank(), environment.world_size()
+            with self._closed_doors():
+                dist.init_process_group(self._backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+            groups = build_groups(self.expert_parallel, limit)
+        for group in {dist.group.WORLD, *groups.groups.values()}:
+            dist.distributed_c10d._set_pg_timeout(self.timeout, group)  # noqa: SLF001  # torch has no public way
+        _built[self.expert_parallel, self.timeout] = (dist.group.WORLD, groups)
 
     def _join_fresh_store(self) -> None:
         """Use a fresh store under torchrun, so that a restarted process does not read addresses of the previous one."""
@@ -160,17 +253,18 @@ class MoEStrategy(DDPStrategy):
         _glue.ignore_names(module, ignored | self._sharded)
         super().setup(trainer)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._equalise_experts()
+        self._ignored = ignored
+        if self.apart:
+            return
+        self._equalise_experts(self.groups.ranks("expert_data")[0])
         if trainer.state.fn == TrainerFn.FITTING:
-            self._start_reducing(ignored)
+            self._start_reducing()
 
     @override
     def configure_ddp(self) -> None:
         """Make replicated states equal to rank 0's, without a wrapper."""
-        module, ignored = self._module, _glue.ignored_names(self._module)
-        if self.groups.world_size > 1:
-            states = [*module.named_parameters(), *module.named_buffers()]
-            broadcast_tensors((t for name, t in states if name not in ignored), self.groups.groups["world"], 0)
+        if not self.apart:
+            self._equalise_replicated(0)
 
     @override
     def setup_precision_plugin(self) -> None:
@@ -216,14 +310,19 @@ class MoEStrategy(DDPStrategy):
                 "the experts' gradients again. Set `automatic_optimization = True` or `expert_parallel=1`."
             )
 
-    def _equalise_experts(self) -> None:
+    def _equalise_replicated(self, source: int) -> None:
+        module, ignored = self._module, _glue.ignored_names(self._module)
+        if self.groups.world_size > 1:
+            states = [*module.named_parameters(), *module.named_buffers()]
+            broadcast_tensors((t for name, t in states if name not in ignored), self.groups.groups["world"], source)
+
+    def _equalise_experts(self, source: int) -> None:
         if self.groups.dp_size > 1 and self.groups.ep_size > 1:
             parameters = [p for name, p in self._module.named_parameters() if name in self._sharded]
-            first = self.groups.ranks("expert_data")[0]
-            broadcast_tensors(parameters, self.groups.groups["expert_data"], first)
+            broadcast_tensors(parameters, self.groups.groups["expert_data"], source)
 
-    def _start_reducing(self, ignored: set[str]) -> None:
-        module = self._module
+    def _start_reducing(self) -> None:
+        module, ignored = self._module, self._ignored
         self._buffer_sync = BufferSync(module, ignored, self.groups) if self.groups.world_size > 1 else None
         self.reducer = GradientReducer(
             ((name, parameter) for name, parameter in module.named_parameters() if name not in ignored),

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -25,6 +26,7 @@ from campaign._emulated import emulated_device
 from campaign._models import BiasedMoE, Counting, build
 from lightning_moe_ckpt.parallel import OrderedHookState, ordered_hook
 from lightning_moe_ckpt.policies import Popularity
+from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._attempts import Attempt, Fit
 from lightning_moe_ckpt.testing._records import digest
 
@@ -55,14 +57,24 @@ class Checkpointing:
     url: str | None = None
     """In place of the campaign's folder; every run needs one of its own."""
     storage_options: tuple[tuple[str, Any], ...] = ()
+    target: float | None = None
+    """`overhead_target`; decisions begin with the first steps, and not after seconds of training."""
+    at_least: float = 600.0
+    """Seconds of `storage_at_least`."""
     arguments: tuple[tuple[str, Any], ...] = ()
     """Further ones of the callback."""
 
     def make(self, url: str) -> Callback:
         from lightning_moe_ckpt import callbacks
+        from lightning_moe_ckpt.session._pacing import Governor
+
+        if self.target is not None:
+            hasty = partial(Governor, least_seconds=0.0, least_steps=4)
+            Seam(module="lightning_moe_ckpt.session._tiers", attribute="Governor", replacement=hasty).apply()
 
         # The parents of all lives have frozen the heap already; to find that out takes a sixth of a life.
         common: dict[str, Any] = {"storage_options": dict(self.storage_options) or None, "freeze_heap": False}
+        common |= {"overhead_target": self.target, "storage_at_least": timedelta(seconds=self.at_least)}
         common |= dict(self.arguments)
         url = self.url or url
         if self.policy == "dense":

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from datetime import timedelta
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
 import torch.distributed as dist
 from launcher import run_world
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.parallel import init_fresh_process_group, restart_is_likely, shares_agent_store
 
-FORK = multiprocessing.get_context("fork")
 TIMEOUT = timedelta(seconds=30)
-
-
-def serve_agent_store(reply: Connection) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    reply.send(store.port)
-    reply.recv()
-
-
-@pytest.fixture
-def agent_port() -> object:
-    """Port of a store as torchrun's agent serves it, in a process of its own."""
-    here, there = FORK.Pipe()
-    agent = FORK.Process(target=serve_agent_store, args=(there,), daemon=True)
-    agent.start()
-    assert here.poll(30)
-    yield here.recv()
-    here.send("stop")
-    agent.join(10)
 
 
 def one_life(rank: int, world_size: int, port: int) -> float:

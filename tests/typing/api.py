@@ -351,7 +351,8 @@ def reduce(model: nn.Module, flat: Tensor) -> Tensor:
     reducer.finish()
     gradients = ((name, p.grad) for name, p in model.named_parameters())
     norm = parallel.global_grad_norm(gradients, expert_parallel=sharded, groups=groups)
-    with parallel.closed_doors(open_ports={29500}):
+    with parallel.closed_doors(open_ports={29500}), parallel.GroupAbort() as abort:
+        assert_type(abort.abort(), None)
         parallel.close_groups(groups)
     return norm + parallel.ordered_all_reduce(flat, group, divisor=2) + parallel.plain_all_reduce(flat, group)
 
@@ -380,12 +381,13 @@ def store(url: str) -> list[storage.GenerationId]:
     assert_type(marker, storage.RankMarker)
     assert_type(marker.segments[0], storage.SegmentEntry)
     assert_type(marker.segments[0].records[0], storage.RecordEntry)
+    assert_type(storage.RecordColumns.of(marker.segments[0].records).offset, Sequence[int])
     data = memoryview(bytearray(marker.segments[0].nbytes))
     run.read_range(marker.segments[0], 0, data)
     assert_type(storage.digest_of(data), str)
     assert_type(storage.segment_key(storage.GenerationId(step=1, incarnation=1), rank=0, step=1), str)
     assert_type(storage.DIGEST_NAME, str)
-    assert_type(storage.lacking_memory(storage.MAX_MARKER_NBYTES), str | None)
+    assert_type(storage.lacking_memory(storage.MAX_MARKER_NBYTES + storage.MAX_HEADER_NBYTES), str | None)
     assert_type(storage.RecordRows(marker.segments[0].records).digested(data).line, bytes)
     bad: storage.BadCopies = {"moe/expert.3": [storage.GenerationId(step=1, incarnation=1)]}
     assert_type(storage.carry_forward(marker, ["moe/expert.3"], bad), tuple[storage.ReferencedEntry, ...])

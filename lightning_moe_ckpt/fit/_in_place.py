@@ -1,0 +1,207 @@
+"""Recover in place: when another rank has failed, this process resumes without being replaced.
+
+The exception of an aborted collective leaves training. What is half done is dropped, objects become what they were when
+the fit began (`_memento`), groups are formed anew, and the fit begins again exactly as in a new process: the same
+agreement, restore, repositioning and replay. What is expensive stays: the process with its imports and device contexts,
+module and optimizer, compiled code.
+
+Only where a supervisor starts processes. Elsewhere nothing here is ever made.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from operator import methodcaller
+from typing import Any, Protocol
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_moe_ckpt import _lightning_in_place
+from lightning_moe_ckpt.errors import CheckpointError, Fenced
+from lightning_moe_ckpt.fit._memento import Memento, restore_values
+from lightning_moe_ckpt.fit._run import FitSession
+from lightning_moe_ckpt.launch import Supervised
+from lightning_moe_ckpt.parallel._elastic import is_of_collective
+
+log = logging.getLogger(__name__)
+
+_CONFIRM_SECONDS = {True: 10.0, False: 1.0}
+"""How long an exception, of a collective or any other, waits for the word that another rank has failed."""
+_REJOIN_SECONDS = 120.0
+
+
+class Supervisor(Protocol):
+    """What started this process and replaces the dead, as a worker sees it."""
+
+    replacement: bool
+
+    def confirm(self, timeout: float) -> object | None:
+        """Return the failure of another process that ended this incarnation; `None` if there is none in `timeout` seconds."""
+
+    def rejoin(self, timeout: float) -> object:
+        """Wait, at most `timeout` seconds, until all ranks have come to the newest incarnation."""
+
+    def beat(self, step: int) -> None:
+        """Note that the main thread has come to `step`; a long silence from here on is a hang."""
+
+    def pause(self) -> None:
+        """Note that what follows may take any time."""
+
+
+def supervisor(trainer: Trainer) -> Supervisor | None:
+    """Return the supervisor of this process, if its strategy can join other ranks again; `None` under other launchers."""
+    return Supervised.from_environment() if hasattr(trainer.strategy, "reconnect") else None
+
+
+class InPlace:
+    """The recoveries of one fit.
+
+    Args:
+        trainer, module: in `setup`.
+        supervisor: of this process.
+        own_callbacks: callback classes that are no part of the run.
+        leave: closes the `FitSession` of the aborted run, if there is one.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        supervisor: Supervisor,
+        *,
+        own_callbacks: tuple[type[Callback], ...],
+        leave: Callable[[], None],
+    ) -> None:
+        self._trainer, self._module, self._supervisor = trainer, module, supervisor
+        self._own, self._leave = own_callbacks, leave
+        self._start: Memento | None = None
+        self._weights: list[tuple[Tensor, Tensor]] = []
+        """What training began with, while no generation has anything better."""
+        self._start_of_run: dict[str, Any] | None = None
+        """Files, folders and rows with which it began, in a process that was there."""
+        self._joined = False
+        """Whether this process has joined others in the midst of a fit, of theirs or its own."""
+        self._remove = _lightning_in_place.tap_run_stage(trainer, self._run)
+
+    def begin(self, make: Callable[[], FitSession]) -> FitSession:
+        """Return what `make` makes and begins; call in `on_fit_start`, before any other callback runs."""
+        if self._start is None:
+            self._start = Memento(
+                _lightning_in_place.objects_of(self._trainer, self._module, self._own),
+                shallow=[self._trainer],
+                restored=_lightning_in_place.weights_of(self._trainer, self._module),
+                apart=(*_lightning_in_place.APART, *self._own),
+            )
+            self._keep_weights()
+            if getattr(self._trainer.strategy, "apart", False):
+                self._join()
+        made: list[FitSession] = []
+        while not self._survives(partial(self._begin, made, make)):
+            self._recover()
+        return made[-1]
+
+    def batch_begins(self, run: FitSession) -> None:
+        """Tell that training goes on, and let go of the weights at the start once there is a generation."""
+        if self._weights and run.session.has_generation:
+            self._weights = []
+        self._supervisor.beat(self._trainer.global_step)
+
+    def batch_ends(self) -> None:
+        """Tell that what follows may take any time: callbacks, validation, files."""
+        self._supervisor.pause()
+
+    def close(self) -> None:
+        """Undo the change to the trainer."""
+        self._remove()
+        self._start, self._weights = None, []
+
+    # -- private
+
+    def _begin(self, made: list[FitSession], make: Callable[[], FitSession]) -> None:
+        run = make()
+        made.append(run)
+        if run.resumed:
+            self._weights = []
+        elif not self._joined:
+            self._start_of_run = run.start_of_run()
+        elif not self._weights or self._trainer.ckpt_path:
+            raise CheckpointError("nothing is left to resume from: only a whole restart can begin anew")
+        else:
+            strategy, survived = self._trainer.strategy, self._start_of_run is not None
+            first = strategy.share_start(survived=survived) if hasattr(strategy, "share_start") else 0
+            begun = strategy.broadcast(self._start_of_run, first)
+            if begun is None:  # all processes are new
+                begun = run.start_of_run()
+            self._start_of_run = begun
+            run.begin_anew(begun)
+            if not survived:
+                self._keep_weights()
+
+    def _keep_weights(self) -> None:
+        weights = _lightning_in_place.weights_of(self._trainer, self._module)
+        self._weights = [(each, each.detach().to("cpu", copy=True)) for each in weights]
+
+    def _join(self) -> None:
+        """Join the other ranks, again if one of them fails meanwhile."""
+        self._joined = True
+        reconnect = getattr(self._trainer.strategy, "reconnect", None)
+        if reconnect is None:
+            reconnect = methodcaller("rejoin", _REJOIN_SECONDS)
+        while not self._survives(partial(reconnect, self._supervisor)):
+            pass
+
+    def _run(self, original: Callable[[], object]) -> None:
+        stage = partial(self._run_stage, original, again=False)
+        while not self._survives(stage):
+            self._recover()
+            stage = partial(self._run_stage, original, again=True)
+
+    def _run_stage(self, original: Callable[[], object], *, again: bool) -> None:
+        if again:
+            _lightning_in_place.start_again(self._trainer)
+        original()
+        self._supervisor.pause()
+        # Who fails from here on is not resumed with in place: all have come to the end of training.
+        self._trainer.strategy.barrier("moe-ckpt: training has ended")
+
+    def _survives(self, call: Callable[[], object]) -> bool:
+        """Call, and return whether no other rank has failed meanwhile."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  # raised again unless another rank has failed
+            self._require_failure(error)
+            return False
+        return True
+
+    def _require_failure(self, error: Exception) -> None:
+        """Raise `error` unless another rank has failed; if one has, forget it and what its frames hold."""
+        self._supervisor.pause()
+        patience = _CONFIRM_SECONDS[is_of_collective(error)]
+        failure = None if isinstance(error, Fenced) else self._supervisor.confirm(patience)
+        if failure is None:
+            raise error
+        log.warning("%s; this process goes on in place (%s: %s)", failure, type(error).__name__, error)
+        _forget(error)
+
+    def _recover(self) -> None:
+        started = time.perf_counter()
+        self._leave()
+        _lightning_in_place.end_iterators(self._trainer)
+        assert self._start is not None
+        self._start.restore()
+        for tensor, kept in self._weights:
+            restore_values(tensor, kept)
+        self._join()
+        log.info("goes on in place, %.2f s after the failure was confirmed", time.perf_counter() - started)
+
+
+def _forget(error: BaseException | None) -> None:
+    """Let go of the frames of an error and of those behind it: they hold tensors, loaders and groups."""
+    while error is not None:
+        error.__traceback__ = None
+        behind, error.__context__, error.__cause__ = error.__cause__ or error.__context__, None, None
+        error = behind

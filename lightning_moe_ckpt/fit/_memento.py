@@ -1,0 +1,224 @@
+"""Remember what objects were when a fit began, and make them that again, in place.
+
+A new process begins with what the user's script has built. One that goes on in place has traces of steps that will be
+trained again, anywhere in the user's objects and in Lightning's. What a journal has is restored from there; of all else
+a new process has what it was at the fit's start. So that is remembered, once, before anything was restored.
+
+The search begins at a few objects and follows attributes, items and bound methods. All of them keep their identity, since
+they refer to each other: an attribute gets the object back that it had, and that object gets its own attributes back.
+Large tensors are not copied. Those of the model are restored from a generation; others, such as data, must not have changed.
+
+Out of reach: class attributes, globals, closures, iterators, and what objects of the standard library hold.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator
+from enum import Enum
+from pathlib import PurePath
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.journal import capture_rng, restore_rng
+
+Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+
+_MOST_NBYTES = 2**20
+"""Largest tensor or array that is copied."""
+_MOST_ITEMS = 10_000
+"""Most items of a container that are searched: longer ones hold data. Which items they are is remembered all the same."""
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_LISTS = (list, bytearray)
+_SETS = (set, deque)
+_OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, Enum, PurePath, BaseException)
+_ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+_FOREIGN = {*sys.stdlib_module_names, "fsspec", "tqdm", "rich", "tensorboard"}
+"""Packages whose objects are not looked into: connections, files, threads, windows."""
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_MISSING = object()
+
+
+class Memento:
+    """What objects were.
+
+    Args:
+        roots: where the search begins.
+        shallow: objects of which the attributes are remembered, and not what they lead to.
+        restored: tensors whose values somebody else restores.
+        apart: types of objects that are left alone.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[object],
+        *,
+        shallow: Iterable[object] = (),
+        restored: Iterable[Tensor] = (),
+        apart: tuple[type, ...] = (),
+    ) -> None:
+        self._apart = (*_OPAQUE, *apart)
+        self._restored = {id(tensor): tensor for tensor in restored}
+        self._spaces: list[tuple[dict[Any, Any], list[tuple[Any, Any]]]] = []
+        """Attributes of objects, and dictionaries."""
+        self._slots: list[tuple[object, str, object]] = []
+        self._lists: list[tuple[Any, list[Any]]] = []
+        self._sets: list[tuple[Any, list[Any]]] = []
+        self._arrays: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[Tensor, Tensor | int | None]] = []
+        """With a copy of the values, the version of one too large for that, or nothing where others restore it."""
+        self._leaves: list[tuple[Tensor, bool, Tensor | None, list[dict[Any, Any] | None]]] = []
+        """With `requires_grad`, the gradient and hooks."""
+        self._held: dict[str, Generator] = {}
+        self._seen: dict[int, object] = {}
+        self._search([*roots, *self._restored.values()])
+        for each in shallow:
+            self._spaces.append((vars(each), list(vars(each).items())))
+        self._random = capture_rng(held=self._held)
+        self._seen.clear()
+
+    def restore(self) -> None:
+        """Make everything what it was.
+
+        Raises:
+            CheckpointError: something was changed that is not remembered.
+        """
+        for space, items in self._spaces:
+            _restore_space(space, items)
+        for owner, name, value in self._slots:
+            if value is not _MISSING:
+                object.__setattr__(owner, name, value)
+            elif hasattr(owner, name):
+                object.__delattr__(owner, name)
+        for each, items in self._lists:
+            each[:] = items
+        for each, items in self._sets:
+            each.clear()
+            for item in items:
+                each.append(item) if isinstance(each, deque) else each.add(item)
+        for array, content in self._arrays:
+            array[...] = content
+        for tensor, kept in self._tensors:
+            _restore_tensor(tensor, kept)
+        for tensor, trains, gradient, hooks in self._leaves:
+            _restore_leaf(tensor, trains, gradient, hooks)
+        restore_rng(self._random, held=self._held)
+
+    # -- private
+
+    def _search(self, found: list[object]) -> None:
+        while found:
+            each = found.pop()
+            if type(each) in _ATOMS or id(each) in self._seen or isinstance(each, self._apart):
+                continue
+            self._seen[id(each)] = each  # which keeps it alive, so that no other gets its identity
+            found.extend(self._remember(each))
+
+    def _remember(self, each: Any) -> Iterator[object]:
+        """Remember one object, and return what it leads to."""
+        if isinstance(each, Tensor):
+            self._remember_tensor(each)
+        elif isinstance(each, np.ndarray):
+            if each.nbytes <= _MOST_NBYTES and each.flags.writeable:
+                self._arrays.append((each, each.copy()))
+        elif isinstance(each, _GENERATORS):
+            if not isinstance(each, random.SystemRandom):
+                self._held[str(len(self._held))] = each
+            return
+        elif isinstance(each, types.MethodType):
+            yield each.__self__
+            return
+        yield from self._remember_items(each)
+        if type(each).__module__.partition(".")[0] in _FOREIGN:
+            return
+        space = getattr(each, "__dict__", None)
+        if isinstance(space, dict):
+            yield from self._remember_space(space)
+        for name in _slots_of(type(each)):
+            value = getattr(each, name, _MISSING)
+            self._slots.append((each, name, value))
+            yield value
+
+    def _remember_items(self, each: Any) -> Iterator[object]:
+        if isinstance(each, dict):
+            yield from self._remember_space(each)
+        elif isinstance(each, _LISTS):
+            self._lists.append((each, list(each)))
+        elif isinstance(each, _SETS):
+            self._sets.append((each, list(each)))
+        elif not isinstance(each, tuple | frozenset):
+            return
+        if not isinstance(each, dict | bytearray) and len(each) <= _MOST_ITEMS:
+            yield from each
+
+    def _remember_space(self, space: dict[Any, Any]) -> Iterator[object]:
+        self._spaces.append((space, list(space.items())))
+        if len(space) <= _MOST_ITEMS:
+            yield from space.values()
+
+    def _remember_tensor(self, tensor: Tensor) -> None:
+        if tensor.grad_fn is not None or tensor.is_meta:
+            return
+        kept: Tensor | int | None = None
+        if id(tensor) not in self._restored:
+            small = tensor.nbytes <= _MOST_NBYTES
+            kept = tensor.detach().clone() if small else None if tensor.is_inference() else tensor._version  # noqa: SLF001
+        self._tensors.append((tensor, kept))
+        if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter):
+            hooks = [None if (own := getattr(tensor, name)) is None else dict(own) for name in _HOOKS]
+            self._leaves.append((tensor, tensor.requires_grad, tensor.grad, hooks))
+
+
+def _slots_of(kind: type) -> Collection[str]:
+    named = [vars(base).get("__slots__", ()) for base in kind.__mro__[:-1]]
+    names = {name for each in named for name in ([each] if isinstance(each, str) else each)}
+    return sorted(names - {"__dict__", "__weakref__"}) if kind.__module__ != "builtins" else ()
+
+
+def _restore_space(space: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:
+    now = list(space.items())
+    if len(now) == len(items) and all(k is key and v is value for (k, v), (key, value) in zip(now, items, strict=True)):
+        return
+    kind = OrderedDict if isinstance(space, OrderedDict) else dict  # past what a class makes of its items
+    kind.clear(space)
+    for key, value in items:
+        kind.__setitem__(space, key, value)
+
+
+def _restore_tensor(tensor: Tensor, kept: Tensor | int | None) -> None:
+    if isinstance(kept, Tensor):
+        restore_values(tensor, kept)
+    elif kept is not None and tensor._version != kept:  # noqa: SLF001
+        raise CheckpointError(
+            f"a tensor of {tensor.nbytes} bytes that is no part of the model has changed in training: it cannot be reset in "
+            "place, only built anew by a whole restart. Make it a buffer."
+        )
+
+
+def restore_values(tensor: Tensor, kept: Tensor) -> None:
+    """Make a tensor equal to a copy of what it was, which may be on the host."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        if tensor.shape != kept.shape or tensor.dtype != kept.dtype:
+            tensor.data = kept.to(tensor.device, copy=True)
+        elif not torch.equal(tensor, kept.to(tensor.device)):
+            tensor.copy_(kept)
+
+
+def _restore_leaf(tensor: Tensor, trains: bool, gradient: Tensor | None, hooks: list[dict[Any, Any] | None]) -> None:
+    if tensor.requires_grad != trains:
+        tensor.requires_grad_(trains)
+    tensor.grad = gradient
+    for name, own in zip(_HOOKS, hooks, strict=True):
+        now = getattr(tensor, name)
+        if own is None:
+            if now:
+                setattr(tensor, name, None)
+        else:
+            _restore_space(now, list(own.items()))

@@ -1,0 +1,359 @@
+"""The supervisor of a node: torch's elastic agent, which replaces a dead rank instead of starting all ranks anew.
+
+Torch's agent asks every tenth of a second whether any process has ended, and then ends and restarts all. Here that
+question (`_monitor_workers`) waits for what happens instead, and answers "all are well" as long as it can help:
+
+    a rank dies        the failure goes into the log of the job, for the supervisors of all nodes
+    it is in the log   ranks of this node are told, and abort their collectives; a spare, or a new process, takes the place
+    ranks arrive       they are counted; the one that completes the count adds that the incarnation is formed
+    it is in the log   ranks of this node are told, and make their groups
+
+If ranks do not come together in time, or one cannot be replaced, the answer is that something is wrong, and the agent
+does what it always does: it ends all processes, meets the other nodes again, and starts all anew.
+
+Source: torch 2.13 `torch/distributed/elastic/agent/server`; what is used of it is there from torch 2.6 on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, cast
+
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from typing_extensions import override
+
+from lightning_moe_ckpt.launch._log import EventLog, JobEvent
+from lightning_moe_ckpt.launch._members import Clock, Happening, Member, Switchboard
+from lightning_moe_ckpt.launch._output import RankOutput
+from lightning_moe_ckpt.launch._spares import Spares, close_streams
+from lightning_moe_ckpt.launch._verdict import FailureRate, Judge, describe_exit
+from lightning_moe_ckpt.launch._wire import SUPERVISOR, Line
+
+_LOOK_SECONDS = 0.1
+"""Between two looks at beats and deadlines; nothing that happens waits for one."""
+
+_STORE_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SupervisorOptions:
+    """How a supervisor deals with failures."""
+
+    spares: int = 0
+    """Processes per node that wait for a place."""
+    spare_command: tuple[str, ...] = ()
+    """What a spare runs; empty for what a rank runs."""
+    max_failures: FailureRate = field(default_factory=lambda: FailureRate(10, 3600.0, "10 per 1h"))
+    recover_seconds: float = 300.0
+    """From a failure until training goes on; then all processes are started anew."""
+    hang_seconds: float = 10.0
+    """Least silence of a rank that is taken for a hang."""
+    say: Callable[[str], None] = print
+    """Gets one sentence per decision."""
+
+
+class SupervisingAgent(LocalElasticAgent):
+    """Agent of one node.
+
+    Args:
+        spec: what to start, as torch's launcher makes it.
+        output: console of the ranks.
+        options: how to deal with failures.
+        of_torch: further arguments of torch's agent.
+    """
+
+    def __init__(self, spec: WorkerSpec, output: RankOutput, options: SupervisorOptions, **of_torch: Any) -> None:
+        super().__init__(spec, output, **of_torch)
+        # Waiting is in `_monitor_workers`; the loop around it would only sleep.
+        spec.monitor_interval = 1e-6
+        self._output, self._options = output, options
+        self._judge = Judge(options.max_failures)
+        self._board = Switchboard()
+        os.environ[SUPERVISOR] = self._board.name
+        self._members: dict[int, Member] = {}
+        """Ranks of this node by process id."""
+        self._unknown: dict[int, Any] = {}
+        """Connections by process id, of processes that are not entered yet."""
+        self._spares = Spares(options.spares, options.spare_command, output, self._board, options.say)
+        self._clock = Clock(5 * _LOOK_SECONDS)
+        self._rounds = 0
+        self._incarnation = 0
+        self._formed = -1
+        """The newest incarnation that has come together."""
+        self._deadline = self._suspicion = float("inf")
+        """When recovering takes too long; when those that have not arrived are taken for hung."""
+        self._verdict = ""
+        self._log: EventLog | None = None
+
+    # -- torch's questions
+
+    @override
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._begin_round(worker_group)
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        self._output.started()
+        for local_rank, handler in self._context.subprocess_handlers.items():
+            close_streams(handler)
+            self._enter(Member(handler), local_rank, worker_group)
+        self._spares.start(self._context)
+        return pids
+
+    @override
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        give_up = time.monotonic() + _LOOK_SECONDS
+        while not self._verdict and (happening := self._board.take(give_up - time.monotonic())) is not None:
+            self._consider(happening, worker_group)
+        if not self._verdict:
+            self._look()
+        if self._verdict == "restart":
+            return RunResult(state=WorkerState.UNHEALTHY)
+        if self._verdict == "over" or all(member.exit_code == 0 for member in self._members.values()):
+            return self._last_result(worker_group)
+        return RunResult(state=WorkerState.HEALTHY)
+
+    @override
+    def _shutdown(self, *arguments: Any, **keywords: Any) -> None:
+        super()._shutdown(*arguments, **keywords)
+        for member in self._members.values():
+            member.close()
+        self._members = {}
+        if self._log is not None:
+            # Others do not go on without this node: what they do next, the rendezvous decides.
+            self._log.append("over" if self._verdict == "over" else "restart", why="ranks of another node were ended")
+            self._log.close(2.0)
+            self._log = None
+
+    def close(self) -> None:
+        """End spares, threads and connections, after `run`, and ranks if their end was interrupted."""
+        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(each, signal.SIG_IGN)
+        for member in self._members.values():
+            member.close()
+        self._spares.close()
+        self._board.close()
+        self._output.close()
+
+    def _last_result(self, worker_group: WorkerGroup) -> RunResult:
+        """Return torch's result, with the rank that has failed; the job ends."""
+        self._remaining_restarts = 0
+        if all(member.exit_code is None for member in self._members.values()):
+            return RunResult(state=WorkerState.FAILED)  # it was on another node
+        return cast("RunResult", super()._monitor_workers(worker_group))
+
+    @property
+    def _context(self) -> Any:
+        """Torch's `SubprocessContext`."""
+        assert self._pcontext is not None
+        return self._pcontext
+
+    # -- rounds: from the start of all ranks to their end
+
+    def _begin_round(self, worker_group: WorkerGroup) -> None:
+        """Begin a log that all nodes agree on, with an incarnation that was not there before."""
+        group = cast("Any", worker_group)  # torch declares some of it as None
+        store, host, port = group.store, str(group.master_addr), int(group.master_port)
+        key = "moe_ckpt/round"
+        if self._worker_group.spec.rdzv_handler.get_backend() == "static":
+            key += f"/{self._rounds}"  # its store is the same in every round
+        self._rounds += 1
+        if group.group_rank == 0:
+            fresh = {"prefix": f"moe_ckpt/{uuid.uuid4()}", "incarnation": self._incarnation}
+            store.set(key, json.dumps(fresh))
+        agreed = json.loads(store.get(key))
+        self._incarnation, self._formed = agreed["incarnation"], -1
+        self._verdict, self._deadline, self._suspicion = "", float("inf"), float("inf")
+        prefix = agreed["prefix"]
+
+        def connect() -> Store:
+            return TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
+
+        self._log = EventLog(connect, prefix, lambda event: self._board.queue.put(("logged", prefix, event)))
+
+    def _enter(self, member: Member, local_rank: int, worker_group: WorkerGroup) -> None:
+        """Enter a process as a rank of this node."""
+        worker = worker_group.workers[local_rank]
+        self._context.subprocess_handlers[local_rank] = member.handler
+        worker.id = member.pid
+        member.handler.local_rank_id = member.local_rank = local_rank
+        member.rank = worker.global_rank
+        self._members[member.pid] = member
+        if not self._spares.was(member):
+            self._board.expect_exit(member.pid)
+            member.connection = self._unknown.pop(member.pid, None)
+        self._place(member)
+
+    def _place(self, member: Member) -> None:
+        if member.connection is not None:
+            self._board.serve(member.pid, member.connection)
+            environment = {name: str(value) for name, value in self._context.envs[member.local_rank].items()}
+            member.place(environment, self._incarnation)
+
+    # -- what happens
+
+    def _consider(self, happening: Happening, worker_group: WorkerGroup) -> None:
+        kind, key, what = happening
+        if kind == "logged":
+            if self._log is not None and key == self._log.prefix:
+                self._follow(what, worker_group)
+        elif kind == "connected":
+            self._connect(key, what)
+        elif key in self._members:
+            if kind == "exited":
+                self._exited(self._members[key])
+            else:
+                self._said(self._members[key], what)
+        elif kind == "exited":
+            self._spares.exited(key)
+
+    def _connect(self, pid: int, connection: Any) -> None:
+        member = self._members.get(pid)
+        if member is None:
+            if not self._spares.connect(pid, connection):
+                self._unknown[pid] = connection
+            return
+        member.connection = connection
+        self._place(member)
+
+    def _said(self, member: Member, message: Line) -> None:
+        if message["arrived"] == self._incarnation:
+            member.arrived = self._incarnation
+            if self._now.count(f"arrived/{self._incarnation}") == self._world_size:
+                self._now.append("formed", incarnation=self._incarnation)
+
+    def _exited(self, member: Member) -> None:
+        code = member.exit_code
+        if code == 0 or code is None:
+            return
+        why = member.why or describe_exit(code)
+        who = f"rank {member.rank} (pid {member.pid})"
+        formed, recovering = self._rounds > 1 or self._formed >= 0, self._deadline < float("inf")
+        verdict = self._judge.judge(code, formed=formed, recovering=recovering, step=self._step)
+        if verdict == "replace" and any(each.exit_code == 0 for each in self._members.values()):
+            verdict, why = "restart", f"{why} after others had finished"
+        if verdict != "over" and self._judge.count():
+            verdict, why = "over", f"{why}; more than {self._options.max_failures.text} failures"
+        if verdict == "replace":
+            self._now.append("failed", rank=member.rank, pid=member.pid, why=why)
+        else:
+            self._now.append(verdict, why=f"{who} {why}")
+
+    @property
+    def _now(self) -> EventLog:
+        """The log of this round."""
+        assert self._log is not None
+        return self._log
+
+    @property
+    def _world_size(self) -> int:
+        return int(self._worker_group.workers[0].world_size)
+
+    @property
+    def _step(self) -> int:
+        return max(member.heartbeat.read().step for member in self._members.values())
+
+    # -- what follows
+
+    def _follow(self, event: JobEvent, worker_group: WorkerGroup) -> None:
+        """Do what an event of the log means for this node."""
+        kind = event["kind"]
+        if kind == "failed":
+            self._failed(event, worker_group)
+        elif kind == "formed":
+            if event["incarnation"] == self._incarnation:
+                self._form()
+        elif kind == "restart":
+            self._end_round("restart", f"{event['why']}; all ranks are started anew")
+        else:
+            why = event.get("why", "the supervisor of the first node is gone")
+            self._end_round("over", f"{why}; the job is given up")
+
+    def _failed(self, event: JobEvent, worker_group: WorkerGroup) -> None:
+        failed, rank = self._incarnation, event["rank"]
+        self._incarnation += 1
+        for member in self._members.values():
+            member.send({"failed": failed, "rank": rank, "why": event["why"]})
+        now = time.monotonic()
+        self._deadline = min(self._deadline, now + self._options.recover_seconds)
+        self._suspicion = now + max(member.patience(self._options.hang_seconds) for member in self._members.values())
+        if event.get("hang"):
+            self._suspicion = now + self._options.hang_seconds / 5
+        dead = self._members.pop(event["pid"], None)
+        if dead is not None:
+            how = self._replace(dead, worker_group)
+            self._options.say(f"rank {rank} (pid {dead.pid}) {event['why']}; {how}, incarnation {self._incarnation}")
+        else:
+            self._options.say(f"rank {rank} {event['why']}, incarnation {self._incarnation}")
+
+    def _replace(self, dead: Member, worker_group: WorkerGroup) -> str:
+        spare = self._spares.take(dead.rank)
+        member = spare or self._spares.start_process(
+            self._context,
+            {name: str(value) for name, value in self._context.envs[dead.local_rank].items()},
+            str(dead.rank),
+        )
+        member.replacement = dead.replacement or self._formed >= 0
+        self._enter(member, dead.local_rank, worker_group)
+        dead.close()
+        return "a spare takes its place" if spare is not None else f"pid {member.pid} takes its place"
+
+    def _form(self) -> None:
+        self._formed, self._suspicion = self._incarnation, float("inf")
+        prefix = f"{self._now.prefix}/{self._formed}"
+        for member in self._members.values():
+            member.moves_then = member.heartbeat.read().moves
+            member.send({"formed": self._formed, "prefix": prefix})
+        if self._deadline < float("inf"):
+            self._options.say(f"incarnation {self._formed} has come together")
+
+    def _end_round(self, verdict: str, why: str) -> None:
+        self._verdict = verdict
+        self._options.say(why)
+        self._incarnation += 1
+        if verdict == "restart" and "SIGTERM" not in why:
+            for member in self._members.values():
+                member.kill()  # their peers are gone: there is nothing to say goodbye to
+
+    # -- looks
+
+    def _look(self) -> None:
+        """Look for ranks that hang, and for recoveries that do."""
+        seconds, now, options = self._clock.tick(), time.monotonic(), self._options
+        running = [member for member in self._members.values() if member.exit_code is None]
+        for member in running:
+            member.watch(seconds)
+            if member.stopped_seconds > member.patience(options.hang_seconds):
+                member.kill(f"was stopped for {member.stopped_seconds:.0f} s, and ended")
+        silent = [member for member in running if member.quiet_seconds > member.patience(options.hang_seconds)]
+        if silent and self._formed == self._incarnation and not any(member.stopped_seconds for member in running):
+            # All wait for the one that hangs. Who comes when it is told of a failure does not.
+            first = silent[0]
+            why = f"has not passed a step for {first.quiet_seconds:.0f} s"
+            self._now.append("failed", rank=first.rank, pid=-1, why=why, hang=True)
+            for member in running:
+                member.quiet_seconds = 0.0
+        if now > self._suspicion:
+            self._suspicion = float("inf")
+            for member in running:
+                if 0 <= member.arrived < self._incarnation:
+                    member.kill("did not come when others had failed, and was ended")
+        self._recovered(running)
+        if now > self._deadline:
+            self._deadline = float("inf")
+            self._now.append("restart", why=f"ranks did not come together within {options.recover_seconds:g} s")
+
+    def _recovered(self, running: list[Member]) -> None:
+        """Set the deadline aside when training goes on: all have arrived, and have moved since."""
+        if self._formed < self._incarnation or self._deadline == float("inf"):
+            return
+        if all(member.goes_on for member in running):
+            self._deadline = float("inf")
+            self._spares.start(self._context)

@@ -1,0 +1,126 @@
+"""Processes that wait for a place, so that a rank that dies is replaced in milliseconds and not in seconds of imports.
+
+A spare is started like a rank, but without a rank in its environment. It runs the user's script up to where that asks
+for its rank (`Supervised.from_environment`), or only imports (`_imports`), and waits there. It is a process of its own,
+never a fork: it may have touched a device.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+
+from lightning_moe_ckpt.launch._members import Member, Switchboard
+from lightning_moe_ckpt.launch._output import Label, RankOutput
+from lightning_moe_ckpt.launch._verdict import describe_exit
+from lightning_moe_ckpt.launch._wire import SPARE
+
+_OF_ONE_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK")
+
+
+class Spares:
+    """The spares of one node.
+
+    Args:
+        wanted: how many there should be.
+        command: what they run, if not what ranks run.
+        output: console of ranks and spares.
+        board: where ends and connections are waited for.
+        say: gets a sentence when there will be no more.
+    """
+
+    def __init__(
+        self, wanted: int, command: tuple[str, ...], output: RankOutput, board: Switchboard, say: Callable[[str], None]
+    ) -> None:
+        self._wanted, self._command = wanted, command
+        self._output, self._board, self._say = output, board, say
+        self._waiting: dict[int, Member] = {}
+        self._taken: set[int] = set()
+
+    def start(self, context: Any) -> None:
+        """Start as many as are missing.
+
+        Args:
+            context: torch's `SubprocessContext`, with the environment of ranks.
+        """
+        while len(self._waiting) < self._wanted:
+            environment = {name: str(value) for name, value in context.envs[0].items() if name not in _OF_ONE_RANK}
+            member = self.start_process(context, environment | {SPARE: "1"}, "spare", self._command)
+            self._waiting[member.pid] = member
+            self._board.expect_exit(member.pid)
+
+    def start_process(
+        self, context: Any, environment: dict[str, str], label: str, command: tuple[str, ...] = ()
+    ) -> Member:
+        """Start a process as torch's agent does, with `label` before its lines."""
+        own = Label(label)
+        entrypoint, *arguments = command or (context.entrypoint, *context.args[0])
+        options = [context._numa_options] if hasattr(context, "_numa_options") else []  # noqa: SLF001  # not in torch 2.6
+        handler = get_subprocess_handler(
+            entrypoint,
+            tuple(arguments),
+            environment,
+            *self._output.pipes(own),
+            int(environment.get("LOCAL_RANK", 0)),
+            *options,
+        )
+        self._output.started()
+        close_streams(handler)
+        return Member(handler, own)
+
+    def connect(self, pid: int, connection: socket.socket) -> bool:
+        """Note that a spare waits for its place; False for who is none."""
+        if pid in self._waiting:
+            self._waiting[pid].connection = connection
+        return pid in self._waiting
+
+    def take(self, rank: int) -> Member | None:
+        """Return a spare for this rank, one that waits already before one that is on its way; None without any."""
+        usable = [member for member in self._waiting.values() if member.exit_code is None]
+        if not usable:
+            return None
+        member = max(usable, key=lambda each: each.connection is not None)
+        del self._waiting[member.pid]
+        self._taken.add(member.pid)
+        assert member.label is not None
+        member.label.set(str(rank))
+        return member
+
+    def was(self, member: Member) -> bool:
+        """Whether this process waits or has waited as a spare: then its end is waited for already."""
+        return member.pid in self._taken
+
+    def exited(self, pid: int) -> None:
+        """Note that a spare has ended before it was needed: its script does not wait, so there will be no more."""
+        member = self._waiting.pop(pid, None)
+        if member is None:
+            return
+        code = member.exit_code or 0
+        member.close()
+        if code < 0:
+            self._say(f"a spare (pid {pid}) {describe_exit(code)}")
+            return
+        self._wanted = 0
+        self._say(
+            f"a spare (pid {pid}) {describe_exit(code)} before it was needed, so there are none from now on. "
+            "If the script reads RANK before the strategy does, use `--spare-at imports`"
+        )
+
+    def close(self) -> None:
+        """End those that were not needed."""
+        for member in self._waiting.values():
+            member.kill()
+        for member in self._waiting.values():
+            member.handler.proc.wait()
+            member.close()
+        self._waiting = {}
+
+
+def close_streams(handler: Any) -> None:
+    """Leave a process's pipes to it: torch's handler keeps them open until the process is told to end."""
+    for stream in (handler._stdout, handler._stderr):  # noqa: SLF001  # torch has no public way
+        if stream is not None:
+            stream.close()

@@ -1,0 +1,237 @@
+"""What a rank under `moe-ckpt run` knows of failures of others, and how it joins them again.
+
+    supervised = Supervised.from_environment()          # None under other launchers; a spare waits here for its place
+    while training:
+        with GroupAbort() as abort:
+            store = supervised.rejoin(timeout)          # all ranks have arrived
+            supervised.watch(abort.abort)
+            init_process_group(store=store, ...)
+        try:
+            train()                                     # supervised.beat(step) after each step
+        except Exception:
+            if supervised.confirm(10.0) is None:
+                raise                                   # nobody has failed: an error of ours
+            destroy_process_group()
+
+Nothing is ever raised into the main thread from outside, where it could tear an optimizer's step: `abort` makes the
+collective raise in which it waits, or which it begins next.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from typing_extensions import override
+
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.launch._wire import (
+    HELLO,
+    SPARE,
+    SUPERVISOR,
+    Heartbeat,
+    Line,
+    address_of,
+    encode,
+    read_messages,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # exported at run time only
+
+
+class RankFailure(NamedTuple):
+    """What ended an incarnation."""
+
+    incarnation: int
+    """The one that it ended."""
+    rank: int
+    why: str
+    """For people: what happened to the rank."""
+
+    @override
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.why}"
+
+
+class Supervised:
+    """This process's side of the supervisor of its node. One per process; methods are for its main thread."""
+
+    _current: ClassVar[Supervised | None] = None
+
+    def __init__(self, connection: socket.socket, heartbeat: Heartbeat) -> None:
+        self._connection, self._heartbeat = connection, heartbeat
+        self.pid = os.getpid()
+        """The process that is connected; a fork of it is not."""
+        self._changed = threading.Condition()
+        self._abort: Callable[[], None] | None = None
+        self._failures: dict[int, RankFailure] = {}
+        self._formed: dict[int, str] = {}
+        self._arrived = -1
+        self._uses = 0
+        self._lost = False
+        self._messages = read_messages(connection)
+        place = next(self._messages, None)
+        if place is None:
+            raise _lost()
+        os.environ.update(place["place"])
+        os.environ.pop(SPARE, None)
+        self._newest: int = place["incarnation"]
+        self.incarnation = self._newest
+        """The one that this process has joined; before the first, the one to join."""
+        self.replacement: bool = place["replacement"]
+        """Whether this process takes the place of one that had joined others."""
+        threading.Thread(target=self._listen, name="moe-ckpt-supervised", daemon=True).start()
+
+    @classmethod
+    def from_environment(cls) -> Supervised | None:
+        """Return this process's connection to its supervisor; None without one.
+
+        A spare waits here until it is given a place. Then its environment has `RANK`, `LOCAL_RANK` and so on, as that
+        of any other rank has from the start: ask for those afterwards.
+        """
+        if cls._current is not None and cls._current.pid == os.getpid():
+            return cls._current
+        name = os.environ.get(SUPERVISOR)
+        if not name:
+            return None
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(address_of(name))
+            hello, descriptors, _, _ = socket.recv_fds(connection, len(HELLO), 1)
+        except OSError as error:
+            raise _lost() from error
+        if not hello:
+            connection.close()
+            if SPARE in os.environ:
+                sys.exit(0)  # the job has ended without needing it
+            return None  # a process that a rank has started
+        cls._current = cls(connection, Heartbeat(descriptors[0]))
+        return cls._current
+
+    # -- groups
+
+    @property
+    def failed(self) -> bool:
+        """Whether the incarnation that this process has joined has failed."""
+        return bool(self._newest > self.incarnation)
+
+    def rejoin(self, timeout: float) -> Store:
+        """Arrive at the newest incarnation, and wait for all other ranks to arrive there.
+
+        When it fails meanwhile, all arrive at the next one.
+
+        Args:
+            timeout: limit in seconds for all of that.
+
+        Returns:
+            A store for making process groups, with nothing in it.
+
+        Raises:
+            TimeoutError: not all ranks have arrived. Let it end the process: the supervisor starts all ranks anew.
+        """
+        prefix = self.arrive(timeout)
+        # A spare may wait for its place before it has imported torch.
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # as above
+
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout)))
+
+    def arrive(self, timeout: float) -> str:
+        """Do what `rejoin` does, and return the prefix of the store's keys."""
+        self.pause()
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            self._abort = None
+            while self.incarnation < self._newest or self.incarnation not in self._formed:
+                self.incarnation = self._newest
+                if self._arrived < self.incarnation:
+                    self._arrived, self._uses = self.incarnation, 0
+                    self._connection.sendall(encode({"arrived": self.incarnation}))
+                if not self._changed.wait_for(self._has_arrived, deadline - time.monotonic()):
+                    raise TimeoutError(f"Not all ranks have come to incarnation {self.incarnation} in {timeout:g} s.")
+            self._uses += 1
+            return f"{self._formed[self.incarnation]}/{self._uses}"
+
+    def watch(self, abort: Callable[[], None]) -> None:
+        """Have `abort` called, in a thread of its own, when the incarnation fails that this process has joined.
+
+        It is called at once if that has happened. A later call of `watch` or `rejoin` forgets it.
+        """
+        with self._changed:
+            self._abort = abort
+            if self.failed:
+                self._call_abort()
+
+    def confirm(self, timeout: float) -> RankFailure | None:
+        """Return the failure behind an exception of this process.
+
+        Args:
+            timeout: seconds for the supervisor to learn of it. A connection may end before its owner has.
+
+        Returns:
+            The failure that ended the incarnation that this process has joined; None if nobody has failed, so that the
+            exception is an error of its own.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.failed or self._lost, timeout)
+            return self._failures.get(self.incarnation)
+
+    # -- beats
+
+    def beat(self, step: int) -> None:
+        """Note that the main thread has come to `step`, such as `trainer.global_step`.
+
+        From then on, until the next call of `pause` or `rejoin`, a silence that is too long is taken for a hang. A
+        process that leaves with an exception is only replaced if steps were passed since the last failure.
+        """
+        self._heartbeat.beat(step)
+
+    def pause(self) -> None:
+        """Note that what follows has no beats, and may take any time: validation, saving, the user's own code."""
+        self._heartbeat.pause()
+
+    # -- the thread that listens
+
+    def _listen(self) -> None:
+        for message in self._messages:
+            self._take(message)
+        with self._changed:
+            self._lost = True
+            self._changed.notify_all()
+        # Nobody is left to end this process when the others do: stop as if asked to.
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _take(self, message: Line) -> None:
+        with self._changed:
+            if "formed" in message:
+                self._formed[message["formed"]] = message["prefix"]
+            else:
+                failure = RankFailure(message["failed"], message["rank"], message["why"])
+                self._failures[failure.incarnation] = failure
+                self._newest = max(self._newest, failure.incarnation + 1)
+                self._call_abort()
+            self._changed.notify_all()
+
+    def _call_abort(self) -> None:
+        abort, self._abort = self._abort, None
+        if abort is not None:
+            # Not from here: while groups are made, it waits for the main thread, which may wait for a message.
+            threading.Thread(target=abort, name="moe-ckpt-abort", daemon=True).start()
+
+    def _has_arrived(self) -> bool:
+        """Whether waiting for the others to arrive has come to an end, a good one or a bad one."""
+        if self._lost:
+            raise _lost()
+        return self.failed or self.incarnation in self._formed
+
+
+def _lost() -> CheckpointError:
+    return CheckpointError("The supervisor of this node has ended. Start the job again.")

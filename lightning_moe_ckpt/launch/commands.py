@@ -1,0 +1,148 @@
+"""Carry out `moe-ckpt run`: make torch's configuration from its own options, and run the supervisor with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+from torch.distributed.run import config_from_args, parse_args
+
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.launch._agent import SupervisingAgent, SupervisorOptions
+from lightning_moe_ckpt.launch._output import RankOutput
+from lightning_moe_ckpt.launch._verdict import FailureRate
+
+_RESTARTS = 1_000_000
+"""Of all ranks; the supervisor counts failures itself."""
+
+_FAILED, _KILLED = 1, 128
+
+
+def run(
+    command: Sequence[str],
+    *,
+    torchrun: Sequence[str] = (),
+    module: bool = False,
+    spares: int = 0,
+    spare_at: str = "strategy",
+    max_failures: str = "10 per 1h",
+    recover_timeout: float = 300.0,
+    hang_timeout: float = 10.0,
+) -> int:
+    """Start the ranks of a job on this node, and keep it running.
+
+    Args:
+        command: script, or module, and its arguments.
+        torchrun: options of torchrun, as it takes them.
+        module: whether the script is a module's name.
+        spares: processes of this node that wait for a place.
+        spare_at: `strategy` or `imports`, up to where they run.
+        max_failures: more of them end the job.
+        recover_timeout: seconds from a failure until training goes on; then all ranks are started anew.
+        hang_timeout: least silence in seconds that counts as a hang.
+
+    Returns:
+        0 if all ranks have ended well, 1 if the job was given up, 128 and its number after a signal.
+    """
+    options = SupervisorOptions(
+        spares=spares,
+        spare_command=_imports(command, module) if spare_at == "imports" else (),
+        max_failures=FailureRate.parse(max_failures),
+        recover_seconds=recover_timeout,
+        hang_seconds=hang_timeout,
+        say=_say,
+    )
+    arguments = [
+        "--log-dir",
+        os.devnull,
+        *_rendezvous(torchrun),
+        *torchrun,
+        *(["--module"] if module else []),
+        *command,
+    ]
+    supervisor = _supervisor(arguments, options)
+    try:
+        result = supervisor.run()
+    except SignalException as error:
+        return _KILLED + error.sigval
+    finally:
+        supervisor.close()
+        supervisor.get_worker_group().spec.rdzv_handler.shutdown()
+    return _FAILED if result is None or result.is_failed() else 0
+
+
+def _supervisor(arguments: list[str], options: SupervisorOptions) -> SupervisingAgent:
+    """Do what torch's `launch_agent` does, which knows one agent only."""
+    # Ranks must find the store in the agent: the one that would serve it otherwise is a rank, and may die.
+    os.environ.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
+    parse: Any = parse_args
+    # One signal, one sentence: torch's says what ours say.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    try:
+        config, entrypoint, entrypoint_arguments = config_from_args(parse(arguments))
+        rendezvous = RendezvousParameters(
+            backend=config.rdzv_backend,
+            endpoint=config.rdzv_endpoint,
+            run_id=config.run_id,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            local_addr=config.local_addr,
+            **config.rdzv_configs,
+        )
+        handler = registry.get_rendezvous_handler(rendezvous)
+    except (AssertionError, ValueError) as error:
+        raise CheckpointError(str(error)) from error
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    # Versions of torch differ in what a specification has besides.
+    shared: dict[str, Any] = {
+        each.name: getattr(config, each.name) for each in dataclasses.fields(WorkerSpec) if hasattr(config, each.name)
+    }
+    static = config.rdzv_endpoint.rpartition(":") if config.rdzv_backend == "static" else (None, None, None)
+    spec = WorkerSpec(
+        **shared
+        | {
+            "local_world_size": config.nproc_per_node,
+            "entrypoint": entrypoint,
+            "args": tuple(entrypoint_arguments),
+            "rdzv_handler": handler,
+            "max_restarts": _RESTARTS,
+            "master_addr": static[0],
+            "master_port": static[2] and int(static[2]),
+        }
+    )
+    seconds = getattr(config, "shutdown_timeout", None)
+    return SupervisingAgent(spec, RankOutput(), options, **({} if seconds is None else {"shutdown_timeout": seconds}))
+
+
+def _rendezvous(torchrun: Sequence[str]) -> list[str]:
+    """Return what torchrun adds by itself: a place to meet for one node, or the kind of meeting that was meant."""
+    given = {option.partition("=")[0] for option in torchrun}
+    if "--rdzv-backend" in given:
+        return []
+    if not given & {"--rdzv-endpoint", "--master-addr", "--master-port", "--node-rank"}:
+        return [
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", str(uuid.uuid4())),
+            *("--local-addr", "127.0.0.1"),
+        ]
+    if "--node-rank" in given or "--rdzv-endpoint" not in given:
+        return ["--rdzv-backend", "static", *([] if "--master-port" in given else ["--master-port", "29500"])]
+    return ["--rdzv-backend", "c10d"]
+
+
+def _imports(command: Sequence[str], module: bool) -> tuple[str, ...]:
+    return (
+        sys.executable, "-u", "-m", "lightning_moe_ckpt.launch._imports", *(["-m"] if module else []), *command
+    )  # fmt: skip
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"moe-ckpt: {sentence}\n")
+    sys.stderr.flush()

@@ -1,0 +1,370 @@
+"""Runs that a failure elsewhere aborts, and that go on in the same process.
+
+In a world of one nobody else can fail. Here exceptions that the supervisor takes for another rank's failure are raised at
+scripted places; a process never dies. Fault-free runs are the reference, as for runs that are killed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torchmetrics import MaxMetric, MeanMetric
+from typing_extensions import override
+
+from campaign._training import Module, Setup, train
+from lightning_moe_ckpt.storage import RunStore
+from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing._kill import HookPhase, LatePhase, PhaseCallback
+from lightning_moe_ckpt.testing._records import bits
+
+CALLS: dict[str, tuple[str, str]] = {
+    "open": ("lightning_moe_ckpt.recovery._opener", "RunOpener.open"),
+    "join_tiers": ("lightning_moe_ckpt.session._session", "CheckpointSession._join_tiers"),
+    "load": ("lightning_moe_ckpt.session._session", "CheckpointSession._load"),
+    "resume": ("lightning_moe_ckpt.fit._recorder", "BoundaryRecorder.resume"),
+    "fit_start": ("campaign._in_place", "Traces.on_fit_start"),
+    "sanity": ("lightning.pytorch.trainer.trainer", "Trainer._run_sanity_check"),
+    "loaders": ("lightning.pytorch.loops.fit_loop", "_FitLoop.setup_data"),
+    "position": ("lightning_moe_ckpt._lightning_data", "skip_batches"),
+    "train_start": ("campaign._in_place", "Traces.on_train_start"),
+    "fetch": ("lightning.pytorch.loops.fetchers", "_PrefetchDataFetcher.__next__"),
+    "generation_0": ("lightning_moe_ckpt.session._dense", "DenseCapture.begin"),
+    "reconcile": ("lightning_moe_ckpt.session._session", "CheckpointSession.reconcile"),
+    "optimizer": ("lightning.pytorch.strategies.strategy", "Strategy.optimizer_step"),
+    "scaler": ("torch.amp.grad_scaler", "GradScaler.unscale_"),
+    "clip": ("lightning.pytorch.plugins.precision.precision", "Precision.clip_gradients"),
+    "boundary": ("lightning_moe_ckpt.session._session", "CheckpointSession.boundary"),
+    "window": ("lightning_moe_ckpt.session._capture", "CaptureSession.open_window"),
+    "capture": ("lightning_moe_ckpt.session._capture", "CaptureSession.capture"),
+    "seal": ("lightning_moe_ckpt.session._capture", "CaptureSession.seal"),
+    "hand_over": ("lightning_moe_ckpt.session._capture", "CaptureSession._hand_over"),
+    "replayed": ("lightning_moe_ckpt.recovery._replay", "Replay.load"),
+    "schedulers": ("lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop.update_lr_schedulers"),
+    "compute": ("torchmetrics.aggregation", "MeanMetric.compute"),
+    "file": ("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint"),
+    "epoch_metrics": (
+        "lightning.pytorch.trainer.connectors.logger_connector.logger_connector",
+        "_LoggerConnector.update_train_epoch_metrics",
+    ),
+    "end": ("lightning_moe_ckpt.fit._run", "FitSession.end"),
+    "stop": ("lightning_moe_ckpt.session._session", "CheckpointSession.stop"),
+    "train_end": ("campaign._in_place", "Traces.on_train_end"),
+}
+"""Functions at whose begin or end a run is aborted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abort:
+    """Where a run is aborted."""
+
+    place: str
+    """A phase of training, or a call of `CALLS`."""
+    nth: int = 1
+    """The how manyth time that this place is reached, counted from the abort before."""
+    after: bool = False
+    """Whether the call has returned."""
+
+
+class Aborted(RuntimeError):
+    """What an aborted collective raises."""
+
+
+class _Script:
+    """The aborts of this process; the supervisor that confirms them. Kept where no reset of the fit's objects reaches it."""
+
+    replacement = False
+
+    def __init__(self, aborts: Sequence[Abort]) -> None:
+        self.left, self._reached, self._failed = list(aborts), 0, False
+        self.recovered = 0
+
+    def reach(self, place: str, *, after: bool = False) -> None:
+        if not self.left or (self.left[0].place, self.left[0].after) != (place, after):
+            return
+        self._reached += 1
+        if self._reached == self.left[0].nth:
+            self._reached, self._failed = 0, True
+            raise Aborted(f"{self.left.pop(0)}")
+
+    def confirm(self, timeout: float) -> str | None:
+        failed, self._failed = self._failed, False
+        return "another rank has failed" if failed else None
+
+    def beat(self, step: int) -> None:
+        """Nobody watches."""
+
+    def pause(self) -> None:
+        """Nobody watches."""
+
+    def rejoin(self, timeout: float) -> None:
+        """Nobody else is there."""
+        self.recovered += 1
+
+
+_scripts: list[_Script] = []
+
+
+class _Aborter(PhaseCallback):
+    @override
+    def reached(self, trainer: Trainer, phase: HookPhase) -> None:
+        _scripts[-1].reach(phase)
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.unwatch_forward()
+        self.watch_forward(trainer, pl_module)
+
+
+def _aborting(place: str) -> None:
+    """Let the script abort at a call."""
+    module, dotted = CALLS[place]
+    *path, name = dotted.split(".")
+    owner = reduce(getattr, path, importlib.import_module(module))
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        _scripts[-1].reach(place)
+        result = original(*args, **options)
+        _scripts[-1].reach(place, after=True)
+        return result
+
+    setattr(owner, name, call)
+
+
+def _storing_later(put_segment: Callable[..., Any], *args: Any) -> Any:
+    if not _scripts[-1].recovered:
+        raise OSError("nothing is stored before the first abort")
+    return put_segment(*args)
+
+
+def train_in_place(
+    setup: Setup, aborts: Sequence[Abort], life: Attempt, *, stores_later: bool = False
+) -> Mapping[str, Any]:
+    """Run `setup` in this process, which is aborted and goes on as often as the script says.
+
+    With `stores_later` nothing arrives in storage before the first abort.
+    """
+    from lightning_moe_ckpt.callbacks import _base
+
+    script = _Script(aborts)
+    _scripts.append(script)
+    if stores_later:
+        put_segment = RunStore.put_segment
+        RunStore.put_segment = lambda *args: _storing_later(put_segment, *args)  # type: ignore[method-assign]
+    for place in {each.place for each in aborts} & CALLS.keys():
+        _aborting(place)
+    vars(_base)["supervisor"] = lambda _: script
+    aborter = _Aborter()
+    returned = train(_WithCallbacks(setup, [aborter], [LatePhase(aborter)]), life)  # type: ignore[arg-type]
+    assert not script.left, f"never came to {script.left}"
+    return returned
+
+
+class _WithCallbacks:
+    """A setup with further callbacks around its own."""
+
+    def __init__(self, setup: Setup, first: list[Callback], last: list[Callback]) -> None:
+        self._setup, self._first, self._last = setup, first, last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._setup, name)
+
+    def callbacks(self, life: Attempt) -> list[Callback]:
+        return [*self._first, *self._setup.callbacks(life), *self._last]
+
+
+# -- a run that leaves traces everywhere
+
+
+class Tally:
+    """An object of the user's that neither torch nor Lightning know."""
+
+    __slots__ = ("__dict__", "slotted")
+
+    def __init__(self) -> None:
+        self.slotted = 0
+        self.count, self.places, self.newest = Counter[str](), OrderedDict[str, int](), deque[int](maxlen=3)
+
+    def note(self, what: str) -> None:
+        self.slotted += 1
+        self.count[what] += 1
+        self.places[what] = self.slotted
+        self.places.move_to_end(what)
+        self.newest.append(self.slotted)
+
+    def plain(self) -> list[Any]:
+        return [self.slotted, dict(self.count), list(self.places.items()), list(self.newest), sorted(vars(self))]
+
+
+class Traces(Callback):
+    """Counts in attributes of every kind, with no `state_dict`: what begins anew after a restart, and what goes on."""
+
+    def __init__(self) -> None:
+        self.batches = self.starts = self.validations = 0
+        self.tally = Tally()
+        self.generator = np.random.default_rng(3)
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.starts += 1
+        self.tally.note("fit")
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.starts += 10
+        pl_module.model.register_forward_hook(scale)  # type: ignore[union-attr]
+        next(pl_module.parameters()).register_hook(halve)  # type: ignore[no-untyped-call]
+
+    @override
+    def on_train_batch_end(self, *args: object) -> None:
+        self.batches += 1
+        self.generator.random()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.validations += 1
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            for name, parameter in pl_module.named_parameters():
+                if name.endswith("bias"):
+                    parameter.requires_grad_(False)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.results = self.now(trainer, pl_module)  # type: ignore[assignment]
+
+    def now(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+        """What has to be the same at the end."""
+        return {
+            "counters": [self.batches, self.starts, self.validations, module.counted],
+            "logged": {name: bits(value) for name, value in sorted(trainer.callback_metrics.items())},
+            "shown": sorted(trainer.progress_bar_metrics),
+            "draws": self.generator.random(2).tolist(),
+            "grads": [name for name, each in module.named_parameters() if each.grad is not None],
+            "hooks": len(module.model._forward_hooks),  # type: ignore[union-attr]
+            "modes": [each.training for each in module.modules()],
+            "attributes": sorted(vars(module).keys() - {"training_step"}),
+        }
+
+
+def halve(gradient: Tensor) -> Tensor:
+    """A hook of the user's on a parameter."""
+    return gradient / 2
+
+
+def scale(module: torch.nn.Module, inputs: object, output: Any) -> Any:
+    """A hook of the user's on a model, which returns logits and an auxiliary loss."""
+    return output[0] * 1.01, output[1]
+
+
+class Begun(Callback):
+    """Counts what no journal has, from the fit's begin, and says it is too much where steps count twice."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.tally, self.sums, self.array = Tally(), torch.zeros(2), np.zeros(2)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        seen = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        self.seen.append(seen)
+        self.tally.note(f"batch {batch_idx}")
+        self.sums += 1
+        self.array += 1
+        number = len(self.seen)
+        assert self.seen == sorted(set(self.seen)), f"batches of another incarnation are in {self.seen}"
+        assert [self.tally.slotted, int(self.sums[0]), int(self.array[1])] == [number] * 3
+        assert sum(self.tally.count.values()) == number
+        assert len(self.tally.newest) == min(3, number)
+        assert not hasattr(pl_module, "results"), "an attribute of an aborted end is left"
+
+
+class TracesModule(Module):
+    """Metrics of every kind, a counter, and dropout."""
+
+    def __init__(self, setup: Setup, life: Attempt) -> None:
+        super().__init__(setup, life)
+        self.counted = 0
+        self.results: dict[str, Any]
+        self.most, self.steps = MaxMetric(), MeanMetric()
+        self.means = torch.nn.ModuleDict({"steps": self.steps})
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.counted += 1
+        self.most.update(loss.detach())
+        self.steps(loss.detach())
+        self.log("most", self.most, on_step=True, on_epoch=True)
+        self.log("mean", self.steps, on_step=False, on_epoch=True, prog_bar=True)
+        self.log("summed", loss, on_step=True, on_epoch=True, reduce_fx="sum")
+        return loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced(Setup):
+    """A run that leaves traces of its steps in all that a fit may change."""
+
+    model: Any = "batch_norm"
+    epoch_metrics: bool = True
+    logged: bool = True
+    sanity: int = 0
+    trainer: tuple[tuple[str, Any], ...] = field(default=())
+
+    @override
+    def make_module(self, life: Attempt) -> Module:
+        return TracesModule(self, life)
+
+    @override
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
+        files = ModelCheckpoint(
+            dirpath=life.workdir / ("files" if self.checkpointing else "plain"),
+            filename="{step}",
+            monitor="validation_loss",
+            save_top_k=2,
+            save_last=True,
+        )
+        stopping = EarlyStopping("validation_loss", patience=50)
+        return [*super().callbacks(life), Traces(), Begun(), files, stopping]
+
+    @override
+    def trainer_options(self, life: Attempt) -> dict[str, Any]:
+        folder = life.workdir / ("logs" if self.checkpointing else "plain_logs")
+        logger = CSVLogger(folder, name="", version=0) if self.logged else False
+        options = {"logger": logger, "log_every_n_steps": 1, "num_sanity_val_steps": self.sanity}
+        return {**super().trainer_options(life), **options, **dict(self.trainer)}
+
+    @override
+    def returned(self, life: Attempt, trainer: Trainer) -> dict[str, Any]:
+        files, stopping = trainer.checkpoint_callback, trainer.early_stopping_callback
+        assert isinstance(files, ModelCheckpoint)
+        assert isinstance(stopping, EarlyStopping)
+        names = [Path(path).name for path in [*sorted(files.best_k_models), files.best_model_path]]
+        there = sorted(path.name for path in Path(str(files.dirpath)).iterdir())
+        rows = Path(trainer.logger.log_dir, "metrics.csv").read_text() if trainer.logger is not None else ""  # type: ignore[arg-type]
+        return {
+            **super().returned(life, trainer),
+            **vars(trainer.lightning_module).get("results", {}),
+            "files": names,
+            "there": there,
+            "stopping": [bits(stopping.best_score), stopping.wait_count],
+            "rows": rows,
+        }
+
+    @override
+    def fault_free(self) -> Setup:
+        return replace(self, checkpointing=None)

@@ -1,0 +1,234 @@
+"""A supervisor that forks its ranks, so that a replacement costs milliseconds; to ranks it says what `moe-ckpt run` says.
+
+Ranks die by SIGKILL where a script says. Those that stay must be the same processes at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
+
+from lightning_moe_ckpt.launch._wire import HELLO, SUPERVISOR, Heartbeat, address_of, encode
+from lightning_moe_ckpt.testing._attempts import (
+    FIRST_SEED,
+    AttemptFailed,
+    AttemptResult,
+    Fit,
+    _run_rank,
+    _Script,
+    attempt_path,
+    free_port,
+)
+from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing._records import read_lines
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass
+class _Rank:
+    """The process of one rank."""
+
+    rank: int
+    index: int = 0
+    """How many have died before it."""
+    pid: int = 0
+    connection: socket.socket | None = None
+    arrived: int = -1
+    ended: bool = False
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+
+
+class _Job:
+    def __init__(
+        self, script: _Script, kills: Sequence[Kill], port: int, *, same_seed: bool, most_failures: int
+    ) -> None:
+        self._script, self._kills, self._port, self._same_seed = script, list(kills), port, same_seed
+        self._left = most_failures
+        self._incarnation = 0
+        self._ranks = [_Rank(rank) for rank in range(script.world_size)]
+        self._selector = selectors.DefaultSelector()
+        name = f"test-{uuid.uuid4()}"
+        os.environ[SUPERVISOR] = name
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(address_of(name))
+        self._listener.listen(64)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def run(self) -> list[int]:
+        """Run to the end, and return how often each rank was replaced."""
+        deadline = time.monotonic() + self._script.timeout
+        for each in self._ranks:
+            self._fork(each)
+        try:
+            while not all(each.ended for each in self._ranks):
+                for key, _ in self._selector.select(0.002):
+                    self._accept() if key.data is None else self._hear(key.data)
+                self._reap()
+                if time.monotonic() > deadline:
+                    self._dump_threads()
+                    raise self._failed("hung")
+        finally:
+            for each in self._ranks:
+                if not each.ended:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(each.pid, signal.SIGKILL)
+                    os.waitpid(each.pid, 0)
+        return [each.index for each in self._ranks]
+
+    def _fork(self, each: _Rank) -> None:
+        attempt = self._script.attempt(each.index, each.rank, None)
+        own = [kill for kill in self._kills if kill.rank == each.rank]
+        attempt = replace(attempt, kill=own[each.index] if each.index < len(own) else None)
+        if self._same_seed:
+            attempt = replace(attempt, seed=FIRST_SEED)
+        each.pid = os.fork()
+        if each.pid == 0:
+            self._listener.close()
+            for other in self._ranks:
+                if other.connection is not None:
+                    other.connection.close()
+            _run_rank(self._script, attempt, self._port)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.setpgid(each.pid, each.pid)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, *_ = _CREDENTIALS.unpack(credentials)
+        each = next(each for each in self._ranks if each.pid == pid)
+        each.connection = connection
+        self._selector.register(connection, selectors.EVENT_READ, each)
+        socket.send_fds(connection, [HELLO], [each.heartbeat.descriptor])
+        place = {"place": {}, "incarnation": self._incarnation, "replacement": each.index > 0}
+        connection.sendall(encode(place))
+
+    def _hear(self, each: _Rank) -> None:
+        assert each.connection is not None
+        try:
+            said = each.connection.recv(65536)
+        except ConnectionError:
+            said = b""
+        if not said:
+            self._selector.unregister(each.connection)
+            each.connection.close()
+            each.connection = None
+        for line in said.splitlines():
+            each.arrived = json.loads(line)["arrived"]
+        if said and all(other.arrived == self._incarnation for other in self._ranks):
+            self._tell({"formed": self._incarnation, "prefix": f"test/{self._incarnation}"})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for each in self._ranks:
+            if each.connection is not None:
+                with contextlib.suppress(ConnectionError):
+                    each.connection.sendall(encode(message))
+
+    def _reap(self) -> None:
+        for each in self._ranks:
+            if each.ended:
+                continue
+            ended, status = os.waitpid(each.pid, os.WNOHANG)
+            if not ended:
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            if code == 0:
+                each.ended = True
+                continue
+            self._left -= 1
+            struck = any(line["kind"] == "killed" for line in self._lines(each))
+            if not struck or self._left < 0:
+                each.ended = True
+                raise self._failed(f"rank {each.rank}, process {each.index}, ended with {code}")
+            self._tell({"failed": self._incarnation, "rank": each.rank, "why": f"ended with {code}"})
+            self._incarnation += 1
+            each.index += 1
+            each.arrived = -1
+            self._fork(each)
+
+    def _lines(self, each: _Rank) -> list[dict[str, Any]]:
+        return read_lines(attempt_path(self._script.workdir, each.index, each.rank, "jsonl"))
+
+    def _dump_threads(self) -> None:
+        for each in self._ranks:
+            if not each.ended:
+                os.killpg(each.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+
+    def _failed(self, why: str) -> AttemptFailed:
+        logs = sorted(self._script.workdir.glob("attempt*.log"))
+        tails = [f"--- {log.name}\n{log.read_text(errors='replace')[-6000:]}" for log in logs]
+        return AttemptFailed("\n".join([why, *tails]))
+
+
+@contextmanager
+def _store() -> Iterator[int]:
+    """A store in a process of its own, and its port: no rank may take it along when it dies."""
+    port = free_port()
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        while store is not None:
+            signal.pause()
+    try:
+        yield port
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def run_supervised(
+    fit: Fit,
+    *,
+    url: str,
+    workdir: Path,
+    world_size: int,
+    kills: Sequence[Kill],
+    timeout: float = 60.0,
+    same_seed: bool = False,
+    must_strike: bool = True,
+) -> list[AttemptResult]:
+    """Run one job of which ranks die and are replaced, until all have finished.
+
+    Kills of one rank strike it in their order. With `same_seed` a replacement has the seed of the process before it.
+
+    Returns:
+        The processes: those of index `i` are the ones before which `i` of their rank have died. The last result has
+        the end of every rank.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    script = _Script(fit=fit, url=url, workdir=workdir, world_size=world_size, timeout=timeout, seams=())
+    with _store() as port:
+        died = _Job(script, kills, port, same_seed=same_seed, most_failures=len(kills)).run()
+    last = max(died) + 1
+    for rank, index in enumerate(died):
+        for kind in ("end", "returned", "jsonl", "log"):
+            shutil.copy(attempt_path(workdir, index, rank, kind), attempt_path(workdir, last, rank, kind))
+        if not any(
+            key.startswith("rng/") for key in torch.load(attempt_path(workdir, last, rank, "end"), weights_only=True)
+        ):
+            attempt_path(workdir, last, rank, "jsonl").write_text("")  # it was found finished
+    for index in range(last):
+        attempt_path(workdir, index, 0, "log").touch()
+    assert sum(died) == len(kills) or not must_strike, f"{kills} did not all strike: {died}"
+    return [
+        AttemptResult(index=index, outcome="finished", seconds=0.0, world_size=world_size, workdir=workdir)
+        for index in range(last + 1)
+    ]

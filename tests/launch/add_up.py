@@ -1,0 +1,189 @@
+"""A training without Lightning: ranks add up numbers step by step, and resume in place from files of their own.
+
+    add_up.py FOLDER STEPS [gloo] [event ...]      an event: <kind>:<rank>:<step>[:<incarnation>]
+
+State is one line per rank, in a file after every step; all ranks resume from the oldest. An event happens in the
+incarnation that it names (default: 0). Ranks meet through gloo, or through files, for which they need not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+_, folder, steps, *script = sys.argv
+sys.argv[0] = "moe-ckpt"  # for its command, the package does not import Lightning
+
+from lightning_moe_ckpt.launch import Supervised  # noqa: E402
+
+FOLDER, STEPS = Path(folder), int(steps)
+LIMIT = 60.0
+BEFORE_ARRIVING, BEFORE_JOINING = -1, -2
+
+
+class Files:
+    """Collectives through files."""
+
+    def __init__(self, supervised: Supervised, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._aborted = threading.Event()
+        prefix = supervised.arrive(LIMIT)
+        happen(supervised, rank, BEFORE_JOINING)
+        self._folder = FOLDER / prefix.replace("/", "-")
+        self._folder.mkdir(exist_ok=True)
+        supervised.watch(self._aborted.set)
+        self._count = 0
+
+    def reduce(self, value: int, how: Callable[[list[int]], int]) -> int:
+        self._count += 1
+        paths = [self._folder / f"{self._count}.{rank}" for rank in range(self._world_size)]
+        write(paths[self._rank], str(value))
+        while not all(path.exists() for path in paths):
+            if self._aborted.wait(0.001):
+                raise RuntimeError("a peer is gone")
+        return how([int(path.read_text()) for path in paths])
+
+    def close(self) -> None:
+        pass
+
+
+class Gloo:
+    """Collectives of torch."""
+
+    def __init__(self, supervised: Supervised, rank: int, world_size: int) -> None:
+        import torch.distributed as dist
+
+        from lightning_moe_ckpt.parallel import GroupAbort
+
+        with GroupAbort() as abort:
+            store = supervised.rejoin(LIMIT)
+            supervised.watch(abort.abort)
+            happen(supervised, rank, BEFORE_JOINING)
+            limit = timedelta(seconds=LIMIT)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+
+    def reduce(self, value: int, how: Callable[[list[int]], int]) -> int:
+        import torch
+        import torch.distributed as dist
+
+        result = torch.tensor([value])
+        dist.all_reduce(result, dist.ReduceOp.MIN if how is min else dist.ReduceOp.SUM)
+        return int(result)
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class Plain:
+    """What stands for a supervisor in a script that does not ask for one: a peer that is silent for a second is gone."""
+
+    incarnation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+    def arrive(self, timeout: float) -> str:
+        return f"plain{self.incarnation}"
+
+    def watch(self, abort: Callable[[], None]) -> None:
+        self._abort = abort
+        self.beat(0)
+
+    def beat(self, step: int) -> None:
+        self._last = time.monotonic()
+        if step == 0:
+            threading.Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        while time.monotonic() < self._last + 1.0:
+            time.sleep(0.01)
+        self._abort()
+
+    def pause(self) -> None:
+        pass
+
+    def confirm(self, timeout: float) -> None:
+        return None
+
+
+def write(path: Path, text: str) -> None:
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.rename(path)
+
+
+def happen(supervised: Supervised, rank: int, step: int) -> None:
+    """Do what the script says for this rank and step."""
+    for kind in ("kill", "stop", "deadlock", "slow", "raise", "silent"):
+        if f"{kind}:{rank}:{step}:{supervised.incarnation}" in script:
+            EVENTS[kind]()
+    if f"bug:{step}" in script:
+        raise ValueError(f"there is a bug in step {step}")
+
+
+def fail() -> None:
+    raise ValueError("this goes wrong once")
+
+
+EVENTS: dict[str, Callable[[], object]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "deadlock": signal.pause,
+    "slow": lambda: time.sleep(0.7),
+    "raise": fail,
+    "silent": lambda: time.sleep(2.0),
+}
+
+
+def train(supervised: Supervised, rank: int, world_size: int) -> None:
+    happen(supervised, rank, BEFORE_ARRIVING)
+    group = (Gloo if "gloo" in script else Files)(supervised, rank, world_size)
+    try:
+        state = FOLDER / f"rank{rank}"
+        step = group.reduce(int(state.read_text().split()[0]) if state.exists() else 0, min)
+        total = sum(range(step)) * world_size * (world_size + 1) // 2
+        while step < STEPS:
+            happen(supervised, rank, step)
+            total += group.reduce(step * (rank + 1), sum)
+            step += 1
+            write(state, f"{step} {total}")
+            supervised.beat(step)
+            time.sleep(0.002)
+        supervised.pause()
+        happen(supervised, rank, STEPS)
+        group.reduce(0, sum)
+    finally:
+        group.close()
+    print(f"pid {os.getpid()} total {total}")
+
+
+def main() -> None:
+    if "early" in script:
+        print(f"rank {os.environ['RANK']} reads it before it waits")
+    supervised: Any = Plain() if "plain" in script else Supervised.from_environment()
+    assert supervised is not None
+    print(f"pid {os.getpid()} begins")
+    while not trained(supervised):
+        pass
+
+
+def trained(supervised: Supervised) -> bool:
+    """Train, and return whether that came to its end; False when somebody has failed."""
+    try:
+        train(supervised, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    except RuntimeError:
+        if supervised.confirm(10.0) is None:
+            raise
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

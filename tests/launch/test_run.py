@@ -1,0 +1,304 @@
+"""`moe-ckpt run` keeps a job running: only the dead are replaced, and nothing is left behind. All kills are real."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher import exit_after
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
+
+from lightning_moe_ckpt.launch.commands import run
+from lightning_moe_ckpt.testing._attempts import free_port
+
+SCRIPT = Path(__file__).with_name("add_up.py")
+LIMIT_SECONDS = 60.0
+BEFORE_ARRIVING, BEFORE_JOINING = -1, -2
+"""Steps of events, as the script knows them."""
+
+
+@dataclass
+class Ended:
+    """A job that has ended, as its console shows it."""
+
+    code: int
+    output: str
+
+    def pids(self, rank: int) -> list[int]:
+        """Processes that have had this rank, in their order."""
+        return [int(pid) for pid in re.findall(rf"^\[{rank}\] pid (\d+) begins$", self.output, re.MULTILINE)]
+
+    def totals(self) -> dict[int, int]:
+        found = re.findall(r"^\[(\d+)\] pid \d+ total (\d+)$", self.output, re.MULTILINE)
+        return {int(rank): int(total) for rank, total in found}
+
+    def sentences(self) -> list[str]:
+        return re.findall(r"^moe-ckpt: (.*)$", self.output, re.MULTILINE)
+
+
+def descriptors() -> set[str]:
+    """What this process has open."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the listing's own
+            found.add(f"{entry.name} {entry.readlink()}")
+    return found
+
+
+class Job:
+    """A supervisor in a process of its own, forked from here, where torch is imported already."""
+
+    def __init__(self, folder: Path, ranks: int, steps: int, *script: str, **options: Any) -> None:
+        self.folder, self.ranks, self.steps = folder, ranks, steps
+        folder.mkdir(exist_ok=True)
+        self._console = folder / options.pop("name", "console")
+        torchrun = ["--nproc-per-node", str(ranks), *options.pop("torchrun", ())]
+        command = [str(SCRIPT), str(folder), str(steps), *script]
+        self.pid = os.fork()
+        if self.pid == 0:
+            exit_after(lambda: self._run(lambda: run(command, torchrun=torchrun, **options)))
+
+    def _run(self, work: Callable[[], int]) -> None:
+        console = os.open(self._console, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(console, 1)
+        os.dup2(console, 2)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        # The first store leaves a pipe of libuv in a process.
+        TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        before = descriptors()
+        code = work()
+        gc.collect()  # torch's rendezvous refers to itself, and so holds its store
+        left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+        sys.stdout.write(f"left: {left} {sorted(descriptors() - before)}\n")
+        sys.stdout.flush()
+        os._exit(code)
+
+    @property
+    def output(self) -> str:
+        return self._console.read_text() if self._console.exists() else ""
+
+    def wait_until_step(self, step: int) -> None:
+        state, give_up = self.folder / "rank0", time.monotonic() + LIMIT_SECONDS
+        while not state.exists() or int(state.read_text().split()[0]) < step:
+            assert time.monotonic() < give_up, self.output
+            time.sleep(0.01)
+
+    def end(self) -> Ended:
+        """Wait for its end; nothing is left of it."""
+        give_up = time.monotonic() + LIMIT_SECONDS
+        while not os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if time.monotonic() > give_up:
+                os.kill(self.pid, signal.SIGABRT)
+                os.waitpid(self.pid, 0)
+                pytest.fail(f"it has not ended:\n{self.output}")
+            time.sleep(0.01)
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        assert self.left() == []
+        if code >= 0:
+            assert "left: [] []\n" in self.output, self.output
+        return Ended(code, self.output)
+
+    def left(self) -> list[int]:
+        """Processes of the job, other than its supervisor."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):  # it has ended meanwhile
+                if str(self.folder).encode() in entry.read_bytes().split(b"\0") and self._runs(entry.parent):
+                    found.append(int(entry.parent.name))
+        return found
+
+    def _runs(self, process: Path) -> bool:
+        return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def check(job: Job, replaced: dict[int, int], *, code: int = 0) -> Ended:
+    """The job ends well, its sums are right, and every rank had as many processes as were replaced, and one."""
+    ended = job.end()
+    assert ended.code == code, ended.output
+    total = sum(range(job.steps)) * job.ranks * (job.ranks + 1) // 2
+    assert ended.totals() == dict.fromkeys(range(job.ranks), total), ended.output
+    processes = {rank: len(ended.pids(rank)) for rank in range(job.ranks)}
+    assert processes == {rank: 1 + replaced.get(rank, 0) for rank in range(job.ranks)}, ended.output
+    return ended
+
+
+def test_only_the_dead_is_replaced(tmp_path: Path) -> None:
+    """SIGKILL of rank 0 between two collectives of gloo: the others raise in theirs, stay, and meet the new one."""
+    ended = check(Job(tmp_path / "job", 3, 60, "gloo", "kill:0:30:0"), {0: 1})
+    first, new = ended.pids(0)
+    sentence = f"rank 0 (pid {first}) was killed by SIGKILL; pid {new} takes its place, incarnation 1"
+    assert sentence in ended.sentences()
+
+
+def test_a_spare_takes_the_place(tmp_path: Path) -> None:
+    """It waits where the script asks for its rank; when it is used up, another one comes."""
+    job = Job(tmp_path / "job", 3, 400, "kill:0:50:0", "kill:0:350:1", spares=1)
+    ended = check(job, {0: 2})
+    assert [sentence for sentence in ended.sentences() if "a spare takes its place, incarnation" in sentence]
+    assert all(len(ended.pids(rank)) == 1 for rank in (1, 2))
+
+
+def test_a_spare_whose_script_does_not_wait_says_so(tmp_path: Path) -> None:
+    """It reads RANK and fails; the job goes on without spares."""
+    ended = check(Job(tmp_path / "job", 2, 500, "early", "kill:1:490:0", spares=1), {1: 1})
+    told = [sentence for sentence in ended.sentences() if "--spare-at imports" in sentence]
+    assert len(told) == 1
+    assert "before it was needed" in told[0]
+
+
+def test_a_spare_can_wait_before_the_script(tmp_path: Path) -> None:
+    """It has imported what takes long; the script then finds its rank, its arguments and its own folder to import from."""
+    job = Job(tmp_path / "job", 2, 40, "early", "kill:1:20:0", spares=1, spare_at="imports")
+    ended = check(job, {1: 1})
+    assert "a spare takes its place, incarnation 1" in ended.sentences()[0]
+    assert ended.output.count("[1] rank 1 reads it before it waits") == 2
+
+
+def test_two_failures_at_once_take_a_spare_and_a_new_process(tmp_path: Path) -> None:
+    """Both die in one step, rank 0 among them, and there is one spare."""
+    job = Job(tmp_path / "job", 4, 60, "kill:0:30:0", "kill:3:30:0", spares=1)
+    ended = check(job, {0: 1, 3: 1})
+    assert sorted("a spare" in sentence for sentence in ended.sentences() if "SIGKILL" in sentence) == [False, True]
+
+
+def test_a_failure_while_ranks_rejoin_begins_that_again(tmp_path: Path) -> None:
+    """New processes die before they have arrived, and when all have; and so does a survivor."""
+    events = f"kill:1:30:0 kill:1:{BEFORE_ARRIVING}:1 kill:1:{BEFORE_JOINING}:2 kill:2:{BEFORE_JOINING}:3"
+    check(Job(tmp_path / "job", 3, 60, *events.split()), {1: 3, 2: 1})
+
+
+def test_a_survivor_that_joins_gloo_is_not_held_by_one_that_dies_there(tmp_path: Path) -> None:
+    """It waits for the address of the dead one in the store, and the abort reaches it."""
+    check(Job(tmp_path / "job", 2, 40, "gloo", "kill:1:20:0", f"kill:1:{BEFORE_JOINING}:1"), {1: 2})
+
+
+def test_one_rank_is_replaced_as_well(tmp_path: Path) -> None:
+    """It has nobody to wait for, and goes on from its file."""
+    check(Job(tmp_path / "job", 1, 40, "kill:0:20:0"), {0: 1})
+
+
+def test_a_failure_at_the_start_and_one_at_the_end(tmp_path: Path) -> None:
+    """Before any rank has arrived, and in the last collective, where nobody has left yet."""
+    check(Job(tmp_path / "job", 2, 20, f"kill:0:{BEFORE_ARRIVING}:0", "kill:1:20:1"), {0: 1, 1: 1})
+
+
+@pytest.mark.parametrize("kind", ["stop", "deadlock"])
+def test_a_rank_that_hangs_is_ended(tmp_path: Path, kind: str) -> None:
+    """By SIGSTOP, or because its main thread waits for ever; the others wait for it, and are not taken for hung."""
+    check(Job(tmp_path / "job", 3, 60, f"{kind}:1:30:0", hang_timeout=1.0), {1: 1})
+
+
+def test_a_slow_step_is_no_hang(tmp_path: Path) -> None:
+    """It takes longer than the least silence, and less than five times the longest step."""
+    ended = check(Job(tmp_path / "job", 2, 60, "slow:1:20:0", "silent:0:40:0", hang_timeout=0.9), {})
+    assert ended.sentences() == []
+
+
+def test_more_failures_than_allowed_end_the_job(tmp_path: Path) -> None:
+    """The second of one that is allowed: all are ended, and the sentence says why."""
+    ended = Job(tmp_path / "job", 2, 60, "kill:1:20:0", "kill:0:40:1", max_failures="1 per 1h").end()
+    assert ended.code == 1
+    assert ended.sentences()[-1].endswith("was killed by SIGKILL; more than 1 per 1h failures; the job is given up")
+
+
+def test_a_bug_ends_the_job_and_shows_its_traceback(tmp_path: Path) -> None:
+    """Replaced once, started anew once, and given up: no step was passed meanwhile."""
+    ended = Job(tmp_path / "job", 2, 60, "bug:30").end()
+    assert ended.code == 1
+    assert "ValueError: there is a bug in step 30" in ended.output
+    assert len(ended.pids(0)) <= 3
+    assert "given up" in ended.sentences()[-1]
+
+
+def test_a_script_that_fails_at_once_is_not_started_again(tmp_path: Path) -> None:
+    """Before ranks have ever come together."""
+    ended = Job(tmp_path / "job", 2, 60, f"bug:{BEFORE_ARRIVING}").end()
+    assert ended.code == 1
+    assert len(ended.pids(0) + ended.pids(1)) <= 2
+
+
+def test_an_error_that_passes_is_survived_in_place(tmp_path: Path) -> None:
+    """One rank leaves with an exception once; steps are passed before the next one."""
+    check(Job(tmp_path / "job", 2, 60, "raise:1:20:0", "raise:0:40:1"), {0: 1, 1: 1})
+
+
+def test_ranks_that_do_not_come_together_are_all_started_anew(tmp_path: Path) -> None:
+    """A new process does not arrive in time: everybody begins again, and goes on from its file."""
+    job = Job(tmp_path / "job", 2, 60, "kill:1:30:0", f"deadlock:1:{BEFORE_ARRIVING}:1", recover_timeout=2.0)
+    ended = check(job, {0: 1, 1: 2})
+    assert "ranks did not come together within 2 s; all ranks are started anew" in ended.sentences()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_all(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """It goes to all ranks; spares and stopped ranks end, too."""
+    job = Job(tmp_path / "job", 2, 10**6, spares=1, torchrun=["--shutdown-timeout", "5"])
+    job.wait_until_step(20)
+    os.kill(job.pid, number)
+    assert job.end().code == code
+
+
+def test_a_script_without_recovery_is_started_anew(tmp_path: Path) -> None:
+    """It knows nothing of supervisors: its ranks leave when a peer is gone, as under torchrun."""
+    ended = Job(tmp_path / "job", 2, 40, "plain", "kill:1:20:0").end()
+    assert ended.code == 0, ended.output
+    assert ended.totals() == dict.fromkeys(range(2), sum(range(40)) * 3)
+    assert "all ranks are started anew" in ended.sentences()[-1]
+
+
+def test_ranks_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
+    """Nobody would end them otherwise; so do spares."""
+    job = Job(tmp_path / "job", 2, 10**6, spares=1)
+    job.wait_until_step(20)
+    os.kill(job.pid, signal.SIGKILL)
+    os.waitpid(job.pid, 0)
+    give_up = time.monotonic() + LIMIT_SECONDS
+    while job.left():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def test_two_nodes_replace_the_dead_of_one(tmp_path: Path) -> None:
+    """Each has its supervisor; the one that had no failure tells its ranks, too."""
+    port = free_port()
+    meeting = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two", "--local-addr", "127.0.0.1"]
+    jobs = [
+        Job(tmp_path / "job", 2, 60, "kill:1:20:0", "kill:2:40:1", torchrun=meeting, name=f"console{node}")
+        for node in range(2)
+    ]
+    ended = [job.end() for job in jobs]
+    assert [each.code for each in ended] == [0, 0], "\n".join(each.output for each in ended)
+    found = Ended(0, "".join(each.output for each in ended))
+    assert found.totals() == dict.fromkeys(range(4), sum(range(60)) * 10)
+    assert {rank: len(found.pids(rank)) for rank in range(4)} == {0: 1, 1: 2, 2: 2, 3: 1}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(5))
+def test_random_failures_from_outside(tmp_path: Path, seed: int) -> None:
+    """Sixty SIGKILLs and SIGSTOPs of ranks and spares at random times, in the midst of recoveries too; one job."""
+    draw = random.Random(seed)
+    job = Job(tmp_path / "job", 4, 3000, spares=seed % 3, max_failures="1000", hang_timeout=1.0, recover_timeout=20.0)
+    job.wait_until_step(5)
+    for _ in range(60):
+        time.sleep(draw.choice([0.0, 0.02, 0.1, 0.3, 0.8]) * 2 * draw.random())
+        others = [pid for pid in job.left() if pid != job.pid]
+        if not others:
+            break
+        with suppress(ProcessLookupError):
+            os.kill(draw.choice(others), draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
+    ended = job.end()
+    assert ended.code == 0, ended.output
+    assert ended.totals() == dict.fromkeys(range(4), sum(range(3000)) * 10), ended.output
