@@ -1,7 +1,6 @@
 """Every exception a user can meet, one root, each with the facts as attributes and the remedy in its last sentence.
 
-Each class also derives from the built-in that a caller would expect, and says by `try_next` whether a restore may
-go on with another copy (next tier, older generation) after meeting it.
+Each class also derives from the built-in that a caller would expect.
 """
 
 from __future__ import annotations
@@ -9,9 +8,6 @@ from __future__ import annotations
 
 class CheckpointError(Exception):
     """Root of all errors raised on purpose by this package."""
-
-    try_next = False
-    """Whether a restore may go on with another copy or an older generation."""
 
 
 class ConfigurationError(CheckpointError, ValueError):
@@ -33,8 +29,6 @@ class UnsupportedOptimizer(ConfigurationError):
 class StorageError(CheckpointError, OSError):
     """A storage operation failed after its retries."""
 
-    try_next = True
-
 
 class StorageRefused(StorageError, PermissionError):
     """The medium refuses and will go on to: no space, no permission, no such bucket. It is not tried again at once."""
@@ -43,8 +37,6 @@ class StorageRefused(StorageError, PermissionError):
 class KeyExists(StorageError, FileExistsError):
     """A create-exclusive met an existing key: somebody else, or an earlier attempt of ours, wrote it."""
 
-    try_next = False
-
 
 class KeyMissing(StorageError, FileNotFoundError):
     """The key does not exist."""
@@ -52,8 +44,6 @@ class KeyMissing(StorageError, FileNotFoundError):
 
 class Corrupt(CheckpointError, ValueError):
     """Bytes were read but are not what was written: digest, size, identity or grammar differ."""
-
-    try_next = True
 
 
 class Fenced(CheckpointError, RuntimeError):
@@ -74,7 +64,3 @@ class CodecError(ConfigurationError, TypeError):
 
 class RingFull(CheckpointError, RuntimeError):
     """No free segment slot: the ring is smaller than the plan in use needs."""
-
-
-class ReplayMismatch(CheckpointError, RuntimeError):
-    """A replayed step did not reproduce the journal of the original run."""

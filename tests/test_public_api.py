@@ -49,7 +49,7 @@ PUBLIC: dict[str, str] = {
     """,
     "lightning_moe_ckpt.parallel": """
         ExpertParallelModule GradientReducer GroupAbort GroupName OrderedHookState ParallelGroups ReductionMode
-        broadcast_tensors build_groups check_ep_size close_groups closed_doors current_groups expert_parallel_fqns
+        broadcast_tensors build_groups check_ep_size closed_doors current_groups expert_parallel_fqns
         expert_parallel_modules global_grad_norm init_fresh_process_group ordered_all_reduce ordered_hook
         plain_all_reduce restart_is_likely set_current_groups shares_agent_store
     """,
@@ -69,7 +69,7 @@ PUBLIC: dict[str, str] = {
     "lightning_moe_ckpt.native": """
         AdamState AdamStep Column CompiledCpuEngine CompiledCudaEngine CompressedGradient Copy CopyEngine CopyList
         CopyTable CpuCopyEngine CudaCopyEngine Finding GradientCompression Library NativeError PartStatus
-        Preparation PreparedTable QuantizedGradient Ranges SparseGradient Ticket append compress_gradients copy_now
+        Preparation PreparedTable QuantizedGradient Ranges SparseGradient Ticket append compress_gradients
         copy_through create_engine decompress_gradient examine
         explain measure_bandwidth replay_adam
     """,
@@ -79,7 +79,7 @@ PUBLIC: dict[str, str] = {
     """,
     "lightning_moe_ckpt.errors": """
         CheckpointError CodecError ConfigurationError Corrupt Fenced IdentityMismatch KeyExists KeyMissing
-        NoUsableGeneration ReplayMismatch RingFull StorageError StorageRefused UnknownLayout UnsupportedOptimizer
+        NoUsableGeneration RingFull StorageError StorageRefused UnknownLayout UnsupportedOptimizer
         WrongCounts
     """,
 }

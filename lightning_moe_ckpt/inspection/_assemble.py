@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import CodecError, ConfigurationError, Corrupt
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
 from lightning_moe_ckpt.journal import decode_journal
 from lightning_moe_ckpt.recovery import Assembly, Replicas, Request, Version, Wanted, stored_index
 from lightning_moe_ckpt.snapshot import is_average
@@ -164,10 +164,7 @@ class Assembler:
 
     def _shared_scalars(self) -> dict[str, Tensor]:
         """Read what the optimizer keeps once for several experts, which a partial generation has in its journal."""
-        try:
-            stored = (decode_journal(self.journal()).get("outcome") or {}).get("scalars") or {}
-        except CodecError:  # an enum of the user's in it; without the journal, records have to agree
-            return {}
+        stored = (decode_journal(self.journal()).get("outcome") or {}).get("scalars") or {}
         return {f"{fqn}/{key}": value for fqn, values in stored.items() for key, value in values.items()}
 
     def _scalar(self, name: str, tensor: StoredTensor) -> Tensor:

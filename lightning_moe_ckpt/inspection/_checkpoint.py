@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import CodecError, Corrupt
+from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.inspection._assemble import Assembler
 from lightning_moe_ckpt.journal import decode_journal
 from lightning_moe_ckpt.snapshot import read_extra
@@ -44,7 +44,7 @@ class LightningCheckpoint:
             tensors: the `state_dict`.
             weights_only: whether to leave out optimizer, schedulers and callbacks, which only training needs.
         """
-        extra, start = self._extra(), self._journal().get("start", {})
+        extra, start = self._extra(), decode_journal(self._stored.journal()).get("start", {})
         content = {
             **self._plain("on_save_checkpoint", start.get("module") or {}),
             **self._hyper_parameters(extra),
@@ -117,21 +117,10 @@ class LightningCheckpoint:
     # -- what is stored
 
     def _extra(self) -> dict[str, Any]:
-        try:
-            extra = read_extra(self._module)
-        except CodecError as error:
-            self.notes.append(f"hyper-parameters are left out: {error}")
-            return {}
+        extra = read_extra(self._module)
         if extra["left_out"]:
             self.notes.append(f"left out, because it was no plain value: {', '.join(extra['left_out'])}")
         return extra
-
-    def _journal(self) -> dict[str, Any]:
-        try:
-            return decode_journal(self._stored.journal())
-        except CodecError as error:  # it holds an enum of the user's, which only the user's program knows
-            self.notes.append(f"what callbacks and on_save_checkpoint added is left out: {error}")
-            return {}
 
     def _plain(self, owner: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the values that `torch.load(weights_only=True)` accepts."""

@@ -15,10 +15,9 @@ The JSON is `[version, node]`. A node is null, true, false, a string, an integer
     s    string that UTF-8 cannot hold: hex       T    tensor: dtype, shape, device it came from
     b    bytes: hex                               A    numpy array: dtype, shape
     l t  list, tuple: nodes                       N    numpy scalar: dtype, hex of its bytes
-    e z  set, frozenset: nodes, sorted as text    E    enum member: registered name, node of its value
-    d o  dict, OrderedDict: [key, value] pairs    p    Path: node of its text
-    c    Counter: pairs                           td   timedelta: days, seconds, microseconds
-    x    defaultdict: name of its factory, pairs
+    e z  set, frozenset: nodes, sorted as text    p    Path: node of its text
+    d o  dict, OrderedDict: [key, value] pairs    td   timedelta: days, seconds, microseconds
+    c    Counter: pairs                           x    defaultdict: name of its factory, pairs
 
 Array bytes of 512 or more that equal earlier ones are stored once: the node of a tensor or array ends with one more
 integer then, the position of the earlier ones among those that are stored. (A journal holds the random state of
@@ -42,7 +41,6 @@ import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 from pathlib import Path
@@ -79,24 +77,6 @@ _SHARED_NBYTES = 512
 _REPEATED_NBYTES, _REPEATED_FACTOR = 16 * 2**20, 16
 """Limits of repeated arrays: bytes, and multiple of the stored array bytes."""
 _NATIVE_PATH = type(Path())
-_ENUMS: dict[str, type[Enum]] = {}
-
-
-def register_enum(cls: type[Enum]) -> type[Enum]:
-    """Allow members of `cls` in the journal; also usable as a class decorator.
-
-    A member is stored as the qualified name of its class and its value. A file can name a registered class; it can
-    never load one.
-
-    Raises:
-        ValueError: another class was registered under the same name, or the class is local to a function.
-    """
-    name = _enum_name(cls)
-    if "<locals>" in name:
-        raise ValueError(f"`register_enum({name})`: another process cannot know a class inside a function.")
-    if _ENUMS.setdefault(name, cls) is not cls:
-        raise ValueError(f"`register_enum({name})`: another class has that name already.")
-    return cls
 
 
 def encode(value: object, on_host: Mapping[int, Tensor] | None = None) -> bytes:
@@ -118,15 +98,12 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
     Raises:
         Corrupt: `data` is not, byte for byte, a result of `encode`.
-        CodecError: `data` holds a member of an enum that this process has not registered.
     """
     view = memoryview(data).cast("B")
     decoder = _Decoder(view)
     try:
         value = decoder.decode()
         again = _Encoder(devices=decoder.devices).encode(value)
-    except CodecError:
-        raise
     except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, struct.error) as error:
         raise Corrupt(f"A journal of {len(view)} bytes cannot be read: {error}. Use another copy.") from error
     if again != view:
@@ -224,8 +201,6 @@ class _Encoder:
         writer = _WRITERS.get(kind)
         if writer is not None:
             return writer(self, value)
-        if isinstance(value, Enum):
-            return self._enum(value)
         if isinstance(value, np.generic):
             return self._numpy_scalar(value)
         return self.refuse(f"{kind.__module__}.{kind.__qualname__} is not a type that can be stored exactly")
@@ -324,12 +299,6 @@ class _Encoder:
         self._place.pop()
         return node
 
-    def _enum(self, member: Enum) -> str:
-        name = _enum_name(type(member))
-        if _ENUMS.get(name) is not type(member):
-            return self.refuse(f"enum {name} is not registered")
-        return _tagged("E", [_quoted(name), self._part(".value", None, member.value)])
-
     def _numpy_scalar(self, value: np.generic) -> str:
         if not is_plain(value.dtype) or value.dtype.type is not type(value):
             return self.refuse(f"numpy scalar of {value.dtype}, which is not a plain number")
@@ -410,14 +379,10 @@ def _no_such_token(token: object) -> NoReturn:
     raise ValueError(f"{token!r:.40} has no place in a journal")
 
 
-def _enum_name(cls: type[Enum]) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
 def _is_key(value: object) -> bool:
     if type(value) in {tuple, frozenset}:
         return all(map(_is_key, value))  # type: ignore[call-overload]  # both are iterable
-    return value is None or type(value) in _KEY_TYPES or isinstance(value, (Enum, np.generic))
+    return value is None or type(value) in _KEY_TYPES or isinstance(value, np.generic)
 
 
 _KEY_TYPES = {*LEAF_WRITERS, _NATIVE_PATH, torch.dtype}
@@ -474,13 +439,6 @@ def _read_array(decoder: _Decoder, args: list[Leaf]) -> np.ndarray[Any, Any]:
     return array
 
 
-def _read_enum(decoder: _Decoder, args: list[Leaf]) -> Enum:
-    name, node = args
-    if name not in _ENUMS:
-        raise CodecError(f"The journal holds a member of enum {name}. Call `register_enum` for it before the restore.")
-    return _ENUMS[name](decoder.value(node))
-
-
 _TAGS: dict[type, str] = {
     list: "l",
     tuple: "t",
@@ -513,5 +471,4 @@ _READERS: dict[str, Callable[[_Decoder, list[Leaf]], Any]] = {
     "p": lambda decoder, args: Path(decoder.value(*args)),
     "T": _read_tensor,
     "A": _read_array,
-    "E": _read_enum,
 }

@@ -20,7 +20,6 @@ from lightning_moe_ckpt.native._engine import CopyList as CopyList
 from lightning_moe_ckpt.native._engine import CopyTable as CopyTable
 from lightning_moe_ckpt.native._engine import PreparedTable as PreparedTable
 from lightning_moe_ckpt.native._engine import Ticket as Ticket
-from lightning_moe_ckpt.native._engine import copy_now as copy_now
 from lightning_moe_ckpt.native._engine import copy_through as copy_through
 from lightning_moe_ckpt.native._files import append as append
 from lightning_moe_ckpt.native._gradient import CompressedGradient as CompressedGradient

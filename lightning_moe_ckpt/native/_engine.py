@@ -146,18 +146,6 @@ class PreparedTable:
         return found
 
 
-def copy_now(copies: Sequence[Copy] | CopyList) -> None:
-    """Copy every pair and return when all bytes have arrived.
-
-    Raises:
-        ValueError: a pair differs in size, or its types have no exact or rounding conversion.
-    """
-    copy_list = copies if isinstance(copies, CopyList) else CopyList(copies)
-    copy_list.run(non_blocking=True)
-    for device in copy_list.devices():
-        torch.cuda.current_stream(device).synchronize()
-
-
 def split_at_pieces(copies: Sequence[Copy], *, base: int, end: int, piece_nbytes: int) -> Iterator[Copy]:
     """Cut the pairs so that no destination in the buffer `[base, end)` crosses an address `base + k * piece_nbytes`.
 

@@ -1,4 +1,4 @@
-"""Adaptive compression of gradients, the content of lossy DELTA records.
+"""Adaptive compression of gradients: the small, lossy form of one optimizer step.
 
 A small tensor becomes INT8 with one scale. A big tensor keeps its elements of largest magnitude, in FP16, with their
 indices. The threshold for about `keep_ratio` of the elements is estimated from a sample, so the tensor is read once.
@@ -138,7 +138,7 @@ def check_gradient(gradient: Tensor, position: int) -> None:
     if gradient.dtype not in DTYPE_CODES:
         raise ValueError(
             f"Gradient {position} is {gradient.dtype}; float32, bfloat16 and float16 can be compressed. "
-            "Keep this one as a plain (lossless) DELTA."
+            "Keep this one uncompressed."
         )
     if not gradient.is_contiguous():
         raise ValueError(

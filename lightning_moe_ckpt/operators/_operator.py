@@ -26,10 +26,6 @@ class RecordKind(str, Enum):
     """Master weights and optimizer state, or the fact that there is no state yet."""
     COMPUTE = "compute"
     """The weights that forward and backward read, in the precision in which they read them."""
-    DELTA = "delta"
-    """One step's gradient as the optimizer consumed it."""
-    BOUNDARY = "boundary"
-    """Tensors that a pipeline stage sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,6 @@ from lightning_moe_ckpt.parallel._groups import GroupName as GroupName
 from lightning_moe_ckpt.parallel._groups import ParallelGroups as ParallelGroups
 from lightning_moe_ckpt.parallel._groups import build_groups as build_groups
 from lightning_moe_ckpt.parallel._groups import check_ep_size as check_ep_size
-from lightning_moe_ckpt.parallel._groups import close_groups as close_groups
 from lightning_moe_ckpt.parallel._groups import current_groups as current_groups
 from lightning_moe_ckpt.parallel._groups import set_current_groups as set_current_groups
 from lightning_moe_ckpt.parallel._reducer import GradientReducer as GradientReducer

@@ -119,15 +119,6 @@ def check_ep_size(ep_size: int, world_size: int) -> None:
         )
 
 
-def close_groups(groups: ParallelGroups) -> None:
-    """Destroy the groups that `build_groups` made; the default process group stays."""
-    if not dist.is_initialized():
-        return
-    own = {id(group): group for group in groups.groups.values() if group is not _world()}
-    for group in own.values():
-        dist.destroy_process_group(group)
-
-
 def _part_of(partition: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup:
     if len(partition) == 1:
         return _world()

@@ -53,7 +53,6 @@ def read_extra(entry: ModuleEntry) -> dict[str, Any]:
 
     Raises:
         Corrupt: the bytes are not what was written.
-        CodecError: a value is an enum of the user's, which only the user's program knows.
     """
     extra: dict[str, Any] = decode(base64.b64decode(entry.extra))
     return extra

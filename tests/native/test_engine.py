@@ -21,7 +21,6 @@ from lightning_moe_ckpt.native import (
     CopyList,
     CpuCopyEngine,
     CudaCopyEngine,
-    copy_now,
     copy_through,
     create_engine,
     explain,
@@ -224,19 +223,8 @@ def test_parameters_can_be_copied_without_a_graph(engine: CopyEngine, device: to
     param = torch.nn.Parameter(torch.ones(3, device=device))
     dst = host(3, like=device)
     engine.wait(engine.submit([(param, dst)]))
-    copy_now([(param, dst)])
     assert not dst.requires_grad
     assert dst.tolist() == [1.0] * 3
-
-
-def test_copy_now_has_arrived_when_it_returns(device: torch.device) -> None:
-    """The synchronous twin, for buffers that the next forward changes."""
-    src = torch.randn(1000, device=device)
-    dst = host(1000, torch.bfloat16, like=device)
-    copy_now([(src, dst)])
-    assert torch.equal(dst, src.cpu().bfloat16())
-    with pytest.raises(ValueError, match="copy 0"):
-        copy_now([(src, host(1, like=device))])
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -276,7 +264,7 @@ def test_no_cut_copy_crosses_a_piece_of_registered_memory(data: st.DataObject) -
     for _, part in cut[:-1]:
         first, last = part.data_ptr() - base, part.data_ptr() - base + part.nbytes - 1
         assert first // piece == last // piece
-    copy_now(cut)
+    CopyList(cut).run()
     assert torch.equal(dst, src)
 
 

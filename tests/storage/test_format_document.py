@@ -9,7 +9,6 @@ import struct
 import uuid
 from collections import Counter, OrderedDict, defaultdict
 from datetime import timedelta
-from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from stored._segments import read_record, read_segment, verify_records
 
 from lightning_moe_ckpt.journal import decode_journal
-from lightning_moe_ckpt.journal._codec import _READERS, decode, encode, register_enum
+from lightning_moe_ckpt.journal._codec import _READERS, decode, encode
 from lightning_moe_ckpt.journal._codec_leaves import LEAF_READERS
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.snapshot._layout import JOURNAL
@@ -44,17 +43,10 @@ def code(cell: str) -> str:
     return cell.split("`")[1]
 
 
-class Phase(str, Enum):
-    FIT = "fit"
-
-
-Phase.__module__ = "train"
-register_enum(Phase)
 WORDS = {
     "Counter": Counter,
     "OrderedDict": OrderedDict,
     "Path": Path,
-    "Phase": Phase,
     "defaultdict": defaultdict,
     "numpy": np,
     "timedelta": timedelta,

@@ -353,7 +353,6 @@ def reduce(model: nn.Module, flat: Tensor) -> Tensor:
     norm = parallel.global_grad_norm(gradients, expert_parallel=sharded, groups=groups)
     with parallel.closed_doors(open_ports={29500}), parallel.GroupAbort() as abort:
         assert_type(abort.abort(), None)
-        parallel.close_groups(groups)
     return norm + parallel.ordered_all_reduce(flat, group, divisor=2) + parallel.plain_all_reduce(flat, group)
 
 
@@ -470,7 +469,6 @@ def screen() -> None:
 
 def copy(source: Tensor, target: Tensor) -> float:
     pair: native.Copy = (source, target)
-    native.copy_now([pair])
     engine = native.create_engine(source.device)
     assert_type(engine, native.CopyEngine)
     engines: list[native.CopyEngine] = [native.CpuCopyEngine(), native.CudaCopyEngine(torch.device("cuda"))]
@@ -610,7 +608,6 @@ def remedies() -> Sequence[type[errors.CheckpointError]]:
     ]
     system: list[type[OSError]] = [errors.StorageError, errors.StorageRefused, errors.KeyExists, errors.KeyMissing]
     runtime: list[type[RuntimeError]] = [errors.Fenced, errors.NoUsableGeneration]
-    others = [errors.CodecError, errors.RingFull, errors.ReplayMismatch]
-    assert_type(errors.CheckpointError.try_next, bool)
+    others = [errors.CodecError, errors.RingFull]
     make: Callable[[str], errors.CheckpointError] = errors.Corrupt
     return [type(make("")), *others, errors.CheckpointError] if values and configuration and system and runtime else []
