@@ -460,7 +460,10 @@ _SPARE_AT = """\
 Up to where they run: until MoEStrategy asks for its rank, or, for scripts that read RANK earlier, until torch, lightning
 and this package are imported."""
 _RECOVER_TIMEOUT = "Seconds from a failure until training goes on; then all ranks are started anew."
-_HANG_TIMEOUT = "Least silence that counts as a hang; always five times the longest step."
+_HANG_TIMEOUT = (
+    "Least silence within a step that counts as a hang; always five times the longest step. While a rank is between two steps, "
+    "as when it validates or saves, the others wait for it as long as --recover-timeout."
+)
 _TORCHRUN = [
     _option("--nproc-per-node", "Ranks of this node: a number, or auto, gpu, cpu.", "N", default="1"),
     _option("--nnodes", "Nodes, or MIN:MAX.", "N", default="1"),

@@ -91,6 +91,8 @@ class SupervisingAgent(LocalElasticAgent):
         """The newest incarnation that has come together."""
         self._deadline = self._suspicion = float("inf")
         """When recovering takes too long; when those that have not arrived are taken for hung."""
+        self._silent = False
+        """Whether all ranks of this node are counted as silent."""
         self._verdict = ""
         self._log: EventLog | None = None
 
@@ -169,7 +171,7 @@ class SupervisingAgent(LocalElasticAgent):
             fresh = {"prefix": f"moe_ckpt/{uuid.uuid4()}", "incarnation": self._incarnation}
             store.set(key, json.dumps(fresh))
         agreed = json.loads(store.get(key))
-        self._incarnation, self._formed = agreed["incarnation"], -1
+        self._incarnation, self._formed, self._silent = agreed["incarnation"], -1, False
         self._verdict, self._deadline, self._suspicion = "", float("inf"), float("inf")
         prefix = agreed["prefix"]
 
@@ -279,6 +281,7 @@ class SupervisingAgent(LocalElasticAgent):
     def _failed(self, event: JobEvent, worker_group: WorkerGroup) -> None:
         failed, rank = self._incarnation, event["rank"]
         self._incarnation += 1
+        self._silent = False
         for member in self._members.values():
             member.send({"failed": failed, "rank": rank, "why": event["why"]})
         now = time.monotonic()
@@ -286,8 +289,9 @@ class SupervisingAgent(LocalElasticAgent):
         self._suspicion = now + max(member.patience(self._options.hang_seconds) for member in self._members.values())
         if event.get("hang"):
             self._suspicion = now + self._options.hang_seconds / 5
-        dead = self._members.pop(event["pid"], None)
-        if dead is not None:
+        dead = self._members.get(event["pid"])
+        if dead is not None and dead.rank == rank:  # another node has its own process ids
+            del self._members[dead.pid]
             how = self._replace(dead, worker_group)
             self._options.say(f"rank {rank} (pid {dead.pid}) {event['why']}; {how}, incarnation {self._incarnation}")
         else:
@@ -332,14 +336,7 @@ class SupervisingAgent(LocalElasticAgent):
             member.watch(seconds)
             if member.stopped_seconds > member.patience(options.hang_seconds):
                 member.kill(f"was stopped for {member.stopped_seconds:.0f} s, and ended")
-        silent = [member for member in running if member.quiet_seconds > member.patience(options.hang_seconds)]
-        if silent and self._formed == self._incarnation and not any(member.stopped_seconds for member in running):
-            # All wait for the one that hangs. Who comes when it is told of a failure does not.
-            first = silent[0]
-            why = f"has not passed a step for {first.quiet_seconds:.0f} s"
-            self._now.append("failed", rank=first.rank, pid=-1, why=why, hang=True)
-            for member in running:
-                member.quiet_seconds = 0.0
+        self._look_for_silence(running)
         if now > self._suspicion:
             self._suspicion = float("inf")
             for member in running:
@@ -349,6 +346,28 @@ class SupervisingAgent(LocalElasticAgent):
         if now > self._deadline:
             self._deadline = float("inf")
             self._now.append("restart", why=f"ranks did not come together within {options.recover_seconds:g} s")
+
+    def _look_for_silence(self, running: list[Member]) -> None:
+        """Find out whether all wait for one that hangs: who comes when it is told of a failure does not.
+
+        One that is between two steps may take its time, and others wait for it within theirs: for as long as a recovery
+        may take. So all nodes have to be silent.
+        """
+        options = self._options
+        formed = self._formed == self._incarnation and not any(member.stopped_seconds for member in running)
+        silent = formed and all(member.is_silent(options.hang_seconds) for member in running)
+        waited = [member for member in running if formed and member.is_silent(options.recover_seconds)]
+        all_silent = False
+        if silent != self._silent:
+            self._silent = silent
+            silent_nodes = self._now.count(f"silent/{self._incarnation}", 1 if silent else -1)
+            all_silent = silent_nodes == self._worker_group.group_world_size
+        if all_silent or waited:
+            first = next(iter(waited or running or self._members.values()))
+            why = f"has not passed a step for {first.quiet_seconds:.0f} s"
+            self._now.append("failed", rank=first.rank, pid=-1, why=why, hang=True)
+            for member in running:
+                member.quiet_seconds = 0.0
 
     def _recovered(self, running: list[Member]) -> None:
         """Set the deadline aside when training goes on: all have arrived, and have moved since."""

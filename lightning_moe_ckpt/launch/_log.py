@@ -53,10 +53,10 @@ class EventLog:
         except DistError:
             return
 
-    def count(self, name: str) -> int:
-        """Add one to the number of this name, and return it."""
+    def count(self, name: str, by: int = 1) -> int:
+        """Add to the number of this name, and return it."""
         try:
-            return int(self._store.add(name, 1))
+            return int(self._store.add(name, by))
         except DistError:
             return 0
 

@@ -96,6 +96,10 @@ class Member:
         """Return for how many seconds it may be silent: five times its longest step, and at least `least`."""
         return max(least, 5 * self.heartbeat.read().longest)
 
+    def is_silent(self, least: float) -> bool:
+        """Whether it has not passed a step for longer than that, and is not between two steps."""
+        return self.quiet_seconds > self.patience(least)
+
     def close(self) -> None:
         """Give up what belongs to a process that has ended, and end what it has left behind."""
         self.kill()

@@ -58,7 +58,7 @@ class Beats(NamedTuple):
     step: int
     """-1 before the first beat."""
     longest: float
-    """Seconds of the longest step."""
+    """Seconds of the longest step: from a beat to the next one, or to a pause."""
     moves: int
     """Beats and pauses."""
     watched: bool
@@ -85,14 +85,13 @@ class Heartbeat:
 
     def beat(self, step: int) -> None:
         """Note that the main thread has come to `step`."""
-        now = time.monotonic()
-        if self._last:
-            self._longest = max(self._longest, now - self._last)
-        self._last, self._beats, self._step = now, self._beats + 1, step
+        self._end_step()
+        self._last, self._beats, self._step = time.monotonic(), self._beats + 1, step
         self._write(watched=True)
 
     def pause(self) -> None:
         """Note that no beats come for a while, and that this is no hang."""
+        self._end_step()
         self._last = 0.0
         self._write(watched=False)
 
@@ -105,6 +104,10 @@ class Heartbeat:
         """Unmap the page."""
         self._page.close()
         os.close(self.descriptor)
+
+    def _end_step(self) -> None:
+        if self._last:
+            self._longest = max(self._longest, time.monotonic() - self._last)
 
     def _write(self, *, watched: bool) -> None:
         self._moves += 1

@@ -47,7 +47,7 @@ def run(
         spare_at: `strategy` or `imports`, up to where they run.
         max_failures: more of them end the job.
         recover_timeout: seconds from a failure until training goes on; then all ranks are started anew.
-        hang_timeout: least silence in seconds that counts as a hang.
+        hang_timeout: least silence in seconds within a step that counts as a hang.
 
     Returns:
         0 if all ranks have ended well, 1 if the job was given up, 128 and its number after a signal.

@@ -25,6 +25,7 @@ from lightning_moe_ckpt.launch import Supervised  # noqa: E402
 
 FOLDER, STEPS = Path(folder), int(steps)
 LIMIT = 60.0
+Events = dict[str, Callable[[], object]]
 BEFORE_ARRIVING, BEFORE_JOINING = -1, -2
 
 
@@ -119,11 +120,11 @@ def write(path: Path, text: str) -> None:
     new.rename(path)
 
 
-def happen(supervised: Supervised, rank: int, step: int) -> None:
+def happen(supervised: Supervised, rank: int, step: int, events: Events | None = None) -> None:
     """Do what the script says for this rank and step."""
-    for kind in ("kill", "stop", "deadlock", "slow", "raise", "silent"):
+    for kind, event in (EVENTS if events is None else events).items():
         if f"{kind}:{rank}:{step}:{supervised.incarnation}" in script:
-            EVENTS[kind]()
+            event()
     if f"bug:{step}" in script:
         raise ValueError(f"there is a bug in step {step}")
 
@@ -132,7 +133,7 @@ def fail() -> None:
     raise ValueError("this goes wrong once")
 
 
-EVENTS: dict[str, Callable[[], object]] = {
+EVENTS: Events = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "deadlock": signal.pause,
@@ -140,6 +141,8 @@ EVENTS: dict[str, Callable[[], object]] = {
     "raise": fail,
     "silent": lambda: time.sleep(2.0),
 }
+BETWEEN: Events = {"busy": lambda: time.sleep(3.0), "stuck": signal.pause}
+"""Between two steps, as validation and saving are."""
 
 
 def train(supervised: Supervised, rank: int, world_size: int) -> None:
@@ -150,13 +153,14 @@ def train(supervised: Supervised, rank: int, world_size: int) -> None:
         step = group.reduce(int(state.read_text().split()[0]) if state.exists() else 0, min)
         total = sum(range(step)) * world_size * (world_size + 1) // 2
         while step < STEPS:
+            happen(supervised, rank, step, BETWEEN)
+            supervised.beat(step)
             happen(supervised, rank, step)
             total += group.reduce(step * (rank + 1), sum)
+            supervised.pause()
             step += 1
             write(state, f"{step} {total}")
-            supervised.beat(step)
             time.sleep(0.002)
-        supervised.pause()
         happen(supervised, rank, STEPS)
         group.reduce(0, sum)
     finally:

@@ -194,15 +194,19 @@ def test_a_failure_at_the_start_and_one_at_the_end(tmp_path: Path) -> None:
     check(Job(tmp_path / "job", 2, 20, f"kill:0:{BEFORE_ARRIVING}:0", "kill:1:20:1"), {0: 1, 1: 1})
 
 
-@pytest.mark.parametrize("kind", ["stop", "deadlock"])
+@pytest.mark.parametrize("kind", ["stop", "deadlock", "stuck"])
 def test_a_rank_that_hangs_is_ended(tmp_path: Path, kind: str) -> None:
     """By SIGSTOP, or because its main thread waits for ever; the others wait for it, and are not taken for hung."""
-    check(Job(tmp_path / "job", 3, 60, f"{kind}:1:30:0", hang_timeout=1.0), {1: 1})
+    check(Job(tmp_path / "job", 3, 60, f"{kind}:1:30:0", hang_timeout=1.0, recover_timeout=4.0), {1: 1})
 
 
 def test_a_slow_step_is_no_hang(tmp_path: Path) -> None:
-    """It takes longer than the least silence, and less than five times the longest step."""
-    ended = check(Job(tmp_path / "job", 2, 60, "slow:1:20:0", "silent:0:40:0", hang_timeout=0.9), {})
+    """Nor is what a rank does between two steps, while others wait for it in theirs.
+
+    The second slow step takes longer than the least silence, and less than five times the first.
+    """
+    events = ["slow:1:20:0", "silent:0:40:0", "busy:0:10:0"]
+    ended = check(Job(tmp_path / "job", 2, 60, *events, hang_timeout=0.9), {})
     assert ended.sentences() == []
 
 
