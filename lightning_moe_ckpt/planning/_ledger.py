@@ -118,6 +118,10 @@ class LedgerKeeper:
         self.ledger = policy.after_restart(TokenLedger.start([each.num_experts for each in layouts]), None)
         self._levels = LEVEL_OF_TIER
         self._taken: dict[str, tuple[int, ...]] = {}
+        self.coming = torch.zeros_like(self.ledger.alive)
+        """int64 `[E]`: tokens between the newest two generations, and so, most likely, until the next one."""
+        self._processed_E = self.ledger.processed
+        """As of the newest generation."""
         self._bad = BadCopyList([name for layer in view.operators.layers for name in expert_names(layer)])
 
     def begin(self) -> None:
@@ -141,6 +145,7 @@ class LedgerKeeper:
         """Note which experts the generation of boundary `step` takes; `given` says which tiers get it."""
         self._taken = {level: tuple(map(len, selection.of(level))) for level in (MEMORY, STORAGE)}
         self.ledger = self.ledger.take(step, selection, levels=())
+        self.coming, self._processed_E = self.ledger.processed - self._processed_E, self.ledger.processed
 
     def figures(self, budgets: Mapping[str, int], rates: Mapping[str, float]) -> LossFigures:
         """Return the figures on lost tokens for `Report`."""
@@ -217,6 +222,7 @@ class LedgerKeeper:
         # What others still hold of an earlier incarnation is not gone through: they count as having nothing.
         ledger = ledger.with_peers(kept=PEER in self._levels.values())
         self.ledger = self._policy.after_restart(ledger, lost_E)
+        self._processed_E = ledger.processed
 
     # -- as TierWatcher has it
 

@@ -4,8 +4,8 @@ The planner measures what a policy needs, agrees on it with the other ranks (the
 over all ranks, the strictest compute precision), asks the policy and lays its plan out. So every rank has the same plan.
 
 A plan holds until popularity asks for another order. Where tokens are counted every window has a plan of its own: while
-a window is being taken, the next one is planned on a thread from what is known then, so a choice is one generation old
-when it is carried out.
+a window is being taken, the next one is planned on a thread. What experts learn from until then is not known yet, and
+taken to be what they learned from since the window before: else none would ever be taken twice in a row.
 """
 
 from __future__ import annotations
@@ -363,6 +363,7 @@ class Planner:
             budgets=self._budgets.in_force if budgets is None else budgets,
             index=0 if tokens is None else tokens.ledger.generations,
             ledger=None if tokens is None else tokens.ledger,
+            coming=None if tokens is None else tokens.coming,
             layouts=() if tokens is None else tokens.layouts,
             bad=() if tokens is None else tokens.to_take_again,
             generations_kept=self._kept,

@@ -66,6 +66,8 @@ class PlanInputs:
     """Generations of this run before this one."""
     ledger: TokenLedger | None = None
     """What tiers have saved, where tokens are counted."""
+    coming: Tensor | None = None
+    """int64 `[E]`: tokens that experts will have learned from besides when the plan is carried out, as far as can be told."""
     layouts: Sequence[ExpertLayout] = ()
     """Of the experts in the ledger."""
     bad: Collection[int] = ()
@@ -77,7 +79,7 @@ class PlanInputs:
     def tables(self) -> list[ExpertTable]:
         """The ledger by layer."""
         assert self.ledger is not None
-        return self.ledger.tables(self.layouts, self.bad)
+        return self.ledger.tables(self.layouts, self.bad, self.coming)
 
 
 class Policy(ABC):

@@ -180,13 +180,22 @@ class TokenLedger:
         found = (ledger.tokens_at(expert, step) for ledger in self.saved.values())
         return next((tokens for tokens in found if tokens is not None), None)
 
-    def tables(self, layouts: Sequence[ExpertLayout], again: Collection[int] = ()) -> list[ExpertTable]:
-        """Return what a policy chooses from now; `again` are places of experts that come before all others."""
+    def tables(
+        self, layouts: Sequence[ExpertLayout], again: Collection[int] = (), coming: Tensor | None = None
+    ) -> list[ExpertTable]:
+        """Return what a policy chooses from.
+
+        Args:
+            layouts: of the experts.
+            again: places of experts that come before all others.
+            coming: int64 `[E]`, tokens that experts will have learned from besides when the choice is carried out.
+        """
+        alive_then_E = self.alive if coming is None else self.alive + coming
         first_E = torch.zeros_like(self.alive)
         first_E[list(again)] = 1
         first = self._by_layer(first_E)
         expected = {level: self._within_reach(level) for level in self.saved}
-        unsaved = {level: self._by_layer(self.alive - alive_E) for level, (alive_E, _) in expected.items()}
+        unsaved = {level: self._by_layer(alive_then_E - alive_E) for level, (alive_E, _) in expected.items()}
         saved_at = {level: self._by_layer(step_E) for level, (_, step_E) in expected.items()}
         skipped = {level: self._by_layer(ledger.skipped.long()) for level, ledger in self.saved.items()}
         waited = {level: self._by_layer(ledger.waited()) for level, ledger in self.saved.items()}

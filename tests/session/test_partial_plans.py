@@ -88,6 +88,8 @@ class Run:
         """A bad copy that is told at the next window."""
         self.taken: list[Selection] = []
         self.stored: list[Selection] = []
+        self.fresh: list[Selection] = []
+        """What the policy would have taken if it were asked when the generation begins."""
 
     def window(self, tokens_E: list[int]) -> None:
         """One more, in the order in which a capture session does it."""
@@ -98,6 +100,10 @@ class Run:
         self._planner.agreed([[*tokens_E, *told]])
         self._settle()
         self._layout = following if following is not None else self._layout
+        keeper, inputs = tokens_of(self._planner), self._planner._inputs()
+        tables, policy = keeper.ledger.tables(keeper.layouts), self._planner._policy
+        assert isinstance(policy, PartialPolicy | SelectivePolicy)
+        self.fresh.append(policy.select(keeper.ledger.generations, tables, inputs.budgets))
         newest = (GenerationId(step=self.step, incarnation=1, nonce="0123456789ab"), self._layout)
         tokens_of(self._planner).given("host", *newest, self._kept)
         self.ring.begin_window(self.step)
@@ -181,6 +187,24 @@ def test_the_book_of_memory_has_what_the_ring_has(order: str, k: int, snapshot_k
     assert bool((tokens_of(here).ledger.saved["memory"].step < 0).any()) == (k == 1)
     taken = [set(each.memory[0]) for each in run.taken[-80:]]
     assert set().union(*taken) == set(range(40)), "each expert has its turn, whether memory keeps it or not"
+
+
+@pytest.mark.parametrize("kind", ["load_aware", "selective"])
+def test_under_a_steady_load_popular_experts_are_taken_again_and_again(kind: str) -> None:
+    """Choices are made a generation ahead, and are what they would be if they were made when it begins.
+
+    Source: MOETION (2024), Sec. 4.3: at budgets of a quarter and more, experts of which most is at risk come in a row.
+    """
+    budget = 30_000 + 2 * NUM_EXPERTS * EXPERT_NBYTES * 3 // 8
+    made = selective(local=budget, remote=budget) if kind == "selective" else planner(order="load_aware", k=4)
+    run = Run(made, random.Random(0), longest=1)
+    loads = [2 ** (expert % (NUM_EXPERTS // 2)) * 10 for expert in range(2 * NUM_EXPERTS)]
+    for _ in range(24):
+        run.window(loads)
+    assert run.taken[2:] == run.fresh[2:]
+    rows = [row for taken in run.taken for row in taken.memory]
+    again = [len(set(row) & set(before)) for before, row in zip(rows, rows[2:], strict=False)]
+    assert 0.1 < sum(again) / sum(map(len, rows)) < 0.8
 
 
 def test_all_ranks_choose_alike() -> None:
