@@ -1,5 +1,5 @@
 # Every target makes its own environment in .venv first. Needed beforehand: make, a C++ compiler, Python 3.10 or newer.
-#   make demo   train, kill a worker, resume, compare bit by bit; writes out/demo/
+#   make demo   train, kill a worker under three launchers, resume, compare bit by bit; writes out/demo/
 #   make quick  between two of those, a minute: lint of what changed, unit tests, 20 drawn runs that are killed
 #   make test   lint, types and every test but the long campaigns, in JOBS processes; ten minutes on two cores
 #   make soak   the long campaigns of kills        make bench  throughput, recovery, storage, quality after faults; an hour

@@ -1,10 +1,11 @@
-"""`make demo`: train, kill a worker with SIGKILL, let torchrun restart the job, and compare with a run left in peace.
+"""`make demo`: train, kill a rank with SIGKILL three times, and compare with a training that was left in peace.
 
-Both runs train the same MoE-GPT on three processes. The first has no checkpoints and no failures. The second
-checkpoints at every step; once a window is committed and the run is past its middle, this process kills one worker.
-Nothing tells the job where to resume: torchrun starts the same command again and the callback finds its way.
+Both train the same MoE-GPT on three ranks. The first has no checkpoints and no failures. The second checkpoints, and is
+started three times: by `moe-ckpt run` with a spare, by `moe-ckpt run` without one, and by torchrun. Each time this
+process kills one rank, lets the training go on for a while, and stops it with SIGTERM, the last time excepted. Nothing
+tells it where to resume: the command is the same, and the callback finds its way.
 
-Exit status 0 means that both runs ended in the same bits; 1 that they did not, or that a run failed.
+Exit status 0 means that both trainings ended in the same bits; 1 that they did not, or that one failed.
 """
 
 from __future__ import annotations
@@ -29,39 +30,52 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 WORKER = Path(__file__).with_name("demo_worker.py")
 CLEAN, KILLED = "without-failures", "killed-and-resumed"
+LAUNCHERS = {
+    "moe-ckpt run --spares 1": ["lightning_moe_ckpt.cli", "run", "--spares", "1"],
+    "moe-ckpt run": ["lightning_moe_ckpt.cli", "run"],
+    "torchrun": ["torch.distributed.run", "--standalone", "--max-restarts", "3"],
+}
+"""Module and options by the name that is shown."""
+STEPS_BETWEEN = 12
+"""Steps from a recovery until the training is stopped to be started by the next launcher."""
 POLL_SECONDS = 0.05
 QUIET_SECONDS = 120.0
-"""A job that writes no record for so long has hung."""
+"""A training that writes no record for so long has hung."""
+STOPPED = (0, 128 + signal.SIGTERM, -signal.SIGTERM, 1)
+"""Exit statuses of launchers after SIGTERM; that of torchrun is 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """Kill of a worker."""
+    """Kill of a rank."""
 
+    launcher: str
     rank: int
-    pid: int
+    step: int
+    """Newest step that rank 0 had finished, as far as was known."""
     time: float
     """Seconds since 1970."""
 
 
 class DemoFailed(RuntimeError):
-    """A run did not reach its end; the message says which and shows what it printed last."""
+    """A training did not reach its end; the message says which and shows what it printed last."""
 
 
 class Tail:
-    """Follows the records that the ranks of a running job append.
+    """Follows the records that the ranks of a training append.
 
     Attributes:
-        step: newest step of rank 0, replayed steps included.
-        attempt: newest attempt of any rank.
-        pids: process of each rank in its newest attempt.
+        pids: newest process of each rank.
+        begun: when each rank last began to train, in seconds since 1970.
+        steps: newest step of each rank, replayed steps included.
     """
 
     def __init__(self, out: Path, ranks: int) -> None:
         self._paths = [out / f"steps.rank{rank}.jsonl" for rank in range(ranks)]
         self._offsets = [0] * ranks
-        self.step = self.attempt = 0
         self.pids: dict[int, int] = {}
+        self.begun = [0.0] * ranks
+        self.steps = [0] * ranks
 
     def poll(self) -> bool:
         """Read what is new; returns whether there was anything."""
@@ -70,6 +84,10 @@ class Tail:
             for line in self._new_lines(rank, path):
                 self._take(rank, line)
         return before != self._offsets
+
+    def passed(self, kill: Kill, num_steps: int) -> bool:
+        """Whether all ranks have begun since `kill`, and taken so many new steps."""
+        return min(self.begun) > kill.time and min(self.steps) > kill.step + num_steps
 
     def _new_lines(self, rank: int, path: Path) -> Iterator[dict[str, Any]]:
         if not path.exists():
@@ -82,18 +100,18 @@ class Tail:
         yield from (json.loads(line) for line in whole.splitlines())
 
     def _take(self, rank: int, line: dict[str, Any]) -> None:
-        if line["event"] == "start":
-            self.pids[rank], self.attempt = line["pid"], line["attempt"]
-        elif line["event"] == "step" and rank == 0:
-            self.step = line["step"]
+        if line["event"] == "begin":
+            self.pids[rank], self.begun[rank] = line["pid"], line["time"]
+        elif line["event"] == "step":
+            self.steps[rank] = line["step"]
 
 
 class Demo:
-    """Runs the two jobs and follows them.
+    """Runs both trainings and follows them.
 
     Args:
         args: the command line.
-        progress: shows a bar per job.
+        progress: shows a bar per training.
     """
 
     def __init__(self, args: argparse.Namespace, progress: Progress) -> None:
@@ -101,60 +119,64 @@ class Demo:
 
     def run_undisturbed(self) -> None:
         """Train without checkpoints and without failures."""
-        self._run(CLEAN, checkpoints=False)
+        out, bar = self._begin(CLEAN, "without failures")
+        self._run("torchrun", out, bar, kill_after=None)
 
-    def run_killed(self) -> Kill:
-        """Train with checkpoints and kill a worker on the way."""
-        kill = self._run(KILLED, checkpoints=True)
-        if kill is None:
-            raise DemoFailed("The run ended before a window was committed, so nothing was killed. Use more --steps.")
-        return kill
+    def run_killed(self) -> list[Kill]:
+        """Train with checkpoints and kill a rank under each launcher."""
+        out, bar = self._begin(KILLED, "killed three times")
+        every = self._args.steps // (len(LAUNCHERS) + 1)
+        return [
+            kill
+            for index, name in enumerate(LAUNCHERS)
+            if (kill := self._run(name, out, bar, kill_after=every * (index + 1))) is not None
+        ]
 
-    def _run(self, name: str, *, checkpoints: bool) -> Kill | None:
-        args, out = self._args, self._args.out / name
+    def _begin(self, name: str, shown: str) -> tuple[Path, TaskID]:
+        out = self._args.out / name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
+        return out, self._progress.add_task(shown, total=self._args.steps)
+
+    def _run(self, launcher: str, out: Path, bar: TaskID, kill_after: int | None) -> Kill | None:
+        """Run a training until its end, or, if another launcher follows, until it has recovered from a kill."""
+        args, folder = self._args, out / "checkpoints"
         worker = ["--out", str(out), "--steps", str(args.steps), "--blocks", str(args.blocks)]
         worker += ["--crops", str(args.crops), "--accelerator", args.accelerator]
-        folder = out / "checkpoints"
-        if checkpoints:
-            worker += ["--checkpoints", folder.as_uri()]
-        bar = self._progress.add_task(name.replace("-", " "), total=args.steps)
-        with _torchrun(args.ranks, worker, out / "log.txt") as process:
-            kill = self._follow(process, out, bar, folder if checkpoints else None)
-        if process.returncode != 0:
-            raise DemoFailed(f"The run in {out} failed with status {process.returncode}.\n{_last_lines(out)}")
-        return kill
-
-    def _follow(self, process: subprocess.Popen[bytes], out: Path, bar: TaskID, folder: Path | None) -> Kill | None:
-        """Watch until the job ends; kill one worker once it is past `--kill-after` and can be resumed."""
-        tail, kill, heard = Tail(out, self._args.ranks), None, time.monotonic()
-        while process.poll() is None:
-            if tail.poll():
-                heard = time.monotonic()
-                self._show(bar, tail, kill)
-            elif time.monotonic() - heard > QUIET_SECONDS:
-                raise DemoFailed(f"No step in {QUIET_SECONDS:.0f} s.\n{_last_lines(out)}")
-            if folder is not None and kill is None and tail.step >= self._args.kill_after and committed_window(folder):
-                kill = kill_one(tail)
-                self._show(bar, tail, kill)
-            time.sleep(POLL_SECONDS)
+        worker += ["--checkpoints", folder.as_uri()] if kill_after is not None else []
+        stops = kill_after is not None and launcher != [*LAUNCHERS][-1]
+        tail, kill, heard, stopped = Tail(out, args.ranks), None, time.monotonic(), False
+        with _started(launcher, args.ranks, worker, out / "log.txt") as process:
+            while process.poll() is None:
+                if tail.poll():
+                    heard = time.monotonic()
+                    self._progress.update(bar, completed=tail.steps[0])
+                elif time.monotonic() - heard > QUIET_SECONDS:
+                    raise DemoFailed(f"No step in {QUIET_SECONDS:.0f} s.\n{_last_lines(out)}")
+                if kill is None and kill_after is not None and tail.steps[0] >= kill_after and committed_window(folder):
+                    kill = kill_one(launcher, tail)
+                    self._tell(kill)
+                elif kill is not None and stops and not stopped and tail.passed(kill, STEPS_BETWEEN):
+                    process.terminate()
+                    stopped = True
+                time.sleep(POLL_SECONDS)
+        if process.returncode not in (STOPPED if stopped else (0,)):
+            raise DemoFailed(f"{launcher} in {out} ended with status {process.returncode}.\n{_last_lines(out)}")
+        if kill is None and kill_after is not None:
+            raise DemoFailed("The training ended before there was a window to resume from. Use more --steps.")
         tail.poll()
-        self._show(bar, tail, kill)
+        self._progress.update(bar, completed=tail.steps[0])
         return kill
 
-    def _show(self, bar: TaskID, tail: Tail, kill: Kill | None) -> None:
-        self._progress.update(bar, completed=tail.step)
-        if kill is not None:
-            state = "resumed" if tail.attempt > 0 else "waiting for torchrun"
-            self._progress.update(bar, description=f"rank {kill.rank} killed, {state}")
+    def _tell(self, kill: Kill) -> None:
+        self._progress.console.print(f"step {kill.step + 1}, under {kill.launcher}: SIGKILL of rank {kill.rank}")
 
 
-def kill_one(tail: Tail) -> Kill:
+def kill_one(launcher: str, tail: Tail) -> Kill:
     """SIGKILL a rank chosen at random."""
     rank = random.choice(sorted(tail.pids))
-    kill = Kill(rank=rank, pid=tail.pids[rank], time=time.time())
-    os.kill(kill.pid, signal.SIGKILL)
+    kill = Kill(launcher=launcher, rank=rank, step=tail.steps[0], time=time.time())
+    os.kill(tail.pids[rank], signal.SIGKILL)
     return kill
 
 
@@ -164,18 +186,17 @@ def committed_window(folder: Path) -> bool:
 
 
 @contextmanager
-def _torchrun(ranks: int, worker: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The job, in processes of its own; stopped when the block ends before it does."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["--max-restarts", "3", str(WORKER), *worker]
+def _started(launcher: str, ranks: int, worker: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The training, in processes of its own; stopped when the block ends before it does."""
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], "--nproc-per-node", str(ranks), str(WORKER), *worker]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as file:
+    with log.open("ab") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
     try:
         yield process
     finally:
         if process.poll() is None:
-            process.terminate()  # torchrun passes it on and waits for its workers
+            process.terminate()  # launchers pass it on and wait for their ranks
             process.wait()
 
 
@@ -188,34 +209,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     console = Console()
     columns = [
-        TextColumn("{task.description:<34}"),
+        TextColumn("{task.description:<20}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("steps"),
         TimeElapsedColumn(),
     ]
+    console.print(
+        f"The same training twice, on {args.ranks} ranks: once in peace, and once with a rank killed under each of\n"
+        + ", ".join(LAUNCHERS)
+        + f". What ranks print is in {args.out}.",
+        soft_wrap=True,
+    )
     try:
         with Progress(*columns, console=console) as progress:
             demo = Demo(args, progress)
             demo.run_undisturbed()
-            kill = demo.run_killed()
+            kills = demo.run_killed()
     except DemoFailed as failure:
         console.print(str(failure), markup=False)
         return 1
-    return _show(console, args, kill)
+    return _show(console, args, kills)
 
 
-def _show(console: Console, args: argparse.Namespace, kill: Kill) -> int:
-    from demo_report import RunRecords, compare, draw, table  # imports torch, which the runs should not wait for
+def _show(console: Console, args: argparse.Namespace, kills: list[Kill]) -> int:
+    from demo_report import (
+        RunRecords,
+        compare,
+        draw,
+        figures,
+        recoveries,
+    )  # import torch, which the runs do not wait for
 
     clean, killed = RunRecords(args.out / CLEAN), RunRecords(args.out / KILLED)
     verdict = compare(clean, killed)
     picture = args.out / "demo.png"
-    draw(clean, killed, picture)
-    console.print(table(clean, killed, kill.time, verdict))
+    draw(clean, killed, kills, picture)
+    console.print()
+    console.print(recoveries(killed, kills))
+    console.print()
+    console.print(figures(clean, killed, verdict))
     for line in verdict.lines[:20]:
         console.print(f"  differs: {line}", markup=False)
-    console.print(f"Loss of both runs and load of the experts: {picture}", soft_wrap=True)
+    console.print(f"Loss of both trainings and load of the experts: {picture}", soft_wrap=True)
     return 0 if verdict.identical else 1
 
 
@@ -226,13 +262,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--accelerator", choices=["cpu", "gpu", "auto"], default="cpu", help="gpu: one for each rank")
-    parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--crops", type=int, default=3840, help="per epoch, over all ranks")
-    parser.add_argument("--kill-after", type=int, help="step from which a worker may be killed")
+    parser.add_argument("--crops", type=int, default=1920, help="per epoch, over all ranks")
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
-    args.kill_after = args.steps * 5 // 8 if args.kill_after is None else args.kill_after
     return args
 
 

@@ -1,4 +1,4 @@
-"""Reads what the ranks of the two demo runs wrote, compares the runs, and shows them as a table and a picture.
+"""Reads what the ranks of both trainings of the demo wrote, compares these, and shows tables and a picture.
 
 Every figure comes from the records; nothing is assumed about what happened.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,33 @@ import numpy.typing as npt
 import torch
 from rich.table import Table
 
+from demo import Kill
 from lightning_moe_ckpt.testing import differences
 
 Line = dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """What happened after a kill."""
+
+    lost: int
+    """Newest step that any rank had finished."""
+    replayed: dict[int, float]
+    """Steps that were taken again, with their loss in bits per byte."""
+    begin_seconds: float
+    """From the kill until all ranks trained again."""
+    seconds: float
+    """From the kill until the slowest rank had finished the first new step."""
+    stayed: int
+    """Ranks that went on in the same process."""
+
+
 class RunRecords:
-    """The records of one run, of all ranks and attempts.
+    """The records of one training, of all ranks and all their processes.
 
     Args:
-        out: folder of the run.
+        out: folder of the training.
     """
 
     def __init__(self, out: Path) -> None:
@@ -38,16 +55,34 @@ class RunRecords:
     def lines(self, event: str, rank: int = 0) -> list[Line]:
         return [line for line in self.ranks[rank] if line["event"] == event]
 
-    def last_step(self, attempt: int) -> int:
-        """Newest step that any rank finished in an attempt; 0 if there was none."""
-        return max((step for step, _ in self._steps(attempt)), default=0)
-
-    def losses(self, attempt: int) -> dict[int, float]:
+    def losses(self) -> dict[int, float]:
         """Training loss in bits per byte by step, mean over the ranks."""
-        by_step: dict[int, list[float]] = defaultdict(list)
-        for step, line in self._steps(attempt):
-            by_step[step].append(line["nats_per_byte"] / math.log(2))
-        return {step: sum(values) / len(values) for step, values in sorted(by_step.items())}
+        return _bits_per_byte([line for rank in range(len(self.ranks)) for line in self.lines("step", rank)])
+
+    def recovery(self, killed_at: float) -> Recovery:
+        """Return what happened after a kill at this time, in seconds since 1970."""
+        before: list[Line] = []
+        after: list[list[Line]] = []
+        stayed, begun = 0, 0.0
+        for rank in range(len(self.ranks)):
+            begins = self.lines("begin", rank)
+            index = next(index for index, line in enumerate(begins) if line["time"] > killed_at)
+            since, until = (begins[at]["time"] if at < len(begins) else math.inf for at in (index, index + 1))
+            begun = max(begun, since)
+            stayed += begins[index]["pid"] == begins[index - 1]["pid"]
+            steps = self.lines("step", rank)
+            before += [line for line in steps if line["time"] < since]
+            after.append([line for line in steps if since < line["time"] < until])
+        lost: int = max(line["step"] for line in before)
+        first = max(min(line["time"] for line in lines if line["step"] > lost) for lines in after)
+        replayed = _bits_per_byte([line for lines in after for line in lines if line["step"] <= lost])
+        return Recovery(
+            lost=lost,
+            replayed=replayed,
+            begin_seconds=begun - killed_at,
+            seconds=first - killed_at,
+            stayed=stayed,
+        )
 
     def loss_bits(self) -> tuple[dict[tuple[int, int], str], int]:
         """Exact loss by (rank, step), and how many steps gave other bits when they were taken again."""
@@ -57,14 +92,6 @@ class RunRecords:
             for line in self.lines("step", rank):
                 changed += bits.setdefault((rank, line["step"]), line["loss"]) != line["loss"]
         return bits, changed
-
-    def first_time_after(self, attempt: int, step: int) -> float:
-        """Return when the slowest rank had finished the first step past `step` in an attempt."""
-        times: list[float] = []
-        for rank in range(len(self.ranks)):
-            lines = self.lines("step", rank)
-            times.append(min(line["time"] for line in lines if line["attempt"] == attempt and line["step"] > step))
-        return max(times)
 
     def loads(self) -> npt.NDArray[np.int64]:
         """Bytes routed to each expert, over all ranks: `[steps, layers, experts]`; of a repeated step the last."""
@@ -88,9 +115,13 @@ class RunRecords:
         state: dict[str, Any] = torch.load(self.out / f"end.rank{rank}.pt", weights_only=True)
         return state
 
-    def _steps(self, attempt: int) -> Iterator[tuple[int, Line]]:
-        for rank in range(len(self.ranks)):
-            yield from ((line["step"], line) for line in self.lines("step", rank) if line["attempt"] == attempt)
+
+def _bits_per_byte(lines: list[Line]) -> dict[int, float]:
+    """Loss by step, mean over the ranks."""
+    by_step: dict[int, list[float]] = defaultdict(list)
+    for line in lines:
+        by_step[line["step"]].append(line["nats_per_byte"] / math.log(2))
+    return {step: sum(values) / len(values) for step, values in sorted(by_step.items())}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,52 +150,60 @@ def compare(clean: RunRecords, killed: RunRecords) -> Verdict:
     got_loss, changed = killed.loss_bits()
     found += [f"loss of {key}: differs" for key in want_loss | got_loss if want_loss.get(key) != got_loss.get(key)]
     if changed:
-        found.append(f"{changed} replayed losses differ from those before the kill")
+        found.append(f"{changed} replayed losses differ from those before a kill")
     return Verdict(lines=found, compared=compared + len(want_loss))
 
 
-def table(clean: RunRecords, killed: RunRecords, killed_at: float, verdict: Verdict) -> Table:
-    """The figures of the demo, one per row.
+def recoveries(killed: RunRecords, kills: Sequence[Kill]) -> Table:
+    """Return a row per kill, with the seconds until training went on."""
+    rows = Table(title="From SIGKILL of one rank to the first new step", title_justify="left")
+    rows.add_column("launcher")
+    for column in ("in step", "trains\nagain", "first\nnew step", "steps\nreplayed", "processes\nkept"):
+        rows.add_column(column, justify="right")
+    for kill in kills:
+        found = killed.recovery(kill.time)
+        rows.add_row(
+            *(kill.launcher, f"{found.lost + 1}", f"{found.begin_seconds:.1f} s", f"{found.seconds:.1f} s"),
+            *(f"{len(found.replayed)}", f"{found.stayed} of {len(killed.ranks)}"),
+        )
+    return rows
+
+
+def figures(clean: RunRecords, killed: RunRecords, verdict: Verdict) -> Table:
+    """Return the other figures, one per row.
 
     Args:
-        clean: the run in peace.
-        killed: the run that lost a worker.
-        killed_at: when it did, in seconds since 1970, the clock of the records.
+        clean: the training in peace.
+        killed: the one that lost ranks.
         verdict: of their comparison.
     """
-    rows = Table(title="Killed and resumed, against the run without failures", show_header=False, title_justify="left")
+    rows = Table(
+        title="Killed and resumed, against the training without failures", show_header=False, title_justify="left"
+    )
     reports = [killed.lines("report", rank)[-1] for rank in range(len(killed.ranks))]
-    lost = killed.last_step(attempt=0)
-    replayed = sorted(step for step in killed.losses(attempt=1) if step <= lost)
-    rows.add_row("steps", f"{killed.last_step(attempt=1)} on {len(killed.ranks)} ranks, killed in step {lost + 1}")
+    rows.add_row("steps", f"{max(killed.losses())} on {len(killed.ranks)} ranks")
     rows.add_row("window", f"{reports[0]['window']} steps")
     rows.add_row("bytes per step", _share(reports, "nbytes_per_step", "dense_nbytes"))
     stall = max(report["stall_seconds_per_step"] for report in reports)
     rows.add_row("stall per step", f"{stall * 1e3:.2f} ms, on the rank that waited most")
     share = max(report["checkpoint_share"] for report in reports)
     rows.add_row("time spent on checkpointing", f"{share:.2%} of training time")
-    again = f"steps {replayed[0]} to {replayed[-1]}" if replayed else "no step"
-    rows.add_row("taken again after the restart", f"{again}, dense from step {reports[0]['resumed_from']}")
-    waited = killed.first_time_after(1, lost) - killed_at
-    rows.add_row("from kill to first new step", f"{waited:.1f} s, process start and imports included")
     rows.add_row("validation, without failures", f"{clean.bits_per_byte():.4f} bits per byte")
     rows.add_row("validation, killed and resumed", f"{killed.bits_per_byte():.4f} bits per byte")
-    rows.add_row("seconds, without checkpoints", f"{clean.seconds():.0f} s")
-    rows.add_row("seconds, killed and resumed", f"{killed.seconds():.0f} s")
     rows.add_section()
     answer = "yes" if verdict.identical else "no"
     rows.add_row(f"bit-identical: {answer}", f"{verdict.compared} tensors, values and losses compared")
-    rows.caption = "Stall and bytes are those of the attempt after the restart."
+    rows.caption = "Stall and bytes are those after the last kill."
     return rows
 
 
 def _share(reports: list[Line], taken: str, whole: str) -> str:
     taken_nbytes, whole_nbytes = (sum(report[key] for report in reports) for key in (taken, whole))
-    return f"{taken_nbytes / 1e6:.2f} MB of {whole_nbytes / 1e6:.2f} MB for a dense snapshot ({taken_nbytes / whole_nbytes:.0%})"
+    return f"{taken_nbytes / whole_nbytes:.0%} of the {whole_nbytes / 1e6:.1f} MB of a full copy"
 
 
-def draw(clean: RunRecords, killed: RunRecords, path: Path) -> None:
-    """Write a picture: the loss of both runs with the kill and the replay, and the load of every expert over time."""
+def draw(clean: RunRecords, killed: RunRecords, kills: Sequence[Kill], path: Path) -> None:
+    """Write a picture: the loss of both trainings with kills and replays, and the load of every expert over time."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -173,30 +212,40 @@ def draw(clean: RunRecords, killed: RunRecords, path: Path) -> None:
     figure, (losses, loads) = plt.subplots(
         2, 1, figsize=(11, 8), sharex=True, height_ratios=[3, 2], layout="constrained"
     )
-    _draw_losses(losses, clean, killed)
+    _draw_losses(losses, clean, killed, kills)
     _draw_loads(loads, killed.loads())
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def _draw_losses(axes: Any, clean: RunRecords, killed: RunRecords) -> None:
-    lost = killed.last_step(attempt=0)
-    before, after = killed.losses(attempt=0), killed.losses(attempt=1)
-    replay = {step: loss for step, loss in after.items() if step <= lost}
-    reference = clean.losses(attempt=0)
-    axes.plot(list(reference), list(reference.values()), color="0.75", linewidth=4, label="without failures")
-    axes.plot(list(before), list(before.values()), color="tab:blue", linewidth=1, label="until the kill")
-    axes.plot(list(after), list(after.values()), color="tab:green", linewidth=1, label="after the restart")
-    if replay:
+def _draw_losses(axes: Any, clean: RunRecords, killed: RunRecords, kills: Sequence[Kill]) -> None:
+    for run, style in (
+        (clean, {"color": "0.75", "linewidth": 4, "label": "without failures"}),
+        (killed, {"color": "tab:blue", "linewidth": 1, "label": "killed and resumed"}),
+    ):
+        losses = run.losses()
+        axes.plot(list(losses), list(losses.values()), **style)
+    for index, kill in enumerate(kills):
+        found, last = killed.recovery(kill.time), index == len(kills) - 1
         axes.plot(
-            list(replay), list(replay.values()), "o", color="tab:orange", markersize=3, label="taken again (replay)"
+            *(list(found.replayed), list(found.replayed.values()), "o"),
+            color="tab:orange",
+            markersize=3,
+            label="taken again (replay)" if last else None,
         )
-    axes.axvline(lost + 0.5, color="tab:red", linestyle="--", label="SIGKILL of one rank")
+        axes.axvline(found.lost + 0.5, color="tab:red", linestyle="--", label="SIGKILL of one rank" if last else None)
+        axes.annotate(
+            f"{kill.launcher}\n{found.seconds:.1f} s to the first new step",
+            (found.lost + 2, 0.97),
+            xycoords=("data", "axes fraction"),
+            va="top",
+            fontsize="small",
+        )
     for run, marker in ((clean, "s"), (killed, "x")):
         validations = {line["step"]: float.fromhex(line["bits_per_byte"]) for line in run.lines("validation")}
         axes.plot(list(validations), list(validations.values()), f"k{marker}", fillstyle="none", markersize=8)
     axes.set_ylabel("bits per byte (training; squares and crosses: validation)")
-    axes.legend()
+    axes.legend(loc="center right")
 
 
 def _draw_loads(axes: Any, loads_SLE: npt.NDArray[np.int64]) -> None:

@@ -1,4 +1,4 @@
-"""One rank of the training that `make demo` kills and resumes; torchrun starts it, and starts it again.
+"""One rank of the training that `make demo` kills and resumes; a launcher starts it, and starts it again.
 
 Nothing here knows about failures: the checkpoint callback is the only line that a script without them would not have.
 Every rank writes a line per step, which survives its death, and its whole training state at the end.
@@ -38,12 +38,11 @@ class Records(Callback):
 
     def __init__(self, out: Path, model: MoEGPT) -> None:
         self._out, self._model = out, model
-        self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._file = -1
         self._counts_LE = torch.zeros(())
 
     def write(self, event: str, **values: Any) -> None:
-        line = {"event": event, "attempt": self._attempt, "time": time.time(), **values}
+        line = {"event": event, "time": time.time(), **values}
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
     def write_report(self, figures: Report) -> None:
@@ -54,7 +53,10 @@ class Records(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         path = self._out / f"steps.rank{trainer.global_rank}.jsonl"
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self.write("start", pid=os.getpid())
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.write("begin", pid=os.getpid(), step=trainer.global_step)  # a process that recovers in place begins again
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -123,9 +125,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoints", help="URL for checkpoints; without it none are taken")
     # A model this small would fit into one step whole, and `window="auto"` would find W = 1.
     parser.add_argument("--window", type=int, default=6, help="steps over which a checkpoint is spread")
-    parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--crops", type=int, default=3840, help="per epoch, over all ranks")
+    parser.add_argument("--crops", type=int, default=1920, help="per epoch, over all ranks")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--accelerator", choices=["cpu", "gpu", "auto"], default="cpu", help="gpu: one for each rank")
     return parser.parse_args(argv)

@@ -21,7 +21,7 @@ import demo
 import demo_worker
 import digits
 from corpus import RandomCrops, TextCrops, load_corpus
-from demo_report import RunRecords, compare, draw, table
+from demo_report import RunRecords, compare, draw, figures, recoveries
 from lightning_moe_ckpt import MoEStrategy
 from lightning_moe_ckpt.callbacks import (
     DenseCheckpoint,
@@ -149,15 +149,14 @@ def test_strategy_has_a_short_name() -> None:
     assert built.trainer.strategy.expert_parallel == 1
 
 
-def _train(out: Path, attempt: int, *options: str, kill_after: int | None = None) -> demo.Kill | None:
-    """One attempt of the demo's worker on one rank, in a forked process; killed once a window past a step is committed."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+def _train(out: Path, *options: str, kill_after: int | None = None) -> demo.Kill | None:
+    """Run the demo's worker on one rank, in a forked process; killed once a window past a step is committed."""
     arguments = ["--out", str(out), "--steps", "14", "--blocks", "1", "--crops", "80", *options]
     child, tail = _forked(lambda: demo_worker.main(arguments)), demo.Tail(out, 1)
     for _ in _until_ended(child):
         tail.poll()
-        if kill_after is not None and tail.step >= kill_after and demo.committed_window(out / "checkpoints"):
-            kill = demo.kill_one(tail)
+        if kill_after is not None and tail.steps[0] >= kill_after and demo.committed_window(out / "checkpoints"):
+            kill = demo.kill_one("torchrun", tail)
             os.waitpid(child, 0)
             return kill
     assert (out / "end.rank0.pt").exists(), "the attempt failed: see its traceback in the captured output"
@@ -184,10 +183,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunRecords, RunRecor
     """A run in peace, and one that was killed and resumed."""
     clean, killed = tmp_path_factory.mktemp("clean"), tmp_path_factory.mktemp("killed")
     options = ["--checkpoints", (killed / "checkpoints").as_uri(), "--window", "3"]
-    _train(clean, 0)
-    kill = _train(killed, 0, *options, kill_after=6)
+    _train(clean)
+    kill = _train(killed, *options, kill_after=6)
     assert kill is not None
-    _train(killed, 1, *options)
+    _train(killed, *options)
     return RunRecords(clean), RunRecords(killed), kill
 
 
@@ -201,11 +200,17 @@ def test_demo_finds_identical_runs_identical(runs: tuple[RunRecords, RunRecords,
 
 
 def test_demo_shows_what_happened(runs: tuple[RunRecords, RunRecords, demo.Kill], tmp_path: Path) -> None:
-    """The table has the claim as a row of its own, and the picture is written."""
+    """A row for each kill, the claim as a row of its own, and a picture."""
     clean, killed, kill = runs
-    labels = list(table(clean, killed, kill.time, compare(clean, killed)).columns[0].cells)
-    assert "bit-identical: yes" in labels
-    draw(clean, killed, tmp_path / "demo.png")
+    found = killed.recovery(kill.time)
+    assert kill.step <= found.lost < 14
+    assert max(found.replayed) == found.lost
+    assert 0 < found.begin_seconds < found.seconds
+    assert found.stayed == 0
+    (row,) = zip(*(column.cells for column in recoveries(killed, [kill]).columns), strict=True)
+    assert row[:2] == ("torchrun", str(found.lost + 1))
+    assert "bit-identical: yes" in list(figures(clean, killed, compare(clean, killed)).columns[0].cells)
+    draw(clean, killed, [kill], tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -229,13 +234,13 @@ def test_demo_sees_another_end(
     change: Callable[[dict[str, Any]], None],
 ) -> None:
     """One bit of a weight or of the random state, or a missing tensor, turns the verdict."""
-    clean, killed, kill = runs
+    clean, killed, _ = runs
     state = killed.end_state(0)
     change(state)
     monkeypatch.setattr(killed, "end_state", lambda _: state)
     verdict = compare(clean, killed)
     assert not verdict.identical
-    assert "bit-identical: no" in list(table(clean, killed, kill.time, verdict).columns[0].cells)
+    assert "bit-identical: no" in list(figures(clean, killed, verdict).columns[0].cells)
 
 
 def test_demo_sees_another_loss(runs: tuple[RunRecords, RunRecords, demo.Kill]) -> None:
