@@ -2,7 +2,7 @@
 
     supervised = Supervised.from_environment()          # None under other launchers; a spare waits here for its place
     while training:
-        with GroupAbort() as abort:
+        with GroupAbort(world_size) as abort:
             store = supervised.rejoin(timeout)          # all ranks have arrived
             supervised.watch(abort.abort)
             init_process_group(store=store, ...)

@@ -5,22 +5,40 @@ a blocked operation alone until its time-out (measured with torch 2.13). It does
 connections that appear while groups are made are noted, and `abort` shuts them down; the operation then raises within
 milliseconds, in the thread that waits in it. NCCL has an abort of its own.
 
-Only connected sockets are shut down: gloo ends the process when its listening socket fails. Groups of gloo must connect
+Who makes a group may wait for a peer that has died before it connected, for five times the group's time-out. There is no
+connection yet. So `abort` connects in the peer's place to the socket on which gloo listens, and leaves again.
+
+An operation that has sent or received a part when its connection ends, or that begins to send in that moment, is not told
+(`Pair::signalException` knows only what is pending): it waits on for the group's time-out. So threads wait for operations
+in turns, and leave one that has not returned soon after `abort`. Its group is kept until it does, since to destroy a
+group is to wait for its operations.
+
+Listening sockets are not shut down: gloo ends the process when one of its own fails. Groups of gloo must connect
 when they are made, as they do unless `TORCH_GLOO_LAZY_INIT` is set. Linux only; elsewhere gloo's own time-outs remain.
+
+Source: gloo/transport/tcp, `Pair` and `Listener`, as of torch 2.13.
 """
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures
+import ctypes
 import os
 import socket
 import stat
+import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import ClassVar
 
 import torch.distributed as dist
 from typing_extensions import Self
@@ -28,23 +46,45 @@ from typing_extensions import Self
 _DESCRIPTORS = Path("/proc/self/fd")
 _AGAIN_SECONDS = 0.005
 """Groups that are being made open connections until the thread that makes them has raised: they are shut down again."""
+_KNOCK_SECONDS = 0.1
+"""Limit for a connection to a socket of this process, which succeeds at once unless its door is closed."""
+_TURN = timedelta(milliseconds=100)
+"""Of waiting for an operation."""
+_LEAVE_SECONDS = 0.5
+"""How long an operation may take to return when its connections are shut down, with what it has received already."""
+_FOR_EVER = timedelta(days=1)
+"""A time-out from which on one is meant to wait until the operation returns."""
+_POINT_TO_POINT = {12, 13, 14}
+"""Types of operations whose groups are closed when waiting for them takes too long: another thread waits."""
+_UNCONNECTED, _LISTENING = 7, 10
+"""States of a socket, as in the kernel's `tcp_states.h`."""
 
 
 class GroupAbort:
     """Context for making process groups, and the means to break them.
 
     Enter it once, in the thread that makes the groups; open the store's connection inside too, so that waiting for a
-    peer's address can be broken. Other connections that this process opens meanwhile are taken for the groups' own.
+    peer's address can be broken. Other sockets that this process opens meanwhile are taken for the groups' own.
+
+    Args:
+        world_size: of the largest group.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    _newest: ClassVar[GroupAbort | None] = None
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size, self._lock = world_size, threading.Lock()
+        self._left: list[dist.Work] = []
+        self._aborted_at = float("inf")
         self._before: set[int] = set()
         self._made: set[int] = set()
+        self._knocked: set[int] = set()
         self._making = self._aborted = False
 
     def __enter__(self) -> Self:
-        self._before, self._making = _connected(), True
+        self._before, self._knocked, self._making = _connected(), set(_listening()), True
+        GroupAbort._newest = self
+        dist.Work.wait = _wait  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -68,13 +108,90 @@ class GroupAbort:
             self._aborted = True
             _shut_down(self._targets())
         while self._making:
+            self._knock()
             time.sleep(_AGAIN_SECONDS)
             with self._lock:
                 _shut_down(self._targets())
+        self._aborted_at = time.monotonic()
         _abort_nccl()
+
+    def close(self, groups: Iterable[dist.ProcessGroup | None]) -> None:
+        """Call before `groups` are destroyed: those with operations that were left stay until these return, or the process ends."""
+        if self._left:
+            _kept.append((self._left, list(groups)))
+        _kept[:] = [each for each in _kept if not all(work.is_completed() for work in each[0])]
+
+    def leave(self, work: dist.Work) -> bool:
+        """Whether to wait no longer for an operation that has not returned yet."""
+        late = time.monotonic() - self._aborted_at > _LEAVE_SECONDS
+        if late:
+            self._left.append(work)
+        return late
+
+    def _knock(self) -> None:
+        """Come to groups that are being made in the place of every peer, which says a number when it connects, and leave."""
+        for inode, address in _listening().items():
+            if inode in self._knocked:
+                continue
+            self._knocked.add(inode)
+            with suppress(OSError):  # its door is closed, as the group is complete, or it is gone
+                for number in range(self._world_size):
+                    with socket.create_connection(address, _KNOCK_SECONDS) as peer:
+                        peer.sendall(struct.pack("q", number))
 
     def _targets(self) -> set[int]:
         return _connected() - self._before if self._making else self._made
+
+
+_native_wait = dist.Work.wait
+_kept: list[tuple[list[dist.Work], list[dist.ProcessGroup | None]]] = []
+"""Operations that were left, and groups that one of them may be of."""
+
+
+def _wait(work: dist.Work, timeout: timedelta | None = None) -> bool:
+    """Do what `Work.wait` does, until the groups are aborted."""
+    abort = GroupAbort._newest  # noqa: SLF001  # of this module
+    limited = timeout is not None and timeout < _FOR_EVER
+    if abort is None or limited or not dist.is_initialized() or dist.get_backend() != "gloo":
+        return _native_wait(work) if timeout is None else _native_wait(work, timeout)
+    wait: Callable[[dist.Work], bool | None] = _wait_for_turn
+    if work._get_op_type() in _POINT_TO_POINT:  # type: ignore[attr-defined]  # noqa: SLF001  # torch has no public way
+        waiting: Future[bool] = Future()
+        native = _native_wait if timeout is None else partial(_native_wait, timeout=timeout)
+        threading.Thread(target=_wait_beside, args=(native, work, waiting), name="moe-ckpt-wait", daemon=True).start()
+        wait = partial(_turn_of, waiting)
+    while (result := wait(work)) is None:
+        if abort.leave(work):
+            raise RuntimeError("gloo/transport: an operation was aborted, and has not returned")
+    return result
+
+
+def _wait_for_turn(work: dist.Work) -> bool | None:
+    try:
+        return _native_wait(work, _TURN)
+    except RuntimeError as error:
+        if str(error) != "Operation timed out!":
+            raise
+    return None
+
+
+def _turn_of(waiting: Future[bool], work: dist.Work) -> bool | None:
+    done, _ = concurrent.futures.wait([waiting], _TURN.total_seconds())
+    return waiting.result() if done else None
+
+
+def _wait_beside(wait: Callable[[dist.Work], bool], work: dist.Work, waiting: Future[bool]) -> None:
+    try:
+        waiting.set_result(wait(work))
+    except BaseException as error:  # noqa: BLE001  # the entry of a thread: who waits raises it
+        waiting.set_exception(error)
+
+
+@atexit.register
+def _keep_for_ever() -> None:
+    for works, groups in _kept:
+        for each in (*works, *groups):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 def _abort_nccl() -> None:
@@ -84,20 +201,24 @@ def _abort_nccl() -> None:
 
 
 def _connected() -> set[int]:
-    """Return the inodes of this process's connected TCP sockets; empty if unknown."""
-    found = set[int]()
-    for inode, each in _tcp_sockets():
-        with suppress(OSError):  # it listens, or the peer has left
-            each.getpeername()
-            found.add(inode)
-    return found
+    """Return the inodes of this process's TCP sockets that are connected, or about to be; empty if unknown."""
+    return {inode for inode, each in _tcp_sockets() if _state(each) not in {_UNCONNECTED, _LISTENING}}
+
+
+def _listening() -> dict[int, tuple[str, int]]:
+    """Return the addresses of this process's listening TCP sockets by inode; empty if unknown."""
+    return {inode: each.getsockname()[:2] for inode, each in _tcp_sockets() if _state(each) == _LISTENING}
+
+
+def _state(each: socket.socket) -> int:
+    return each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
 
 
 def _shut_down(inodes: set[int]) -> None:
     for inode, each in _tcp_sockets():
         if inode in inodes:
             with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                each.shutdown(socket.SHUT_RD)
 
 
 def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:

@@ -57,7 +57,7 @@ from lightning_moe_ckpt.strategy._state_dict import (
 log = logging.getLogger(__name__)
 
 _FORMING = timedelta(seconds=15)
-"""Limit for making one process group under a supervisor, when all ranks have come."""
+"""Limit for making one process group under a supervisor, when all ranks have come; gloo takes it five times to connect."""
 
 
 class MoEStrategy(DDPStrategy):
@@ -124,6 +124,7 @@ class MoEStrategy(DDPStrategy):
         self._sharded: set[str] = set()
         self._ignored: set[str] = set()
         self._untap: list[Callable[[], None]] = []
+        self._abort: GroupAbort | None = None
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -165,6 +166,8 @@ class MoEStrategy(DDPStrategy):
         if self.reducer is not None:
             self.reducer.close()
         self.reducer = self._buffer_sync = None
+        if self._abort is not None:
+            self._abort.close([dist.group.WORLD, *self.groups.groups.values()])
         self.groups.groups.clear()  # what still holds them holds no group
         _built.clear()
         if dist.is_initialized():
@@ -205,18 +208,16 @@ class MoEStrategy(DDPStrategy):
         set_current_groups(self.groups)
 
     def _form_groups(self, supervised: Supervised) -> None:
-        """Make the default group and all others, once all ranks have come; a failure breaks them.
-
-        Who waits for a rank to connect that has died meanwhile has no connection yet that could be broken.
-        """
+        """Make the default group and all others, once all ranks have come; a failure breaks them."""
         environment = self.cluster_environment
         assert environment is not None
         limit = min(self.timeout, _FORMING)
-        with GroupAbort() as abort:
+        rank, world_size = environment.global_rank(), environment.world_size()
+        self._abort = GroupAbort(world_size)
+        with self._abort as abort:
             store = supervised.rejoin(self.timeout.total_seconds())
             store.set_timeout(limit)
             supervised.watch(abort.abort)
-            rank, world_size = environment.global_rank(), environment.world_size()
             with self._closed_doors():
                 dist.init_process_group(self._backend, store=store, rank=rank, world_size=world_size, timeout=limit)
             groups = build_groups(self.expert_parallel, limit)

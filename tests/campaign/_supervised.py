@@ -79,7 +79,7 @@ class _Job:
         try:
             while not all(each.ended for each in self._ranks):
                 for key, _ in self._selector.select(0.002):
-                    self._accept() if key.data is None else self._hear(key.data)
+                    self._accept() if key.data is None else self._hear(*key.data)
                 self._reap()
                 if time.monotonic() > deadline:
                     self._dump_threads()
@@ -114,20 +114,22 @@ class _Job:
         pid, *_ = _CREDENTIALS.unpack(credentials)
         each = next(each for each in self._ranks if each.pid == pid)
         each.connection = connection
-        self._selector.register(connection, selectors.EVENT_READ, each)
+        self._selector.register(connection, selectors.EVENT_READ, (each, connection))
         socket.send_fds(connection, [HELLO], [each.heartbeat.descriptor])
         place = {"place": {}, "incarnation": self._incarnation, "replacement": each.index > 0}
         connection.sendall(encode(place))
 
-    def _hear(self, each: _Rank) -> None:
-        assert each.connection is not None
+    def _hear(self, each: _Rank, connection: socket.socket) -> None:
         try:
-            said = each.connection.recv(65536)
+            said = connection.recv(65536)
         except ConnectionError:
             said = b""
         if not said:
-            self._selector.unregister(each.connection)
-            each.connection.close()
+            self._selector.unregister(connection)
+            connection.close()
+        if each.connection is not connection:
+            return  # that process has ended, and another one is there
+        if not said:
             each.connection = None
         for line in said.splitlines():
             each.arrived = json.loads(line)["arrived"]
@@ -159,7 +161,7 @@ class _Job:
             self._tell({"failed": self._incarnation, "rank": each.rank, "why": f"ended with {code}"})
             self._incarnation += 1
             each.index += 1
-            each.arrived = -1
+            each.arrived, each.connection = -1, None
             self._fork(each)
 
     def _lines(self, each: _Rank) -> list[dict[str, Any]]:

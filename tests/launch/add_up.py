@@ -63,7 +63,7 @@ class Gloo:
 
         from lightning_moe_ckpt.parallel import GroupAbort
 
-        with GroupAbort() as abort:
+        with GroupAbort(world_size) as abort:
             store = supervised.rejoin(LIMIT)
             supervised.watch(abort.abort)
             happen(supervised, rank, BEFORE_JOINING)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +36,7 @@ def agent_store() -> Store:
 
 
 def join(rank: int, world_size: int, name: str, within: GroupAbort | None = None) -> GroupAbort:
-    with within or GroupAbort() as abort:
+    with within or GroupAbort(world_size) as abort:
         store = PrefixStore(name, agent_store())
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=LONG)
     return abort
@@ -75,7 +78,7 @@ def test_an_abort_ends_the_making_of_groups() -> None:
     """The peer does not come: who waits for its address in the store raises, and meets it under the next store's keys."""
 
     def work(rank: int) -> None:
-        abort = GroupAbort()
+        abort = GroupAbort(2)
         thread = later(abort.abort)
         if rank == 0:
             with pytest.raises(RuntimeError):
@@ -88,13 +91,85 @@ def test_an_abort_ends_the_making_of_groups() -> None:
     run_world(2, work, process_group=False)
 
 
+def test_an_abort_ends_waiting_for_a_peer_that_never_connects() -> None:
+    """It has told its address and gone: one side listens for it, or it listens itself and nobody is behind the door."""
+
+    def work(rank: int) -> None:
+        signals = agent_store()
+        for name in map(str, range(6)):  # which side listens is up to the numbers of their ports
+            abort = GroupAbort(2)
+            if rank == 1:
+                with pytest.raises(RuntimeError, match="gone"):
+                    meet(abort, Leaving(PrefixStore(f"never {name}", agent_store()), signals, name))
+                continue
+            thread = later(abort.abort)
+            with pytest.raises(RuntimeError):
+                meet(abort, PrefixStore(f"never {name}", agent_store()))
+            thread.join()
+            signals.set(f"raised {name}", "")
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def meet(abort: GroupAbort, store: Store) -> None:
+        rank = int(isinstance(store, Leaving))
+        with abort:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=LONG)
+        dist.recv(torch.ones(1), src=1)  # the kernel had answered for the peer
+
+    run_world(2, work, process_group=False)
+
+
+class Leaving(Store):
+    """A store whose owner leaves when it has told its address."""
+
+    def __init__(self, store: Store, signals: Store, name: str) -> None:
+        super().__init__()
+        self._store, self._signals, self._name = store, signals, name
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+        self._signals.wait([f"raised {self._name}"], LONG)
+        raise RuntimeError("gone")
+
+
+@pytest.mark.parametrize(
+    "operate", [partial(dist.broadcast, src=0), partial(dist.send, dst=1)], ids=["collective", "point_to_point"]
+)
+def test_an_operation_that_is_lost_is_left(operate: partial[object]) -> None:
+    """Half of a message is sent when the connection ends: gloo waits for the other half. The group is destroyed later."""
+
+    def work(rank: int) -> None:
+        signals = agent_store()
+        abort = join(rank, 2, "lost")
+        message = torch.ones(2**24)
+        if rank == 0:
+            stopped = int(signals.get("stops"))
+            thread = later(abort.abort)
+            with pytest.raises(RuntimeError, match="has not returned"):
+                operate(message)
+            thread.join()
+            os.kill(stopped, signal.SIGCONT)
+        else:
+            receive = dist.irecv if operate.func is dist.send else partial(dist.broadcast, async_op=True)
+            begun: Any = receive(message, 0)
+            signals.set("stops", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+            abort.abort()
+            with pytest.raises(RuntimeError):
+                begun.wait()
+        abort.close([dist.group.WORLD])
+        dist.destroy_process_group()
+
+    run_world(2, work, process_group=False)
+
+
 def test_groups_made_after_an_abort_are_broken_from_the_start() -> None:
     """The failure was announced first: the first operation raises instead of waiting for who is gone."""
 
     def work(rank: int) -> None:
         signals = agent_store()
         if rank == 0:
-            broken = GroupAbort()
+            broken = GroupAbort(2)
             broken.abort()
             join(rank, 2, "late", broken)
             with pytest.raises(RuntimeError):
@@ -164,7 +239,7 @@ def test_nccl_is_aborted_and_made_anew(agent_port: int) -> None:
 def abort_nccl(port: int) -> None:
     os.environ["AGENT_PORT"] = str(port)
     for name in ("first", "second"):
-        with GroupAbort() as abort:
+        with GroupAbort(1) as abort:
             store = PrefixStore(name, agent_store())
             dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=LONG)
         total = torch.ones(1, device="cuda")

@@ -351,7 +351,7 @@ def reduce(model: nn.Module, flat: Tensor) -> Tensor:
     reducer.finish()
     gradients = ((name, p.grad) for name, p in model.named_parameters())
     norm = parallel.global_grad_norm(gradients, expert_parallel=sharded, groups=groups)
-    with parallel.closed_doors(open_ports={29500}), parallel.GroupAbort() as abort:
+    with parallel.closed_doors(open_ports={29500}), parallel.GroupAbort(2) as abort:
         assert_type(abort.abort(), None)
     return norm + parallel.ordered_all_reduce(flat, group, divisor=2) + parallel.plain_all_reduce(flat, group)
 
