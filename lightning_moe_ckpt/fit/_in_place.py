@@ -125,6 +125,12 @@ class InPlace:
         run = make()
         made.append(run)
         if run.resumed:
+            missing = run.session.report().missing_experts
+            if self._joined and missing:
+                raise CheckpointError(
+                    f"no whole copy is left of {len(missing)} experts, which begin anew: processes that stayed have trained them, others "
+                    "have not. Only a whole restart gives all ranks the same"
+                )
             self._weights = []
         elif not self._joined:
             self._start_of_run = run.start_of_run()

@@ -74,6 +74,8 @@ class Report:
     """Boundary at which this incarnation became, or will become, dense again; `None` for a fresh start."""
     restored_from: dict[str, int]
     """Bytes that this incarnation began from, on this rank, by where they were read: `host`, `peer` or `storage`."""
+    missing_experts: tuple[str, ...]
+    """Experts of which nothing whole was left, and that began anew; the same on all ranks."""
     replayed_steps: int
     replay_steps: int
     """Steps this incarnation replays in all; 0 where it resumed from a dense generation or not at all."""
@@ -153,6 +155,7 @@ def found_figures(found: RestoreSource | None) -> dict[str, Any]:
     return {
         "resumed_from": found.generation.step if found is not None else None,
         "restored_from": found.restored_from if found is not None else {},
+        "missing_experts": tuple(found.chosen.missing) if found is not None else (),
         "replay_steps": len(found.segments) - 1 if found is not None else 0,
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import selectors
 import shutil
 import signal
@@ -15,7 +16,7 @@ import socket
 import struct
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +40,26 @@ from lightning_moe_ckpt.testing._kill import Kill
 from lightning_moe_ckpt.testing._records import read_lines
 
 _CREDENTIALS = struct.Struct("3i")
+_HANG_SECONDS = 0.2
+"""How long a rank may be stopped until it is ended, as after ten seconds by the real supervisor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storm:
+    """Failures from outside, at random."""
+
+    failures: int
+    seed: int = 0
+    most_moves: int = 8
+    """Beats and pauses of a rank, two in a step, from the last failure until it is struck, at most; none is in a recovery."""
+    victims: tuple[int, ...] = ()
+    """Ranks; all by default."""
+    stops: float = 0.25
+    """Share of ranks that are stopped and do not die by themselves."""
+
+
+def nothing(workdir: Path) -> None:
+    """Does nothing when a rank dies."""
 
 
 @dataclass
@@ -53,14 +74,45 @@ class _Rank:
     arrived: int = -1
     ended: bool = False
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    replacement: bool = False
+    shot: bool = False
+    """Whether this process was ended from outside."""
+    stopped_at: float | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has been stopped for too long."""
+        with contextlib.suppress(OSError):  # it has just ended
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            self.stopped_at = None if state != "T" else self.stopped_at or time.monotonic()
+        return self.stopped_at is not None and time.monotonic() - self.stopped_at > _HANG_SECONDS
 
 
 class _Job:
     def __init__(
-        self, script: _Script, kills: Sequence[Kill], port: int, *, same_seed: bool, most_failures: int
+        self,
+        script: _Script,
+        kills: Sequence[Kill],
+        port: int,
+        *,
+        same_seed: bool,
+        storm: Storm | None,
+        restarts: int,
+        on_death: Callable[[Path], None],
+        whole: bool,
     ) -> None:
         self._script, self._kills, self._port, self._same_seed = script, list(kills), port, same_seed
-        self._left = most_failures
+        self._left, self.restarts_left, self._on_death = (
+            len(kills) if storm is None else storm.failures,
+            restarts,
+            on_death,
+        )
+        self._storm, self._whole = storm, whole
+        self._draw = random.Random(0 if storm is None else storm.seed)
+        self._next: tuple[_Rank, int, float] | None = None
+        self._moves: dict[int, int] = {}
+        self._pids: list[int] = []
+        self._shots = 0
         self._incarnation = 0
         self._ranks = [_Rank(rank) for rank in range(script.world_size)]
         self._selector = selectors.DefaultSelector()
@@ -81,6 +133,7 @@ class _Job:
                 for key, _ in self._selector.select(0.002):
                     self._accept() if key.data is None else self._hear(*key.data)
                 self._reap()
+                self._strike()
                 if time.monotonic() > deadline:
                     self._dump_threads()
                     raise self._failed("hung")
@@ -90,7 +143,34 @@ class _Job:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(each.pid, signal.SIGKILL)
                     os.waitpid(each.pid, 0)
+        left = [pid for pid in self._pids if Path(f"/proc/{pid}").exists()]
+        assert not left, f"processes {left} are left"
         return [each.index for each in self._ranks]
+
+    def _strike(self) -> None:
+        """End ranks that are stopped, and others if there is a storm."""
+        running = [each for each in self._ranks if not each.ended]
+        for each in running:
+            if each.stopped:
+                os.killpg(each.pid, signal.SIGKILL)
+        if self._storm is None or self._shots == self._storm.failures:
+            return
+        if self._next is None:
+            victims = [each for each in running if not self._storm.victims or each.rank in self._storm.victims]
+            if victims:
+                moves, seconds = self._draw.randint(0, self._storm.most_moves), self._draw.uniform(0.0, 0.3)
+                self._next = self._draw.choice(victims), moves, time.monotonic() + (0.0 if moves else seconds)
+                self._moves = {}
+            return
+        victim, moves, at = self._next
+        seen = victim.heartbeat.read().moves
+        if seen != self._moves.get(-1):
+            self._moves = {-1: seen, 0: self._moves.get(0, -1) + 1}
+        if victim.ended:
+            self._next = None
+        elif time.monotonic() >= at and self._moves[0] >= moves and not victim.shot:
+            victim.shot, self._next, self._shots = True, None, self._shots + 1
+            os.kill(victim.pid, signal.SIGSTOP if self._draw.random() < self._storm.stops else signal.SIGKILL)
 
     def _fork(self, each: _Rank) -> None:
         attempt = self._script.attempt(each.index, each.rank, None)
@@ -99,6 +179,8 @@ class _Job:
         if self._same_seed:
             attempt = replace(attempt, seed=FIRST_SEED)
         each.pid = os.fork()
+        self._pids.append(each.pid)
+        each.shot, each.stopped_at = False, None
         if each.pid == 0:
             self._listener.close()
             for other in self._ranks:
@@ -116,7 +198,7 @@ class _Job:
         each.connection = connection
         self._selector.register(connection, selectors.EVENT_READ, (each, connection))
         socket.send_fds(connection, [HELLO], [each.heartbeat.descriptor])
-        place = {"place": {}, "incarnation": self._incarnation, "replacement": each.index > 0}
+        place = {"place": {}, "incarnation": self._incarnation, "replacement": each.replacement}
         connection.sendall(encode(place))
 
     def _hear(self, each: _Rank, connection: socket.socket) -> None:
@@ -153,16 +235,39 @@ class _Job:
             if code == 0:
                 each.ended = True
                 continue
+            struck = each.shot or any(line["kind"] == "killed" for line in self._lines(each))
+            if not struck and self.restarts_left:
+                self._restart()
+                return
             self._left -= 1
-            struck = any(line["kind"] == "killed" for line in self._lines(each))
             if not struck or self._left < 0:
                 each.ended = True
                 raise self._failed(f"rank {each.rank}, process {each.index}, ended with {code}")
+            self._on_death(self._script.workdir)
+            if self._whole:
+                self._restart()
+                return
             self._tell({"failed": self._incarnation, "rank": each.rank, "why": f"ended with {code}"})
             self._incarnation += 1
-            each.index += 1
-            each.arrived, each.connection = -1, None
-            self._fork(each)
+            each.replacement = True
+            self._replace(each)
+
+    def _replace(self, each: _Rank) -> None:
+        each.index += 1
+        each.arrived, each.connection = -1, None
+        self._fork(each)
+
+    def _restart(self) -> None:
+        """End all processes and start them anew, as the supervisor does when a rank leaves by itself in a recovery."""
+        self.restarts_left -= 1
+        for each in self._ranks:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # one has ended already
+                os.killpg(each.pid, signal.SIGKILL)
+                os.waitpid(each.pid, 0)
+        self._incarnation += 1
+        for each in self._ranks:
+            each.replacement = False
+            self._replace(each)
 
     def _lines(self, each: _Rank) -> list[dict[str, Any]]:
         return read_lines(attempt_path(self._script.workdir, each.index, each.rank, "jsonl"))
@@ -206,10 +311,16 @@ def run_supervised(
     timeout: float = 60.0,
     same_seed: bool = False,
     must_strike: bool = True,
+    storm: Storm | None = None,
+    restarts: int = 0,
+    on_death: Callable[[Path], None] = nothing,
+    whole: bool = False,
 ) -> list[AttemptResult]:
     """Run one job of which ranks die and are replaced, until all have finished.
 
     Kills of one rank strike it in their order. With `same_seed` a replacement has the seed of the process before it.
+    When a rank leaves by itself, all are started anew as often as `restarts` says. `on_death` is called when a kill has
+    struck, before the rank is replaced; with `whole` that is a restart, too.
 
     Returns:
         The processes: those of index `i` are the ones before which `i` of their rank have died. The last result has
@@ -218,7 +329,10 @@ def run_supervised(
     workdir.mkdir(parents=True, exist_ok=True)
     script = _Script(fit=fit, url=url, workdir=workdir, world_size=world_size, timeout=timeout, seams=())
     with _store() as port:
-        died = _Job(script, kills, port, same_seed=same_seed, most_failures=len(kills)).run()
+        job = _Job(
+            script, kills, port, same_seed=same_seed, storm=storm, restarts=restarts, on_death=on_death, whole=whole
+        )
+        died = job.run()
     last = max(died) + 1
     for rank, index in enumerate(died):
         for kind in ("end", "returned", "jsonl", "log"):
@@ -229,7 +343,8 @@ def run_supervised(
             attempt_path(workdir, last, rank, "jsonl").write_text("")  # it was found finished
     for index in range(last):
         attempt_path(workdir, index, 0, "log").touch()
-    assert sum(died) == len(kills) or not must_strike, f"{kills} did not all strike: {died}"
+    struck = sum(died) - (restarts - job.restarts_left) * world_size
+    assert not must_strike or struck == len(kills) * (not whole), f"{kills} did not all strike: {died}"
     return [
         AttemptResult(index=index, outcome="finished", seconds=0.0, world_size=world_size, workdir=workdir)
         for index in range(last + 1)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from torch.amp import GradScaler
@@ -17,16 +19,20 @@ from torch.nn import BatchNorm1d, ModuleDict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
+from typing_extensions import override
 
-from campaign._campaign import Campaigns, _require_same_end, _rings, checkpoints
+from campaign._belongings import Belongings
+from campaign._campaign import Campaigns, _require_same_end, _rings, checkpoints, lose_memory
 from campaign._in_place import Abort, Begun, Tally, Traced, train_in_place
 from campaign._models import Residual
-from campaign._supervised import run_supervised
+from campaign._supervised import Storm, nothing, run_supervised
 from campaign._training import Checkpointing, Setup
+from campaign.test_partial_copies import ruin_all
 from lightning_moe_ckpt import _lightning_in_place
-from lightning_moe_ckpt.testing._attempts import AttemptResult, Seam
-from lightning_moe_ckpt.testing._kill import Kill
-from lightning_moe_ckpt.testing._records import differences
+from lightning_moe_ckpt.parallel import _abort
+from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult, Seam
+from lightning_moe_ckpt.testing._kill import Kill, settle
+from lightning_moe_ckpt.testing._records import JsonLines, differences, read_lines
 
 SPARSE = Traced(checkpointing=Checkpointing(policy="sparse", window=3))
 DENSE = Traced(checkpointing=Checkpointing(policy="dense"))
@@ -147,10 +153,17 @@ def test_before_the_first_generation_training_begins_anew(campaigns: Campaigns, 
 
 def check_killed(campaigns: Campaigns, setup: Setup, *kills: Kill, **options: Any) -> list[AttemptResult]:
     """Run with ranks that die, are replaced, and join those that go on in place; require the end of the fault-free run."""
+    lives = run_killed(campaigns, setup, *kills, **options)
+    _require_same_end(campaigns.reference(setup, timeout=options.get("timeout", 60.0)), lives, kills)
+    return lives
+
+
+def run_killed(campaigns: Campaigns, setup: Setup, *kills: Kill, **options: Any) -> list[AttemptResult]:
+    """Run, and require that nothing is left in shared memory."""
     folder = campaigns._folder()
     arguments: dict[str, Any] = {"url": checkpoints(folder).as_uri(), "workdir": folder, "world_size": setup.world_size}
-    lives = campaigns._warm.call(run_supervised, setup.fit, kills=kills, **arguments, **options)
-    _require_same_end(campaigns.reference(setup), lives, kills)
+    patience = 20.0 + options.get("timeout", 60.0)
+    lives = campaigns._warm.call(run_supervised, setup.fit, kills=kills, patience=patience, **arguments, **options)
     assert not _rings(folder)
     return lives
 
@@ -201,6 +214,124 @@ def test_ranks_die_at_any_time(campaigns: Campaigns, seed: int) -> None:
     ranks = [draw.randrange(setup.world_size) for _ in range(draw.randint(1, 4))]
     kills = [Kill(phase="random_time", seconds=draw.uniform(0.0, 0.8), rank=rank) for rank in ranks]
     check_killed(campaigns, setup, *kills, same_seed=True, must_strike=False)
+
+
+class Counts(Callback):
+    """Writes down what this process has whenever training begins in it."""
+
+    def __init__(self, life: Attempt) -> None:
+        self._write = JsonLines(life.workdir / f"counts.{life.index}.{life.rank}").write
+
+    @override
+    def on_train_start(self, *args: object) -> None:
+        gc.collect()
+        status = Path("/proc/self/status").read_text()
+        has = Belongings.now()
+        self._write(
+            {
+                "threads": sum(has.threads.values()),
+                "descriptors": sum(has.descriptors.values()),
+                "mib": int(status.partition("VmRSS:")[2].split()[0]) / 1024,
+                "left": len(_abort._kept),
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stormy(Setup):
+    """A long run, whose processes count what they have."""
+
+    @override
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
+        return [*super().callbacks(life), Counts(life)]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("setup", [DENSE_3, SPARSE_3, SPARSE_4], ids=["dense_3", "sparse_3", "sparse_4"])
+def test_a_storm_of_failures(campaigns: Campaigns, setup: Setup) -> None:
+    """A hundred failures in one job, every few steps and in recoveries; a quarter of the ranks do not die but stop."""
+    stormy = Stormy(**{**vars(setup), "batches": 150, "validate_every": 20, "epochs": 2})
+    lives = check_killed(
+        campaigns, stormy, storm=Storm(failures=100), same_seed=True, timeout=1500.0, must_strike=False
+    )
+    died = [
+        sum((lives[0].workdir / f"counts.{i}.{rank}").exists() for i in range(101)) for rank in range(setup.world_size)
+    ]
+    print(f"processes of each rank that came to train: {died}")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("setup", [DENSE_3, SPARSE_3], ids=["dense", "sparse"])
+def test_who_stays_does_not_grow(campaigns: Campaigns, setup: Setup) -> None:
+    """Threads, descriptors and memory of two ranks while the third dies sixty times."""
+    stormy = Stormy(**{**vars(setup), "batches": 120, "validate_every": 20, "epochs": 2})
+    storm = Storm(failures=60, victims=(1,), stops=0.0)
+    lives = check_killed(campaigns, stormy, storm=storm, same_seed=True, timeout=800.0, must_strike=False)
+    for rank in (0, 2):
+        assert not (lives[0].workdir / f"counts.1.{rank}").exists(), "another process came in its place"
+        has = read_lines(lives[0].workdir / f"counts.0.{rank}")
+        print(f"rank {rank}, {len(has)} times: first {has[1:4]}, last {has[-3:]}")
+
+
+# -- policies that forget
+
+
+class Settling(Callback):
+    """Lets storage finish before every batch: what is taken next does not depend on its speed."""
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
+        settle(trainer, 10.0)
+
+
+FORGETS = Checkpointing(policy="partial", k=1, snapshot_k=2, arguments=(("allow_missing_experts", True),))
+"""Two experts to memory at every step, one of them to storage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgetful(Setup):
+    """What it takes depends on its steps alone."""
+
+    model: Any = "stacked"
+    checkpointing: Checkpointing | None = FORGETS
+    batches: int = 10
+    epochs: int = 1
+    validate_every: int | None = None
+
+    @override
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
+        return [Settling()]
+
+
+def ruin(workdir: Path) -> None:
+    """No copy is left of one expert, in memory or in storage."""
+    lose_memory(workdir)
+    ruin_all(workdir)
+
+
+def end_of(lives: Sequence[AttemptResult]) -> list[dict[str, Any]]:
+    return [lives[-1].end(rank) for rank in range(lives[-1].world_size)]
+
+
+@pytest.mark.parametrize("shape", [(3, 1), pytest.param((4, 2), marks=pytest.mark.soak)], ids=["3", "4"])
+@pytest.mark.parametrize("on_death", [pytest.param(nothing, marks=pytest.mark.soak), ruin], ids=["whole", "missing"])
+def test_what_is_forgotten_in_place_is_what_a_whole_restart_forgets(
+    campaigns: Campaigns, shape: tuple[int, int], on_death: Callable[[Path], None]
+) -> None:
+    """The same bits on all ranks. Where an expert begins anew, a whole restart is what follows."""
+    world_size, expert_parallel = shape
+    setup = Forgetful(options=(("num_experts", 8),), world_size=world_size, expert_parallel=expert_parallel)
+    kill = Kill(phase="forward", step=7, rank=1)
+    options = {"same_seed": True, "on_death": on_death}
+    missing = on_death is ruin
+    in_place = run_killed(campaigns, setup, kill, restarts=int(missing), **options)
+    restarted = run_killed(campaigns, setup, kill, restarts=1, whole=True, **options)
+    for rank, (one, other) in enumerate(zip(end_of(in_place), end_of(restarted), strict=True)):
+        assert not differences(one, other), rank
+    said = "Only a whole restart gives all ranks the same" in in_place[1].log(1)
+    assert said == missing
 
 
 # -- without any one of the resets
