@@ -56,8 +56,8 @@ class CheckpointArguments(TypedDict, total=False):
             it; what cannot be stored in time is left. Keep it below the limit of your launcher: torchrun and SLURM
             kill after 30 s.
         freeze_heap: keep objects that are alive as training begins, and after the first generation, out of garbage
-            collections (`gc.freeze`) until the fit ends. Such collections hold up training for a quarter of a second now and then. It affects the whole
-            process, and is not done where collections are off or frozen already.
+            collections (`gc.freeze`) until the fit ends. Such collections hold up training for a quarter of a second now
+            and then. It affects the whole process, and is not done where collections are off or frozen already.
     """
 
     keep: int | None

@@ -135,7 +135,9 @@ class InPlace:
         elif not self._joined:
             self._start_of_run = run.start_of_run()
         elif not self._weights or self._trainer.ckpt_path:
-            raise CheckpointError("nothing is left to resume from: only a whole restart can begin anew")
+            raise CheckpointError(
+                "Nothing is left to resume from in place. When this process ends, the supervisor starts all ranks anew."
+            )
         else:
             strategy, survived = self._trainer.strategy, self._start_of_run is not None
             first = strategy.share_start(survived=survived) if hasattr(strategy, "share_start") else 0

@@ -177,8 +177,12 @@ class Memento:
 
 
 def _slots_of(kind: type) -> Collection[str]:
-    named = [vars(base).get("__slots__", ()) for base in kind.__mro__[:-1]]
-    names = {name for each in named for name in ([each] if isinstance(each, str) else each)}
+    names = set[str]()
+    for base in kind.__mro__[:-1]:
+        own = vars(base).get("__slots__", ())
+        private = f"_{base.__name__.lstrip('_')}"
+        for name in [own] if isinstance(own, str) else own:
+            names.add(f"{private}{name}" if name.startswith("__") and not name.endswith("__") else name)
     return sorted(names - {"__dict__", "__weakref__"}) if kind.__module__ != "builtins" else ()
 
 

@@ -156,7 +156,10 @@ class Supervised:
                     self._arrived, self._uses = self.incarnation, 0
                     self._connection.sendall(encode({"arrived": self.incarnation}))
                 if not self._changed.wait_for(self._has_arrived, deadline - time.monotonic()):
-                    raise TimeoutError(f"Not all ranks have come to incarnation {self.incarnation} in {timeout:g} s.")
+                    raise TimeoutError(
+                        f"Not all ranks have come to incarnation {self.incarnation} in {timeout:g} s. When this process ends, "
+                        "the supervisor starts all ranks anew."
+                    )
             self._uses += 1
             return f"{self._formed[self.incarnation]}/{self._uses}"
 

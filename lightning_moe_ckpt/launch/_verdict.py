@@ -19,7 +19,7 @@ from lightning_moe_ckpt.errors import ConfigurationError
 
 Sequel = Literal["replace", "restart", "over"]
 
-_RATE = re.compile(r"(\d+)(?: per (\d*)\s*(s|min|h|d))?")
+_RATE = re.compile(r"(\d+)(?: per ([1-9]\d*)?\s*(s|min|h|d))?")
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 
 

@@ -40,6 +40,19 @@ class Slotted:
     other: Any = None
 
 
+class Private:
+    """The interpreter spells this attribute's name with that of the class."""
+
+    __slots__ = ("__number",)
+
+    def __init__(self) -> None:
+        self.__number = 1
+
+    def count(self) -> int:
+        self.__number += 1
+        return self.__number
+
+
 def test_containers_of_every_kind_keep_their_identity_and_get_their_items_back() -> None:
     box = Box(
         items=[1, [2]], table={"a": {"b": 1}}, ordered=OrderedDict(x=1, y=2), missing=defaultdict(list),
@@ -70,13 +83,14 @@ def test_containers_of_every_kind_keep_their_identity_and_get_their_items_back()
 def test_objects_are_found_through_what_leads_to_them_and_circles_end() -> None:
     inner, slotted = Box(number=1), Slotted(number=1)
     outer = Box(method=Box(number=1, inner=inner), slotted=[slotted])
-    outer.circle = outer
+    outer.circle, outer.private = outer, Private()
     slotted.other = inner
     bound = Box(number=1)
     memento = Memento([outer, bound.read])
-    inner.number = slotted.number = bound.number = 2
+    inner.number = slotted.number = bound.number = outer.private.count()
     slotted.other = None
     memento.restore()
+    assert outer.private.count() == 2
     assert (inner.number, slotted.number, slotted.other, bound.number) == (1, 1, inner, 1)
 
 

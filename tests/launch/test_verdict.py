@@ -78,7 +78,7 @@ def test_a_rate_is_read_as_written(text: str, most: int, seconds: float) -> None
     assert (rate.most, rate.seconds) == (most, seconds)
 
 
-@pytest.mark.parametrize("text", ["", "ten", "10 per", "10 per week", "-1", "1 per 0.5h"])
+@pytest.mark.parametrize("text", ["", "ten", "10 per", "10 per week", "10 per 0h", "-1", "1 per 0.5h"])
 def test_what_is_no_rate_is_refused(text: str) -> None:
     """With what was written."""
     with pytest.raises(ConfigurationError, match="--max-failures"):

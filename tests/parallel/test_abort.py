@@ -203,7 +203,7 @@ def test_other_connections_stay() -> None:
 
 
 def test_the_survivors_of_a_kill_raise_at_once() -> None:
-    """Rank 1 dies by SIGKILL; rank 0 waits for rank 2, which waits for rank 1, and whose abort reaches both."""
+    """The connections of rank 1 end, as the kernel ends those of a killed process; rank 0 waits for rank 2, which waits for rank 1, and whose abort reaches both."""
 
     def work(rank: int) -> None:
         signals = agent_store()
@@ -214,7 +214,7 @@ def test_the_survivors_of_a_kill_raise_at_once() -> None:
         os.wait()
         if rank == 1:
             signals.wait(["they wait"], LONG)
-            dist.destroy_process_group()  # as the kernel does for a killed process
+            dist.destroy_process_group()
             return
         thread = later(abort.abort)
         signals.set("they wait", "")

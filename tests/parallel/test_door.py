@@ -65,7 +65,8 @@ def test_strangers_take_no_descriptor_and_do_not_disturb_the_ranks() -> None:
         taken = len(descriptors()) - len(held)
         return answered, taken, int(total.sum())
 
-    assert run_world(2, work, timeout=timedelta(seconds=60)) == [(0, 0, 6)] * 2
+    found = run_world(2, work, timeout=timedelta(seconds=60))
+    assert found == [(0, 0, 6)] * 2, found
 
 
 def test_only_what_began_to_listen_meanwhile_is_closed() -> None:
