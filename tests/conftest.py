@@ -14,6 +14,8 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import hypothesis
@@ -22,6 +24,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 
 from _heap import freeze_heap, join_pages
+from servers._s3 import S3Server, running
 
 # Nearly all that importing makes stays: to look for garbage in it takes a quarter of the time. Until tests are collected.
 gc.disable()
@@ -101,6 +104,19 @@ def pytest_collection_finish() -> None:
     """
     freeze_heap()
     gc.enable()
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], S3Server]]:
+    """Servers by name that tests share, each under a prefix of its own; who stops or pauses one starts another."""
+    with ExitStack() as stack:
+        yield cache(lambda name: stack.enter_context(running(name, tmp_path_factory.mktemp(name))))
+
+
+@pytest.fixture(scope="session")
+def moto(s3: Callable[[str], S3Server]) -> S3Server:
+    """The one of them that does what S3 does."""
+    return s3("moto")
 
 
 @pytest.fixture(autouse=True, scope="module")

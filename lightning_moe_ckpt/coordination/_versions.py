@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 
 from lightning_moe_ckpt.coordination._exchange import Exchange
@@ -19,9 +20,12 @@ VERSIONS = "versions"
 _DISTRIBUTIONS = ("torch", "lightning", "lightning-moe-ckpt")
 
 
+_version = cache(metadata.version)
+
+
 def own_versions() -> dict[str, str]:
     """Return the releases of this process, by distribution."""
-    return {name: metadata.version(name) for name in _DISTRIBUTIONS}
+    return {name: _version(name) for name in _DISTRIBUTIONS}
 
 
 def agreed_versions(exchange: Exchange) -> dict[str, str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from launcher import run_world
 
 from lightning_moe_ckpt.benchmarks._fits import HandOver, TurnFailed, TurnTaker
 from lightning_moe_ckpt.benchmarks._recovery import host_restore_seconds
@@ -122,9 +121,4 @@ def _fork_beside_openmp(folder: str) -> None:
 
 def test_forks_beside_threads_of_openmp_compute(tmp_path: Path) -> None:
     """As in a user's shell, where nobody has set `OMP_NUM_THREADS`: forks that count on threads they lack wait for ever."""
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_turns; "
-    program += f"test_turns._fork_beside_openmp({str(tmp_path)!r})"
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=80, check=False)
-    assert done.returncode == 0, done.stderr
+    run_world(1, lambda _: _fork_beside_openmp(str(tmp_path)), process_group=False, timeout=timedelta(seconds=80))

@@ -2,7 +2,7 @@
 
 The test process itself is no parent for them: earlier tests leave threads, process groups and torch's thread pool
 behind, and a fork would inherit their locks but not their threads. There are as many as campaigns should run at once.
-A short fit without any callback of ours fills the caches of Python, torch and Lightning first, which is a sixth of a life.
+A short fit fills the caches of Python, torch and Lightning first, which is a quarter of a life.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from _heap import freeze_heap
 
-from campaign._training import Setup, train
+from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.testing._attempts import Attempt, run_lives
 
 Result = TypeVar("Result")
@@ -101,13 +101,14 @@ class WarmParents:
 
 
 def _rehearse() -> None:
-    """Train once, plainly. It must leave no thread, which no fork would have, and nothing that a run can see."""
+    """Train once, with checkpoints. It must leave no thread, which no fork would have, and nothing that a run can see."""
     if torch.cuda.is_available():  # then autograd starts threads for its devices
         return
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
-        life = Attempt(index=0, rank=0, world_size=1, seed=0, url="", workdir=Path(folder), kill=None)
-        train(Setup(batches=2, epochs=1), life)
+        url = (Path(folder) / "run").as_uri()
+        life = Attempt(index=0, rank=0, world_size=1, seed=0, url=url, workdir=Path(folder), kill=None)
+        train(Setup(batches=2, epochs=1, checkpointing=Checkpointing(policy="sparse", window=2)), life)
     os.environ.clear()
     os.environ.update(environment)
     left = [Path(task, "comm").read_text(encoding="utf-8").strip() for task in Path("/proc/self/task").iterdir()]

@@ -37,7 +37,7 @@ ONCE_FAILED = {
         ["check_val_every_n_epoch", 2], ["num_sanity_val_steps", 2]]}, "checkpointing": {},
         "kills": [{"phase": "before_optimizer_step", "batches": 8, "settle": 10.0}]}""",
     "a compiled model in low precision, frozen in replay": """{"setup": {"precision": "16-mixed", "augment": false,
-        "options": [], "compiled": true, "scheduler": "none", "optimizer": "sgd"}, "checkpointing": {"policy": "sparse",
+        "options": [], "compiled": true, "scheduler": "none", "optimizer": "sgd", "validate_every": null}, "checkpointing": {"policy": "sparse",
         "window": 2, "order": "popularity"}, "kills": [{"phase": "after_batch_end", "batches": 6, "settle": 10.0}]}""",
     "validation between repeated steps, behind a hook that edits weights": """{"setup": {"model": "counting", "batches": 2,
         "epochs": 4, "trainer": [["val_check_interval", 2], ["num_sanity_val_steps", 2]]}, "checkpointing":

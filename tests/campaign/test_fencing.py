@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 
 import pytest
-from servers._s3 import running
+from servers._s3 import S3Server
 
 from campaign._campaign import Campaigns, checkpoints
 from campaign._overlap import Overlap, PatientSetup, in_mid_file
@@ -55,16 +54,10 @@ def test_a_late_start_is_fenced_on_files(campaigns: Campaigns, name: str, world_
     require_fenced(open_backend(str(checkpoints(first.workdir))), first.log(), name)
 
 
-@pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    with running("moto", tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
 @pytest.mark.parametrize(("name", "world_size"), IN_A_BUCKET)
-def test_a_late_start_is_fenced_in_a_bucket(campaigns: Campaigns, moto: object, name: str, world_size: int) -> None:
+def test_a_late_start_is_fenced_in_a_bucket(campaigns: Campaigns, moto: S3Server, name: str, world_size: int) -> None:
     """The same over S3."""
-    url, options = moto.url(), moto.storage_options  # type: ignore[attr-defined]
+    url, options = moto.url(), moto.storage_options
     stored = Checkpointing(policy="dense", keep=2, url=url, storage_options=tuple(options.items()))
     setup = PatientSetup(world_size=world_size, checkpointing=stored)
     first = campaigns.check_overlap(setup, places(world_size)[name])

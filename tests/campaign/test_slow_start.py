@@ -35,7 +35,12 @@ def exact_setup(world_size: int, policy: Any) -> Setup:
 
 @pytest.mark.parametrize(
     ("world_size", "policy", "ranks"),
-    [(1, "sparse", (0,)), (3, "sparse", (1, 2)), (3, "dense", (1,)), (3, "dense", (0,))],
+    [
+        (1, "sparse", (0,)),
+        (3, "sparse", (1, 2)),
+        (3, "dense", (0,)),
+        pytest.param(3, "dense", (1,), marks=pytest.mark.soak),
+    ],
 )
 def test_what_memory_has_is_resumed_from_although_storage_has_nothing(
     campaigns: Campaigns, world_size: int, policy: str, ranks: tuple[int, ...]
@@ -60,8 +65,10 @@ def test_a_crash_before_anything_is_whole_anywhere_begins_anew(
     assert [life.steps()[0] for life in lives] == [1, 1, 1]
 
 
-@pytest.mark.parametrize(("world_size", "expert_parallel"), [(1, 1), (3, 3)])
-@pytest.mark.parametrize(("step", "resumes"), [(3, False), (11, True)])
+@pytest.mark.parametrize(
+    ("world_size", "expert_parallel", "step", "resumes"),
+    [(1, 1, 3, False), (1, 1, 11, True), (3, 3, 11, True), pytest.param(3, 3, 3, False, marks=pytest.mark.soak)],
+)
 def test_partial_generations_in_memory_count_once_they_hold_every_expert(
     campaigns: Campaigns, world_size: int, expert_parallel: int, step: int, resumes: bool
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
-from servers._s3 import S3Server, running
+from servers._s3 import S3Server
 from typing_extensions import override
 
 from campaign._campaign import Campaigns
@@ -26,12 +26,6 @@ from lightning_moe_ckpt.testing._kill import Kill
 
 STEP = 5
 put = ObjectBackend.put
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with running("moto", tmp_path_factory.mktemp("moto")) as server:
-        yield server
 
 
 def put_for_ever(backend: ObjectBackend, key: str, *views: bytes | memoryview) -> None:
@@ -87,14 +81,14 @@ def train_and_count(setup: Setup, life: Attempt) -> Mapping[str, Any]:
     ("number", "left"), [(signal.SIGTERM, 0), (signal.SIGKILL, 1)], ids=["aborted-by-sigterm", "left-by-sigkill"]
 )
 def test_parts_of_a_segment_do_not_stay_in_the_bucket(
-    campaigns: Campaigns, server: S3Server, number: signal.Signals, left: int
+    campaigns: Campaigns, moto: S3Server, number: signal.Signals, left: int
 ) -> None:
     """A process that can, aborts the upload itself; else the next start of the run does."""
     policy = Checkpointing(
         policy="sparse",
         window=2,
-        url=server.url(),
-        storage_options=tuple(server.storage_options.items()),
+        url=moto.url(),
+        storage_options=tuple(moto.storage_options.items()),
         arguments=(("stop_grace", timedelta(seconds=1)),),
     )
     setup = replace(Setup(batches=4, validate_every=None), checkpointing=policy)

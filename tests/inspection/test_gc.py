@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from servers._s3 import running
+from servers._s3 import S3Server
 from stored._runs import begin, save, steps, stored, write
 from typing_extensions import override
 
@@ -22,15 +22,13 @@ from lightning_moe_ckpt.storage import Backend, GenerationId, ObjectBackend, Pos
 
 
 @pytest.fixture(params=["directory", "moto"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[list[str], Backend]]:
+def place(request: pytest.FixtureRequest, s3: Callable[[str], S3Server], tmp_path: Path) -> tuple[list[str], Backend]:
     """URL with the options that lead there, and the run at it: 0 to 50 all kept, then an incarnation that never committed 55."""
     if request.param == "directory":
-        yield [str(tmp_path / "run")], run_at(PosixBackend(tmp_path / "run"))
-        return
-    with running("moto", tmp_path) as server:
-        options = [f"--storage-option={key}={value}" for key, value in server.storage_options.items()]
-        url = server.url()
-        yield [url, *options], run_at(open_backend(url, storage_options=server.storage_options))
+        return [str(tmp_path / "run")], run_at(PosixBackend(tmp_path / "run"))
+    moto = s3("moto")
+    options, url = [f"--storage-option={key}={value}" for key, value in moto.storage_options.items()], moto.url()
+    return [url, *options], run_at(open_backend(url, storage_options=moto.storage_options))
 
 
 def run_at(backend: Backend) -> Backend:

@@ -44,8 +44,10 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", ["moto", pytest.param("ministack", marks=pytest.mark.soak), "rclone"])
 @pytest.mark.usefixtures("quick")
-def test_stores_are_told_apart(name: str, tmp_path: Path) -> None:
+def test_stores_are_told_apart(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the study found of these servers by hand, found by the command; the run stored there is untouched."""
+    if name == "moto":  # it looks and stores in two steps: two creators at once may both be told that they made a key
+        monkeypatch.setattr(_conformance, "_RACERS", 1)
     with running(name, tmp_path) as server:
         url = server.url()
         backend = open_backend(url, storage_options=server.storage_options)

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers._s3 import S3Server, running
+from servers._s3 import S3Server
 from stored._lives import named
 from stored._segments import read_segment
 
@@ -203,12 +203,6 @@ def test_a_crash_at_any_call_of_a_start_loses_nothing(finished_ranks: int, when:
 # The same over the wire: an S3 server on loopback.
 
 
-@pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with running("moto", tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
 def _bucket(server: S3Server) -> Backend:
     return ObjectBackend(server.url(), storage_options=server.storage_options)
 
@@ -220,10 +214,14 @@ def _kind(call: str) -> str:
 
 
 def _one_of_each_kind(calls: list[str]) -> list[tuple[int, When]]:
-    """In turns before the last and after the first call of a kind: each is half done, or not begun by some ranks."""
+    """In turns before the last and after the first call of a kind: each is half done, or not begun by some ranks.
+
+    Of those that change something: a crash at any other leaves in storage what one at the change before leaves.
+    """
     places: dict[str, list[int]] = {}
     for index, call in enumerate(calls):
-        places.setdefault(_kind(call), []).append(index)
+        if call.split()[0] not in {"list", "get", "get_into"}:
+            places.setdefault(_kind(call), []).append(index)
     return [(each[0], "after") if turn % 2 else (each[-1], "before") for turn, each in enumerate(places.values())]
 
 
@@ -241,6 +239,7 @@ choices = pytest.mark.parametrize(
 @choices
 def test_a_crash_of_a_save_to_s3_loses_at_most_that_save(choose: Choose, moto: S3Server) -> None:
     """Segments, markers, commit, watermark and deletions, by every rank."""
+    unfinished = moto.unfinished_uploads()
     undisturbed = _crash_while(_bucket(moto), 10**6, "before", lambda job: job.save(40)).calls
     points = choose(undisturbed)
     for crash_at, when in points:
@@ -248,8 +247,8 @@ def test_a_crash_of_a_save_to_s3_loses_at_most_that_save(choose: Choose, moto: S
         dying = _crash_while(backend, crash_at, when, lambda job: job.save(40))
         assert [_kind(call) for call in dying.calls] == [_kind(call) for call in undisturbed[: crash_at + 1]]
         _expect_recovery(backend, dying.calls, when)
-    assert {"put", "list", "get", "create", "delete", "sweep"} == {undisturbed[at].split()[0] for at, _ in points}
-    assert moto.unfinished_uploads() == 0
+    assert {"put", "create", "delete", "sweep"} <= {undisturbed[at].split()[0] for at, _ in points}
+    assert moto.unfinished_uploads() == unfinished
     sys.stdout.write(f"{len(points)} crash points of a save to S3\n")
 
 
@@ -266,7 +265,7 @@ def test_a_crash_of_a_start_from_s3_loses_nothing(finished_ranks: int, choose: C
         assert job.resumed == named(step=40 if finished_ranks == WORLD_SIZE else 30, incarnation=1), dying.calls[-1]
         job.save(50, keep=1)
         assert _stored_generations(backend) == [(50, job.incarnation)]
-    assert {"list", "get", "get_into", "create", "sweep"} == {undisturbed[at].split()[0] for at, _ in points}
+    assert {"create", "sweep"} <= {undisturbed[at].split()[0] for at, _ in points}
     sys.stdout.write(f"{len(points)} crash points of a start from S3\n")
 
 

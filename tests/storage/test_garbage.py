@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from servers._s3 import running
+from servers._s3 import S3Server, running
 from stored._lives import named
 from stored._runs import begin, save, steps, stored, write
 
@@ -29,13 +29,12 @@ ALL = Retention(last=100)
 
 
 @pytest.fixture(params=["posix", "moto"])
-def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
+def backend(request: pytest.FixtureRequest, s3: Callable[[str], S3Server], tmp_path: Path) -> Backend:
     """An empty store, also on a real S3 server."""
     if request.param == "posix":
-        yield PosixBackend(tmp_path / "run")
-        return
-    with running("moto", tmp_path) as server:
-        yield ObjectBackend(server.url(), storage_options=server.storage_options)
+        return PosixBackend(tmp_path / "run")
+    moto = s3("moto")
+    return ObjectBackend(moto.url(), storage_options=moto.storage_options)
 
 
 def history_of_failures(backend: Backend) -> RunStore:

@@ -28,21 +28,13 @@ QUICK = timedelta(seconds=1)
 
 
 @pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with running("moto", tmp_path_factory.mktemp("moto")) as server:
-        yield server
+def ministack(s3: Callable[[str], S3Server]) -> S3Server:
+    return s3("ministack")
 
 
 @pytest.fixture(scope="module")
-def ministack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with running("ministack", tmp_path_factory.mktemp("ministack")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with running("rclone", tmp_path_factory.mktemp("rclone")) as server:
-        yield server
+def rclone(s3: Callable[[str], S3Server]) -> S3Server:
+    return s3("rclone")
 
 
 def opened(server: S3Server, timeout: timedelta = timedelta(seconds=30), *, url: str | None = None) -> ObjectBackend:
@@ -144,7 +136,7 @@ def test_an_upload_copies_nothing(ministack: S3Server) -> None:
 
 def test_an_exception_during_an_upload_publishes_nothing(moto: S3Server) -> None:
     """The upload is aborted, its parts are gone from the server."""
-    backend = opened(moto)
+    backend, unfinished = opened(moto), moto.unfinished_uploads()
     pieces = backend._pieces
 
     def failing(*args: object) -> Iterator[memoryview]:
@@ -155,7 +147,7 @@ def test_an_exception_during_an_upload_publishes_nothing(moto: S3Server) -> None
     with pytest.raises(RuntimeError, match="taken away"):
         backend.put("a", bytes(50 * 2**20))
     assert backend.list("") == []
-    assert moto.unfinished_uploads() == 0
+    assert moto.unfinished_uploads() == unfinished
 
 
 def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
