@@ -20,6 +20,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 
@@ -74,22 +75,25 @@ class MovedAttributes:
         self._owners: dict[str, object] = {}
         self._own: dict[type, frozenset[str]] = {}
         """Names of Lightning's or torch's own attributes, by class of their owner."""
-        self._parts: dict[str, _Part] = {}
+        self._parts = _Parts({}, {})
+        self._others: dict[str, object] = {}
         self._first: dict[str, Any] | None = None
         self._sizes: dict[str, int] = {}
         self._named: set[str] = set()
 
     def look(self) -> None:
         """Find the objects when an epoch begins; the values at the first epoch's start are the reference."""
-        self._owners = dict(self._roots())
+        self._owners = self._others = dict(self._roots())
         if self._first is None:
             self._sizes = {name: len(value) for name, value in self._attributes() if isinstance(value, _CONTAINERS)}
             self._first = {name: value for name, value in self._attributes() if _is_plain(value)}
-            self._parts = {
-                name: _Part(owner, [attribute for attribute, value in self._of(owner) if _is_plain(value)])
+            plain = {
+                name: [attribute for attribute, value in self._of(owner) if _is_plain(value)]
                 for name, owner in self._owners.items()
                 if isinstance(owner, nn.Module) and owner is not self._module
             }
+            self._parts = _Parts({name: names for name, names in plain.items() if names}, self._owners)
+        self._others = self._parts.others(self._owners)
 
     def take(self) -> dict[str, Any]:
         """Return the values of changed attributes, by name."""
@@ -117,10 +121,9 @@ class MovedAttributes:
                 setattr(self._owners[owner], attribute, value)
 
     def _attributes(self) -> Iterator[tuple[str, Any]]:
-        for name, owner in self._owners.items():
-            if name not in self._parts or self._parts[name].may_have_moved(owner):
-                for attribute, value in self._of(owner):
-                    yield f"{name}.{attribute}", value
+        for name, owner in {**self._others, **self._parts.moved()}.items():
+            for attribute, value in self._of(owner):
+                yield f"{name}.{attribute}", value
 
     def _of(self, owner: object) -> Iterator[tuple[str, Any]]:
         own = self._own.get(type(owner))
@@ -152,24 +155,52 @@ class MovedAttributes:
                 name, dataset = f"{name}.dataset", getattr(dataset, "dataset", None)
 
 
-class _Part:
-    """First values of one part of the model. There may be thousands of parts, and most never change."""
+class _Parts:
+    """First values of plain attributes of the parts of a model. There may be thousands of parts, and most never change.
 
-    def __init__(self, owner: nn.Module, plain: Sequence[str]) -> None:
-        self._values, self._length = vars(owner), len(vars(owner))
+    Args:
+        plain: names of plain attributes, one or more, of each part by its name.
+        owners: the parts.
+    """
+
+    def __init__(self, plain: Mapping[str, Sequence[str]], owners: Mapping[str, object]) -> None:
+        self._names, self._owners = list(plain), [owners[name] for name in plain]
+        self._values = list(map(vars, self._owners))
+        self._lengths = list(map(len, self._values))
         # Twice, since the getter of one name gives no tuple.
-        self._get = itemgetter(*plain, *plain) if plain else None
-        self._first = self._get(self._values) if self._get is not None else ()
+        self._get = [itemgetter(*names, *names) for names in plain.values()]
+        self._first = list(map(_GET, self._get, self._values))
 
-    def may_have_moved(self, owner: object) -> bool:
-        """Return quickly whether an attribute is new or another object."""
-        values = vars(owner)
-        if values is not self._values or len(values) != self._length or self._get is None:
+    def others(self, owners: Mapping[str, object]) -> dict[str, object]:
+        """Return those that are none of these parts."""
+        own = dict(zip(self._names, self._owners, strict=True))
+        return {name: owner for name, owner in owners.items() if own.get(name) is not owner}
+
+    def moved(self) -> dict[str, object]:
+        """Return parts of which an attribute is new or another object; if there are none, nothing is done for each part."""
+        return dict(self._moved(0, len(self._names)))
+
+    def _moved(self, start: int, stop: int) -> Iterator[tuple[str, object]]:
+        if self._have_moved(slice(start, stop)):
+            if stop - start == 1:
+                yield self._names[start], self._owners[start]
+            else:
+                middle = (start + stop) // 2
+                yield from self._moved(start, middle)
+                yield from self._moved(middle, stop)
+
+    def _have_moved(self, own: slice) -> bool:
+        values = self._values[own]
+        if list(map(len, values)) != self._lengths[own] or not all(map(is_, map(vars, self._owners[own]), values)):
             return True
+        now, first = map(_GET, self._get[own], values), self._first[own]
         try:
-            return not all(map(is_, self._get(values), self._first))
+            return not all(map(is_, chain.from_iterable(now), chain.from_iterable(first)))
         except KeyError:  # one is gone and another new
             return True
+
+
+_GET = itemgetter.__call__
 
 
 def _is_plain(value: object) -> bool:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_moe_ckpt.journal import Constant, differs
@@ -161,8 +162,32 @@ def _metadata(trainer: Trainer, taken: dict[str, Any]) -> _Metadata:
     return meta
 
 
+class _Parts(NamedTuple):
+    """The parts of a module, and which of them are metrics."""
+
+    metrics: list[tuple[str, Metric]]
+    children: list[dict[str, nn.Module | None]]
+    """Where each part keeps its own parts."""
+    seen: list[dict[str, nn.Module | None]]
+    """What was there."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Parts:
+        parts = dict(module.named_modules())
+        children = [each._modules for each in parts.values()]
+        metrics = [(name, each) for name, each in parts.items() if isinstance(each, Metric)]
+        return cls(metrics, children, list(map(dict, children)))
+
+
+_parts: WeakKeyDictionary[nn.Module, _Parts] = WeakKeyDictionary()
+
+
 def _module_metrics(module: LightningModule) -> list[tuple[str, Metric]]:
-    return [(name, each) for name, each in module.named_modules() if isinstance(each, Metric)]
+    """Return the metrics among a module's parts, by name. To walk through all parts at every step would take longest."""
+    known = _parts.get(module)
+    if known is None or known.children != known.seen:
+        known = _parts[module] = _Parts.of(module)
+    return known.metrics
 
 
 def _take_module_metric(metric: Metric) -> dict[str, Any]:

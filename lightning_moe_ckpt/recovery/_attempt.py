@@ -91,7 +91,7 @@ class Restored:
     marker: RankMarker
     """Of the generation itself."""
     segments: list[torch.Tensor]
-    """One uint8 tensor per step, laid out as was asked for."""
+    """One uint8 tensor per step, laid out as was asked for; of an exact generation header and gaps are not filled."""
     layouts: list[SegmentLayout]
     nbytes: dict[Replica, int]
     """Bytes read, by copy; what was read again counts again."""
@@ -333,7 +333,6 @@ class RestoreAttempt:
         """Return what is to be brought of an exact generation, of which every copy has all files: step by step."""
         copies, assemblies = self._copies((self.version, None)), dict[str, Assembly]()
         for step, layout, buffer in zip(marker.steps, layouts, buffers, strict=True):
-            layout.write_header(buffer)
             wanted = neighbours([each for each in marker.segments if each.step == step], layout, copies)
             if wanted is None:
                 return {}, f"its records of step {step} are not those of this model, optimizer and world"

@@ -150,7 +150,7 @@ def neighbours(
         first = own.stop
         dtypes = {code: dtype_of(code) for code in set(table.dtype)}
         wanted = [*layout.names[own]], [dtype for dtype, _ in layout.kinds[own]], layout.sizes[own].tolist()
-        if wanted != ([*table.name], [dtypes[code] for code in table.dtype], [*table.nbytes]):
+        if wanted != ([*table.name], list(map(dtypes.__getitem__, table.dtype)), [*table.nbytes]):
             return None
         found += _stretches(entry, table, layout.offsets[own], layout.sizes[own], copies)
     return found if first == len(layout.names) else None
@@ -160,15 +160,17 @@ def _stretches(
     entry: SegmentEntry, table: RecordColumns, starts: Column, sizes: Column, copies: Sequence[Replica]
 ) -> Iterator[WantedNeighbours]:
     """Yield the records of a file that are not empty, as stretches that lie there as in the buffer."""
-    (kept,) = np.nonzero(sizes)
-    starts, sizes, offsets = starts[kept], sizes[kept], np.array(table.offset, np.int64)[kept]
-    if not kept.size:
+    offsets, names, digests = np.array(table.offset, np.int64), table.name, table.digest
+    if not sizes.all():
+        (kept,) = np.nonzero(sizes)
+        starts, sizes, offsets = starts[kept], sizes[kept], offsets[kept]
+        names, digests = ([column[i] for i in kept.tolist()] for column in (names, digests))
+    if not sizes.size:
         return
     moved, gaps = np.diff(starts - offsets) != 0, starts[1:] - (starts + sizes)[:-1]
     full = np.diff((np.cumsum(sizes) - sizes) // _VERIFIED_NBYTES) > 0
     cuts = np.flatnonzero(moved | (gaps < 0) | (gaps >= FILLER_NBYTES) | full) + 1
-    names, digests = ([column[i] for i in kept.tolist()] for column in (table.name, table.digest))
-    for begin, end in pairwise([0, *cuts.tolist(), kept.size]):
+    for begin, end in pairwise([0, *cuts.tolist(), sizes.size]):
         start = int(starts[begin])
         yield WantedNeighbours(
             *(

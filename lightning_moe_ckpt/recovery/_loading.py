@@ -93,7 +93,9 @@ def _stored_layout(files: Sequence[SegmentEntry]) -> SegmentLayout:
             ]
             kinds += zip(map(dtypes.__getitem__, table.dtype), shapes, strict=True)
         names = list(chain.from_iterable(table.name for table in tables))
-        layout = SegmentLayout.of_columns(names, kinds, metadata=SEGMENT_METADATA)
+        # Not spelled here: a header says the same as names and kinds.
+        header_nbytes = min((each.offset[0] for each in tables[:1] if each.offset), default=0)
+        layout = SegmentLayout.of_columns(names, kinds, metadata=SEGMENT_METADATA, header_nbytes=header_nbytes)
     except ValueError as error:
         raise Corrupt(f"{where}: its marker describes no segment ({error}). Another copy may be good.") from error
     if layout.nbytes > sum(each.nbytes for each in files):
@@ -184,10 +186,10 @@ class RestoreSource:
         start: Journal = decode_journal(self.layouts[0].view(self.segments[0], JOURNAL))["start"]
         return start
 
-    def check_headers(self, expected: Sequence[SegmentLayout]) -> None:
+    def check_layouts(self, expected: Sequence[SegmentLayout]) -> None:
         """Raise `IdentityMismatch` if the bytes do not lie where this model, plan and world put them."""
         for step, found, wanted in zip(self.steps, self.layouts, expected, strict=True):
-            if found.header != wanted.header:
+            if (found.names, found.kinds, found.nbytes) != (wanted.names, wanted.kinds, wanted.nbytes):
                 raise IdentityMismatch(
                     f"{self.generation}, segment of step {step}: its records are not those this model, optimizer and "
                     "world give. Resume with the code that wrote it, or start anew with resume='never'."
@@ -227,7 +229,7 @@ def load_found(
         record = PlanRecord.from_json(found.policy["plan"])
         layout = restored_window(record, found.chosen, view, groups, found.journal_nbytes)
     with exchange.raise_together(IdentityMismatch):  # each rank has records of its own
-        found.check_headers([step.durable.segment for step in layout.steps])
+        found.check_layouts([step.durable.segment for step in layout.steps])
     replay = Replay(
         window=layout,
         groups=groups,

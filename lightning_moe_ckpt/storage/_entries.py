@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from itertools import chain
 from math import prod
-from operator import add, attrgetter, eq, le, mul
+from operator import add, attrgetter, le
 from typing import Any, NamedTuple, TypeVar, overload
 
 from typing_extensions import override
@@ -280,15 +280,14 @@ _SHAPES = RECORD_COLUMNS.index("global_shape")
 
 def _are_consistent(columns: RecordColumns, file_nbytes: int) -> bool:
     """Return whether no record has a `_contradiction`; whole numbers of Python have no limit."""
-    numels, itemsizes = (
-        {shape: prod(shape) for shape in set(columns.global_shape)},
-        {code: itemsize_of(code) for code in set(columns.dtype)},
-    )
-    if None in itemsizes.values():
-        return False
+    # There are few sizes, and few shapes.
+    sizes = set(zip(columns.dtype, columns.numel, columns.nbytes, strict=True))
+    itemsizes = {code: itemsize_of(code) for code, _, _ in sizes}
+    numels = {shape: prod(shape) for shape in set(columns.global_shape)}
     ends = map(add, columns.global_start, columns.numel)
     return (
-        all(map(eq, map(mul, columns.numel, map(itemsizes.__getitem__, columns.dtype)), columns.nbytes))
+        None not in itemsizes.values()
+        and all(numel * (itemsizes[code] or 0) == nbytes for code, numel, nbytes in sizes)
         and all(map(le, ends, map(numels.__getitem__, columns.global_shape)))
         and max(map(add, columns.offset, columns.nbytes), default=0) <= file_nbytes
     )
@@ -325,7 +324,9 @@ def _expect_integers(column: Sequence[Any], where: str) -> None:
 
 def _expect_shapes(column: Sequence[Any], where: str) -> None:
     _expect_kind(list, column, where)
-    _expect_integers(list(chain.from_iterable(column)), where)
+    sizes = list(chain.from_iterable(column))
+    _expect_kind(int, sizes, where)
+    _expect_integers([*set(sizes)], where)
 
 
 _CHECKS: dict[str, Callable[[Sequence[Any], str], None]] = {

@@ -83,9 +83,9 @@ class MemoryMarker:
         end = data.find(b"\n") + 1
         body = decode(data[:end], _MEMORY_MARKER, kind="memory", where=where)
         slots = dict(body["slots"])
-        if digest_of(data[end:]) != body["marker"]:
+        if digest_of(memoryview(data)[end:]) != body["marker"]:
             raise Corrupt(f"{where}: the marker in it is not the one that was written. Another copy may be good.")
-        marker = RankMarker.from_bytes(data[end:], where)
+        marker = RankMarker.from_bytes(data, where, start=end)
         if tuple(slots) != marker.steps or len(set(slots.values())) != len(slots):
             raise Corrupt(f"{where}: its slots are not those of its segments. Another copy may be good.")
         return cls(ring=body["ring"], slots=slots, marker=marker, seen=body["seen"])

@@ -176,11 +176,14 @@ class RankMarker:
         return parts
 
     @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> RankMarker:
-        """Read a stored marker. All digests are checked now, records are parsed on first use. Raises `Corrupt`."""
-        end = data.find(b"\n") + 1
+    def from_bytes(cls, data: bytes, where: str, start: int = 0) -> RankMarker:
+        """Read a marker that is stored from byte `start` on. All digests are checked now, records are parsed on first use.
+
+        Raises `Corrupt`.
+        """
+        end = data.find(b"\n", start) + 1
         lines = MarkerLines(data, end)
-        marker = decode(data[:end], _marker(lines), kind="marker", where=where)
+        marker = decode(data[start:end], _marker(lines), kind="marker", where=where)
         lines.end(where)
         _expect_own_lineage(marker, where)
         _expect_own_keys(marker, where)

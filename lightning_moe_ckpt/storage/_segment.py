@@ -120,34 +120,61 @@ class SegmentLayout:
         Raises:
             ValueError: a repeated or reserved name, a dtype the format lacks, or a bad alignment.
         """
-        self._lay_out([spec.name for spec in tensors], [spec.kind for spec in tensors], metadata, align)
+        self._lay_out([spec.name for spec in tensors], [spec.kind for spec in tensors], metadata, align, None)
 
     @classmethod
     def of_columns(
-        cls, names: Sequence[str], kinds: Sequence[TensorKind], *, metadata: Mapping[str, str], align: int = 64
+        cls,
+        names: Sequence[str],
+        kinds: Sequence[TensorKind],
+        *,
+        metadata: Mapping[str, str],
+        align: int = 64,
+        header_nbytes: int | None = None,
     ) -> SegmentLayout:
-        """Lay tensors out that are given by column, as `SegmentLayout` does."""
+        """Lay tensors out that are given by column, as `SegmentLayout` does.
+
+        Args:
+            names: as there.
+            kinds: types and shapes.
+            metadata: as there.
+            align: as there.
+            header_nbytes: of the header, where that is known, which is then spelled only if somebody asks for it.
+        """
         layout = cls.__new__(cls)
-        layout._lay_out(names, kinds, metadata, align)  # noqa: SLF001  # its own
+        layout._lay_out(names, kinds, metadata, align, header_nbytes)  # noqa: SLF001  # its own
         return layout
 
     def _lay_out(
-        self, names: Sequence[str], kinds: Sequence[TensorKind], metadata: Mapping[str, str], align: int
+        self,
+        names: Sequence[str],
+        kinds: Sequence[TensorKind],
+        metadata: Mapping[str, str],
+        align: int,
+        header_nbytes: int | None,
     ) -> None:
-        _check(names, kinds, metadata, align)
+        self._distinct = _Distinct.of(kinds)
+        _check(names, self._distinct, metadata, align)
         self.metadata = dict(metadata)
         self.align = align
         self.names, self.kinds = names, kinds
         """Of each tensor in order."""
-        places = _place(kinds, align)
-        self.header = _header(names, kinds, places, {_FORMAT_KEY: _FORMAT, _ALIGN_KEY: str(align), **metadata})
-        """The file's first bytes, up to the first tensor; a multiple of 4096."""
-        self.offsets, self.sizes = places.starts + len(self.header), places.sizes
+        self._places = _place(self._distinct, align)
+        nbytes = len(self.header) if header_nbytes is None else header_nbytes
+        self.offsets, self.sizes = self._places.starts + nbytes, self._places.sizes
         """Of each tensor in order, its first byte in the file, and its bytes."""
-        self._index = dict(zip(names, range(len(names)), strict=True))
-        self._stops, self._gaps = places.stops, places.stops - places.starts - places.sizes
-        self.nbytes = len(self.header) + (int(self._stops[-1]) if names else 0)
+        self.nbytes = nbytes + (int(self._places.stops[-1]) if names else 0)
         """Size of the file, a multiple of `align`."""
+
+    @cached_property
+    def header(self) -> bytes:
+        """The file's first bytes, up to the first tensor; a multiple of 4096."""
+        metadata = {_FORMAT_KEY: _FORMAT, _ALIGN_KEY: str(self.align), **self.metadata}
+        return _header(self.names, self._distinct, self._places, metadata)
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return dict(zip(self.names, range(len(self.names)), strict=True))
 
     @cached_property
     def spans(self) -> dict[str, Span]:
@@ -172,9 +199,10 @@ class SegmentLayout:
         buffer[: len(self.header)].copy_(torch.frombuffer(bytearray(self.header), dtype=torch.uint8))
         # A gap is the end of a line of `align` bytes, in which the tensor before it ends.
         lines = buffer[len(self.header) : self.nbytes].view((self.nbytes - len(self.header)) // self.align, self.align)
-        last = self._stops // self.align - 1
-        for gap in np.unique(self._gaps[self._gaps > 0]).tolist():
-            lines[torch.from_numpy(last[self._gaps == gap]), self.align - gap :] = 0
+        starts, sizes, stops = self._places
+        last, gaps = stops // self.align - 1, stops - starts - sizes
+        for gap in np.unique(gaps[gaps > 0]).tolist():
+            lines[torch.from_numpy(last[gaps == gap]), self.align - gap :] = 0
 
     def span(self, name: str) -> Span:
         """Return the place of one tensor. Raises `KeyError`."""
@@ -189,7 +217,7 @@ class SegmentLayout:
     @staticmethod
     def placed(kinds: Sequence[TensorKind], align: int = 64) -> list[tuple[int, int]]:
         """Return (offset, nbytes) of each tensor as a layout would place them; offsets count from the header's end."""
-        places = _place(kinds, align)
+        places = _place(_Distinct.of(kinds), align)
         return list(zip(places.starts.tolist(), places.sizes.tolist(), strict=True))
 
     @classmethod
@@ -228,7 +256,23 @@ class SegmentLayout:
         return bytes(data[: 8 + _header_nbytes(data)])
 
 
-def _check(names: Sequence[str], kinds: Sequence[TensorKind], metadata: Mapping[str, str], align: int) -> None:
+_Ints = npt.NDArray[np.int64]
+
+
+class _Distinct(NamedTuple):
+    """Kinds of tensors in order, by number: there are few, and looking one up takes longer than anything else here."""
+
+    kinds: list[TensorKind]
+    number: list[int]
+
+    @classmethod
+    def of(cls, kinds: Sequence[TensorKind]) -> _Distinct:
+        distinct = list(dict.fromkeys(kinds))
+        numbers = dict(zip(distinct, range(len(distinct)), strict=True))
+        return cls(distinct, list(map(numbers.__getitem__, kinds)))
+
+
+def _check(names: Sequence[str], distinct: _Distinct, metadata: Mapping[str, str], align: int) -> None:
     if len(set(names)) != len(names):
         repeated = sorted(name for name, count in Counter(names).items() if count > 1)
         raise ValueError(f"`SegmentLayout`: repeated names {repeated}.")
@@ -238,14 +282,11 @@ def _check(names: Sequence[str], kinds: Sequence[TensorKind], metadata: Mapping[
         raise ValueError(f"`SegmentLayout`: reserved names {reserved}.")
     if reserved := sorted({_FORMAT_KEY, _ALIGN_KEY} & metadata.keys()):
         raise ValueError(f"`SegmentLayout`: reserved metadata {reserved}.")
-    for (dtype, _), name in dict(zip(kinds, names, strict=True)).items():
+    for number, (dtype, _) in enumerate(distinct.kinds):
         if dtype not in _CODES:
-            raise ValueError(f"{name!r}: {_not_stored(dtype)}")
+            raise ValueError(f"{names[distinct.number.index(number)]!r}: {_not_stored(dtype)}")
     if align < 8 or _PAGE_NBYTES % align:
         raise ValueError(f"`SegmentLayout(align={align})` must be a power of two from 8 to {_PAGE_NBYTES}.")
-
-
-_Ints = npt.NDArray[np.int64]
 
 
 class _Places(NamedTuple):
@@ -257,35 +298,36 @@ class _Places(NamedTuple):
     """Where the padding behind each ends."""
 
 
-def _place(kinds: Sequence[TensorKind], align: int) -> _Places:
+def _place(distinct: _Distinct, align: int) -> _Places:
     """Place tensors, each at a multiple of `align` bytes. Raises `ValueError` if no file could hold them."""
-    nbytes = {kind: math.prod(kind[1]) * kind[0].itemsize for kind in set(kinds)}
-    if sum(map(nbytes.__getitem__, kinds)) > _MAX_NBYTES:
-        raise ValueError(f"`SegmentLayout`: {len(kinds)} tensors have more bytes than a file.")
-    sizes = np.fromiter(map(nbytes.__getitem__, kinds), np.int64, len(kinds))
+    nbytes = [math.prod(shape) * dtype.itemsize for dtype, shape in distinct.kinds]
+    if sum(map(nbytes.__getitem__, distinct.number)) > _MAX_NBYTES:
+        raise ValueError(f"`SegmentLayout`: {len(distinct.number)} tensors have more bytes than a file.")
+    sizes = np.array(nbytes, np.int64)[distinct.number]
     padded = sizes + -sizes % align
     stops = np.cumsum(padded)
     return _Places(stops - padded, sizes, stops)
 
 
-def _header(names: Sequence[str], kinds: Sequence[TensorKind], places: _Places, metadata: Mapping[str, str]) -> bytes:
+def _header(names: Sequence[str], distinct: _Distinct, places: _Places, metadata: Mapping[str, str]) -> bytes:
     """Spell the header as `json.dumps` would, column by column: that of a large model has half a million entries."""
     starts, ends, stops = (each.tolist() for each in (places.starts, places.starts + places.sizes, places.stops))
     pads = (np.cumsum(places.starts + places.sizes < places.stops) - 1).tolist()
-    heads = {
-        (
-            dtype,
-            shape,
-        ): f':{{"dtype":"{_CODES[dtype]}","shape":{json.dumps(shape, separators=(",", ":"))},"data_offsets":['
-        for dtype, shape in set(kinds)
-    }
-    quoted = map(encode_basestring_ascii, names)
+    heads = [
+        f':{{"dtype":"{_CODES[dtype]}","shape":{json.dumps(shape, separators=(",", ":"))},"data_offsets":['
+        for dtype, shape in distinct.kinds
+    ]
+    rows = zip(
+        *(map(encode_basestring_ascii, names), map(heads.__getitem__, distinct.number)),
+        *(starts, ends, stops, pads),
+        strict=True,
+    )
     entries = [
-        f"{name}{heads[kind]}{start},{end}]}}"
+        f"{name}{head}{start},{end}]}}"
         if end == stop
-        else f'{name}{heads[kind]}{start},{end}]}},"{_PAD_PREFIX}{pad}":{{"dtype":"U8","shape":[{stop - end}],'
+        else f'{name}{head}{start},{end}]}},"{_PAD_PREFIX}{pad}":{{"dtype":"U8","shape":[{stop - end}],'
         f'"data_offsets":[{end},{stop}]}}'
-        for name, kind, start, end, stop, pad in zip(quoted, kinds, starts, ends, stops, pads, strict=True)
+        for name, head, start, end, stop, pad in rows
     ]
     first = json.dumps({_METADATA: dict(sorted(metadata.items()))}, separators=(",", ":"))[:-1]
     text = (",".join([first, *entries]) + "}").encode("ascii")

@@ -459,9 +459,9 @@ def test_records_that_differ_on_one_rank_stop_all_of_them(tmp_path: Path) -> Non
 
     def checkpoint(rank: int) -> DenseCheckpoint:
         if rank == 1:  # in a process of its own
-            check = RestoreSource.check_headers
-            other: Any = SimpleNamespace(header=b"")
-            RestoreSource.check_headers = lambda found, _: check(found, [other] * len(found.steps))  # type: ignore[assignment, method-assign]
+            check = RestoreSource.check_layouts
+            other: Any = SimpleNamespace(names=[], kinds=[], nbytes=0)
+            RestoreSource.check_layouts = lambda found, _: check(found, [other] * len(found.steps))  # type: ignore[assignment, method-assign]
         return DenseCheckpoint(url)
 
     for said in every_rank(3, checkpoint):

@@ -12,7 +12,7 @@ from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, SegmentEntry, Span
 from lightning_moe_ckpt.tiers import Holding
 from lightning_moe_ckpt.tiers._shm import MemoryKind, marker_paths, shared_name
-from recovery._world import Node, World, require, sources
+from recovery._world import Node, World, require, require_part, sources
 from recovery.conftest import MakeWorld
 
 NEW, OLD = 20, 10
@@ -172,9 +172,7 @@ def test_a_copy_that_goes_away_during_the_restore_is_replaced(full: World, after
     full.tiers[node] = Vanishing(full.tiers[node], after=after)
     for rank, found in enumerate(full.restore(message_nbytes=9000)):
         assert found is not None
-        version, part = found
-        assert version.generation.step == NEW
-        assert [each.numpy().tobytes() for each in part.segments] == full.part(NEW, rank)[1]
+        require_part(full, NEW, rank, found)
 
 
 def test_everything_in_memory_may_go_away(full: World, caplog: pytest.LogCaptureFixture) -> None:
