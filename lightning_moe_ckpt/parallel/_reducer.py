@@ -238,6 +238,7 @@ class GradientReducer:
                 gradient.hook.remove()
                 gradient.hook = None
         self._lane.close()
+        self._launched.clear()  # an error in there has frames with this object
 
     # -- layout ------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -229,8 +230,8 @@ class Counts(Callback):
         has = Belongings.now()
         self._write(
             {
-                "threads": sum(has.threads.values()),
-                "descriptors": sum(has.descriptors.values()),
+                "threads": has.threads,
+                "descriptors": has.descriptors,
                 "mib": int(status.partition("VmRSS:")[2].split()[0]) / 1024,
                 "left": len(_abort._kept),
             }
@@ -272,7 +273,13 @@ def test_who_stays_does_not_grow(campaigns: Campaigns, setup: Setup) -> None:
     for rank in (0, 2):
         assert not (lives[0].workdir / f"counts.1.{rank}").exists(), "another process came in its place"
         has = read_lines(lives[0].workdir / f"counts.0.{rank}")
-        print(f"rank {rank}, {len(has)} times: first {has[1:4]}, last {has[-3:]}")
+        last = next(each for each in reversed(has) if not each["left"])  # operations that were left are over later
+        for kind in ("threads", "descriptors"):
+            assert not Counter(last[kind]) - Counter(has[2][kind]), f"{kind} after {len(has)} beginnings"
+        assert last["mib"] < has[2]["mib"] + 20
+        print(
+            f"rank {rank}: {len(has)} beginnings, {has[2]['mib']:.0f} to {last['mib']:.0f} MiB, operations left: {has[-1]['left']}"
+        )
 
 
 # -- policies that forget
