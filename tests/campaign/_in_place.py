@@ -7,6 +7,7 @@ scripted places; a process never dies. Fault-free runs are the reference, as for
 from __future__ import annotations
 
 import importlib
+import signal
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,8 +27,8 @@ from typing_extensions import override
 from campaign._training import Module, Setup, train
 from lightning_moe_ckpt.storage import RunStore
 from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.testing._kill import HookPhase, LatePhase, PhaseCallback
-from lightning_moe_ckpt.testing._records import bits
+from lightning_moe_ckpt.testing._kill import HookPhase, LatePhase, PhaseCallback, send_signal
+from lightning_moe_ckpt.testing._records import JsonLines, bits
 
 CALLS: dict[str, tuple[str, str]] = {
     "open": ("lightning_moe_ckpt.recovery._opener", "RunOpener.open"),
@@ -51,6 +52,8 @@ CALLS: dict[str, tuple[str, str]] = {
     "seal": ("lightning_moe_ckpt.session._capture", "CaptureSession.seal"),
     "hand_over": ("lightning_moe_ckpt.session._capture", "CaptureSession._hand_over"),
     "replayed": ("lightning_moe_ckpt.recovery._replay", "Replay.load"),
+    "reduce": ("lightning_moe_ckpt.parallel._reducer", "GradientReducer._launch"),
+    "agree": ("lightning_moe_ckpt.parallel._reducer", "GradientReducer._agree"),
     "schedulers": ("lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop.update_lr_schedulers"),
     "compute": ("torchmetrics.aggregation", "MeanMetric.compute"),
     "file": ("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint"),
@@ -170,6 +173,53 @@ def train_in_place(
     returned = train(_WithCallbacks(setup, [aborter], [LatePhase(aborter)]), life)  # type: ignore[arg-type]
     assert not script.left, f"never came to {script.left}"
     return returned
+
+
+# -- ranks that die there
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """Where a process of a rank dies, or stops: its first one in the first death of this rank, and so on."""
+
+    rank: int
+    at: Abort
+    stops: bool = False
+
+
+class _Dying(_Script):
+    """Instead of an exception, a signal."""
+
+    def __init__(self, death: Death, write: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__([death.at])
+        self._stops, self._write = death.stops, write
+
+    @override
+    def reach(self, place: str, *, after: bool = False) -> None:
+        try:
+            super().reach(place, after=after)
+        except Aborted:
+            self._write({"kind": "killed", "phase": place})
+            send_signal(signal.SIGSTOP if self._stops else signal.SIGKILL)
+
+
+def train_and_die(
+    setup: Setup, deaths: Sequence[Death], settle: Callable[[Attempt], None], life: Attempt
+) -> Mapping[str, Any]:
+    """Run `setup` in this process, which may be one that dies. `settle` is called before."""
+    settle(life)
+    own = [death for death in deaths if death.rank == life.rank][life.index :]
+    if not own:
+        return train(setup, life)
+    _scripts.append(_Dying(own[0], JsonLines(life.records).write))
+    if own[0].at.place in CALLS:
+        _aborting(own[0].at.place)
+    aborter = _Aborter()
+    return train(_WithCallbacks(setup, [aborter], [LatePhase(aborter)]), life)  # type: ignore[arg-type]
+
+
+def no_place(life: Attempt) -> None:
+    """Does nothing before a process trains."""
 
 
 class _WithCallbacks:

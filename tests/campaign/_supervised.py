@@ -100,13 +100,10 @@ class _Job:
         restarts: int,
         on_death: Callable[[Path], None],
         whole: bool,
+        most_failures: int,
     ) -> None:
         self._script, self._kills, self._port, self._same_seed = script, list(kills), port, same_seed
-        self._left, self.restarts_left, self._on_death = (
-            len(kills) if storm is None else storm.failures,
-            restarts,
-            on_death,
-        )
+        self._left, self.restarts_left, self._on_death = most_failures, restarts, on_death
         self._storm, self._whole = storm, whole
         self._draw = random.Random(0 if storm is None else storm.seed)
         self._next: tuple[_Rank, int, float] | None = None
@@ -315,12 +312,13 @@ def run_supervised(
     restarts: int = 0,
     on_death: Callable[[Path], None] = nothing,
     whole: bool = False,
+    deaths: int = 0,
 ) -> list[AttemptResult]:
     """Run one job of which ranks die and are replaced, until all have finished.
 
     Kills of one rank strike it in their order. With `same_seed` a replacement has the seed of the process before it.
     When a rank leaves by itself, all are started anew as often as `restarts` says. `on_death` is called when a kill has
-    struck, before the rank is replaced; with `whole` that is a restart, too.
+    struck, before the rank is replaced, and `deaths` are those that `fit` scripts by itself; with `whole` that is a restart, too.
 
     Returns:
         The processes: those of index `i` are the ones before which `i` of their rank have died. The last result has
@@ -329,8 +327,15 @@ def run_supervised(
     workdir.mkdir(parents=True, exist_ok=True)
     script = _Script(fit=fit, url=url, workdir=workdir, world_size=world_size, timeout=timeout, seams=())
     with _store() as port:
+        most = len(kills) + deaths if storm is None else storm.failures
         job = _Job(
-            script, kills, port, same_seed=same_seed, storm=storm, restarts=restarts, on_death=on_death, whole=whole
+            *(script, kills, port),
+            same_seed=same_seed,
+            storm=storm,
+            restarts=restarts,
+            on_death=on_death,
+            whole=whole,
+            most_failures=most,
         )
         died = job.run()
     last = max(died) + 1
@@ -344,7 +349,7 @@ def run_supervised(
     for index in range(last):
         attempt_path(workdir, index, 0, "log").touch()
     struck = sum(died) - (restarts - job.restarts_left) * world_size
-    assert not must_strike or struck == len(kills) * (not whole), f"{kills} did not all strike: {died}"
+    assert not must_strike or struck == (len(kills) + deaths) * (not whole), f"{kills} did not all strike: {died}"
     return [
         AttemptResult(index=index, outcome="finished", seconds=0.0, world_size=world_size, workdir=workdir)
         for index in range(last + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,11 +25,13 @@ from typing_extensions import override
 
 from campaign._belongings import Belongings
 from campaign._campaign import Campaigns, _require_same_end, _rings, checkpoints, lose_memory
-from campaign._in_place import Abort, Begun, Tally, Traced, train_in_place
+from campaign._in_place import CALLS, Abort, Begun, Death, Tally, Traced, no_place, train_and_die, train_in_place
 from campaign._models import Residual
+from campaign._nodes import Nodes
 from campaign._supervised import Storm, nothing, run_supervised
 from campaign._training import Checkpointing, Setup
 from campaign.test_partial_copies import ruin_all
+from campaign.test_peers import train_with_copies_only
 from lightning_moe_ckpt import _lightning_in_place
 from lightning_moe_ckpt.parallel import _abort
 from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult, Seam
@@ -163,8 +166,8 @@ def run_killed(campaigns: Campaigns, setup: Setup, *kills: Kill, **options: Any)
     """Run, and require that nothing is left in shared memory."""
     folder = campaigns._folder()
     arguments: dict[str, Any] = {"url": checkpoints(folder).as_uri(), "workdir": folder, "world_size": setup.world_size}
-    patience = 20.0 + options.get("timeout", 60.0)
-    lives = campaigns._warm.call(run_supervised, setup.fit, kills=kills, patience=patience, **arguments, **options)
+    patience, fit = 20.0 + options.get("timeout", 60.0), options.pop("fit", setup.fit)
+    lives = campaigns._warm.call(run_supervised, fit, kills=kills, patience=patience, **arguments, **options)
     assert not _rings(folder)
     return lives
 
@@ -204,6 +207,50 @@ def test_a_rank_dies_before_there_is_a_generation(campaigns: Campaigns, rank: in
     """What replaces it gets the weights at the start from others; experts that nobody else has come from its own seed."""
     for setup in (DENSE_3, SPARSE_3):
         check_killed(campaigns, setup, Kill(phase="forward", step=0, rank=rank), same_seed=True)
+
+
+PLACES = [*PHASES, *STEP, *BEGIN, *END, "reduce", "agree", "generation_0", "replayed", "stop", "train_end"]
+PAIRWISE = [SPARSE_3, DENSE_3, SPARSE_4]
+
+
+def draw_deaths(draw: random.Random, setup: Setup, places: Sequence[str]) -> list[Death]:
+    """One of any rank at each place, the first or a later time that it comes there; a quarter stop and do not die."""
+    return [
+        Death(
+            rank=draw.randrange(setup.world_size),
+            at=Abort(place=place, nth=draw.choice([1, 1, 2, 3]), after=draw.random() < 0.3 and place in CALLS),
+            stops=draw.random() < 0.25,
+        )
+        for place in places
+    ]
+
+
+def check_deaths(campaigns: Campaigns, setup: Setup, deaths: Sequence[Death], nodes: Nodes | None) -> None:
+    """Run with ranks that die at places of the code; those that are never reached kill nobody."""
+    fit = partial(train_and_die, setup, deaths, no_place if nodes is None else nodes.settle)
+    check_killed(campaigns, setup, fit=fit, deaths=len(deaths), same_seed=True, must_strike=False)
+    assert nodes is None or nodes.files() == []
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 44))])
+def test_ranks_die_in_every_place(campaigns: Campaigns, folder: Path, seed: int) -> None:
+    """Up to four in a row, in recoveries too; half of the jobs have a node for each rank, one of which loses its memory."""
+    draw = random.Random(seed)
+    setup = PAIRWISE[seed % 3]
+    places = [PLACES[(7 * seed + 11 * i) % len(PLACES)] for i in range(draw.randint(1, 4))]
+    deaths = draw_deaths(draw, setup, places)
+    nodes = Nodes(folder, tuple(range(setup.world_size)), dies=deaths[0].rank) if seed % 2 else None
+    check_deaths(campaigns, setup, deaths, nodes)
+
+
+@pytest.mark.parametrize("setup", [pytest.param(DENSE_3, marks=pytest.mark.soak), SPARSE_3], ids=["dense", "sparse"])
+def test_a_replacement_gets_its_state_from_other_nodes(campaigns: Campaigns, folder: Path, setup: Setup) -> None:
+    """The memory of its node is gone with the rank, and storage has nothing but the start."""
+    setup, nodes = replace(setup, batches=6), Nodes(folder, (0, 1, 2), dies=1)
+    fit = partial(train_with_copies_only, setup, nodes)
+    lives = check_killed(campaigns, setup, Kill(phase="forward", step=10, rank=1), fit=fit, same_seed=True)
+    assert re.search("from peer", lives[1].log(1)), lives[1].log(1)
+    assert "from host" in lives[0].log(0)
 
 
 @pytest.mark.soak
