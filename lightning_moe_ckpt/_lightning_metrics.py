@@ -8,8 +8,9 @@ torchmetrics that belong to the module keep their state themselves; the objects 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from operator import attrgetter
+from collections.abc import Callable, Iterator
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -168,15 +169,25 @@ class _Parts(NamedTuple):
     metrics: list[tuple[str, Metric]]
     children: list[dict[str, nn.Module | None]]
     """Where each part keeps its own parts."""
-    seen: list[dict[str, nn.Module | None]]
-    """What was there."""
+    names: list[tuple[str, ...]]
+    """Of those that were there."""
+    seen: list[nn.Module | None]
 
     @classmethod
     def of(cls, module: nn.Module) -> _Parts:
         parts = dict(module.named_modules())
         children = [each._modules for each in parts.values()]
         metrics = [(name, each) for name, each in parts.items() if isinstance(each, Metric)]
-        return cls(metrics, children, list(map(dict, children)))
+        return cls(metrics, children, list(map(tuple, children)), [*_all(children)])
+
+    @property
+    def hold(self) -> bool:
+        """Whether they are the same parts still. Compared by identity: metrics are equal to anything."""
+        return list(map(tuple, self.children)) == self.names and all(map(is_, _all(self.children), self.seen))
+
+
+def _all(children: list[dict[str, nn.Module | None]]) -> Iterator[nn.Module | None]:
+    return chain.from_iterable(map(dict.values, children))
 
 
 _parts: WeakKeyDictionary[nn.Module, _Parts] = WeakKeyDictionary()
@@ -185,7 +196,7 @@ _parts: WeakKeyDictionary[nn.Module, _Parts] = WeakKeyDictionary()
 def _module_metrics(module: LightningModule) -> list[tuple[str, Metric]]:
     """Return the metrics among a module's parts, by name. To walk through all parts at every step would take longest."""
     known = _parts.get(module)
-    if known is None or known.children != known.seen:
+    if known is None or not known.hold:
         known = _parts[module] = _Parts.of(module)
     return known.metrics
 

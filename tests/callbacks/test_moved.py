@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -15,6 +15,7 @@ from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from lightning_moe_ckpt._lightning_attributes import MovedAttributes
+from lightning_moe_ckpt._lightning_metrics import take_metrics
 
 
 class Counting(Callback):
@@ -105,6 +106,26 @@ def test_parts_of_the_model_have_attributes_too() -> None:
     assert taken == {"module.drop.training": False, "module.drop.p": 0.5}
     other.restore(taken)
     assert (second.drop.training, second.drop.p, second.kept.p) == (False, 0.5, 0.1)
+
+
+def test_metrics_are_those_of_the_parts_that_are_there_now() -> None:
+    """One that comes later, takes another's place, or goes. Metrics are equal to anything: only identity tells them apart."""
+    module: Any = LightningModule()
+    module.inner = nn.Sequential(nn.Linear(2, 2))
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+
+    def taken() -> dict[str, float]:
+        found = take_metrics(trainer, module)["module"]
+        return {name: state["values"]["mean_value"].item() for name, state in found.items()}
+
+    assert taken() == {}
+    for value in (1.0, 2.0):
+        module.inner[0].mean = MeanMetric()
+        module.inner[0].mean.update(value)
+        assert taken() == {"inner.0.mean": value}
+    module.inner[0].other = module.inner[0].mean
+    del module.inner[0].mean
+    assert taken() == {"inner.0.other": 2.0}
 
 
 def test_what_cannot_be_kept_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
