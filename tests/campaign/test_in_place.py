@@ -183,7 +183,7 @@ SPARSE_3 = Setup(
 SPARSE_4 = replace(SPARSE_3, world_size=4, expert_parallel=2, scheduler="plateau", epoch_metrics=True)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, *(pytest.param(rank, marks=pytest.mark.soak) for rank in (1, 2))])
 def test_a_rank_dies_and_the_others_stay(campaigns: Campaigns, rank: int) -> None:
     """The first one too, which speaks for all."""
     check_killed(campaigns, DENSE_3, Kill(phase="forward", step=6, rank=rank, settle=5.0))
@@ -193,8 +193,12 @@ def test_a_rank_dies_and_the_others_stay(campaigns: Campaigns, rank: int) -> Non
     ("setup", "kills"),
     [
         (SPARSE_3, [("forward", 4, 0), ("after_backward", 7, 2), ("validation", 9, 1)]),
-        (SPARSE_3, [("batch_end", 3, 1), ("before_optimizer_step", 6, 0), ("after_batch_end", 9, 1)]),
-        (SPARSE_4, [("batch_start", 5, 3), ("epoch_end", 10, 0)]),
+        pytest.param(
+            SPARSE_3,
+            [("batch_end", 3, 1), ("before_optimizer_step", 6, 0), ("after_batch_end", 9, 1)],
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(SPARSE_4, [("batch_start", 5, 3), ("epoch_end", 10, 0)], marks=pytest.mark.soak),
         (SPARSE_4, [("epoch_start", 5, 0), ("forward", 5, 2)]),
     ],
 )
