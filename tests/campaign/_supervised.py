@@ -140,9 +140,18 @@ class _Job:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(each.pid, signal.SIGKILL)
                     os.waitpid(each.pid, 0)
-        left = [pid for pid in self._pids if Path(f"/proc/{pid}").exists()]
-        assert not left, f"processes {left} are left"
+        assert not self._left_behind(), f"processes {self._left_behind()} are left"
         return [each.index for each in self._ranks]
+
+    def _left_behind(self) -> list[int]:
+        """Processes that ranks have started; the ranks themselves were waited for, and others may have their numbers by now."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has just ended
+                group = int(stat.read_text().rpartition(")")[2].split()[2])
+                if group in self._pids and not Path(f"/proc/{group}").exists():
+                    found.append(int(stat.parent.name))
+        return found
 
     def _strike(self) -> None:
         """End ranks that are stopped, and others if there is a storm."""
