@@ -351,6 +351,15 @@ _BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
             _option("--folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
     ),
+    "in-place": (
+        "Seconds from a SIGKILL to the first new step: moe-ckpt run, with and without a spare, torchrun, torchft.",
+        [
+            _option("--in-place-ranks", "Ranks of the trainings, one after another.", "N,N", default="2,3,4"),
+            _number("--in-place-kills", 10, "Kills under each launcher."),
+            _several("--launchers", ["spare", "replaced", "torchrun", "torchft"], "What is compared"),
+            _option("--in-place-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
+        ],
+    ),
     "quality": (
         "Final validation loss after faults, by policy, against the fault-free run of the same seed.",
         [
@@ -465,8 +474,9 @@ _HANG_TIMEOUT = (
     "as when it validates or saves, the others wait for it as long as --recover-timeout."
 )
 _TORCHRUN = [
-    _option("--nproc-per-node", "Ranks of this node: a number, or auto, gpu, cpu.", "N", default="1"),
-    _option("--nnodes", "Nodes, or MIN:MAX.", "N", default="1"),
+    _option("--nproc-per-node", "Ranks of this node: a number, or auto, gpu, cpu (default: 1).", "N"),
+    _option("--nnodes", "Nodes, or MIN:MAX (default: 1).", "N"),
+    _flag("--standalone", "All ranks are on this node; so it is by default."),
     _option("--node-rank", "Of this node; for the static rendezvous.", "N"),
     _option("--rdzv-endpoint", "Where nodes meet.", "HOST:PORT"),
     _option("--rdzv-backend", "How they meet (default: static with --node-rank, else c10d).", "NAME"),
@@ -475,8 +485,39 @@ _TORCHRUN = [
     _option("--master-addr", "Of the first node; for the static rendezvous.", "HOST"),
     _option("--master-port", "There.", "PORT"),
     _option("--local-addr", "Of this node, if its name does not lead to it.", "HOST"),
+    _option("--max-restarts", "How often all ranks may be started anew (default: as --max-failures allows).", "N"),
+    _option("--log-dir", "For files of what ranks write, and of their errors.", "PATH"),
+    click.Option(["-r", "--redirects"], help="What goes to files only: 1 stdout, 2 stderr, 3 both, 0:1,1:2 by rank."),
+    click.Option(["-t", "--tee"], help="What goes to files and to the console, likewise."),
+    _option("--local-ranks-filter", "Ranks of this node that the console shows.", "N,..."),
+    _flag("--no-python", "SCRIPT is a program."),
+    _option("--role", "Name of the ranks' role.", "NAME"),
+    _option("--numa-binding", "Bind ranks to cores near their GPU: node, socket, exclusive, core-complex.", "MODE"),
+    _option("--signals-to-handle", "That are passed on to ranks (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT).", "NAME,..."),
     _option("--shutdown-timeout", "Seconds from a signal to SIGKILL (default: 30).", "SECONDS"),
 ]
+_NOT_TAKEN = {
+    "--monitor-interval": "what happens to ranks is waited for, not asked for",
+    "--start-method": "ranks are programs of their own, never forks",
+    "--run-path": "ranks are programs of their own; name the script",
+    "--event-log-handler": "what happens is said on standard error",
+    "--logs-specs": "take `--log-dir`, `--redirects` and `--tee`",
+    "--duplicate-stdout-filters": "take `--tee` and filter its files",
+    "--duplicate-stderr-filters": "take `--tee` and filter its files",
+    "--virtual-local-rank": "every rank sees the devices of its node",
+}
+"""Options of torchrun, and why there is none."""
+
+
+def _refused(flag: str, why: str) -> click.Option:
+    def refuse(_: click.Context, param: click.Parameter, value: object) -> None:
+        if value is not None:
+            raise click.UsageError(f"{param.opts[0]} is torchrun's, and `moe-ckpt run` has none: {why}. Leave it out.")
+
+    more: dict[str, Any] = (
+        {"is_flag": True, "flag_value": "given"} if flag in ("--run-path", "--virtual-local-rank") else {}
+    )
+    return click.Option([flag], hidden=True, expose_value=False, default=None, callback=refuse, **more)
 
 
 def _run(command: tuple[str, ...], **arguments: Any) -> int:
@@ -484,7 +525,10 @@ def _run(command: tuple[str, ...], **arguments: Any) -> int:
     torchrun: list[str] = []
     for option in _TORCHRUN:
         value = arguments.pop(str(option.name))
-        torchrun += [] if value is None else [option.opts[0], value]
+        if value is True:
+            torchrun.append(option.opts[-1])
+        elif value not in (None, False):
+            torchrun += [option.opts[-1], value]
     return int(commands.run(command, torchrun=torchrun, **arguments))
 
 
@@ -493,9 +537,11 @@ RUN = click.Command(
     callback=_run,
     short_help="Start the ranks of a training, and replace those that die.",
     help=_RUN,
-    context_settings={"allow_interspersed_args": False},
+    # torchrun takes its options with underscores, too
+    context_settings={"allow_interspersed_args": False, "token_normalize_func": lambda name: name.replace("_", "-")},
     params=[
         *_TORCHRUN,
+        *(_refused(flag, why) for flag, why in _NOT_TAKEN.items()),
         _option("--spares", "Processes per node that wait for a place.", "N", type=int, default=0),
         _option("--spare-at", _SPARE_AT, type=click.Choice(["strategy", "imports"]), default="strategy"),
         _option("--max-failures", "More of them end the job; without 'per', in all.", "RATE", default="10 per 1h"),

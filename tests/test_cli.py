@@ -48,6 +48,15 @@ def test_misspelled_words_are_answered_with_what_is_meant(
     assert meant in said.partition("Did you mean")[2]
 
 
+@pytest.mark.parametrize("argv", [["--monitor-interval", "3"], ["--logs_specs", "x"], ["--run-path"]])
+def test_options_of_torchrun_without_a_meaning_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """With the reason, in either spelling."""
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *argv, "train.py"])
+    assert ended.value.code == 2
+    assert f"{argv[0].replace('_', '-')} is torchrun's, and `moe-ckpt run` has none: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_commands_and_options(
     shell: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -12,12 +12,22 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_moe_ckpt.benchmarks import _first_run, _native, _overhead, _persist, _quality, _recovery, _scale
+from lightning_moe_ckpt.benchmarks import (
+    _first_run,
+    _in_place,
+    _native,
+    _overhead,
+    _persist,
+    _quality,
+    _recovery,
+    _scale,
+)
 from lightning_moe_ckpt.benchmarks._benchmark import Machine
 from lightning_moe_ckpt.inspection import Screen
 
 # The first ones fork, and a fork copies what others leave behind.
 _BENCHMARKS: dict[str, Any] = {
+    "in-place": _in_place,
     "recovery": _recovery,
     "quality": _quality,
     "persist": _persist,

@@ -53,6 +53,8 @@ class SupervisorOptions:
     spare_command: tuple[str, ...] = ()
     """What a spare runs; empty for what a rank runs."""
     max_failures: FailureRate = field(default_factory=lambda: FailureRate(10, 3600.0, "10 per 1h"))
+    max_restarts: int | None = None
+    """How often all ranks may be started anew; None bounds it by `max_failures` alone."""
     recover_seconds: float = 300.0
     """From a failure until training goes on; then all processes are started anew."""
     hang_seconds: float = 10.0
@@ -273,7 +275,12 @@ class SupervisingAgent(LocalElasticAgent):
             if event["incarnation"] == self._incarnation:
                 self._form()
         elif kind == "restart":
-            self._end_round("restart", f"{event['why']}; all ranks are started anew")
+            most = self._options.max_restarts
+            if most is not None and self._rounds > most:  # all nodes count the same rounds
+                why = f"{event['why']}; all ranks were started {self._rounds} times, `--max-restarts {most}` allows no more"
+                self._end_round("over", f"{why}; the job is given up")
+            else:
+                self._end_round("restart", f"{event['why']}; all ranks are started anew")
         else:
             why = event.get("why", "the supervisor of the first node is gone")
             self._end_round("over", f"{why}; the job is given up")
@@ -298,11 +305,11 @@ class SupervisingAgent(LocalElasticAgent):
             self._options.say(f"rank {rank} {event['why']}, incarnation {self._incarnation}")
 
     def _replace(self, dead: Member, worker_group: WorkerGroup) -> str:
-        spare = self._spares.take(dead.rank)
+        spare = self._spares.take(dead.rank, dead.local_rank)
         member = spare or self._spares.start_process(
             self._context,
             {name: str(value) for name, value in self._context.envs[dead.local_rank].items()},
-            str(dead.rank),
+            self._output.label(dead.rank, dead.local_rank),
         )
         member.replacement = dead.replacement or self._formed >= 0
         self._enter(member, dead.local_rank, worker_group)

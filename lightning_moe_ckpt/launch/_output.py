@@ -1,7 +1,7 @@
-"""Bring what ranks write to the console, each line with the rank before it.
+"""Bring what ranks write to the console, each line with the rank before it, and into files if these are wanted.
 
 A rank writes into pipes; one thread reads all of them, and writes whole lines. A line ends with a newline or, as
-progress bars have it, with a carriage return.
+progress bars have it, with a carriage return. Files are those of torch: `--log-dir`, `--redirects`, `--tee`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import selectors
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import BinaryIO
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
@@ -27,9 +29,9 @@ _DRAIN_SECONDS = 1.0
 class _Stream:
     """One pipe of one rank."""
 
-    def __init__(self, label: Label, console: BinaryIO) -> None:
+    def __init__(self, label: Label, kind: str) -> None:
         self.reader, self.writer = os.pipe()
-        self._label, self._console, self._pending = label, console, b""
+        self._label, self._kind, self._pending = label, kind, b""
 
     @property
     def path(self) -> str:
@@ -43,27 +45,51 @@ class _Stream:
         whole = _LINE.findall(self._pending)
         self._pending = self._pending[sum(map(len, whole)) :]
         if whole:
-            self._console.write(b"".join(self._label.prefix + line for line in whole))
-            self._console.flush()
+            self._write(whole)
         return bool(received)
+
+    def _write(self, lines: list[bytes]) -> None:
+        for sink, prefix in self._label.sinks(self._kind):
+            sink.write(b"".join(prefix + line for line in lines))
+            sink.flush()
+
+
+Files = dict[str, tuple[BinaryIO | None, bool]]
+"""By `stdout` and `stderr` the file of a rank's lines, and whether they go to the console."""
 
 
 class Label:
-    """What stands before the lines of one process; a spare's changes when it gets a place."""
+    """What stands before the lines of one process, and where they go; those of a spare change when it gets a place."""
 
-    def __init__(self, text: str) -> None:
-        self.set(text)
+    def __init__(self, text: str, files: Files | None = None) -> None:
+        self.set(text, files)
 
-    def set(self, text: str) -> None:
+    def set(self, text: str, files: Files | None = None) -> None:
         """Say who writes from now on."""
-        self.prefix = f"[{text}] ".encode()
+        self._prefix, self._files = f"[{text}] ".encode(), files or {}
+
+    def sinks(self, kind: str) -> Iterator[tuple[BinaryIO, bytes]]:
+        """Yield files for lines of this kind, and what stands before the lines there."""
+        file, shown = self._files.get(kind, (None, True))
+        if file is not None:
+            yield file, b""
+        if shown:
+            yield getattr(sys, kind).buffer, self._prefix
 
 
 class RankOutput(LogsSpecs):
-    """Pipes from all processes of this node to the console."""
+    """Pipes from all processes of this node to the console and to files.
 
-    def __init__(self) -> None:
+    Args:
+        files: says which lines go into which files.
+    """
+
+    def __init__(self, files: LogsSpecs) -> None:
         super().__init__()
+        self._specs = files
+        self._files: dict[int, Files] = {}
+        """By local rank."""
+        self._opened: list[BinaryIO] = []
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
@@ -73,11 +99,19 @@ class RankOutput(LogsSpecs):
         self._thread = threading.Thread(target=self._pump, name="moe-ckpt-output", daemon=True)
         self._thread.start()
 
+    def label(self, rank: int, local_rank: int) -> Label:
+        """Return the label of a rank."""
+        return Label(str(rank), self.files_of(local_rank))
+
+    def files_of(self, local_rank: int) -> Files:
+        """Return where the lines of a rank of this node go."""
+        return self._files.get(local_rank, {})
+
     def pipes(self, label: Label) -> tuple[str, str]:
         """Return paths for standard output and error of a process about to be started."""
         paths = []
-        for console in (sys.stdout.buffer, sys.stderr.buffer):
-            stream = _Stream(label, console)
+        for kind in ("stdout", "stderr"):
+            stream = _Stream(label, kind)
             self._given.append(stream.writer)
             self._selector.register(stream.reader, selectors.EVENT_READ, stream)
             paths.append(stream.path)
@@ -100,23 +134,37 @@ class RankOutput(LogsSpecs):
             os.close(key.fd)
         self._selector.close()
         os.close(self._wake_writer)
+        for file in self._opened:
+            file.close()
 
     @override
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return pipes by local rank, as torch's agent asks for files."""
-        pairs = {local_rank: self.pipes(Label(env["RANK"])) for local_rank, env in envs.items()}
-        for env in envs.values():
-            env["TORCHELASTIC_ERROR_FILE"] = ""
+        wanted = self._specs.reify(envs)
+        for local_rank in envs:
+            self._files[local_rank] = {
+                "stdout": self._open(wanted.stdouts[local_rank], local_rank in wanted.tee_stdouts),
+                "stderr": self._open(wanted.stderrs[local_rank], local_rank in wanted.tee_stderrs),
+            }
+        pairs = {local_rank: self.pipes(self.label(int(env["RANK"]), local_rank)) for local_rank, env in envs.items()}
         return LogsDest(
             stdouts={local_rank: pair[0] for local_rank, pair in pairs.items()},
             stderrs={local_rank: pair[1] for local_rank, pair in pairs.items()},
-            error_files=dict.fromkeys(envs, os.devnull),
+            error_files=wanted.error_files,
         )
 
     @property
     @override
     def root_log_dir(self) -> str:
-        return os.devnull
+        return self._specs.root_log_dir
+
+    def _open(self, path: str, teed: bool) -> tuple[BinaryIO | None, bool]:
+        """Return the file of torch's path, which is empty for the console, and whether the console gets the lines, too."""
+        if not path:
+            return None, True
+        # Until the end: lines of ranks that have ended may still come.
+        self._opened.append(Path(path).open("wb"))  # noqa: SIM115
+        return self._opened[-1], teed
 
     # -- the thread
 

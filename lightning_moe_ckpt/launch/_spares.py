@@ -48,28 +48,27 @@ class Spares:
         """
         while len(self._waiting) < self._wanted:
             environment = {name: str(value) for name, value in context.envs[0].items() if name not in _OF_ONE_RANK}
-            member = self.start_process(context, environment | {SPARE: "1"}, "spare", self._command)
+            member = self.start_process(context, environment | {SPARE: "1"}, Label("spare"), self._command)
             self._waiting[member.pid] = member
             self._board.expect_exit(member.pid)
 
     def start_process(
-        self, context: Any, environment: dict[str, str], label: str, command: tuple[str, ...] = ()
+        self, context: Any, environment: dict[str, str], label: Label, command: tuple[str, ...] = ()
     ) -> Member:
         """Start a process as torch's agent does, with `label` before its lines."""
-        own = Label(label)
         entrypoint, *arguments = command or (context.entrypoint, *context.args[0])
         options = [context._numa_options] if hasattr(context, "_numa_options") else []  # noqa: SLF001  # not in torch 2.6
         handler = get_subprocess_handler(
             entrypoint,
             tuple(arguments),
             environment,
-            *self._output.pipes(own),
+            *self._output.pipes(label),
             int(environment.get("LOCAL_RANK", 0)),
             *options,
         )
         self._output.started()
         close_streams(handler)
-        return Member(handler, own)
+        return Member(handler, label)
 
     def connect(self, pid: int, connection: socket.socket) -> bool:
         """Note that a spare waits for its place; False for who is none."""
@@ -77,7 +76,7 @@ class Spares:
             self._waiting[pid].connection = connection
         return pid in self._waiting
 
-    def take(self, rank: int) -> Member | None:
+    def take(self, rank: int, local_rank: int) -> Member | None:
         """Return a spare for this rank, one that waits already before one that is on its way; None without any."""
         usable = [member for member in self._waiting.values() if member.exit_code is None]
         if not usable:
@@ -86,7 +85,7 @@ class Spares:
         del self._waiting[member.pid]
         self._taken.add(member.pid)
         assert member.label is not None
-        member.label.set(str(rank))
+        member.label.set(str(rank), self._output.files_of(local_rank))
         return member
 
     def was(self, member: Member) -> bool:

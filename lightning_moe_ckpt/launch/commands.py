@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 from torch.distributed.run import config_from_args, parse_args
 
-from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.launch._agent import SupervisingAgent, SupervisorOptions
 from lightning_moe_ckpt.launch._output import RankOutput
 from lightning_moe_ckpt.launch._verdict import FailureRate
@@ -60,18 +61,22 @@ def run(
         hang_seconds=hang_timeout,
         say=_say,
     )
+    given = _given(torchrun)
+    if spare_at == "imports" and "--no-python" in given:
+        raise ConfigurationError(
+            "`--spare-at imports` imports in Python before SCRIPT runs, which `--no-python` says is none. Leave one of them out."
+        )
     arguments = [
-        "--log-dir",
-        os.devnull,
-        *_rendezvous(torchrun),
-        *torchrun,
+        *([] if given & {"--log-dir", "--redirects", "--tee", "--local-ranks-filter"} else ["--log-dir", os.devnull]),
+        *([*torchrun, *_rendezvous(given)] if "--standalone" in given else [*_rendezvous(given), *torchrun]),
         *(["--module"] if module else []),
         *command,
     ]
-    supervisor = _supervisor(arguments, options)
+    supervisor = _supervisor(arguments, options, limited="--max-restarts" in given)
     try:
         result = supervisor.run()
     except SignalException as error:
+        _say(f"{signal.Signals(error.sigval).name}: all ranks were told to stop, and have ended")
         return _KILLED + error.sigval
     finally:
         supervisor.close()
@@ -79,13 +84,15 @@ def run(
     return _FAILED if result is None or result.is_failed() else 0
 
 
-def _supervisor(arguments: list[str], options: SupervisorOptions) -> SupervisingAgent:
+def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bool) -> SupervisingAgent:
     """Do what torch's `launch_agent` does, which knows one agent only."""
     # Ranks must find the store in the agent: the one that would serve it otherwise is a rank, and may die.
     os.environ.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
     parse: Any = parse_args
     # One signal, one sentence: torch's says what ours say.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    for name in ("agent.server.api", "multiprocessing.api"):  # have levels of their own
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:
         config, entrypoint, entrypoint_arguments = config_from_args(parse(arguments))
         rendezvous = RendezvousParameters(
@@ -100,6 +107,8 @@ def _supervisor(arguments: list[str], options: SupervisorOptions) -> Supervising
         handler = registry.get_rendezvous_handler(rendezvous)
     except (AssertionError, ValueError) as error:
         raise CheckpointError(str(error)) from error
+    if limited:
+        options = dataclasses.replace(options, max_restarts=config.max_restarts)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     # Versions of torch differ in what a specification has besides.
     shared: dict[str, Any] = {
@@ -118,16 +127,24 @@ def _supervisor(arguments: list[str], options: SupervisorOptions) -> Supervising
             "master_port": static[2] and int(static[2]),
         }
     )
+    assert config.logs_specs is not None
     seconds = getattr(config, "shutdown_timeout", None)
-    return SupervisingAgent(spec, RankOutput(), options, **({} if seconds is None else {"shutdown_timeout": seconds}))
+    return SupervisingAgent(
+        spec, RankOutput(config.logs_specs), options, **({} if seconds is None else {"shutdown_timeout": seconds})
+    )
 
 
-def _rendezvous(torchrun: Sequence[str]) -> list[str]:
+def _given(torchrun: Sequence[str]) -> set[str]:
+    """Return the options that are given, here or in variables that torchrun reads: `PET_NNODES` and so on."""
+    of_environment = {name[4:].lower().replace("_", "-") for name in os.environ if name.startswith("PET_")}
+    return {option.partition("=")[0] for option in torchrun} | {f"--{name}" for name in of_environment}
+
+
+def _rendezvous(given: set[str]) -> list[str]:
     """Return what torchrun adds by itself: a place to meet for one node, or the kind of meeting that was meant."""
-    given = {option.partition("=")[0] for option in torchrun}
-    if "--rdzv-backend" in given:
+    if "--rdzv-backend" in given and "--standalone" not in given:
         return []
-    if not given & {"--rdzv-endpoint", "--master-addr", "--master-port", "--node-rank"}:
+    if "--standalone" in given or not given & {"--rdzv-endpoint", "--master-addr", "--master-port", "--node-rank"}:
         return [
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", str(uuid.uuid4())),
             *("--local-addr", "127.0.0.1"),

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -24,9 +25,10 @@ from launcher import run_world
 from rich.console import Console, RenderableType
 
 import lightning_moe_ckpt
-from lightning_moe_ckpt.benchmarks import _native, _overhead, _recovery, _scale
+from lightning_moe_ckpt.benchmarks import _in_place, _native, _overhead, _recovery, _scale
 from lightning_moe_ckpt.benchmarks._benchmark import Machine, accelerator_for, rounds_of
 from lightning_moe_ckpt.benchmarks._breakdown import HookCost
+from lightning_moe_ckpt.benchmarks._in_place import Failure, FailureFigure
 from lightning_moe_ckpt.benchmarks._native_device import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure
 from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
@@ -63,6 +65,16 @@ TINY = {
             "32",
         ),
         *("--systems", "dense", "--systems", "dcp"),
+    ),
+    "in-place": (
+        "--in-place-ranks",
+        "2",
+        "--in-place-kills",
+        "1",
+        "--launchers",
+        "replaced",
+        "--launchers",
+        "torchrun",
     ),
     "quality": (
         *("--quality-quick", "--quality-seeds", "1"),
@@ -327,6 +339,40 @@ def test_every_failure_is_recovered_from() -> None:
     shown = _shown(_recovery.table([*figures, HostRestoreFigure(**host)]))
     assert "out of host memory, without imports: median" in shown
     assert all(text in shown for text in ("DenseCheckpoint", "torch DCP, async", "all nodes", "any", "steps lost"))
+
+
+def test_a_rank_is_lost_under_each_launcher() -> None:
+    """Who is alone restarted, who is noticed by the others, and goals of a spare; a step taken again is no new one."""
+    lost = {"begin_seconds": 0.5, "rerun_seconds": 0.4, "rerun_steps": 4, "step_seconds": 0.1}
+    failures = [Failure(noticed_seconds=0.02 * index, total_seconds=index + 0.1, **lost) for index in (1, 3, 2)]
+    figures = [
+        FailureFigure(launcher="spare", num_ranks=3, failures=failures),
+        FailureFigure(
+            launcher="torchrun", num_ranks=3, failures=[replace(each, noticed_seconds=None) for each in failures]
+        ),
+    ]
+    assert figures[0].time_ratio == pytest.approx(1 - 2.0 / 600)
+    shown = _shown(_in_place.table(figures))
+    assert "3 ranks, until the others have noticed: 0.040, goal at most 0.1 s: met" in shown
+    assert (
+        "3 ranks, to the first new step with a spare, without steps taken again: 1.700, goal at most 1 s: NOT met"
+        in shown
+    )
+    assert "pip install torchft" in shown
+
+
+@pytest.mark.soak
+def test_a_rank_is_lost_and_its_training_goes_on() -> None:
+    """New steps come after all ranks have begun again; where processes stay, they say that they have noticed."""
+    for row in _document("in-place")["in-place"]:
+        (failure,) = row["failures"]
+        assert (
+            0
+            < failure["begin_seconds"]
+            < failure["begin_seconds"] + failure["rerun_seconds"]
+            < failure["total_seconds"]
+        )
+        assert (failure["noticed_seconds"] is not None) == (row["launcher"] == "replaced")
 
 
 def test_persisting_is_compared_with_bare_writes() -> None:

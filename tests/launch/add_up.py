@@ -26,7 +26,7 @@ from lightning_moe_ckpt.launch import Supervised  # noqa: E402
 FOLDER, STEPS = Path(folder), int(steps)
 LIMIT = 60.0
 Events = dict[str, Callable[[], object]]
-BEFORE_ARRIVING, BEFORE_JOINING = -1, -2
+BEFORE_ARRIVING, BEFORE_JOINING, BEHIND_THE_END = -1, -2, -3
 
 
 class Files:
@@ -139,6 +139,7 @@ EVENTS: Events = {
     "deadlock": signal.pause,
     "slow": lambda: time.sleep(0.7),
     "raise": fail,
+    "late": lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL)),
     "silent": lambda: time.sleep(2.0),
 }
 BETWEEN: Events = {"busy": lambda: time.sleep(3.0), "stuck": signal.pause}
@@ -165,6 +166,7 @@ def train(supervised: Supervised, rank: int, world_size: int) -> None:
         group.reduce(0, sum)
     finally:
         group.close()
+    happen(supervised, rank, BEHIND_THE_END)
     print(f"pid {os.getpid()} total {total}")
 
 

@@ -25,7 +25,7 @@ from lightning_moe_ckpt.testing._attempts import free_port
 
 SCRIPT = Path(__file__).with_name("add_up.py")
 LIMIT_SECONDS = 60.0
-BEFORE_ARRIVING, BEFORE_JOINING = -1, -2
+BEFORE_ARRIVING, BEFORE_JOINING, BEHIND_THE_END = -1, -2, -3
 """Steps of events, as the script knows them."""
 
 
@@ -143,11 +143,16 @@ def test_only_the_dead_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_spare_takes_the_place(tmp_path: Path) -> None:
-    """It waits where the script asks for its rank; when it is used up, another one comes."""
-    job = Job(tmp_path / "job", 3, 400, "kill:0:50:0", "kill:0:350:1", spares=1)
-    ended = check(job, {0: 2})
+    """It waits where the script asks for its rank; when it is used up, another one comes. All write to the file of the rank."""
+    files = ["--log-dir", str(tmp_path / "logs"), "--tee", "0:1", "--redirects", "1:1"]
+    job = Job(tmp_path / "job", 3, 400, "kill:0:50:0", "kill:0:350:1", spares=1, torchrun=files)
+    ended = job.end()
     assert [sentence for sentence in ended.sentences() if "a spare takes its place, incarnation" in sentence]
-    assert all(len(ended.pids(rank)) == 1 for rank in (1, 2))
+    assert [len(ended.pids(rank)) for rank in range(3)] == [3, 0, 1]
+    assert ended.totals() == dict.fromkeys((0, 2), sum(range(400)) * 6)
+    written = [path.read_text() for path in sorted((tmp_path / "logs").glob("*/attempt_0/*/stdout.log"))]
+    assert [text.count("begins") for text in written] == [3, 1]
+    assert f"total {sum(range(400)) * 6}\n" in written[0]
 
 
 def test_a_spare_whose_script_does_not_wait_says_so(tmp_path: Path) -> None:
@@ -243,6 +248,17 @@ def test_ranks_that_do_not_come_together_are_all_started_anew(tmp_path: Path) ->
     job = Job(tmp_path / "job", 2, 60, "kill:1:30:0", f"deadlock:1:{BEFORE_ARRIVING}:1", recover_timeout=2.0)
     ended = check(job, {0: 1, 1: 2})
     assert "ranks did not come together within 2 s; all ranks are started anew" in ended.sentences()
+
+
+def test_who_dies_behind_the_end_is_not_replaced_alone(tmp_path: Path) -> None:
+    """Others have left with 0, and nobody could join it: all are started anew, as often as `--max-restarts` allows."""
+    script = [f"late:0:{BEHIND_THE_END}:{incarnation}" for incarnation in range(2)]
+    ended = Job(tmp_path / "job", 2, 20, *script, torchrun=["--max-restarts", "1"]).end()
+    assert ended.code == 1
+    first, second = ended.sentences()
+    assert first.endswith("was killed by SIGKILL after others had finished; all ranks are started anew")
+    assert second.endswith("all ranks were started 2 times, `--max-restarts 1` allows no more; the job is given up")
+    assert [len(ended.pids(rank)) for rank in range(2)] == [2, 2]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
