@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # exported at run time only
 
 
+_LEAVE_SECONDS = 30.0
+"""For a process that has lost its supervisor to save and leave; as long as launchers wait."""
+
+
 class RankFailure(NamedTuple):
     """What ended an incarnation."""
 
@@ -88,6 +92,8 @@ class Supervised:
         """The one that this process has joined; before the first, the one to join."""
         self.replacement: bool = place["replacement"]
         """Whether this process takes the place of one that had joined others."""
+        self.fits = 0
+        """Fits that this process has begun: in which of them it is. Others can be joined there only."""
         threading.Thread(target=self._listen, name="moe-ckpt-supervised", daemon=True).start()
 
     @classmethod
@@ -211,6 +217,8 @@ class Supervised:
             self._changed.notify_all()
         # Nobody is left to end this process when the others do: stop as if asked to.
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_LEAVE_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)  # the main thread waits in a collective, perhaps for ever
 
     def _take(self, message: Line) -> None:
         with self._changed:

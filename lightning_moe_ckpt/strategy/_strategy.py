@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.parallel import (
     GradientReducer,
@@ -137,10 +137,14 @@ class MoEStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         supervised = Supervised.from_environment()
         if supervised is not None and not dist.is_initialized():
-            if supervised.replacement and self._fits:
+            if supervised.replacement:
+                self._require_fit(supervised)
+                supervised.fits += 1
                 self._stand_apart()
                 return
             self._form_groups(supervised)
+        if supervised is not None and self._fits:
+            supervised.fits += 1
         self._join_fresh_store()
         with self._closed_doors():
             super().setup_distributed()
@@ -175,6 +179,7 @@ class MoEStrategy(DDPStrategy):
         self._form_groups(supervised)
         self.groups = _groups_of_this_process(self.expert_parallel, self.timeout)
         set_current_groups(self.groups)
+        self._require_same_fit(supervised.fits)
         self._start_reducing()
 
     def share_start(self, *, survived: bool) -> int:
@@ -195,6 +200,27 @@ class MoEStrategy(DDPStrategy):
     @property
     def _fits(self) -> bool:
         return self._module.trainer.state.fn == TrainerFn.FITTING
+
+    def _require_fit(self, supervised: Supervised) -> None:
+        """Refuse to take the place of another process unless what it does first is a fit, as the others are in one."""
+        if not self._fits:
+            function = self._module.trainer.state.fn
+            raise CheckpointError(
+                f"This process takes the place of one that has died (incarnation {supervised.incarnation}), and its script "
+                f"begins with `{function.value if function else None}`, which the other ranks do not do again. All ranks are "
+                "started anew. Call `fit` before it to have the dead alone replaced."
+            )
+
+    def _require_same_fit(self, fits: int) -> None:
+        """Refuse to go on where scripts of some ranks are in an earlier fit than those of others. Collective."""
+        everyone = [fits] * self.groups.world_size
+        if self.groups.world_size > 1:
+            dist.all_gather_object(everyone, fits, group=self.groups.group("control"))
+        if len(set(everyone)) > 1:
+            raise CheckpointError(
+                f"A new process is in its first fit, others are in fit {max(everyone)} of their script, which a process that "
+                "joins them cannot skip to. All ranks are started anew, and find their first fits finished."
+            )
 
     def _stand_apart(self) -> None:
         """Set up without groups: others have done what Lightning does here with all ranks, and do not do it again."""

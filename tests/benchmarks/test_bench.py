@@ -343,7 +343,7 @@ def test_every_failure_is_recovered_from() -> None:
 
 def test_a_rank_is_lost_under_each_launcher() -> None:
     """Who is alone restarted, who is noticed by the others, and goals of a spare; a step taken again is no new one."""
-    lost = {"begin_seconds": 0.5, "rerun_seconds": 0.4, "rerun_steps": 4, "step_seconds": 0.1}
+    lost: Any = {"begin_seconds": 0.5, "rerun_seconds": 0.4, "rerun_steps": 4, "step_seconds": 0.1}
     failures = [Failure(noticed_seconds=0.02 * index, total_seconds=index + 0.1, **lost) for index in (1, 3, 2)]
     figures = [
         FailureFigure(launcher="spare", num_ranks=3, failures=failures),

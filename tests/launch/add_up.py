@@ -133,13 +133,18 @@ def fail() -> None:
     raise ValueError("this goes wrong once")
 
 
+def end_late() -> None:
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 EVENTS: Events = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "deadlock": signal.pause,
     "slow": lambda: time.sleep(0.7),
     "raise": fail,
-    "late": lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL)),
+    "late": end_late,
     "silent": lambda: time.sleep(2.0),
 }
 BETWEEN: Events = {"busy": lambda: time.sleep(3.0), "stuck": signal.pause}
