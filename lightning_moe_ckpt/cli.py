@@ -18,6 +18,9 @@ from typing import Any
 import click
 from typing_extensions import override
 
+from lightning_moe_ckpt._cli_run import RUN
+from lightning_moe_ckpt._cli_run import flag as _flag
+from lightning_moe_ckpt._cli_run import option as _option
 from lightning_moe_ckpt.errors import CheckpointError
 
 _HELP = """\
@@ -128,18 +131,6 @@ def _count(text: object) -> int:
     if not str(text).isdigit() or int(str(text)) < 1:
         raise click.BadParameter(f"`{text}` must be a number of 1 or more")
     return int(str(text))
-
-
-def _option(flag: str, text: str, metavar: str | None = None, **more: Any) -> click.Option:
-    """Return an option whose value is passed on under the name of its flag; a default is shown."""
-    if "default" in more:
-        more["show_default"] = True
-    name = more.pop("name", flag.strip("-").replace("-", "_"))
-    return click.Option([flag, name], help=text, metavar=metavar, **more)
-
-
-def _flag(flag: str, text: str, name: str | None = None) -> click.Option:
-    return click.Option([flag, name or flag.strip("-").replace("-", "_")], help=text, is_flag=True)
 
 
 def _number(flag: str, default: int, text: str) -> click.Option:
@@ -452,103 +443,6 @@ BENCH = click.Group(
     commands=[
         *(_bench(name, summary, [name]) for name, (summary, _) in _BENCHMARKS.items()),
         _bench("all", "All of them, one after another.", [*_BENCHMARKS]),
-    ],
-)
-# -- training
-
-_RUN = """\
-Start the ranks of a training on this node, and keep it running: only a rank that dies is replaced.
-
-Takes torchrun's options and its place. The other ranks stay in their processes, if the script trains with MoEStrategy: they
-resume from memory together with the new one. Under any other script, and whenever ranks do not come together again, all
-are started anew, as torchrun does. A rank whose steps stop, or that is stopped, is ended and counts as dead.
-
-Exit status: 0 all ranks have ended well, 1 given up, 2 wrong arguments, 128 + N ended by signal N."""
-
-_SPARE_AT = """\
-Up to where they run: until MoEStrategy asks for its rank, or, for scripts that read RANK earlier, until torch, lightning
-and this package are imported."""
-_RECOVER_TIMEOUT = "Seconds from a failure until training goes on; then all ranks are started anew."
-_HANG_TIMEOUT = (
-    "Least silence within a step that counts as a hang; always five times the longest step. While a rank is between two steps, "
-    "as when it validates or saves, the others wait for it as long as --recover-timeout."
-)
-_TORCHRUN = [
-    _option("--nproc-per-node", "Ranks of this node: a number, or auto, gpu, cpu (default: 1).", "N"),
-    _option("--nnodes", "Nodes, or MIN:MAX (default: 1).", "N"),
-    _flag("--standalone", "All ranks are on this node; so it is by default."),
-    _option("--node-rank", "Of this node; for the static rendezvous.", "N"),
-    _option("--rdzv-endpoint", "Where nodes meet.", "HOST:PORT"),
-    _option("--rdzv-backend", "How they meet (default: static with --node-rank, else c10d).", "NAME"),
-    _option("--rdzv-id", "Name of the job.", "NAME"),
-    _option("--rdzv-conf", "More for the rendezvous.", "KEY=VALUE,..."),
-    _option("--master-addr", "Of the first node; for the static rendezvous.", "HOST"),
-    _option("--master-port", "There.", "PORT"),
-    _option("--local-addr", "Of this node, if its name does not lead to it.", "HOST"),
-    _option("--max-restarts", "How often all ranks may be started anew (default: as --max-failures allows).", "N"),
-    _option("--log-dir", "For files of what ranks write, and of their errors.", "PATH"),
-    click.Option(["-r", "--redirects"], help="What goes to files only: 1 stdout, 2 stderr, 3 both, 0:1,1:2 by rank."),
-    click.Option(["-t", "--tee"], help="What goes to files and to the console, likewise."),
-    _option("--local-ranks-filter", "Ranks of this node that the console shows.", "N,..."),
-    _flag("--no-python", "SCRIPT is a program."),
-    _option("--role", "Name of the ranks' role.", "NAME"),
-    _option("--numa-binding", "Bind ranks to cores near their GPU: node, socket, exclusive, core-complex.", "MODE"),
-    _option("--signals-to-handle", "That are passed on to ranks (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT).", "NAME,..."),
-    _option("--shutdown-timeout", "Seconds from a signal to SIGKILL (default: 30).", "SECONDS"),
-]
-_NOT_TAKEN = {
-    "--monitor-interval": "what happens to ranks is waited for, not asked for",
-    "--start-method": "ranks are programs of their own, never forks",
-    "--run-path": "ranks are programs of their own; name the script",
-    "--event-log-handler": "what happens is said on standard error",
-    "--logs-specs": "take `--log-dir`, `--redirects` and `--tee`",
-    "--duplicate-stdout-filters": "take `--tee` and filter its files",
-    "--duplicate-stderr-filters": "take `--tee` and filter its files",
-    "--virtual-local-rank": "every rank sees the devices of its node",
-}
-"""Options of torchrun, and why there is none."""
-
-
-def _refused(flag: str, why: str) -> click.Option:
-    def refuse(_: click.Context, param: click.Parameter, value: object) -> None:
-        if value is not None:
-            raise click.UsageError(f"{param.opts[0]} is torchrun's, and `moe-ckpt run` has none: {why}. Leave it out.")
-
-    more: dict[str, Any] = (
-        {"is_flag": True, "flag_value": "given"} if flag in ("--run-path", "--virtual-local-rank") else {}
-    )
-    return click.Option([flag], hidden=True, expose_value=False, default=None, callback=refuse, **more)
-
-
-def _run(command: tuple[str, ...], **arguments: Any) -> int:
-    commands = importlib.import_module("lightning_moe_ckpt.launch.commands")
-    torchrun: list[str] = []
-    for option in _TORCHRUN:
-        value = arguments.pop(str(option.name))
-        if value is True:
-            torchrun.append(option.opts[-1])
-        elif value not in (None, False):
-            torchrun += [option.opts[-1], value]
-    return int(commands.run(command, torchrun=torchrun, **arguments))
-
-
-RUN = click.Command(
-    "run",
-    callback=_run,
-    short_help="Start the ranks of a training, and replace those that die.",
-    help=_RUN,
-    # torchrun takes its options with underscores, too
-    context_settings={"allow_interspersed_args": False, "token_normalize_func": lambda name: name.replace("_", "-")},
-    params=[
-        *_TORCHRUN,
-        *(_refused(flag, why) for flag, why in _NOT_TAKEN.items()),
-        _option("--spares", "Processes per node that wait for a place.", "N", type=int, default=0),
-        _option("--spare-at", _SPARE_AT, type=click.Choice(["strategy", "imports"]), default="strategy"),
-        _option("--max-failures", "More of them end the job; without 'per', in all.", "RATE", default="10 per 1h"),
-        _option("--recover-timeout", _RECOVER_TIMEOUT, "SECONDS", type=float, default=300.0),
-        _option("--hang-timeout", _HANG_TIMEOUT, "SECONDS", type=float, default=10.0),
-        click.Option(["-m", "--module", "module"], help="SCRIPT is the name of a module.", is_flag=True),
-        click.Argument(["command"], metavar="SCRIPT [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED),
     ],
 )
 PROGRAM = _Program(

@@ -18,7 +18,7 @@ PACKAGE = "lightning_moe_ckpt"
 # From the bottom up. A part imports only parts of lower levels; parts of one level do not import each other.
 LEVELS = [
     {"errors"},
-    {"launch", "native", "metrics", "data", "process"},
+    {"launch", "native", "metrics", "data", "process", "_cli_run"},
     {"storage", "journal"},
     {"parallel"},
     {"coordination", "moe"},
