@@ -482,8 +482,8 @@ def test_a_start_takes_few_calls_per_operator(start: str, tmp_path: Path) -> Non
     A third size shows that there is no part that grows faster.
     """
     totals = {}
-    for number in (40, 168, 296):
-        url = tmp_path / str(number) / "run"
+    for turn, number in enumerate((40, 40, 168, 296)):  # the first of a process does what is done once
+        url = tmp_path / str(turn) / "run"
         url.parent.mkdir()
         if start == "restore":
             with StepCalls(first=100) as before:
@@ -494,7 +494,7 @@ def test_a_start_takes_few_calls_per_operator(start: str, tmp_path: Path) -> Non
     per_operator = (totals[296] - totals[40]) / 256
     print(f"{start}: {totals}, {per_operator:.1f} per operator")
     assert per_operator <= MAX_START[start]
-    assert totals[296] - totals[168] <= 1.1 * (totals[168] - totals[40])
+    assert totals[296] - totals[168] <= 1.2 * (totals[168] - totals[40])  # 2.2 if it grew with the square
 
 
 def _is_preparation(code: CodeType) -> bool:
