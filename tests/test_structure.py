@@ -425,7 +425,7 @@ def test_a_step_takes_no_call_per_operator(policy: str, kind: str, folders: tupl
     What counts tokens has a hook per expert that is a module, and is not counted here.
     """
     events: dict[int, int] = {}
-    for number in (8, 104):
+    for number in (8, 264):  # more operators apart than what tiers have done by then varies by
         url = tmp_path / str(number) / "run"
         url.parent.mkdir()
         chosen = (
@@ -434,7 +434,7 @@ def test_a_step_takes_no_call_per_operator(policy: str, kind: str, folders: tupl
         with StepEvents(12, folders) as counted:
             _fit(url, counted, 34, chosen, Experts(kind, number))
         events[number] = counted.median()
-    assert events[104] - events[8] < 104 - 8
+    assert events[264] - events[8] < 264 - 8
 
 
 class StartEvents(StepEvents):
