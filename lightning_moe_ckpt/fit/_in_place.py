@@ -128,8 +128,8 @@ class InPlace:
             missing = run.session.report().missing_experts
             if self._joined and missing:
                 raise CheckpointError(
-                    f"no whole copy is left of {len(missing)} experts, which begin anew: processes that stayed have trained them, others "
-                    "have not. Only a whole restart gives all ranks the same"
+                    f"No whole copy is left of {len(missing)} experts, which begin anew: processes that stayed have trained "
+                    "them, others have not. When this process ends, the supervisor starts all ranks anew."
                 )
             self._weights = []
         elif not self._joined:

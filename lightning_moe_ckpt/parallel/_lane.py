@@ -78,10 +78,8 @@ class Lane:
                     future.set_result(work())
             except Exception as error:  # noqa: BLE001  # thread entry: the waiter raises it
                 future.set_exception(error)  # type: ignore[arg-type]  # its stub says the result type
-            del (
-                work,
-                future,
-            )  # the error has this frame, the future the error, and the collector does not look into futures
+            # The error has this frame, the future has the error, and the collector does not look into futures.
+            del work, future
 
 
 def stream_writing(tensor: Tensor) -> torch.cuda.Stream | None:
