@@ -78,6 +78,8 @@ class MovedAttributes:
         self._parts = _Parts({}, {})
         self._others: dict[str, object] = {}
         self._first: dict[str, Any] | None = None
+        self._insane: dict[str, Any] = {}
+        """Values that a sanity check has changed, before it."""
         self._sizes: dict[str, int] = {}
         self._named: set[str] = set()
 
@@ -86,7 +88,7 @@ class MovedAttributes:
         self._owners = self._others = dict(self._roots())
         if self._first is None:
             self._sizes = {name: len(value) for name, value in self._attributes() if isinstance(value, _CONTAINERS)}
-            self._first = {name: value for name, value in self._attributes() if _is_plain(value)}
+            self._first = {name: value for name, value in self._attributes() if _is_plain(value)} | self._insane
             plain = {
                 name: [attribute for attribute, value in self._of(owner) if _is_plain(value)]
                 for name, owner in self._owners.items()
@@ -94,6 +96,16 @@ class MovedAttributes:
             }
             self._parts = _Parts({name: names for name, names in plain.items() if names}, self._owners)
         self._others = self._parts.others(self._owners)
+
+    def sanity_check_begins(self) -> None:
+        """Remember values: a run that resumes has no sanity check, so what that changes has changed in training."""
+        self._others = dict(self._roots())
+        self._insane = {name: value for name, value in self._attributes() if _is_plain(value)}
+
+    def sanity_check_ends(self) -> None:
+        """Keep what it has changed."""
+        now = {name: value for name, value in self._attributes() if _is_plain(value)}
+        self._insane = {name: value for name, value in self._insane.items() if now.get(name, value) != value}
 
     def take(self) -> dict[str, Any]:
         """Return the values of changed attributes, by name."""

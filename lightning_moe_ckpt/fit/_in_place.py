@@ -135,8 +135,10 @@ class InPlace:
         elif not self._joined:
             self._start_of_run = run.start_of_run()
         elif not self._weights or self._trainer.ckpt_path:
+            # Lightning gives such a file to model, optimizer and loops at several times before and after this hook.
+            why = f": the fit began from {self._trainer.ckpt_path}" if self._trainer.ckpt_path else ""
             raise CheckpointError(
-                "Nothing is left to resume from in place. When this process ends, the supervisor starts all ranks anew."
+                f"Nothing is left to resume from in place{why}. When this process ends, the supervisor starts all ranks anew."
             )
         else:
             strategy, survived = self._trainer.strategy, self._start_of_run is not None

@@ -203,6 +203,10 @@ class BoundaryRecorder:
 
     # -- moments, called by the fit
 
+    def sanity_check(self, *, begins: bool) -> None:
+        """Note what the validation before training changes in the user's objects."""
+        (self._moved.sanity_check_begins if begins else self._moved.sanity_check_ends)()
+
     def before_epoch(self) -> None:
         """Record the moment between two epochs, before `on_train_epoch_start`."""
         self._held.look()

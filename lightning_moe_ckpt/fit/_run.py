@@ -293,11 +293,15 @@ class FitSession:
     def validation_begins(self) -> None:
         # Validation may swap weights through `.data` and back (averages), which no version counter sees.
         self._disturbed, self._validation_began = True, time.perf_counter()
+        if self._trainer.sanity_checking:
+            self._recorder.sanity_check(begins=True)
 
     # -- last callback
 
     def validation_ends(self) -> None:
         self.clock.validated += time.perf_counter() - self._validation_began
+        if self._trainer.sanity_checking:
+            self._recorder.sanity_check(begins=False)
 
     @clocked
     def before_zero_grad(self) -> None:

@@ -19,6 +19,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -31,7 +33,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from typing_extensions import override
 
-from lightning_moe_ckpt.launch._log import EventLog, JobEvent
+from lightning_moe_ckpt.launch._log import EventLog, JobEvent, NodeWatch
 from lightning_moe_ckpt.launch._members import Clock, Happening, Member, Switchboard
 from lightning_moe_ckpt.launch._output import RankOutput
 from lightning_moe_ckpt.launch._spares import Spares, close_streams
@@ -42,6 +44,8 @@ _LOOK_SECONDS = 0.1
 """Between two looks at beats and deadlines; nothing that happens waits for one."""
 
 _STORE_TIMEOUT = timedelta(minutes=5)
+_TELL_SECONDS, _MOST_TELL_SECONDS = 10.0, 60.0
+"""Between two sentences while this node waits for others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +63,8 @@ class SupervisorOptions:
     """From a failure until training goes on; then all processes are started anew."""
     hang_seconds: float = 10.0
     """Least silence of a rank that is taken for a hang."""
+    node_seconds: float = 10.0
+    """Silence of another node's supervisor after which that is gone; as long as the rendezvous takes."""
     say: Callable[[str], None] = print
     """Gets one sentence per decision."""
 
@@ -96,9 +102,38 @@ class SupervisingAgent(LocalElasticAgent):
         self._silent = False
         """Whether all ranks of this node are counted as silent."""
         self._verdict = ""
+        self._gone = ""
+        """The node for whose return this one waits."""
         self._log: EventLog | None = None
+        self._nodes: NodeWatch
 
     # -- torch's questions
+
+    @override
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        met = threading.Event()
+        teller = threading.Thread(target=self._tell_waiting, args=(met,), name="moe-ckpt-rendezvous", daemon=True)
+        teller.start()
+        handler: Any = worker_group.spec.rdzv_handler
+        if hasattr(handler, "_bootstrap_store_info"):
+            # A node that was in an earlier round does not tell a new one where the store is, which waits for that for ever.
+            handler._bootstrap_store_info = None  # noqa: SLF001  # torch has no public way
+        try:
+            super()._rendezvous(worker_group)
+        finally:
+            met.set()
+            teller.join()
+        self._gone = ""
+
+    def _tell_waiting(self, met: threading.Event) -> None:
+        """Say for whom this node waits, and for how long by now."""
+        began, pause = time.monotonic(), _TELL_SECONDS
+        whom = f"{self._gone} to come back" if self._gone else "other nodes"
+        if self._gone:
+            self._options.say(f"waiting for {whom}")
+        while not met.wait(pause):
+            self._options.say(f"waiting for {whom}, {time.monotonic() - began:.0f} s")
+            pause = min(2 * pause, _MOST_TELL_SECONDS)
 
     @override
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -121,6 +156,7 @@ class SupervisingAgent(LocalElasticAgent):
         if self._verdict == "restart":
             return RunResult(state=WorkerState.UNHEALTHY)
         if self._verdict == "over" or all(member.exit_code == 0 for member in self._members.values()):
+            self._nodes.end()
             return self._last_result(worker_group)
         return RunResult(state=WorkerState.HEALTHY)
 
@@ -169,8 +205,10 @@ class SupervisingAgent(LocalElasticAgent):
         if self._worker_group.spec.rdzv_handler.get_backend() == "static":
             key += f"/{self._rounds}"  # its store is the same in every round
         self._rounds += 1
+        store.set(f"{key}/{group.group_rank}", str(self._incarnation))
         if group.group_rank == 0:
-            fresh = {"prefix": f"moe_ckpt/{uuid.uuid4()}", "incarnation": self._incarnation}
+            newest = max(int(store.get(f"{key}/{node}")) for node in range(group.group_world_size))
+            fresh = {"prefix": f"moe_ckpt/{uuid.uuid4()}", "incarnation": newest}
             store.set(key, json.dumps(fresh))
         agreed = json.loads(store.get(key))
         self._incarnation, self._formed, self._silent = agreed["incarnation"], -1, False
@@ -181,6 +219,10 @@ class SupervisingAgent(LocalElasticAgent):
             return TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
 
         self._log = EventLog(connect, prefix, lambda event: self._board.queue.put(("logged", prefix, event)))
+        nodes = int(group.group_world_size)
+        self._nodes = NodeWatch(
+            self._log, int(group.group_rank), nodes, socket.gethostname(), self._options.node_seconds
+        )
 
     def _enter(self, member: Member, local_rank: int, worker_group: WorkerGroup) -> None:
         """Enter a process as a rank of this node."""
@@ -275,6 +317,7 @@ class SupervisingAgent(LocalElasticAgent):
             if event["incarnation"] == self._incarnation:
                 self._form()
         elif kind == "restart":
+            self._gone = event.get("node", "")
             most = self._options.max_restarts
             if most is not None and self._rounds > most:  # all nodes count the same rounds
                 why = f"{event['why']}; all ranks were started {self._rounds} times, `--max-restarts {most}` allows no more"
@@ -291,12 +334,12 @@ class SupervisingAgent(LocalElasticAgent):
         self._silent = False
         for member in self._members.values():
             member.send({"failed": failed, "rank": rank, "why": event["why"]})
-        now = time.monotonic()
-        self._deadline = min(self._deadline, now + self._options.recover_seconds)
+        now, dead = time.monotonic(), self._members.get(event["pid"])
+        if self._world_size > 1 or dead is None or dead.connection is not None:  # else nobody ever comes together
+            self._deadline = min(self._deadline, now + self._options.recover_seconds)
         self._suspicion = now + max(member.patience(self._options.hang_seconds) for member in self._members.values())
         if event.get("hang"):
             self._suspicion = now + self._options.hang_seconds / 5
-        dead = self._members.get(event["pid"])
         if dead is not None and dead.rank == rank:  # another node has its own process ids
             del self._members[dead.pid]
             how = self._replace(dead, worker_group)
@@ -344,6 +387,10 @@ class SupervisingAgent(LocalElasticAgent):
             if member.stopped_seconds > member.patience(options.hang_seconds):
                 member.kill(f"was stopped for {member.stopped_seconds:.0f} s, and ended")
         self._look_for_silence(running)
+        gone = self._nodes.look(seconds)
+        if gone is not None:
+            why = f"{gone} is gone: its supervisor has not been heard of for {options.node_seconds:g} s"
+            self._now.append("restart", why=why, node=gone)
         if now > self._suspicion:
             self._suspicion = float("inf")
             for member in running:

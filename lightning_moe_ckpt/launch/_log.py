@@ -1,4 +1,4 @@
-"""The log of a job: what happened to its ranks, in one order for the supervisors of all nodes.
+"""The log of a job: what happened to its ranks, in one order for the supervisors of all nodes; and whether these live.
 
 It lies in the store that the agent of the first node serves, so it survives every rank. An event is appended under the
 next number of a counter, and a thread of every supervisor waits for the next number and hands events over. Decisions
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,9 @@ LAST_EVENTS = ("restart", "over", "lost")
 """Kinds of events after which a log has no more."""
 
 _WAIT = timedelta(minutes=5)
+_LOOKS = 5
+"""At another node, within the time after which it is gone."""
+_ENDED = 2**40
 
 
 class EventLog:
@@ -47,11 +51,9 @@ class EventLog:
 
     def append(self, kind: str, **facts: object) -> None:
         """Add an event for all supervisors. One that cannot be added is no event: then the store is gone."""
-        try:
+        with suppress(DistError):
             number = self._store.add("events", 1)
             self._store.set(f"event/{number}", json.dumps({"kind": kind, **facts}))
-        except DistError:
-            return
 
     def count(self, name: str, by: int = 1) -> int:
         """Add to the number of this name, and return it."""
@@ -59,6 +61,18 @@ class EventLog:
             return int(self._store.add(name, by))
         except DistError:
             return 0
+
+    def note(self, name: str, text: str) -> None:
+        """Keep a text under a name."""
+        with suppress(DistError):
+            self._store.set(name, text)
+
+    def noted(self, name: str) -> str:
+        """Return the text under a name, which is there."""
+        try:
+            return str(self._store.get(name).decode())
+        except DistError:
+            return ""
 
     def close(self, timeout: float) -> None:
         """Wait for the thread to end, after an event of `LAST_EVENTS`."""
@@ -87,3 +101,46 @@ class EventLog:
         except DistStoreError:
             return False
         return True
+
+
+class NodeWatch:
+    """Whether the supervisor of the next node lives. Each counts what it has seen of time, and looks at one other's count.
+
+    Ranks of a supervisor that was killed are not replaced: nobody starts processes there. Torch's rendezvous finds out,
+    too, but its nodes ask it only when they meet.
+
+    Args:
+        log: of this round.
+        node: number of this node.
+        num_nodes: in all.
+        name: of this node, for people.
+        patience: seconds of silence after which a supervisor is gone.
+    """
+
+    def __init__(self, log: EventLog, node: int, num_nodes: int, name: str, patience: float) -> None:
+        self._log, self._node, self._next, self._patience = log, node, (node + 1) % num_nodes, patience
+        self._seen, self._quiet, self._since = 0, 0.0, patience
+        log.note(f"node/{node}", name)
+
+    def look(self, seconds: float) -> str | None:
+        """Return what has become of the next node if it is gone, and None if it is not.
+
+        Args:
+            seconds: since the last look, as far as this process ran.
+        """
+        self._since += seconds
+        if self._next == self._node or self._since < self._patience / _LOOKS:
+            return None
+        self._log.count(f"lives/{self._node}")
+        seen = self._log.count(f"lives/{self._next}", 0)
+        # Before its first look it starts ranks, and behind its end nobody needs it.
+        lives = seen != self._seen or not 0 < seen < _ENDED
+        self._quiet, self._seen, self._since = 0.0 if lives else self._quiet + self._since, seen, 0.0
+        if self._quiet <= self._patience:
+            return None
+        self._quiet = 0.0
+        return f"node {self._next} ({self._log.noted(f'node/{self._next}')})"
+
+    def end(self) -> None:
+        """Note that all ranks of this node have ended well, so that nobody waits for it."""
+        self._log.count(f"lives/{self._node}", _ENDED)

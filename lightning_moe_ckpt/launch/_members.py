@@ -23,6 +23,7 @@ from lightning_moe_ckpt.launch._output import Label
 from lightning_moe_ckpt.launch._wire import HELLO, Heartbeat, Line, address_of, encode, read_messages
 
 _CREDENTIALS = struct.Struct("iII")
+_AGAIN_SECONDS = 0.1
 
 
 @dataclass(eq=False)
@@ -131,6 +132,7 @@ class Switchboard:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(address_of(self.name))
         self._socket.listen(128)
+        self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._start(self._accept)
 
@@ -146,6 +148,7 @@ class Switchboard:
 
     def close(self) -> None:
         """End the threads. All children have ended, and all connections are closed."""
+        self._closed.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
@@ -164,15 +167,18 @@ class Switchboard:
         self.queue.put(("exited", pid, None))
 
     def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
+        while not self._closed.is_set():
+            try:
                 connection, _ = self._socket.accept()
-                credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-                pid, user, _ = _CREDENTIALS.unpack(credentials)
-                if user == os.getuid() and _parent(pid) == os.getpid():
-                    self.queue.put(("connected", pid, connection))
-                else:
-                    connection.close()
+            except OSError:  # closed; or there is no descriptor left, and who connects waits until there is one
+                self._closed.wait(_AGAIN_SECONDS)
+                continue
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid, user, _ = _CREDENTIALS.unpack(credentials)
+            if user == os.getuid() and _is_child(pid):
+                self.queue.put(("connected", pid, connection))
+            else:
+                connection.close()
 
     def serve(self, pid: int, connection: socket.socket) -> None:
         """Put what a member says into the queue."""
@@ -183,10 +189,12 @@ class Switchboard:
             self.queue.put(("said", pid, message))
 
 
-def _parent(pid: int) -> int:
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
-    return -1
+def _is_child(pid: int) -> bool:
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 class Clock:

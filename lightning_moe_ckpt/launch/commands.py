@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, registry
 from torch.distributed.run import config_from_args, parse_args
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
@@ -23,6 +23,9 @@ from lightning_moe_ckpt.launch._verdict import FailureRate
 
 _RESTARTS = 1_000_000
 """Of all ranks; the supervisor counts failures itself."""
+
+_KEEP_ALIVE = {"keep_alive_interval": 2, "keep_alive_max_attempt": 5}
+"""Seconds between two signs of life of a node, and how many may be missing; torch's own are 5 and 3."""
 
 _FAILED, _KILLED = 1, 128
 
@@ -73,14 +76,21 @@ def run(
         *command,
     ]
     supervisor = _supervisor(arguments, options, limited="--max-restarts" in given)
+    meeting, closes = supervisor.get_worker_group().spec.rdzv_handler, True
     try:
         result = supervisor.run()
     except SignalException as error:
         _say(f"{signal.Signals(error.sigval).name}: all ranks were told to stop, and have ended")
+        # Nodes that were not told to stop may wait for this one to come back; a closed meeting lets nobody in.
+        closes = getattr(getattr(meeting, "settings", None), "max_nodes", 1) == 1
         return _KILLED + error.sigval
+    except RendezvousError as error:
+        _say(f"nodes have not met ({type(error).__name__}: {error}); the job is given up")
+        return _FAILED
     finally:
         supervisor.close()
-        supervisor.get_worker_group().spec.rdzv_handler.shutdown()
+        if closes:
+            meeting.shutdown()
     return _FAILED if result is None or result.is_failed() else 0
 
 
@@ -95,6 +105,7 @@ def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bo
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:
         config, entrypoint, entrypoint_arguments = config_from_args(parse(arguments))
+        meeting = _KEEP_ALIVE | config.rdzv_configs
         rendezvous = RendezvousParameters(
             backend=config.rdzv_backend,
             endpoint=config.rdzv_endpoint,
@@ -102,13 +113,16 @@ def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bo
             min_nodes=config.min_nodes,
             max_nodes=config.max_nodes,
             local_addr=config.local_addr,
-            **config.rdzv_configs,
+            **meeting,
         )
         handler = registry.get_rendezvous_handler(rendezvous)
     except (AssertionError, ValueError) as error:
         raise CheckpointError(str(error)) from error
-    if limited:
-        options = dataclasses.replace(options, max_restarts=config.max_restarts)
+    options = dataclasses.replace(
+        options,
+        max_restarts=config.max_restarts if limited else None,
+        node_seconds=float(meeting["keep_alive_interval"]) * int(meeting["keep_alive_max_attempt"]),
+    )
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     # Versions of torch differ in what a specification has besides.
     shared: dict[str, Any] = {

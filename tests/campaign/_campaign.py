@@ -48,7 +48,7 @@ class Campaigns:
     def reference(self, setup: Setup, index: int = 0, *, timeout: float = 60.0) -> list[AttemptResult]:
         """One fault-free life without any checkpoint callback, with the seed of life `index`."""
         plain = setup.fault_free()
-        folder = self._references / f"{abs(hash(plain)):x}"
+        folder = self._references / f"{type(plain).__name__}-{abs(hash(plain)):x}"  # equal fields have equal hashes
         if not (folder / f"attempt{index}.rank0.returned").exists():
             arguments = {**_arguments(plain, folder), "first_index": index, "timeout": timeout}
             self._warm.call(run_lives, plain.fit, **arguments)

@@ -24,8 +24,11 @@ from torch import Tensor
 from torchmetrics import MaxMetric, MeanMetric
 from typing_extensions import override
 
+from campaign._models import ListMoE, StackedMoE
 from campaign._training import Module, Setup, train
+from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.storage import RunStore
+from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.testing._attempts import Attempt
 from lightning_moe_ckpt.testing._kill import HookPhase, LatePhase, PhaseCallback, send_signal
 from lightning_moe_ckpt.testing._records import JsonLines, bits
@@ -44,6 +47,7 @@ CALLS: dict[str, tuple[str, str]] = {
     "generation_0": ("lightning_moe_ckpt.session._dense", "DenseCapture.begin"),
     "reconcile": ("lightning_moe_ckpt.session._session", "CheckpointSession.reconcile"),
     "optimizer": ("lightning.pytorch.strategies.strategy", "Strategy.optimizer_step"),
+    "in_optimizer": ("torch.optim.adam", "_get_value"),  # once for each parameter
     "scaler": ("torch.amp.grad_scaler", "GradScaler.unscale_"),
     "clip": ("lightning.pytorch.plugins.precision.precision", "Precision.clip_gradients"),
     "boundary": ("lightning_moe_ckpt.session._session", "CheckpointSession.boundary"),
@@ -128,6 +132,16 @@ class _Aborter(PhaseCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.unwatch_forward()
         self.watch_forward(trainer, pl_module)
+        layers = [each for each in pl_module.modules() if isinstance(each, ListMoE | StackedMoE)]
+        if layers:
+            layers[-1].register_forward_hook(_reach_inside)
+
+
+def _reach_inside(layer: torch.nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """In the midst of a forward pass, and when the backward pass comes by."""
+    if layer.training and output[0].requires_grad:
+        _scripts[-1].reach("in_forward")
+        output[0].register_hook(lambda _: _scripts[-1].reach("in_backward"))
 
 
 def _aborting(place: str) -> None:
@@ -153,11 +167,11 @@ def _storing_later(put_segment: Callable[..., Any], *args: Any) -> Any:
 
 
 def train_in_place(
-    setup: Setup, aborts: Sequence[Abort], life: Attempt, *, stores_later: bool = False
+    setup: Setup, aborts: Sequence[Abort], life: Attempt, *, stores_later: bool = False, must_reach: bool = True
 ) -> Mapping[str, Any]:
     """Run `setup` in this process, which is aborted and goes on as often as the script says.
 
-    With `stores_later` nothing arrives in storage before the first abort.
+    With `stores_later` nothing arrives in storage before the first abort; with `must_reach` all places are come to.
     """
     from lightning_moe_ckpt.callbacks import _base
 
@@ -171,7 +185,8 @@ def train_in_place(
     vars(_base)["supervisor"] = lambda _: script
     aborter = _Aborter()
     returned = train(_WithCallbacks(setup, [aborter], [LatePhase(aborter)]), life)  # type: ignore[arg-type]
-    assert not script.left, f"never came to {script.left}"
+    print(f"aborted {len(aborts) - len(script.left)} times")
+    assert not (must_reach and script.left), f"never came to {script.left}"
     return returned
 
 
@@ -180,27 +195,35 @@ def train_in_place(
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """Where a process of a rank dies, or stops: its first one in the first death of this rank, and so on."""
+    """Where a process of a rank dies, or stops."""
 
     rank: int
     at: Abort
+    """Counted from the beginning of an incarnation: the first death is in the first one, and so on."""
     stops: bool = False
 
 
 class _Dying(_Script):
     """Instead of an exception, a signal."""
 
-    def __init__(self, death: Death, write: Callable[[dict[str, Any]], None]) -> None:
-        super().__init__([death.at])
-        self._stops, self._write = death.stops, write
+    def __init__(self, deaths: Sequence[Death], rank: int, write: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__([])
+        self._deaths, self._rank, self._write = deaths, rank, write
+        self._incarnation = -1
 
     @override
     def reach(self, place: str, *, after: bool = False) -> None:
+        supervised = Supervised.from_environment()
+        incarnation = 0 if supervised is None else supervised.incarnation
+        if incarnation != self._incarnation:
+            self._incarnation, self._reached = incarnation, 0
+            death = self._deaths[incarnation] if incarnation < len(self._deaths) else None
+            self.left = [death.at] if death is not None and death.rank == self._rank else []
         try:
             super().reach(place, after=after)
         except Aborted:
             self._write({"kind": "killed", "phase": place})
-            send_signal(signal.SIGSTOP if self._stops else signal.SIGKILL)
+            send_signal(signal.SIGSTOP if self._deaths[incarnation].stops else signal.SIGKILL)
 
 
 def train_and_die(
@@ -208,12 +231,9 @@ def train_and_die(
 ) -> Mapping[str, Any]:
     """Run `setup` in this process, which may be one that dies. `settle` is called before."""
     settle(life)
-    own = [death for death in deaths if death.rank == life.rank][life.index :]
-    if not own:
-        return train(setup, life)
-    _scripts.append(_Dying(own[0], JsonLines(life.records).write))
-    if own[0].at.place in CALLS:
-        _aborting(own[0].at.place)
+    _scripts.append(_Dying(deaths, life.rank, JsonLines(life.records).write))
+    for place in {death.at.place for death in deaths if death.rank == life.rank} & CALLS.keys():
+        _aborting(place)
     aborter = _Aborter()
     return train(_WithCallbacks(setup, [aborter], [LatePhase(aborter)]), life)  # type: ignore[arg-type]
 
@@ -404,17 +424,28 @@ class Traced(Setup):
         assert isinstance(files, ModelCheckpoint)
         assert isinstance(stopping, EarlyStopping)
         names = [Path(path).name for path in [*sorted(files.best_k_models), files.best_model_path]]
-        there = sorted(path.name for path in Path(str(files.dirpath)).iterdir())
-        rows = Path(trainer.logger.log_dir, "metrics.csv").read_text() if trainer.logger is not None else ""  # type: ignore[arg-type]
+        written: dict[str, Any] = {}
+        if life.rank == 0:
+            written["there"] = sorted(path.name for path in Path(str(files.dirpath)).iterdir())
+        if life.rank == 0 and trainer.logger is not None:
+            written["rows"] = Path(str(trainer.logger.log_dir), "metrics.csv").read_text()
         return {
             **super().returned(life, trainer),
             **vars(trainer.lightning_module).get("results", {}),
             "files": names,
-            "there": there,
             "stopping": [bits(stopping.best_score), stopping.wait_count],
-            "rows": rows,
+            **written,
         }
 
     @override
     def fault_free(self) -> Setup:
         return replace(self, checkpointing=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone(Traced):
+    """One rank under the strategy that joins others again."""
+
+    @override
+    def trainer_options(self, life: Attempt) -> dict[str, Any]:
+        return {**super().trainer_options(life), "strategy": MoEStrategy()}

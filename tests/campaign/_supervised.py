@@ -34,6 +34,7 @@ from lightning_moe_ckpt.testing._attempts import (
     _run_rank,
     _Script,
     attempt_path,
+    elastic_environment,
     free_port,
 )
 from lightning_moe_ckpt.testing._kill import Kill
@@ -192,6 +193,9 @@ class _Job:
             for other in self._ranks:
                 if other.connection is not None:
                     other.connection.close()
+            if attempt.world_size == 1:  # which otherwise starts as plain `python train.py` would
+                alone = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+                os.environ.update(elastic_environment(0, 2, self._port) | alone)
             _run_rank(self._script, attempt, self._port)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.setpgid(each.pid, each.pid)

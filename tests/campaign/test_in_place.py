@@ -6,7 +6,7 @@ import gc
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,10 @@ from typing_extensions import override
 
 from campaign._belongings import Belongings
 from campaign._campaign import Campaigns, _require_same_end, _rings, checkpoints, lose_memory
-from campaign._in_place import CALLS, Abort, Begun, Death, Tally, Traced, no_place, train_and_die, train_in_place
+from campaign._draw import Case
+from campaign._draw import draw as draw_case
+from campaign._habits import Habit
+from campaign._in_place import CALLS, Abort, Alone, Begun, Death, Tally, Traced, no_place, train_and_die, train_in_place
 from campaign._models import Residual
 from campaign._nodes import Nodes
 from campaign._supervised import Storm, nothing, run_supervised
@@ -69,6 +72,13 @@ PHASES = [
 ]
 STEP = ["fetch", "reconcile", "seal", "optimizer", "clip", "boundary", "window", "capture", "hand_over", "schedulers"]
 BEGIN = ["open", "join_tiers", "load", "resume", "fit_start", "sanity", "loaders", "position", "train_start"]
+INSIDE = ["in_forward", "in_backward", "in_optimizer"]
+TOGETHER = ["reduce", "agree"]
+"""Places that one rank alone does not come to."""
+RESUMED = ["resume", "position", "replayed"]
+"""Places that a rank comes to when there is a generation."""
+LAST = ["stop", "train_end"]
+"""Places behind which nothing is trained again."""
 END = ["epoch_start", "epoch_end", "compute", "file", "epoch_metrics", "end"]
 
 
@@ -112,11 +122,16 @@ def test_the_end_of_an_epoch_and_of_the_fit_are_aborted(campaigns: Campaigns, se
 def test_behind_the_last_step_the_run_is_found_finished(campaigns: Campaigns) -> None:
     """As by a new process: hooks at the end of training do not come again, and weights are those of the end."""
     for abort in (Abort(place="stop", after=True), Abort(place="train_end"), Abort(place="train_end", after=True)):
-        (life,) = campaigns.run(SPARSE, fit=partial(train_in_place, SPARSE, [abort]))
-        (reference,) = campaigns.reference(SPARSE)
-        kept = ("param/", "buffer/", "optimizer/", "scheduler/", "requires_grad/", "progress/global_step")
-        ends = ({k: v for k, v in each.end().items() if k.startswith(kept)} for each in (reference, life))
-        assert not differences(*ends)
+        require_finished(campaigns, SPARSE, campaigns.run(SPARSE, fit=partial(train_in_place, SPARSE, [abort])))
+
+
+def require_finished(campaigns: Campaigns, setup: Setup, lives: Sequence[AttemptResult]) -> None:
+    """Weights are those of the fault-free run's end."""
+    (reference,) = campaigns.reference(setup)
+    kept = ("param/", "buffer/", "optimizer/", "scheduler/", "requires_grad/", "progress/global_step")
+    for rank in range(setup.world_size):
+        ends = [{k: v for k, v in each.end(rank).items() if k.startswith(kept)} for each in (reference, lives[-1])]
+        assert not differences(*ends), rank
 
 
 def begin_anew(campaigns: Campaigns, setup: Traced, script: Sequence[Abort], **options: Any) -> list[AttemptResult]:
@@ -150,6 +165,50 @@ def test_before_the_first_generation_training_begins_anew(campaigns: Campaigns, 
     script = [Abort(place=place, nth=1 if place in {"generation_0", "sanity", "train_start"} else 2)] * 2
     (life,) = begin_anew(campaigns, setup, script)
     assert life.log().count("begins from nothing") >= 2
+
+
+# -- any training
+
+
+def drawn(seed: int) -> tuple[Case, list[Abort]]:
+    """The run of the random campaign of this number, on one rank, and where it is aborted."""
+    case, draw = draw_case(seed), random.Random(-seed)
+    setup = replace(case.setup, world_size=1, expert_parallel=1, strategy="moe")
+    often, seldom = [*PHASES, *INSIDE, *STEP], [*BEGIN, *END, *RESUMED]
+    script = [Abort(place=draw.choice(often), nth=draw.randint(1, 12))]
+    for _ in range(draw.randint(0, 3)):
+        place = draw.choice(often if draw.random() < 0.7 else seldom)
+        nth = 1 if place in seldom else draw.choice([1, 1, 2, 5, 9])
+        script.append(Abort(place=place, nth=nth, after=place in CALLS and draw.random() < 0.3))
+    return replace(case, setup=setup), script
+
+
+def drawn_failure(campaigns: Campaigns, seed: int) -> str | None:
+    """What is wrong with such a run, None if nothing is."""
+    case, script = drawn(seed)
+    fit = partial(train_in_place, case.setup, script, must_reach=False)
+    try:
+        (campaigns.check if case.named is None else campaigns.run)(case.setup, fit=fit)
+    except (AssertionError, RuntimeError, TimeoutError) as error:
+        return f"seed {seed}, {script}, MOE_CKPT_CASE='{case.line()}'\n{error}"
+    return None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_drawn_run_goes_on_in_place(campaigns: Campaigns, seed: int) -> None:
+    """Whatever a user may vary, see `test_configurations`."""
+    found = drawn_failure(campaigns, seed)
+    assert found is None, found
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("chunk", range(20))
+def test_a_thousand_drawn_runs_go_on_in_place(campaigns: Campaigns, chunk: int) -> None:
+    """The same, at length."""
+    seeds = range(50 * chunk, 50 * chunk + 50)
+    found = [each for each in (drawn_failure(campaigns, seed) for seed in seeds) if each is not None]
+    assert not found, "\n\n".join([f"{len(found)} of {len(seeds)} drawn runs failed:", *found])
 
 
 # -- ranks that die
@@ -202,7 +261,7 @@ def test_a_rank_dies_and_the_others_stay(campaigns: Campaigns, rank: int) -> Non
         (SPARSE_4, [("epoch_start", 5, 0), ("forward", 5, 2)]),
     ],
 )
-def test_ranks_die_one_after_another(campaigns: Campaigns, setup: Setup, kills: list[tuple[Any, int, int]]) -> None:
+def test_ranks_die_by_script(campaigns: Campaigns, setup: Setup, kills: list[tuple[Any, int, int]]) -> None:
     check_killed(campaigns, setup, *(Kill(phase=phase, step=step, rank=rank) for phase, step, rank in kills))
 
 
@@ -213,37 +272,86 @@ def test_a_rank_dies_before_there_is_a_generation(campaigns: Campaigns, rank: in
         check_killed(campaigns, setup, Kill(phase="forward", step=0, rank=rank), same_seed=True)
 
 
-PLACES = [*PHASES, *STEP, *BEGIN, *END, "reduce", "agree", "generation_0", "replayed", "stop", "train_end"]
-PAIRWISE = [SPARSE_3, DENSE_3, SPARSE_4]
+PLACES = [*PHASES, *INSIDE, *STEP, *BEGIN, *END, "generation_0"]
+TRACED_1 = Alone(sanity=2, checkpointing=SPARSE.checkpointing)
+TRACED_3 = Traced(world_size=3, sanity=2, checkpointing=DENSE.checkpointing)
+TRACED_EP3 = replace(
+    TRACED_3, model="stacked", options=(("num_experts", 12),), expert_parallel=3, checkpointing=SPARSE.checkpointing
+)
+TRACED_EP2 = replace(TRACED_EP3, world_size=4, expert_parallel=2, scheduler="plateau")
+TRACED_EP4 = replace(TRACED_EP3, world_size=4, expert_parallel=4)
+WORLDS = {"1": TRACED_1, "3": TRACED_3, "3-ep3": TRACED_EP3, "4-ep2": TRACED_EP2, "4-ep4": TRACED_EP4}
 
 
-def draw_deaths(draw: random.Random, setup: Setup, places: Sequence[str]) -> list[Death]:
-    """One of any rank at each place, the first or a later time that it comes there; a quarter stop and do not die."""
-    return [
-        Death(
-            rank=draw.randrange(setup.world_size),
-            at=Abort(place=place, nth=draw.choice([1, 1, 2, 3]), after=draw.random() < 0.3 and place in CALLS),
-            stops=draw.random() < 0.25,
-        )
-        for place in places
-    ]
+def places_of(setup: Setup) -> list[str]:
+    """Where a rank of this run can die."""
+    together = TOGETHER if setup.world_size > 1 else []
+    dense = setup.checkpointing.policy == "dense"
+    return [each for each in [*PLACES, *together, *RESUMED, *LAST] if not (dense and each == "replayed")]
 
 
-def check_deaths(campaigns: Campaigns, setup: Setup, deaths: Sequence[Death], nodes: Nodes | None) -> None:
-    """Run with ranks that die at places of the code; those that are never reached kill nobody."""
+def check_deaths(campaigns: Campaigns, setup: Setup, deaths: Sequence[Death], nodes: Nodes | None = None) -> None:
+    """Run with ranks that die at places of the code, all of which have to be reached."""
     fit = partial(train_and_die, setup, deaths, no_place if nodes is None else nodes.settle)
-    check_killed(campaigns, setup, fit=fit, deaths=len(deaths), same_seed=True, must_strike=False)
+    finished = deaths[-1].at.place in LAST
+    lives = (run_killed if finished else check_killed)(campaigns, setup, fit=fit, deaths=len(deaths), same_seed=True)
+    if finished:
+        require_finished(campaigns, setup, lives)
     assert nodes is None or nodes.files() == []
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 44))])
-def test_ranks_die_in_every_place(campaigns: Campaigns, folder: Path, seed: int) -> None:
-    """Up to four in a row, in recoveries too; half of the jobs have a node for each rank, one of which loses its memory."""
+def deaths_at(place: str, ranks: Sequence[int], *, seed: int) -> list[Death]:
+    """Each of these ranks dies or stops there, one after another; where training has to have begun, one does before."""
     draw = random.Random(seed)
-    setup = PAIRWISE[seed % 3]
-    places = [PLACES[(7 * seed + 11 * i) % len(PLACES)] for i in range(draw.randint(1, 4))]
-    deaths = draw_deaths(draw, setup, places)
-    nodes = Nodes(folder, tuple(range(setup.world_size)), dies=deaths[0].rank) if seed % 2 else None
+    found = [
+        Death(rank=rank, at=Abort(place=place, after=place in CALLS and draw.random() < 0.3), stops=(seed + i) % 2 == 1)
+        for i, rank in enumerate(ranks)
+    ]
+    before = Death(rank=draw.choice(ranks), at=Abort(place="after_backward", nth=6))
+    return [before, *found] if place in RESUMED else found
+
+
+def matrix() -> Iterator[Any]:
+    """Every place of every world, every rank, each of which dies there in one row and stops in another."""
+    for world, setup in WORLDS.items():
+        ranks = range(setup.world_size)
+        for place in places_of(setup):
+            for seed in range(2):
+                for chosen in [[rank] for rank in ranks] if place in LAST else [[*ranks]]:
+                    deaths = deaths_at(place, chosen, seed=seed)
+                    yield pytest.param(setup, deaths, id=f"{world}-{place}-{seed}-{chosen[0]}", marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize(("setup", "deaths"), [*matrix()])
+def test_every_rank_dies_in_every_place(campaigns: Campaigns, setup: Setup, deaths: list[Death]) -> None:
+    """By SIGKILL and by SIGSTOP."""
+    check_deaths(campaigns, setup, deaths)
+
+
+def draw_deaths(draw: random.Random, setup: Setup) -> list[Death]:
+    """Up to four in a row, in recoveries too, of which the last may be one at the end of an epoch or of training."""
+    there = places_of(setup)
+    early = [each for each in there if each in {*PHASES, *INSIDE, *STEP, *TOGETHER, *BEGIN} - {*RESUMED}]
+    found = [draw_death(draw, setup, early) for _ in range(draw.randint(0, 3))]
+    if found and found[-1].at.place not in BEGIN:
+        there += RESUMED
+    return [*found, draw_death(draw, setup, [each for each in there if each not in {"generation_0", "epoch_start"}])]
+
+
+def draw_death(draw: random.Random, setup: Setup, places: Sequence[str]) -> Death:
+    """One of any rank, at the first or a later time that it comes there; a quarter stop and do not die."""
+    place = draw.choice(places)
+    often = place in {*PHASES, *INSIDE, *STEP, *TOGETHER} - {"validation", "schedulers", "window", "hand_over"}
+    at = Abort(place=place, nth=draw.choice([1, 1, 2, 3]) if often else 1, after=draw.random() < 0.3 and place in CALLS)
+    return Death(rank=draw.randrange(setup.world_size), at=at, stops=draw.random() < 0.25)
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 44))])
+def test_ranks_die_one_after_another(campaigns: Campaigns, folder: Path, seed: int) -> None:
+    """Half of the jobs have a node for each rank, one of which loses its memory."""
+    draw, setup = random.Random(seed), [*WORLDS.values()][seed % len(WORLDS)]
+    deaths = draw_deaths(draw, setup)
+    nodes = Nodes(folder, tuple(range(setup.world_size)), dies=deaths[0].rank) if draw.random() < 0.5 else None
     check_deaths(campaigns, setup, deaths, nodes)
 
 
@@ -331,6 +439,28 @@ def test_who_stays_does_not_grow(campaigns: Campaigns, setup: Setup) -> None:
         print(
             f"rank {rank}: {len(has)} beginnings, {has[2]['mib']:.0f} to {last['mib']:.0f} MiB, operations left: {has[-1]['left']}"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromFile(Setup):
+    """A fit that begins from a file of Lightning's."""
+
+    file: str
+
+    @override
+    def fit_options(self, life: Attempt) -> dict[str, Any]:
+        return {"ckpt_path": self.file, "weights_only": False}
+
+
+def test_a_fit_that_begins_from_a_file_goes_on(campaigns: Campaigns) -> None:
+    """In place from its first generation on; before, all ranks are started anew."""
+    (other,) = campaigns.run(Habit(from_file=True))
+    file = str(other.workdir / "begin.ckpt")
+    setup = FromFile(file=file, world_size=3, checkpointing=DENSE_3.checkpointing)
+    early, late = Kill(phase="epoch_start", step=3, rank=1), Kill(phase="forward", step=7, rank=0, settle=5.0)
+    restarted = check_killed(campaigns, setup, early, same_seed=True, restarts=1)
+    assert any(f"the fit began from {file}" in restarted[0].log(rank) for rank in (0, 2))
+    check_killed(campaigns, setup, late, same_seed=True)
 
 
 # -- policies that forget

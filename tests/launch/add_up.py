@@ -21,7 +21,7 @@ from typing import Any
 _, folder, steps, *script = sys.argv
 sys.argv[0] = "moe-ckpt"  # for its command, the package does not import Lightning
 
-from lightning_moe_ckpt.launch import Supervised  # noqa: E402
+from lightning_moe_ckpt.launch import Supervised, _supervised  # noqa: E402
 
 FOLDER, STEPS = Path(folder), int(steps)
 LIMIT = 60.0
@@ -138,6 +138,12 @@ def end_late() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def turn_deaf() -> None:
+    """Do not stop when asked to; that is not waited for as long as it usually is."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _supervised._LEAVE_SECONDS = 0.5
+
+
 EVENTS: Events = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -146,6 +152,7 @@ EVENTS: Events = {
     "raise": fail,
     "late": end_late,
     "silent": lambda: time.sleep(2.0),
+    "deaf": turn_deaf,
 }
 BETWEEN: Events = {"busy": lambda: time.sleep(3.0), "stuck": signal.pause}
 """Between two steps, as validation and saving are."""

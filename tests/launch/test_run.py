@@ -6,7 +6,9 @@ import gc
 import os
 import random
 import re
+import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,6 +22,8 @@ import pytest
 from launcher import exit_after
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
+from lightning_moe_ckpt.launch._members import Happening, Switchboard
+from lightning_moe_ckpt.launch._wire import address_of
 from lightning_moe_ckpt.launch.commands import run
 from lightning_moe_ckpt.testing._attempts import free_port
 
@@ -90,8 +94,12 @@ class Job:
         return self._console.read_text() if self._console.exists() else ""
 
     def wait_until_step(self, step: int) -> None:
-        state, give_up = self.folder / "rank0", time.monotonic() + LIMIT_SECONDS
-        while not state.exists() or int(state.read_text().split()[0]) < step:
+        state = self.folder / "rank0"
+        self.wait_until(lambda: state.exists() and int(state.read_text().split()[0]) >= step)
+
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        give_up = time.monotonic() + LIMIT_SECONDS
+        while not reached():
             assert time.monotonic() < give_up, self.output
             time.sleep(0.01)
 
@@ -190,8 +198,13 @@ def test_a_survivor_that_joins_gloo_is_not_held_by_one_that_dies_there(tmp_path:
 
 
 def test_one_rank_is_replaced_as_well(tmp_path: Path) -> None:
-    """It has nobody to wait for, and goes on from its file."""
+    """It has nobody to wait for, and goes on from its file, whether or not its script knows of supervisors."""
     check(Job(tmp_path / "job", 1, 40, "kill:0:20:0"), {0: 1})
+    job = Job(tmp_path / "plain", 1, 400, "plain", recover_timeout=0.2)
+    job.wait_until_step(20)
+    os.kill(job.left()[0], signal.SIGKILL)
+    ended = check(job, {0: 1})
+    assert len(ended.sentences()) == 1, ended.output
 
 
 def test_a_failure_at_the_start_and_one_at_the_end(tmp_path: Path) -> None:
@@ -279,8 +292,8 @@ def test_a_script_without_recovery_is_started_anew(tmp_path: Path) -> None:
 
 
 def test_ranks_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
-    """Nobody would end them otherwise; so do spares."""
-    job = Job(tmp_path / "job", 2, 10**6, spares=1)
+    """Nobody would end them otherwise; so do spares, and a rank that does not stop when it is asked to."""
+    job = Job(tmp_path / "job", 2, 10**6, "deaf:0:10:0", spares=1)
     job.wait_until_step(20)
     os.kill(job.pid, signal.SIGKILL)
     os.waitpid(job.pid, 0)
@@ -291,18 +304,73 @@ def test_ranks_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
 
 
 def test_two_nodes_replace_the_dead_of_one(tmp_path: Path) -> None:
-    """Each has its supervisor; the one that had no failure tells its ranks, too."""
+    """Each has its supervisor; the one that had no failure tells its ranks, too.
+
+    A node whose supervisor is killed is waited for, and takes part again when it is back.
+    """
     port = free_port()
     meeting = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two", "--local-addr", "127.0.0.1"]
-    jobs = [
-        Job(tmp_path / "job", 2, 60, "kill:1:20:0", "kill:2:40:1", torchrun=meeting, name=f"console{node}")
-        for node in range(2)
-    ]
-    ended = [job.end() for job in jobs]
+    meeting += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2"]
+    events = ("kill:1:20:0", "kill:2:40:1", "slow:0:60:2", "slow:2:60:2")
+
+    def node(name: str) -> Job:
+        return Job(tmp_path / "job", 2, 200, *events, torchrun=meeting, name=name)
+
+    first, lost = node("console0"), node("console1")
+    first.wait_until_step(60)
+    os.kill(lost.pid, signal.SIGKILL)
+    os.waitpid(lost.pid, 0)
+    first.wait_until(lambda: " to come back" in first.output)
+    back = node("console2")
+    ended = [first.end(), back.end()]
     assert [each.code for each in ended] == [0, 0], "\n".join(each.output for each in ended)
-    found = Ended(0, "".join(each.output for each in ended))
-    assert found.totals() == dict.fromkeys(range(4), sum(range(60)) * 10)
-    assert {rank: len(found.pids(rank)) for rank in range(4)} == {0: 1, 1: 2, 2: 2, 3: 1}
+    found = Ended(0, "".join([lost.output, *(each.output for each in ended)]))
+    assert found.totals() == dict.fromkeys(range(4), sum(range(200)) * 10)
+    assert sum(len(found.pids(rank)) for rank in range(4)) == 4 + 2 + 4
+    said = ended[0].sentences()
+    assert [
+        each for each in said if re.fullmatch(r"node \d \(.*\) is gone: .* for 2 s; all ranks are started anew", each)
+    ]
+    assert [each for each in said if re.fullmatch(r"waiting for node \d \(.*\) to come back", each)]
+
+
+def test_who_connects_while_there_is_no_descriptor_waits_for_one() -> None:
+    """The supervisor goes on listening."""
+    board, limits = Switchboard(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    gate, opened = os.pipe()
+    children, came = [], list[Happening]()
+    for _ in range(2):
+        children.append(os.fork())
+        if children[-1] == 0:
+            exit_after(lambda: _connect(board.name, gate, opened))
+    try:
+        lowest = os.dup(gate)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        os.close(opened)
+        found = [board.take(0.3) for _ in range(3)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        found += [board.take(10.0) for _ in range(2 - sum(each is not None for each in found))]
+        came = [each for each in found if each is not None]
+        assert None in found, "there were descriptors"
+        assert {pid for _, pid, _ in came} == set(children)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for _, _, connection in came:
+            connection.close()
+        board.close()
+        os.close(gate)
+        for pid in children:
+            os.waitpid(pid, 0)
+
+
+def _connect(name: str, gate: int, opened: int) -> None:
+    """Connect when the gate is closed, and wait until the other side is."""
+    os.close(opened)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        os.read(gate, 1)
+        connection.connect(address_of(name))
+        connection.recv(1)
 
 
 @pytest.mark.soak
