@@ -48,8 +48,8 @@ class Supervisor(Protocol):
     def beat(self, step: int) -> None:
         """Note that the main thread has come to `step`; a long silence from here on is a hang."""
 
-    def pause(self) -> None:
-        """Note that what follows may take any time."""
+    def pause(self, *, aborted: bool = False) -> None:
+        """Note that what follows may take any time, behind a step that has ended or was aborted."""
 
 
 def supervisor(trainer: Trainer) -> Supervisor | None:
@@ -189,7 +189,7 @@ class InPlace:
 
     def _require_failure(self, error: Exception) -> None:
         """Raise `error` unless another rank has failed; if one has, forget it and what its frames hold."""
-        self._supervisor.pause()
+        self._supervisor.pause(aborted=True)
         patience = _CONFIRM_SECONDS[is_of_collective(error)]
         failure = None if isinstance(error, Fenced) else self._supervisor.confirm(patience)
         if failure is None:

@@ -152,7 +152,7 @@ class Supervised:
 
     def arrive(self, timeout: float) -> str:
         """Do what `rejoin` does, and return the prefix of the store's keys."""
-        self.pause()
+        self.pause(aborted=True)
         deadline = time.monotonic() + timeout
         with self._changed:
             self._abort = None
@@ -203,9 +203,12 @@ class Supervised:
         """
         self._heartbeat.beat(step)
 
-    def pause(self) -> None:
-        """Note that what follows has no beats, and may take any time: validation, saving, the user's own code."""
-        self._heartbeat.pause()
+    def pause(self, *, aborted: bool = False) -> None:
+        """Note that what follows has no beats, and may take any time: validation, saving, the user's own code.
+
+        A step that was `aborted` is no measure of how long steps take: it waited for one that hung, perhaps.
+        """
+        self._heartbeat.pause(aborted=aborted)
 
     # -- the thread that listens
 

@@ -89,9 +89,10 @@ class Heartbeat:
         self._last, self._beats, self._step = time.monotonic(), self._beats + 1, step
         self._write(watched=True)
 
-    def pause(self) -> None:
-        """Note that no beats come for a while, and that this is no hang."""
-        self._end_step()
+    def pause(self, *, aborted: bool = False) -> None:
+        """Note that no beats come for a while, and that this is no hang; an aborted step says nothing of how long steps take."""
+        if not aborted:
+            self._end_step()
         self._last = 0.0
         self._write(watched=False)
 

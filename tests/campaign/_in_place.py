@@ -95,7 +95,6 @@ class _Script:
 
     def __init__(self, aborts: Sequence[Abort]) -> None:
         self.left, self._reached, self._failed = list(aborts), 0, False
-        self.recovered = 0
 
     def reach(self, place: str, *, after: bool = False) -> None:
         if not self.left or (self.left[0].place, self.left[0].after) != (place, after):
@@ -112,12 +111,11 @@ class _Script:
     def beat(self, step: int) -> None:
         """Nobody watches."""
 
-    def pause(self) -> None:
+    def pause(self, *, aborted: bool = False) -> None:
         """Nobody watches."""
 
     def rejoin(self, timeout: float) -> None:
         """Nobody else is there."""
-        self.recovered += 1
 
 
 _scripts: list[_Script] = []
@@ -161,8 +159,8 @@ def _aborting(place: str) -> None:
 
 
 def _storing_later(put_segment: Callable[..., Any], *args: Any) -> Any:
-    if not _scripts[-1].recovered:
-        raise OSError("nothing is stored before the first abort")
+    if _scripts[-1].left:
+        raise OSError("nothing is stored before the last abort")
     return put_segment(*args)
 
 
@@ -171,7 +169,7 @@ def train_in_place(
 ) -> Mapping[str, Any]:
     """Run `setup` in this process, which is aborted and goes on as often as the script says.
 
-    With `stores_later` nothing arrives in storage before the first abort; with `must_reach` all places are come to.
+    With `stores_later` nothing arrives in storage before the last abort; with `must_reach` all places are come to.
     """
     from lightning_moe_ckpt.callbacks import _base
 

@@ -148,13 +148,13 @@ EVENTS: Events = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "deadlock": signal.pause,
-    "slow": lambda: time.sleep(0.7),
+    "slow": lambda: time.sleep(0.5),
     "raise": fail,
     "late": end_late,
-    "silent": lambda: time.sleep(2.0),
+    "silent": lambda: time.sleep(1.2),
     "deaf": turn_deaf,
 }
-BETWEEN: Events = {"busy": lambda: time.sleep(3.0), "stuck": signal.pause}
+BETWEEN: Events = {"busy": lambda: time.sleep(1.2), "stuck": signal.pause}
 """Between two steps, as validation and saving are."""
 
 
