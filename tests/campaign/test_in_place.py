@@ -269,7 +269,7 @@ WORLDS = {"1": TRACED_1, "3": TRACED_3, "3-ep3": TRACED_EP3, "4-ep2": TRACED_EP2
 def places_of(setup: Setup) -> list[str]:
     """Where a rank of this run can die."""
     together = TOGETHER if setup.world_size > 1 else []
-    dense = setup.checkpointing.policy == "dense"
+    dense = setup.checkpointing is not None and setup.checkpointing.policy == "dense"
     return [each for each in [*PLACES, *together, *RESUMED, *LAST] if not (dense and each == "replayed")]
 
 
@@ -392,18 +392,21 @@ class Stormy(Setup):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("setup", [DENSE_3, SPARSE_3, SPARSE_4], ids=["dense_3", "sparse_3", "sparse_4"])
-def test_a_storm_of_failures(campaigns: Campaigns, setup: Setup) -> None:
-    """A hundred failures in one job, every few steps and in recoveries; a quarter of the ranks do not die but stop."""
-    stormy = Stormy(**{**vars(setup), "batches": 150, "validate_every": 20, "epochs": 2})
-    lives = check_killed(
-        campaigns, stormy, storm=Storm(failures=100), same_seed=True, timeout=1500.0, must_strike=False
-    )
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("setup", "failures"), [(DENSE_3, 300), (SPARSE_3, 100), (SPARSE_4, 100)], ids=["dense_3", "sparse_3", "sparse_4"]
+)
+def test_a_storm_of_failures(campaigns: Campaigns, setup: Setup, failures: int) -> None:
+    """Failures in one job, every few steps and in recoveries; a quarter of the ranks do not die but stop."""
+    stormy = Stormy(**{**vars(setup), "batches": failures * 3 // 2, "validate_every": 20, "epochs": 2})
+    storm = Storm(failures=failures)
+    lives = check_killed(campaigns, stormy, storm=storm, same_seed=True, timeout=3300.0, must_strike=False)
     logs = [[life._path(rank, "log") for life in lives[:-1]] for rank in range(setup.world_size)]
     began = [sum(log.exists() and log.stat().st_size > 0 for log in own) for own in logs]
-    assert sum(began) - setup.world_size > 60, "most ranks were never struck"
+    assert sum(began) - setup.world_size > 0.6 * failures, "most ranks were never struck"
     print(f"failures of each rank: {[each - 1 for each in began]}")
+    for counts in sorted(lives[0].workdir.glob("counts.*")):
+        require_no_growth(counts)
 
 
 @pytest.mark.soak
@@ -416,14 +419,21 @@ def test_who_stays_does_not_grow(campaigns: Campaigns, setup: Setup) -> None:
     lives = check_killed(campaigns, stormy, storm=storm, same_seed=True, timeout=800.0, must_strike=False)
     for rank in (0, 2):
         assert not (lives[0].workdir / f"counts.1.{rank}").exists(), "another process came in its place"
-        has = read_lines(lives[0].workdir / f"counts.0.{rank}")
-        last = next(each for each in reversed(has) if not each["left"])  # operations that were left are over later
+        assert require_no_growth(lives[0].workdir / f"counts.0.{rank}") > 20
+
+
+def require_no_growth(counts: Path) -> int:
+    """A process has no more than when training had begun in it for the third time; how often it did."""
+    has = read_lines(counts)
+    settled = [each for each in has[3:] if not each["left"]]  # operations that were left are over later
+    if settled:
         for kind in ("threads", "descriptors"):
-            assert not Counter(last[kind]) - Counter(has[2][kind]), f"{kind} after {len(has)} beginnings"
-        assert last["mib"] < has[2]["mib"] + 20
-        print(
-            f"rank {rank}: {len(has)} beginnings, {has[2]['mib']:.0f} to {last['mib']:.0f} MiB, operations left: {has[-1]['left']}"
-        )
+            assert not Counter(settled[-1][kind]) - Counter(has[2][kind]), (
+                f"{counts.name}: {kind} after {len(has)} beginnings"
+            )
+        assert settled[-1]["mib"] < has[2]["mib"] + 20
+        print(f"{counts.name}: {len(has)} beginnings, {has[2]['mib']:.0f} to {settled[-1]['mib']:.0f} MiB")
+    return len(has)
 
 
 @dataclass(frozen=True, kw_only=True)
