@@ -263,6 +263,7 @@ class _Job:
         assert failure is not None
         (self._folder / "turn").unlink()
         self._spares_used += 1
+        self._await("a spare", self._has_spare)  # it imports for seconds, which another training's turn must not pay
         return failure
 
     def end(self) -> None:

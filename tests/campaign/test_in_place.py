@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from torch.amp import GradScaler
@@ -174,7 +175,8 @@ def drawn(seed: int) -> tuple[Case, list[Abort]]:
     """The run of the random campaign of this number, on one rank, and where it is aborted."""
     case, draw = draw_case(seed), random.Random(-seed)
     setup = replace(case.setup, world_size=1, expert_parallel=1, strategy="moe")
-    often, seldom = [*PHASES, *INSIDE, *STEP], [*BEGIN, *END, *RESUMED]
+    # A thread hands over where training goes on meanwhile, and behind `end` the run is found finished.
+    often, seldom = [*PHASES, *INSIDE, *(each for each in STEP if each != "hand_over")], [*BEGIN, *END[:-1], *RESUMED]
     script = [Abort(place=draw.choice(often), nth=draw.randint(1, 12))]
     for _ in range(draw.randint(0, 3)):
         place = draw.choice(often if draw.random() < 0.7 else seldom)
@@ -209,6 +211,40 @@ def test_a_thousand_drawn_runs_go_on_in_place(campaigns: Campaigns, chunk: int) 
     seeds = range(50 * chunk, 50 * chunk + 50)
     found = [each for each in (drawn_failure(campaigns, seed) for seed in seeds) if each is not None]
     assert not found, "\n\n".join([f"{len(found)} of {len(seeds)} drawn runs failed:", *found])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoLoggers(Traced):
+    """Rows go to both; there is a progress bar, too."""
+
+    @override
+    def trainer_options(self, life: Attempt) -> dict[str, Any]:
+        options = super().trainer_options(life)
+        board = TensorBoardLogger(options["logger"].save_dir, name="board", version=0)
+        return {**options, "logger": [options["logger"], board], "enable_progress_bar": True}
+
+
+HABITS: dict[str, tuple[Any, str]] = {
+    "manual": (Habit(manual=1, clip=None, checkpointing=DENSE.checkpointing), "in_backward"),
+    "added group": (Habit(unfreezes_at=1, epochs=3, scheduler="epoch", checkpointing=SPARSE.checkpointing), "in_optimizer"),
+    "two loggers": (TwoLoggers(checkpointing=SPARSE.checkpointing), "after_batch_end"),
+    "several steps by hand": (Habit(manual=2, clip=None, checkpointing=DENSE.checkpointing), "in_optimizer"),
+    "frozen by the epoch": (Habit(freezes="epochs", epochs=3, checkpointing=SPARSE.checkpointing), "in_backward"),
+    "frozen by the step": (Habit(freezes="steps", epochs=3, checkpointing=SPARSE.checkpointing), "forward"),
+    "looks for a batch size": (Habit(finds="batch_size", scheduler="none", checkpointing=SPARSE.checkpointing), "batch_end"),
+    "looks for a rate": (Habit(finds="lr", scheduler="none", checkpointing=SPARSE.checkpointing), "batch_end"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [each if i < 2 else pytest.param(each, marks=pytest.mark.soak) for i, each in enumerate(HABITS)]
+)
+def test_what_users_do_beside_training_goes_on_in_place(campaigns: Campaigns, name: str) -> None:
+    """Early and late, in an epoch and behind its end."""
+    setup, place = HABITS[name]
+    script = [Abort(place=place, nth=nth) for nth in (2, 7, 4, 9)]
+    (life,) = campaigns.check(setup, fit=partial(train_in_place, setup, script, must_reach=False))
+    assert int(re.findall(r"^aborted (\d+) times$", life.log(), re.MULTILINE)[-1]) > 1
 
 
 # -- ranks that die
