@@ -139,7 +139,7 @@ def _reach_inside(layer: torch.nn.Module, args: tuple[Any, ...], output: tuple[T
     """In the midst of a forward pass, and when the backward pass comes by."""
     if layer.training and output[0].requires_grad:
         _scripts[-1].reach("in_forward")
-        output[0].register_hook(lambda _: _scripts[-1].reach("in_backward"))
+        output[0].register_hook(lambda _: _scripts[-1].reach("in_backward"))  # type: ignore[no-untyped-call]
 
 
 def _aborting(place: str) -> None:
