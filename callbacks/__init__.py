@@ -2,6 +2,7 @@
 
 from lightning_moe_ckpt.callbacks._capacity_boost import CapacityBoost as CapacityBoost
 from lightning_moe_ckpt.callbacks._exact import DenseCheckpoint as DenseCheckpoint
+from lightning_moe_ckpt.callbacks._exact import DifferentialCheckpoint as DifferentialCheckpoint
 from lightning_moe_ckpt.callbacks._exact import SparseCheckpoint as SparseCheckpoint
 from lightning_moe_ckpt.callbacks._experts import PartialExpertCheckpoint as PartialExpertCheckpoint
 from lightning_moe_ckpt.callbacks._experts import SelectiveExpertCheckpoint as SelectiveExpertCheckpoint

@@ -26,6 +26,9 @@ class RecordKind(str, Enum):
     """Master weights and optimizer state, or the fact that there is no state yet."""
     COMPUTE = "compute"
     """The weights that forward and backward read, in the precision in which they read them."""
+    DELTA = "delta"
+    """What leads from the state of the boundary before to this one: the gradient as the optimizer consumed it, or the whole
+    state of a parameter whose step cannot be repeated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,7 @@ import torch
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.journal import JournalCapacity
+from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.planning._budgets import MEASURED_STEPS, Budgets, ExpertBudgets, slot_sizes
 from lightning_moe_ckpt.planning._first_steps import CountProof, PrecisionProof
@@ -122,6 +123,11 @@ class Planner:
     def generations_kept(self) -> int:
         """Generations that memory keeps; it is made for what is said after the first plan."""
         return self._policy.generations_kept(self._inputs()) if self._kept is None else self._kept
+
+    @property
+    def links_kept(self) -> int:
+        """Generations that memory keeps beside those, as they are differences."""
+        return 0 if self._policy.chains is None else self._policy.chains.links_kept
 
     @property
     def peer_audiences(self) -> frozenset[Audience]:
@@ -298,6 +304,11 @@ class Planner:
             layouts[0].reserve_nbytes = self._reserve_nbytes
         self._kept = self._policy.generations_kept(self._inputs())
         return layouts[0]
+
+    def differential(self, layout: WindowLayout) -> WindowLayout:
+        """Return the layout of what leads from one boundary to the next, cut as the states of `layout` are."""
+        plan = Plan.of_everything(layout.record.plan.names, RecordKind.DELTA)
+        return self._lay_out(replace(layout.record, plan=plan))
 
     def relayout(self, layout: WindowLayout, journal_nbytes: int) -> WindowLayout:
         """Return a plan with room for a larger journal; the one that follows gets it too."""

@@ -3,6 +3,7 @@
 from lightning_moe_ckpt.policies._boost import TokenDeficits as TokenDeficits
 from lightning_moe_ckpt.policies._boost import boost_factors as boost_factors
 from lightning_moe_ckpt.policies._exact import DensePolicy as DensePolicy
+from lightning_moe_ckpt.policies._exact import DifferentialPolicy as DifferentialPolicy
 from lightning_moe_ckpt.policies._exact import SparsePolicy as SparsePolicy
 from lightning_moe_ckpt.policies._expert_tables import LEVELS as LEVELS
 from lightning_moe_ckpt.policies._expert_tables import MAX_GENERATIONS as MAX_GENERATIONS
@@ -24,6 +25,7 @@ from lightning_moe_ckpt.policies._plan import Audience as Audience
 from lightning_moe_ckpt.policies._plan import Plan as Plan
 from lightning_moe_ckpt.policies._plan import WindowStep as WindowStep
 from lightning_moe_ckpt.policies._policy import Budget as Budget
+from lightning_moe_ckpt.policies._policy import Chains as Chains
 from lightning_moe_ckpt.policies._policy import Deltas as Deltas
 from lightning_moe_ckpt.policies._policy import ExpertPolicy as ExpertPolicy
 from lightning_moe_ckpt.policies._policy import Measurement as Measurement

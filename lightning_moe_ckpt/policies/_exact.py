@@ -1,9 +1,10 @@
-"""Policies whose restarts are exact: sparse windows one after the other, and everything at once every so many steps.
+"""Policies whose restarts are exact: sparse windows, everything at once every so many steps, and differences between.
 
 Each step of a sparse window takes FULL of some operators and COMPUTE of those still to come. A window is planned by
 schedule, by length, or by the bytes that a step may copy, as given or measured.
 
-Sources: MoEvement (2024), Sec. 3.2-3.5; its baselines, Sec. 5, are CheckFreq (2021) and Gemini (2023).
+Sources: MoEvement (2024), Sec. 3.2-3.5; its baselines, Sec. 5, are CheckFreq (2021) and Gemini (2023). TierCheck (2026),
+Sec. 3.2, for differences.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing_extensions import override
 from lightning_moe_ckpt.operators import OperatorSet
 from lightning_moe_ckpt.policies._expert_tables import MEMORY
 from lightning_moe_ckpt.policies._plan import Plan
-from lightning_moe_ckpt.policies._policy import Budget, Measurement, PeriodicPolicy, PlanInputs, Policy
+from lightning_moe_ckpt.policies._policy import Budget, Chains, Measurement, PeriodicPolicy, PlanInputs, Policy
 from lightning_moe_ckpt.policies._popularity import Order, Popularity
 from lightning_moe_ckpt.policies._positions import all_names, assign_positions, positions
 from lightning_moe_ckpt.policies._windows import (
@@ -142,4 +143,38 @@ class DensePolicy(PeriodicPolicy):
 
     @override
     def plan(self, inputs: PlanInputs) -> Plan:
-        return Plan.of_slots([all_names(inputs.operators)])
+        return Plan.of_everything(all_names(inputs.operators))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DifferentialPolicy(Policy):
+    """A base every `every_n_steps`, and at every step between what leads there from the step before."""
+
+    every_n_steps: int = 64
+    batch: int = 8
+
+    kind = "differential"
+
+    @property
+    @override
+    def chains(self) -> Chains:  # type: ignore[override]
+        """How generations follow each other."""
+        return Chains(every_n_steps=self.every_n_steps, batch=self.batch)
+
+    @override
+    def least_steps(self, num_operators: int) -> int:
+        return 1
+
+    @override
+    def config(self) -> dict[str, Any]:
+        """Neither period nor batches change what is stored of a step."""
+        return {"kind": self.kind}
+
+    @override
+    def due(self, step: int, last: int | None, interval_steps: int) -> bool:
+        return True
+
+    @override
+    def plan(self, inputs: PlanInputs) -> Plan:
+        """The plan of a base; that of differentials has the same operators."""
+        return Plan.of_everything(all_names(inputs.operators))

@@ -85,6 +85,16 @@ class Plan:
             steps.append(WindowStep({"durable": full | dict.fromkeys(names[taken:], RecordKind.COMPUTE)}))
         return cls(tuple(steps), interval_steps)
 
+    @classmethod
+    def of_everything(cls, names: Sequence[str], kind: RecordKind = RecordKind.FULL) -> Plan:
+        """Return the plan of one step that takes this kind of record of all operators."""
+        return cls((WindowStep({"durable": dict.fromkeys(names, kind)}),))
+
+    @property
+    def is_differential(self) -> bool:
+        """Whether it has what leads from the boundary before to this one, and no state."""
+        return bool(self.steps[0].of_kind(RecordKind.DELTA))
+
     @property
     def window(self) -> int:
         """Steps of the window."""

@@ -50,6 +50,25 @@ class Deltas:
         return torch.float32 if self.kind == "lossless" else torch.bfloat16
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chains:
+    """That generations between two of everything have what leads from one step to the next (TierCheck, Sec. 3.2)."""
+
+    every_n_steps: int
+    """Steps from one generation of everything, a *base*, to the next at most."""
+    batch: int
+    """Differentials that storage gets together, in one generation."""
+
+    @property
+    def links_kept(self) -> int:
+        """Differentials that memory has room for: a batch that storage takes, and one that is gathered meanwhile."""
+        return min(self.every_n_steps - 1, 2 * self.batch)
+
+    def ends_batch(self, steps: int) -> bool:
+        """Return whether the differential `steps` steps behind its base is the last one of a batch."""
+        return steps % self.batch == 0 or steps + 1 >= self.every_n_steps
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
     """What a plan is made of; what decides anything is equal on all ranks."""
@@ -99,6 +118,8 @@ class Policy(ABC):
     """How popularity is measured, where it is needed."""
     deltas: Deltas | None = None
     """Whether and how gradients may stand for experts that stay chosen, on their way to other nodes."""
+    chains: Chains | None = None
+    """Whether and how generations are differences to the one before."""
     allow_missing_experts: bool = False
     """Whether experts of which there is no good copy may begin anew, where nothing whole is left."""
 

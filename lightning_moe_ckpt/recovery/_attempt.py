@@ -28,11 +28,19 @@ from typing import Literal, TypeVar
 import torch
 
 from lightning_moe_ckpt.recovery._assembly import Assembly, Exhausted, Wanted
-from lightning_moe_ckpt.recovery._index import PARAM, RecordIndex, Replicas, neighbours, newest_whole
+from lightning_moe_ckpt.recovery._index import (
+    PARAM,
+    Links,
+    LinkSource,
+    RecordIndex,
+    Replicas,
+    neighbours,
+    newest_whole,
+)
 from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Inventory, Reader, Replica, Version, stored
-from lightning_moe_ckpt.recovery._markers import MarkerSearch, Which, is_partial
+from lightning_moe_ckpt.recovery._markers import MarkerSearch, Which, is_differential, is_partial
 from lightning_moe_ckpt.recovery._transfer import MESSAGE_NBYTES, Rounds, Transfer, Transport
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout, Span, dtype_of
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry, SegmentLayout, Span, dtype_of
 from lightning_moe_ckpt.tiers import HOST, PEER, STORAGE, TierName
 
 log = logging.getLogger(__name__)
@@ -48,6 +56,9 @@ LEVELS: Mapping[LedgerLevel, Collection[TierName]] = {
     "storage": [STORAGE],
 }
 """Tiers in which all of a copy is; memory is that of the own node and of others together."""
+
+_COMMITS = 3
+"""Newest commits of which it is asked what differences lead to a version: each names all that it follows on."""
 
 _NAMED = 16
 """Experts without a good copy that a message names."""
@@ -132,8 +143,8 @@ class RestoreAttempt:
         self._reasons: dict[str, list[str]] = {}
         self._rounds = Rounds(transport)
         self._transfer = Transfer(self._rounds, reader, str(version), message_nbytes)
-        self.is_partial = False
-        """Whether it holds some experts only; known once there is a marker."""
+        self.is_partial = self.is_differential = False
+        """Whether it holds some experts only, or what leads to it from the step before; known once there is a marker."""
         self._reachable = sorted((each for each in alive if each.generation <= version.generation), reverse=True)
         in_storage = [each for each in self._reachable if each in inventory.committed]
         sources = [each for each in self._reachable if each in inventory.sources]
@@ -154,7 +165,9 @@ class RestoreAttempt:
         if not self._read_markers([which], required=which):
             return None
         marker = self._markers[which]
-        self.is_partial = is_partial(marker)
+        self.is_partial, self.is_differential = is_partial(marker), is_differential(marker)
+        if self.is_differential:
+            self._read_chain()
         if self.is_partial:  # memory and storage may hold different files
             del self._markers[which]
             in_memory = [each for each in self._reachable if each in self._inventory.in_memory]
@@ -162,6 +175,35 @@ class RestoreAttempt:
             for each in sorted(self._markers, key=_doubt):
                 self._add_to_index(each)
         return marker
+
+    def chain(self) -> tuple[Transport, Transfer, Links]:
+        """Return what this rank can be given of the steps that lead to the version and of the base before them, and by whom."""
+        found: dict[int, list[LinkSource]] = {}
+
+        def add(entry: SegmentEntry, copies: Sequence[Replica], *, is_base: bool) -> None:
+            known = found.setdefault(entry.step, [])
+            if not known or (known[0].entry.digest, known[0].is_base) == (entry.digest, is_base):
+                known.append(LinkSource(entry, copies, is_base))
+
+        for (version, source), marker in sorted(self._markers.items(), key=lambda each: _doubt(each[0]) == 0):
+            if version.generation.incarnation != self.version.generation.incarnation:
+                continue
+            is_base = not is_differential(marker)
+            for entry in marker.segments:
+                add(entry, self._copies((version, source)), is_base=is_base)
+            for number, each in enumerate(marker.referenced if not is_base else ()):
+                owner = stored(Version(each.generation, ""), self._transport.rank)
+                add(each.segment, [owner], is_base=number == 0)
+        return self._transport, self._transfer, found
+
+    def _read_chain(self) -> None:
+        """Read the markers of everything in memory that may lead to the version, and of the newest that storage has."""
+        own = (self.version.generation.incarnation, self.version.generation.nonce)
+        line = [each for each in self._reachable if (each.generation.incarnation, each.generation.nonce) == own]
+        in_memory = [each for each in line if each in self._inventory.in_memory]
+        in_storage = [each for each in line if each in self._inventory.committed][:_COMMITS]
+        self._markers.pop((self.version, None), None)
+        self._read_markers([*product(in_storage, [STORAGE]), *product(in_memory, [HOST, PEER])])
 
     def bring(
         self,

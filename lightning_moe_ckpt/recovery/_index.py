@@ -43,6 +43,20 @@ class Replicas:
 ReplicasByName = dict[str, Replicas]
 
 
+@dataclass(frozen=True, slots=True)
+class LinkSource:
+    """A file with what there is of one boundary of a chain, and who has it."""
+
+    entry: SegmentEntry
+    copies: Sequence[Replica]
+    is_base: bool
+    """Whether it has everything; else it has what leads there from the boundary before."""
+
+
+Links = Mapping[int, Sequence[LinkSource]]
+"""Boundaries of a chain by step; cheapest sources first."""
+
+
 class RecordIndex:
     """What one rank can be given. Where two files contradict each other, the one that was added first is right."""
 

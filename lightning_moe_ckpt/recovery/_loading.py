@@ -76,10 +76,11 @@ def stored_layouts(marker: RankMarker) -> list[SegmentLayout]:
     by_step: dict[int, list[SegmentEntry]] = {}
     for entry in marker.segments:
         by_step.setdefault(entry.step, []).append(entry)
-    return [_stored_layout(by_step[step]) for step in sorted(by_step)]
+    return [stored_layout(by_step[step]) for step in sorted(by_step)]
 
 
-def _stored_layout(files: Sequence[SegmentEntry]) -> SegmentLayout:
+def stored_layout(files: Sequence[SegmentEntry]) -> SegmentLayout:
+    """Return the layout of the records of one step, in their order in its files. Raises `Corrupt`."""
     tables = [RecordColumns.of(each.records).by_offset() for each in files]
     kinds: list[TensorKind] = []
     where = ", ".join(each.key for each in files)

@@ -6,11 +6,13 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Item, Reader, Replica, Version
 from lightning_moe_ckpt.recovery._transfer import FetchRequest, Rounds
-from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, RankMarker, digest_of
+from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, Commit, RankMarker, digest_of
 from lightning_moe_ckpt.tiers import TierName
 
 log = logging.getLogger(__name__)
@@ -120,7 +122,7 @@ class MarkerSearch:
         if found != (version.generation, version.plan_hash, self._rank):
             raise Corrupt(f"is of rank {marker.rank}, {marker.generation}, plan {marker.plan_hash[:8]}.")
         digest = self._digests.get(version)
-        if copy.source != "storage" and is_partial(marker):
+        if copy.source != "storage" and (is_partial(marker) or is_differential(marker)):
             digest = None
         if digest is not None and digest_of(marker.to_bytes()) != digest:
             raise Corrupt("is not the marker that was committed.")
@@ -155,10 +157,21 @@ class MarkerSearch:
 
 def is_partial(marker: RankMarker) -> bool:
     """Return whether the generation holds some experts only, as far as its plan can be read."""
-    text = marker.policy.get("plan")
+    return _plan(marker).get("partial") is True
+
+
+def is_differential(said: RankMarker | Commit) -> bool:
+    """Return whether the generation holds what leads to it from the step before, as far as its plan can be read."""
+    steps = _plan(said).get("steps")
+    files = steps[0].get("durable") if isinstance(steps, list) and steps and isinstance(steps[0], dict) else None
+    return isinstance(files, dict) and RecordKind.DELTA.value in files
+
+
+def _plan(said: RankMarker | Commit) -> dict[str, Any]:
+    text = said.policy.get("plan")
     record = json.loads(text) if isinstance(text, str) else None
     plan = record.get("plan") if isinstance(record, dict) else None
-    return isinstance(plan, dict) and plan.get("partial") is True
+    return plan if isinstance(plan, dict) else {}
 
 
 def _common(marker: RankMarker) -> str:

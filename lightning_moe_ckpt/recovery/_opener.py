@@ -23,6 +23,7 @@ from lightning_moe_ckpt.coordination import Exchange, warn_of_other_versions
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, IdentityMismatch, NoUsableGeneration
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, RestorePlan
+from lightning_moe_ckpt.recovery._chain import ChainRestore
 from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, Replica, Version, memory_of
 from lightning_moe_ckpt.recovery._loading import (
     RestoreSource,
@@ -337,20 +338,28 @@ class Search:
         if marker is not None and version not in self._commits:
             self._check_identity(marker)
         misfits = [] if marker is None else self._misfits(marker)
-        part = None
+        part, reasons = None, list(misfits)
         if marker is not None and not misfits:
             experts = {op.name: op.numel for op in self._job.view.operators if op.kind == "expert"}
-            part = attempt.bring(marker, experts, partial(self._lay_out, marker))
+            if attempt.is_differential:
+                chain = ChainRestore(attempt, marker)
+                part, reasons = chain.run(), chain.reasons
+            else:
+                part = attempt.bring(marker, experts, partial(self._lay_out, marker))
         self._stored_layouts = []
         if part is None:
             self.missing = self.missing or attempt.missing
             self._partial += [version] if attempt.is_partial and not may_lack else []
-            for reason in (*attempt.reasons, *misfits):
+            for reason in (*attempt.reasons, *reasons):
                 log.error("cannot resume from %s, %s; trying an older generation", version.generation, reason)
                 self.reasons.append(f"{version.generation}, {reason}")
             return None
         self._log_sources(str(version), part.nbytes)
-        return RestoreSource.of(part, tokens_behind(attempt, part.chosen), committed=version in self._commits)
+        reached = part.marker.generation
+        self.reasons += [f"{version.generation}, {reason}" for reason in reasons]
+        self.volatile |= {reached}  # as memory, it need not be a generation that storage has by this name
+        committed = version in self._commits and reached == version.generation
+        return RestoreSource.of(part, tokens_behind(attempt, part.chosen), committed=committed)
 
     def _lay_out(self, marker: RankMarker, chosen: RestorePlan) -> list[SegmentLayout]:
         """Return where this rank wants its records: as they lie in files, unless experts are of other generations."""

@@ -54,6 +54,16 @@ _OUTSTANDING = 32
 """Generations per tier that ranks still speak of; as many fit into one integer of the exchange with ease."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChainPlace:
+    """Where a generation stands among differences, the same on all ranks."""
+
+    is_link: bool
+    """Whether it is a difference to the generation before; else it is a base, of everything."""
+    ends_batch: bool = True
+    """Whether storage gets it with what was gathered before it, or waits for more."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Window:
     """A generation from the start of its window until the ring recycles it."""
@@ -68,6 +78,8 @@ class Window:
     segments: list[SealedSegment] = field(default_factory=list)
     workers: list[TierWorker] = field(default_factory=list)
     """Workers of the tiers that it was given to."""
+    chain: ChainPlace | None = None
+    """Where it stands, if generations may be differences to the one before."""
     unix_time: int = field(default_factory=lambda: int(time.time()))
     """When it began, as its markers in all tiers state."""
 
@@ -117,6 +129,10 @@ class _Lane:
     """Generations that it was given and that some rank gave up."""
     attempted: bool = False
     """Whether the window before was an attempt to get a whole generation, and the tier still has no base."""
+    chain: list[GenerationId] | None = None
+    """Generations given to it that differences follow on, oldest first; `None` where nothing can be followed on."""
+    gathered: list[Window] = field(default_factory=list)
+    """Differences that it gets together, pinned, oldest first."""
 
     def votes(self, *, rests: bool) -> list[int]:
         # First: what went wrong with a generation is known when the worker is idle again.
@@ -139,6 +155,8 @@ class _Lane:
         complete = [each for index, each in enumerate(self.given) if common >> index & 1]
         given_up = [each for index, each in enumerate(self.given) if each != filling and lacking >> index & 1]
         self.given = [each for each in self.given[common.bit_length() :] if each not in given_up]
+        if self.chain is not None and not set(given_up).isdisjoint(self.chain):
+            self.chain = None
         self.num_failed += len(given_up)
         return complete, given_up
 
@@ -153,6 +171,15 @@ class _Lane:
         """Return whether to try to get a whole generation now: in every second window while that fails."""
         self.attempted = not self.attempted
         return self.attempted
+
+    def let_go(self, generation: GenerationId) -> None:
+        """Drop a gathered difference, which some rank could not take, and what was gathered after it."""
+        for index, window in enumerate(self.gathered):
+            if window.generation == generation:
+                for each in self.gathered[index:]:
+                    each.ring.unpin(each.generation)
+                del self.gathered[index:]
+                return
 
     def take(self, generation: GenerationId) -> None:
         self.idle = False
@@ -274,7 +301,7 @@ class Tiers:
 
     def offer(self, newest: Window | None) -> None:
         """Give a generation that is complete on all ranks to every tier that is idle and has not had it."""
-        if newest is None:
+        if newest is None or (newest.chain is not None and newest.chain.is_link):
             return
         for lane in self._lanes:
             if lane.idle and lane.worker not in newest.workers:
@@ -286,7 +313,9 @@ class Tiers:
         """Begin a window: tiers that take it get its segments as they are sealed."""
         self.governor.opened()
         for lane in self._lanes:
-            if lane.worker.takes_every or (lane.idle and not lane.cannot_take(window.layout)):
+            if window.chain is not None and lane.worker.uses_references:
+                self._open_in_chain(lane, window, window.chain)
+            elif lane.worker.takes_every or (lane.idle and not self._cannot_take(lane, window)):
                 self._begin(lane, window)
 
     def begin_first(self, tier: str, generation: GenerationId) -> None:
@@ -336,21 +365,38 @@ class Tiers:
     def withdraw(self, window: Window) -> None:
         """End a window before its time, on all ranks: tiers give it up, and none has failed to keep it."""
         for lane in self._lanes:
+            lane.let_go(window.generation)
             if window.generation in lane.given:
                 lane.given.remove(window.generation)
                 self._give_up(lane.worker, window.generation)
         self.abandon(window)
 
+    def not_taken(self, generation: GenerationId) -> None:
+        """Note that some rank could not take a generation to its end. On all ranks."""
+        for lane in self._lanes:
+            lane.let_go(generation)
+
     def superseded(self, window: Window) -> None:
         """Count a skip for tiers that have not had this generation, since a newer one is complete."""
         for lane in self._lanes:
-            if lane.worker not in window.workers:
+            if lane.worker not in window.workers and window.chain is None:
                 lane.skips.skipped(window.generation, meant=bool(self.governor.rests.get(lane.worker.name)))
 
     def flush(self, timeout: float) -> None:
         """Wait for tiers to let go of memory that the next generation needs."""
+        for lane in self._lanes:
+            if lane.worker.paced or lane.chain is not None:
+                lane.worker.drain(timeout)
+
+    @property
+    def lost_chain(self) -> bool:
+        """Return whether a tier that differences are gathered for has nothing that more could follow on."""
+        return any(lane.worker.uses_references and lane.chain is None for lane in self._lanes)
+
+    def settle(self, timeout: float) -> None:
+        """Wait for tiers that take every generation."""
         for worker in self.workers:
-            if worker.paced:
+            if worker.takes_every:
                 worker.drain(timeout)
 
     # -- all workers
@@ -406,6 +452,50 @@ class Tiers:
         if self._watcher is not None:
             self._watcher.given_up(worker.name, generation)
         worker.give_up(generation)
+
+    @staticmethod
+    def _cannot_take(lane: _Lane, window: Window) -> bool:
+        """Return whether a generation is of no use to a tier that does not get all of them."""
+        return lane.cannot_take(window.layout) or (window.chain is not None and window.chain.is_link)
+
+    def _open_in_chain(self, lane: _Lane, window: Window, place: ChainPlace) -> None:
+        """Give what was gathered to a tier, and begin or gather the window. It waits in line, so nothing is passed by."""
+        if lane.gathered and (lane.gathered[-1].chain.ends_batch or not place.is_link):  # type: ignore[union-attr]
+            self._hand_over(lane)
+        if not place.is_link:
+            lane.chain = [window.generation]
+            self._begin(lane, window)
+        elif lane.chain is not None:
+            window.ring.pin(window.generation)
+            lane.gathered.append(window)
+
+    def _hand_over(self, lane: _Lane) -> None:
+        """Give the differences that were gathered to a tier, as a generation with the name of the last."""
+        windows, lane.gathered = lane.gathered, []
+        last = windows[-1]
+
+        def release(_: GenerationId) -> None:
+            for each in windows:
+                each.ring.unpin(each.generation)
+
+        if lane.chain is None:  # what they follow on was given up meanwhile
+            release(last.generation)
+            return
+        lane.take(last.generation)
+        lane.worker.begin(
+            Announced(
+                generation=last.generation,
+                plan_hash=last.layout.record.plan_hash,
+                plan_json=last.layout.record.to_json(),
+                num_segments=len(windows),
+                unix_time=last.unix_time,
+                on_released=release,
+                follows=tuple(lane.chain),
+            )
+        )
+        lane.chain.append(last.generation)
+        for each in windows:
+            lane.worker.add(last.generation, each.segments[0])
 
     def _begin(self, lane: _Lane, window: Window) -> None:
         worker, layout = lane.worker, window.layout

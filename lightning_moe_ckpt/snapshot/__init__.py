@@ -3,8 +3,12 @@
 from lightning_moe_ckpt.snapshot._columns import columns_of as columns_of
 from lightning_moe_ckpt.snapshot._description import describe as describe
 from lightning_moe_ckpt.snapshot._description import read_extra as read_extra
+from lightning_moe_ckpt.snapshot._gradients import DifferentialRecorder as DifferentialRecorder
 from lightning_moe_ckpt.snapshot._gradients import GradientRecorder as GradientRecorder
 from lightning_moe_ckpt.snapshot._gradients import RecordedStep as RecordedStep
+from lightning_moe_ckpt.snapshot._gradients import log_whole as log_whole
+from lightning_moe_ckpt.snapshot._gradients import repeatable as repeatable
+from lightning_moe_ckpt.snapshot._gradients import step_settings as step_settings
 from lightning_moe_ckpt.snapshot._gradients import why_no_deltas as why_no_deltas
 from lightning_moe_ckpt.snapshot._identity import Facts as Facts
 from lightning_moe_ckpt.snapshot._identity import Identity as Identity
@@ -19,7 +23,9 @@ from lightning_moe_ckpt.snapshot._lay_out import lay_out as lay_out
 from lightning_moe_ckpt.snapshot._lay_out import log_plan as log_plan
 from lightning_moe_ckpt.snapshot._lay_out import record_nbytes as record_nbytes
 from lightning_moe_ckpt.snapshot._lay_out import split_operators as split_operators
+from lightning_moe_ckpt.snapshot._layout import GRADIENT as GRADIENT
 from lightning_moe_ckpt.snapshot._layout import JOURNAL as JOURNAL
+from lightning_moe_ckpt.snapshot._layout import PARAM as PARAM
 from lightning_moe_ckpt.snapshot._layout import PRESENT as PRESENT
 from lightning_moe_ckpt.snapshot._layout import REGIONS as REGIONS
 from lightning_moe_ckpt.snapshot._layout import SEGMENT_METADATA as SEGMENT_METADATA

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.native import Column, CopyTable
-from lightning_moe_ckpt.snapshot._layout import PRESENT, FileLayout, StepLayout
+from lightning_moe_ckpt.snapshot._layout import GRADIENT, PRESENT, FileLayout, StepLayout
 from lightning_moe_ckpt.snapshot._parts import Form, PartColumns
 
 _ZEROS_U8 = torch.zeros(2**20, dtype=torch.uint8)
@@ -60,6 +60,8 @@ class StepColumns:
                 rows += [(self._dtypes.index(dtype), whole, key == PRESENT) for key, dtype, whole in forms]
         self.fqns = tuple(dict.fromkeys(fqn for fqn, _ in parts.kinds))
         """Parameters of which there is something."""
+        self.gradients = tuple(fqn for fqn, key in self._bases if key == GRADIENT)
+        """Those of which it is the gradient."""
         # From here on by part, then by tensor, in C.
         count = parts.tensors
         number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)

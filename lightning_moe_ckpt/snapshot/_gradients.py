@@ -1,33 +1,41 @@
-"""Keep the gradients that an optimizer step consumes of the experts behind the segment that it leads to.
+"""Take the gradients that an optimizer step consumes: as records, or behind the segment that the step leads to.
 
 A hook of the optimizer runs right after its step: gradients are then as they were consumed, clipped and unscaled, and
-settings are those that the step had, whatever a schedule makes of them next. At the boundary they begin to be copied
-into the slot of the segment, ahead of the state; `fence` waits for that before gradients are overwritten or let go of.
+settings are those that the step had, whatever a schedule makes of them next. At the boundary they begin to be copied,
+ahead of the state; `fence` waits for that before gradients are overwritten or let go of. A step that began from other
+weights than the boundary before, or ended in others than this one, leads nobody here: people edit weights in hooks.
 
-None of this has to be right for copies to be right: a holder refuses what leads it to other bytes. What is certain to
-do so is not offered. So gradients that somebody changed while they were copied are dropped, and so is a step that began
-from other weights than the segment before it has, or ended in others than this one has: people edit weights in hooks.
+`DifferentialRecorder` is for records, of which nothing but the gradients tells what the state is: a boundary is taken
+whole if it cannot be told for certain. `GradientRecorder` is for copies on other nodes. There none of this has to be right for copies to be right: a holder refuses what leads it to other bytes. What is certain to
+do so is not offered: gradients that somebody changed while they were copied, and edited weights.
 
-Source: MOETION (2024), Sec. 5.2.
+Sources: TierCheck (2026), Sec. 3.2 and 4; MOETION (2024), Sec. 5.2.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
+from typing_extensions import override
 
-from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.native import Copy, CopyEngine, Ticket
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.snapshot._layout import StateView, StepLayout
 from lightning_moe_ckpt.snapshot._writer import versions
 from lightning_moe_ckpt.tiers import Gradients, PartGradient, StepSettings
+
+log = logging.getLogger(__name__)
+
+NOT_TRAINED = "the optimizer keeps nothing of it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +46,106 @@ class _Consumed:
     settings: StepSettings
 
 
-class GradientRecorder:
-    """Record the steps of one optimizer. Used by the training thread."""
+class _StepRecorder:
+    """Follow the steps of one optimizer, as far as they change some parameters. Used by the training thread."""
 
-    def __init__(self, view: StateView, engine: CopyEngine) -> None:
-        assert view.gradient_dtype is not None
-        self._view, self._engine, self._dtype = view, engine, view.gradient_dtype
-        names = {piece.fqn for op in view.operators if op.kind == "expert" for piece in op.slices}
-        self._params = {fqn: view.params[fqn] for fqn in sorted(names) if view.keeps_gradient(fqn)}
+    def __init__(self, view: StateView, fqns: Iterable[str]) -> None:
+        self._view = view
+        self._params = {fqn: view.params[fqn] for fqn in sorted(fqns)}
         self._consumed: dict[str, _Consumed] = {}
         self._num_steps, self._edited = 0, False
         self._versions = self._now()
-        self._record: RecordedStep | None = None
         self._hook = view.schema.optimizer.register_step_post_hook(self._stepped)
 
     def step_begins(self) -> None:
         """Note whether the coming step begins from the weights of the last segment; call before the optimizer steps."""
         self._edited = self._edited or self._now() != self._versions
+
+    def skip(self) -> None:
+        """Forget the gradients that led to this boundary, which nobody wants."""
+        self._consumed, self._num_steps, self._edited = {}, 0, False
+
+    def close(self) -> None:
+        """Stop to record."""
+        self._hook.remove()
+        self.skip()
+
+    def _take(self) -> dict[str, _Consumed] | None:
+        """Return what the step to this boundary consumed; `None` if that does not lead from the one before to this."""
+        consumed, leads_here = self._consumed, not self._edited and self._num_steps <= 1
+        self.skip()
+        return consumed if leads_here and self._now() == self._versions else None
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._num_steps += 1
+        self._versions = self._now()
+        settings: dict[int, StepSettings] = {}
+        for fqn, param in self._params.items():
+            group = self._view.schema.adam_group(param)
+            if param.grad is None or group is None:
+                continue
+            if id(group) not in settings:
+                settings[id(group)] = _settings(optimizer, group)
+            self._consumed[fqn] = _Consumed(param.grad, versions([param.grad])[0], settings[id(group)])
+
+    def _now(self) -> list[int]:
+        return versions(list(self._params.values()))
+
+
+class DifferentialRecorder(_StepRecorder):
+    """Offer the gradients of each step of the optimizer to the view as what DELTA records are copied from."""
+
+    def __init__(self, view: StateView) -> None:
+        super().__init__(view, view.repeatable)
+        self._taken: list[_Consumed] = []
+        self._steps: dict[str, StepSettings] = {}
+
+    def boundary(self) -> bool:
+        """Return whether the newest step leads from the boundary before to this one; call once for each boundary."""
+        found = self._take()
+        consumed = found or {}
+        self._view.consumed.clear()
+        for fqn, each in consumed.items():
+            if each.gradient.layout is torch.strided and each.gradient.dtype is torch.float32:
+                self._view.consumed[fqn] = each.gradient.detach().contiguous()
+        self._taken = list(consumed.values())
+        self._steps = {fqn: each.settings for fqn, each in consumed.items()}
+        return found is not None and len(self._view.consumed) == len(consumed)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the newest step for the journal of its boundary, which `step_settings` reads."""
+        known = Counter(self._steps.get(fqn) for fqn in self._params)
+        numbered = {each: index for index, (each, _) in enumerate(known.most_common())}
+        others = {fqn: index for fqn in self._params if (index := numbered[self._steps.get(fqn)])}
+        return {"settings": [None if each is None else asdict(each) for each in numbered], "others": others}
+
+    def sealed(self) -> bool:
+        """Return whether the state is what the step has left; call when the boundary is sealed."""
+        before, self._versions = self._versions, self._now()
+        return before == self._versions
+
+    def release(self) -> bool:
+        """Let go of the gradients, which are copied; return whether they are still what was consumed."""
+        taken, self._taken = self._taken, []
+        self._view.consumed.clear()
+        return versions([each.gradient for each in taken]) == [each.version for each in taken]
+
+    @override
+    def _now(self) -> list[int]:
+        """Steps are repeated on all of the state."""
+        params = list(self._params.values())
+        return versions([*params, *self._view.schema.watch(params).tensors])
+
+
+class GradientRecorder(_StepRecorder):
+    """Record the steps that change experts, behind segments."""
+
+    def __init__(self, view: StateView, engine: CopyEngine) -> None:
+        assert view.gradient_dtype is not None
+        names = {piece.fqn for op in view.operators if op.kind == "expert" for piece in op.slices}
+        super().__init__(view, filter(view.keeps_gradient, names))
+        self._engine, self._dtype = engine, view.gradient_dtype
+        self._record: RecordedStep | None = None
 
     def start(self, layout: StepLayout, slot_U8: Tensor) -> RecordedStep | None:
         """Begin to copy the gradients that led to this boundary; `None` if they would lead nobody here.
@@ -63,10 +154,8 @@ class GradientRecorder:
             layout: layout of the slot.
             slot_U8: memory of the slot, with room behind the segment.
         """
-        consumed, self._consumed = self._consumed, {}
-        edited, self._edited = self._edited, False
-        num_steps, self._num_steps = self._num_steps, 0
-        if edited or num_steps > 1 or self._now() != self._versions:
+        consumed = self._take()
+        if consumed is None:
             return None
         area_U8 = slot_U8[layout.gradients_at : layout.nbytes]
         parts: dict[str, PartGradient] = {}
@@ -83,10 +172,6 @@ class GradientRecorder:
         ticket = self._engine.submit(self._engine.prepare(copies))
         self._record = RecordedStep(Gradients(area_U8, self._dtype, parts), ticket, list(consumed.values()))
         return self._record
-
-    def skip(self) -> None:
-        """Forget the gradients that led to this boundary, which nobody wants."""
-        self._consumed, self._num_steps, self._edited = {}, 0, False
 
     def sealed(self) -> None:
         """Compare the weights with those after the step; call when the segment of the boundary has taken them."""
@@ -107,28 +192,6 @@ class GradientRecorder:
         record, self._record = self._record, None
         if record is not None:
             record.gradients()
-
-    def close(self) -> None:
-        """Stop to record."""
-        self._hook.remove()
-        self.skip()
-
-    # -- private
-
-    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._num_steps += 1
-        self._versions = self._now()
-        settings: dict[int, StepSettings] = {}
-        for fqn, param in self._params.items():
-            group = self._view.schema.adam_group(param)
-            if param.grad is None or group is None:
-                continue
-            if id(group) not in settings:
-                settings[id(group)] = _settings(optimizer, group)
-            self._consumed[fqn] = _Consumed(param.grad, versions([param.grad])[0], settings[id(group)])
-
-    def _now(self) -> list[int]:
-        return versions(list(self._params.values()))
 
 
 class RecordedStep:
@@ -166,6 +229,68 @@ class RecordedStep:
             if versions([each.gradient for each in self._sources]) != [each.version for each in self._sources]:
                 self._gradients = None
             self._sources = ()
+
+
+def step_settings(journal: Mapping[str, Any], fqn: str) -> StepSettings | None:
+    """Return the settings of the step that led to a boundary; `None` if it did not change the parameter.
+
+    Args:
+        journal: of the boundary, which was taken as what leads there.
+        fqn: a parameter of which its record has the gradient.
+
+    Raises:
+        Corrupt: the journal has none.
+    """
+    try:
+        taken = journal["outcome"]["consumed"]
+        settings = taken["settings"][taken["others"].get(fqn, 0)]
+        return None if settings is None else StepSettings(**settings)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise Corrupt(
+            f"The journal does not say how `{fqn}` was stepped ({error!r}). An older state is good."
+        ) from error
+
+
+def repeatable(view: StateView) -> tuple[frozenset[str], dict[str, str]]:
+    """Return the parameters whose steps can be repeated from gradients to the last bit, and why others cannot, by name.
+
+    On the CPU, the plain form of torch's own Adam and AdamW in float32 can.
+    """
+    whys = {fqn: _why_not_repeatable(view, fqn) for fqn in view.params}
+    return frozenset(fqn for fqn, why in whys.items() if not why), {fqn: why for fqn, why in whys.items() if why}
+
+
+def _why_not_repeatable(view: StateView, fqn: str) -> str:
+    param, optimizer = view.params[fqn], view.schema.optimizer
+    group = view.schema.adam_group(param)
+    if group is None:
+        return NOT_TRAINED if not view.schema.entries(param) else f"the optimizer is {type(optimizer).__name__}"
+    if type(optimizer) not in (Adam, AdamW):
+        return f"{type(optimizer).__name__} may round otherwise than Adam and AdamW of torch"
+    if param.dtype is not torch.float32:
+        return f"it is {str(param.dtype).removeprefix('torch.')}, and not float32"
+    if param.device.type != "cpu":
+        return f"steps on {param.device.type} round otherwise"
+    if group["fused"] or group["foreach"]:
+        return "an optimizer with fused=True or foreach=True rounds otherwise than its plain form"
+    if any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"])):
+        return "an optimizer whose learning rate is a tensor rounds otherwise"
+    return ""
+
+
+def log_whole(whole: Mapping[str, str], number: int) -> None:
+    """Log, once per process, which parameters differentials have whole, and why."""
+    by_reason: dict[str, list[str]] = {}
+    for fqn, why in whole.items():
+        by_reason.setdefault(why, []).append(fqn)
+    by_reason.pop(NOT_TRAINED, None)
+    for why, fqns in by_reason.items():
+        log.log(
+            logging.WARNING if len(fqns) == number else logging.INFO,
+            "%d of %d parameters are stored whole at every step, since their steps cannot be repeated to the last bit from "
+            "gradients: %s (first %s). What is restored is exact all the same.",
+            *(len(fqns), number, why, fqns[0]),
+        )
 
 
 def why_no_deltas(view: StateView, *, every_n_steps: int, exact: bool) -> str | None:

@@ -192,7 +192,10 @@ def region_parts(
     records: Mapping[str, RecordKind], region: str, view: StateView, groups: ParallelGroups
 ) -> list[Shard]:
     """Return the shards of one region over all its writers, of those of the records that this rank's regions hold."""
-    widths = {kind: view.widths(kind) for kind in set(records.values())}
+    # Differentials are cut as the states that they lead to: whoever has a part of one has that part of the other.
+    widths = {
+        kind: view.widths(RecordKind.FULL if kind is RecordKind.DELTA else kind) for kind in set(records.values())
+    }
     operators, holders = view.operators, _ranks(region, groups)
     local = [(operators[name], kind) for name, kind in records.items() if name in operators]
     taken = [(op.name, kind, piece) for op, kind in local if op.holders == region for piece in op.slices]

@@ -31,6 +31,7 @@ REGIONS = ("world", "expert_data")
 JOURNAL = "journal"
 PRESENT = "present"
 PARAM = "param"
+GRADIENT = "gradient"
 
 AVERAGE_PREFIX = "average."
 """Prefix of the names of averages; no key of an optimizer's state has it."""
@@ -126,6 +127,10 @@ class StateView:
         self.compute_dtypes = dict(compute_dtypes)
         self.gradient_dtype: torch.dtype | None = None
         """Type in which gradients of experts are kept behind segments; `None` if they are not."""
+        self.repeatable = frozenset[str]()
+        """Parameters whose steps can be repeated: DELTA records of them have the gradient."""
+        self.consumed: dict[str, Tensor] = {}
+        """Gradients as the newest step of the optimizer consumed them, of repeatable parameters that had one."""
         self.repeated: dict[tuple[int, int | None] | None, list[Shard]] = {}
         """Parts that steps of a window share, by identity of the slice, which is of an operator, and writer."""
         self._texts: dict[int, PartText] = {}
@@ -148,6 +153,7 @@ class StateView:
     def _like(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype], averages: Averages) -> StateView:
         view = StateView(self.module, operators, self.schema, compute_dtypes, averages)
         view.gradient_dtype = self.gradient_dtype
+        view.repeatable, view.consumed = self.repeatable, self.consumed
         return view
 
     def keeps_gradient(self, fqn: str) -> bool:
@@ -163,6 +169,8 @@ class StateView:
             return [(key, self.compute_dtypes.get(fqn, each.dtype), True) for key, each in consumed.items()]
         state = [(entry.key, entry.dtype, entry.per_element) for entry in self.schema.entries(param)]
         averages = [(key, average.dtype, True) for key, average in self.averages.of(fqn).items()]
+        if kind is RecordKind.DELTA and fqn in self.repeatable:
+            return [(GRADIENT, torch.float32, True), *averages]
         return [(PRESENT, torch.uint8, False), (PARAM, param.dtype, True), *state, *averages]
 
     def table(self, parts: Iterable[Shard]) -> PartTable:
@@ -172,7 +180,7 @@ class StateView:
 
     def is_state(self, key: str) -> bool:
         """Return whether a field is part of the optimizer's state, of which there may be none yet."""
-        return key not in (PARAM, PRESENT) and key not in self.averages.names
+        return key not in (PARAM, PRESENT, GRADIENT) and key not in self.averages.names
 
     def states(self, fqns: Iterable[str]) -> list[Tensor]:
         """Return optimizer state and averages of these parameters, as far as there are any."""
@@ -185,7 +193,9 @@ class StateView:
         return self.tensor(field.part.piece.fqn, field.key)
 
     def tensor(self, fqn: str, key: str) -> Tensor | None:
-        """Return a parameter, an average or state of it; `None` if the optimizer has no such state yet."""
+        """Return a parameter, an average, gradient or state of it; `None` if there is no such gradient or state."""
+        if key == GRADIENT:
+            return self.consumed.get(fqn)
         if key in self.averages.names:
             return self.averages.of(fqn)[key]
         return self.params[fqn] if key == PARAM else self.schema.get_state(self.params[fqn], key)
@@ -285,7 +295,7 @@ class FileLayout:
             piece = part.piece
             head = f'{_quoted(part.operator)},"{part.kind.value}",{_quoted(piece.fqn)}'
             whole = f"[{','.join(map(str, piece.global_shape))}],{piece.global_start},{piece.stop - piece.start}"
-            there = "true" if part.kind is not RecordKind.FULL or has_state[piece.fqn] else "false"
+            there = "true" if part.kind is RecordKind.COMPUTE or has_state[piece.fqn] else "false"
             rows += [
                 f'[{name},{head},{_quoted(key)},"{dtype_code(dtype)}",{whole if per_element else "[],0,1"},{offset},{nbytes},'
                 f"{there if is_state(key) else 'true'}]"

@@ -75,8 +75,10 @@ class StepCopies:
 
     def __init__(self, layout: StepLayout, engine: CopyEngine) -> None:
         self.layout, self._engine, self._columns = layout, engine, columns_of(layout)
-        view = layout.view
-        self._params = [view.params[fqn] for fqn in self._columns.fqns]
+        view, gradients = layout.view, set(self._columns.gradients)
+        self._whole = [fqn for fqn in self._columns.fqns if fqn not in gradients]
+        self._params = [view.params[fqn] for fqn in self._whole]
+        self._averages = [each for fqn in gradients for each in view.averages.of(fqn).values()]
         self.may_wait = any(param.is_cuda for param in view.params.values())
         """Whether values may have to come from a device."""
         self._watch: StateWatch | None = None
@@ -84,7 +86,7 @@ class StepCopies:
         self._prepared: PreparedTable | None = None
         self._addresses: list[int] = []
         self.bases: list[Tensor] = []
-        """Live tensors that are copied."""
+        """Live tensors that are copied, gradients aside: those that change later led to other states."""
         self.records: list[RecordRows] = []
         """Marker's entries of each file."""
         self._places: dict[int, tuple[Tensor, memoryview]] = {}
@@ -100,7 +102,8 @@ class StepCopies:
     def current(self, block_U8: Tensor) -> PreparedTable:
         """Return the copies of everything as it is now, for this slot and others."""
         # A tensor keeps its identity when its memory is swapped (`param.data = ...`), and copies hold addresses.
-        if self._watch is None or not self._watch.holds or self._addresses != _addresses(self.bases):
+        stale = self._prepared is None or self._watch is None or not self._watch.holds
+        if stale or self._addresses != _addresses(self.bases):
             self._rebuild(block_U8)
         assert self._prepared is not None
         return self._prepared
@@ -112,11 +115,16 @@ class StepCopies:
         some = table.of_sources(np.fromiter(map(ids.__contains__, map(id, table.sources)), bool))
         return self._engine.prepare_table(some, block_U8)
 
+    def let_go(self) -> None:
+        """Hold no gradients any more; the next step has others."""
+        if self._columns.gradients:
+            self._prepared = None
+
     def _rebuild(self, block_U8: Tensor) -> None:
         """Make the copies anew from the tensors that there are now."""
         view, has_state = self.layout.view, self._columns.has_state()
         self._watch = view.schema.watch(self._params)
-        self.bases = [*self._params, *view.states(self._columns.fqns)]
+        self.bases = [*self._params, *view.states(self._whole), *self._averages]
         self._addresses = _addresses(self.bases)
         self._prepared = self._engine.prepare_table(self._columns.table(has_state), block_U8)
         if not self.records or has_state != self._has_state:
@@ -254,6 +262,10 @@ class BoundaryCapture:
         self.ticket = writer.start()
         """Ticket of all copies so far."""
         self._local: LocalState | None = None
+
+    def again(self, writer: SegmentWriter) -> BoundaryCapture:
+        """Begin to copy the boundary anew, into other records of the same slot."""
+        return BoundaryCapture(writer, self._step, self._outcome, self._step_record)
 
     def take_rest(self, start: Journal, *, disturbed: bool) -> None:
         """Copy again what has changed, and take buffers and journal; call when the next batch begins.

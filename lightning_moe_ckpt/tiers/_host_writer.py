@@ -37,7 +37,7 @@ _LAST_SECONDS = 2.0
 
 
 def claim_memory(
-    claim: MemoryClaim, rank: int, resumed: GenerationId | None, *, dense_nbytes: int, keep: int = 1
+    claim: MemoryClaim, rank: int, resumed: GenerationId | None, *, dense_nbytes: int, older: bool = False
 ) -> RankMemory:
     """Return this rank's shared memory, with what earlier incarnations left in it of the generation that is resumed from.
 
@@ -46,14 +46,14 @@ def claim_memory(
         rank: this rank.
         resumed: the generation that is resumed from; `None` for a fresh start.
         dense_nbytes: bytes of a snapshot of everything on this rank.
-        keep: generations that memory keeps.
+        older: whether generations before that one are kept too, since it does not have the whole state.
 
     Raises:
         ConfigurationError: there is no room for a ring; the message says how many bytes are missing.
     """
     log_unused_memory(claim, rank, resumed)
     memory = RankMemory(claim.tag, rank, url=claim.url)
-    memory.claim(resumed, older=keep > 1, offered=claim.offered)
+    memory.claim(resumed, older=older, offered=claim.offered)
     memory.saw(claim.seen)
     # How large a ring must be exactly is known with the first plan.
     expect_room(shared_directory(), _DENSE_GENERATIONS * dense_nbytes - memory.nbytes)
@@ -67,7 +67,9 @@ class Rings:
         self._memory, self._engine = memory, engine
         self._registered: ref[Tensor] | None = None  # holds on to nobody's memory
 
-    def make(self, slot_nbytes: int, window: int, *, readers: int, back_to_back: bool, keep: int = 1) -> SegmentRing:
+    def make(
+        self, slot_nbytes: int, window: int, *, readers: int, back_to_back: bool, keep: int = 1, links: int = 0
+    ) -> SegmentRing:
         """Return a ring for windows of `window` segments of up to `slot_nbytes`.
 
         Args:
@@ -76,6 +78,7 @@ class Rings:
             readers: tiers that read from it at their own pace.
             back_to_back: whether the next window begins as soon as one is full.
             keep: generations that it keeps.
+            links: further ones, of one slot, that are differences to those before.
 
         Raises:
             ConfigurationError: there is no room; the message says how many bytes are missing.
@@ -83,7 +86,7 @@ class Rings:
         # Later plans order operators differently, which packs a little differently.
         slot_nbytes += int(slot_nbytes * RING_HEADROOM)
         lag = _LAG if back_to_back else 0
-        slots = slots_needed(window, readers=readers, lag=lag, keep=keep)
+        slots = slots_needed(window, readers=readers, lag=lag, keep=keep) + links
         self._unregister()
         return self._register(self._memory.make(slot_nbytes, slots, keep=keep))
 

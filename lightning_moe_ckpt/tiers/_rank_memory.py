@@ -203,7 +203,7 @@ class RankMemory:
         for ring in self._all():
             if generation in ring.complete:
                 ring.complete_everywhere(generation)
-                if ring is self.ring and len(ring.complete) >= ring.keep:
+                if ring is self.ring and ring.holds_all:
                     self._forget_others()
                     self._remove_moved(generation)
 

@@ -31,7 +31,7 @@ import logging
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -89,6 +89,8 @@ class _Generation:
     pins: int = 0
     marker: Path | None = None
     """Path of the marker; `None` until the generation is published."""
+    is_link: bool = False
+    """Whether it is a difference to the generation before."""
 
 
 def slots_needed(window: int, *, readers: int = 0, lag: int = 0, keep: int = 1) -> int:
@@ -215,7 +217,7 @@ class SegmentRing:
         """
         with self._lock:
             complete = [entry for entry in self._generations.values() if entry.state is GenerationState.COMPLETE]
-            going = sum(len(entry.slots) for entry in complete[: -self.keep] if entry.pins == 0)
+            going = sum(len(entry.slots) for entry in complete[: _first_kept(complete, self.keep)] if entry.pins == 0)
             return bool(self._free) and len(self._free) + going >= window
 
     def fits(self, slot_nbytes: int, window: int) -> bool:
@@ -224,13 +226,18 @@ class SegmentRing:
 
     # -- the window being filled
 
-    def begin_window(self, generation: Hashable) -> None:
-        """Open a window; it takes the snapshot role. One is open at a time, and a name is used once."""
+    def begin_window(self, generation: Hashable, *, is_link: bool = False) -> None:
+        """Open a window; it takes the snapshot role. One is open at a time, and a name is used once.
+
+        Args:
+            generation: its name.
+            is_link: whether it will be a difference to the generation before, and so of no use without that.
+        """
         with self._lock:
             assert generation not in self._generations, f"{generation} was begun before"
             is_open = any(entry.state is GenerationState.OPEN for entry in self._generations.values())
             assert not is_open, "the window before is still open"
-            self._generations[generation] = _Generation()
+            self._generations[generation] = _Generation(is_link=is_link)
 
     def acquire(self, generation: Hashable, step: int) -> Slot:
         """Return a slot to fill for the segment of `step`.
@@ -265,6 +272,11 @@ class SegmentRing:
             entry = self._entry(slot.generation, GenerationState.OPEN)
             assert entry.slots.get(slot.index) is False, f"slot {slot.index} is not being filled"
             entry.slots[slot.index] = True
+
+    def whole(self, generation: Hashable) -> None:
+        """Note that the open window is no difference after all."""
+        with self._lock:
+            self._entry(generation, GenerationState.OPEN).is_link = False
 
     def finish_window(self, generation: Hashable) -> None:
         """Close the window, all of whose segments are sealed: the generation is complete on this rank."""
@@ -353,16 +365,39 @@ class SegmentRing:
     def complete_everywhere(self, generation: Hashable) -> None:
         """Drop all but the `keep` newest generations up to `generation`, which is complete on all ranks.
 
-        Repeating this is allowed.
+        Of generations that are differences, those stay that follow on what stays. Repeating this is allowed.
         """
         with self._lock:
             self._entry(generation, GenerationState.COMPLETE)
             names = list(self._generations)
             settled = names[: names.index(generation) + 1]
-            kept = [each for each in settled if self._generations[each].state is GenerationState.COMPLETE][-self.keep :]
+            complete = [each for each in settled if self._generations[each].state is GenerationState.COMPLETE]
+            first = _first_kept([self._generations[each] for each in complete], self.keep)
             for older in settled:
-                if older not in kept:
+                if older not in complete[first:]:
                     self._drop(older, self._generations[older])
+
+    def make_room(self, num_slots: int, stored: GenerationId | None) -> None:
+        """Drop the oldest differences until so many slots are free, as far as all ranks have them in storage too.
+
+        Args:
+            num_slots: free slots that are wanted.
+            stored: newest generation that storage has with all that it follows on.
+        """
+        with self._lock:
+            links = [(name, entry) for name, entry in self._generations.items() if entry.is_link and entry.pins == 0]
+            for name, entry in links:
+                if len(self._free) >= num_slots or stored is None:
+                    return
+                if entry.state is GenerationState.COMPLETE and isinstance(name, GenerationId) and name <= stored:
+                    self._drop(name, entry)
+
+    @property
+    def holds_all(self) -> bool:
+        """Return whether a restarted process would find here whatever it needs beside storage."""
+        with self._lock:
+            entries = self._generations.values()
+            return sum(e.state is GenerationState.COMPLETE and not e.is_link for e in entries) >= self.keep
 
     def pin(self, generation: Hashable) -> None:
         """Keep the slots of an open or complete generation until `unpin`; pins are counted."""
@@ -465,6 +500,12 @@ class SegmentRing:
         for entry in self._generations.values():
             counts[f"{entry.state.value}{' and pinned' if entry.pins else ''}"] += len(entry.slots)
         return ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
+
+
+def _first_kept(complete: Sequence[_Generation], keep: int) -> int:
+    """Return the place of the first generation that stays, if `keep` do and what follows on them."""
+    wholes = [index for index, entry in enumerate(complete) if not entry.is_link]
+    return wholes[-keep] if len(wholes) >= keep else 0
 
 
 def read_header(page: bytes, nbytes: int, where: str) -> RingHeader:

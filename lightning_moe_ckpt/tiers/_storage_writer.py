@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 from typing_extensions import override
@@ -20,12 +21,14 @@ from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.storage import (
     GenerationId,
     RankMarker,
+    ReferencedEntry,
     Retention,
     RunStore,
     SegmentEntry,
     carry_forward,
     carry_spares,
     full_records,
+    segment_key,
 )
 from lightning_moe_ckpt.tiers._contract import STORAGE
 from lightning_moe_ckpt.tiers._scrubber import Scrubber
@@ -119,10 +122,14 @@ class PersistWorker(TierWorker):
             self._store.put_segment(job.generation, self._rank, file.step, file.view)
         finally:
             digests.join()  # it reads the segment's memory, which is given back after this
-        return segment.digested()
+        # Differences that memory has one by one are stored together, in the generation of the last of them.
+        key = segment_key(job.generation, self._rank, file.step)
+        return [each if each.key == key else replace(each, key=key) for each in segment.digested()]
 
     @override
     def _references(self, job: WriteJob) -> References:
+        if job.announced.follows:
+            return self._chain(job.announced.follows), ()
         base = job.announced.base or Base(generation=self._agreed, missing=frozenset())
         marker = None if base.generation is None else self._bases.get(base.generation)
         if marker is None:
@@ -145,6 +152,14 @@ class PersistWorker(TierWorker):
             )
         return referenced, carry_spares(marker, base.missing, self._twofold - base.missing, bad)
 
+    def _chain(self, follows: Sequence[GenerationId]) -> tuple[ReferencedEntry, ...]:
+        """Return what differences follow on. Raises `CheckpointError` if some of it is not stored on this rank."""
+        lacking = [each for each in follows if each not in self._bases]
+        if lacking:
+            raise CheckpointError(f"it follows on {lacking[0]}, which is not stored.")
+        entries = [(each, segment) for each in follows for segment in self._bases[each].segments]
+        return tuple(ReferencedEntry(generation=each, segment=segment) for each, segment in entries)
+
     @override
     def _finish(self, job: WriteJob, marker: RankMarker) -> None:
         self._release(job)  # storage has the bytes; other ranks may take long
@@ -159,7 +174,8 @@ class PersistWorker(TierWorker):
             self._retain(job.generation)
         self._bases[job.generation] = marker
         # What all ranks have may be older than many that are whole on this one: others may have failed at those.
-        agreed = {self._agreed, None if job.announced.base is None else job.announced.base.generation}
+        agreed = {self._agreed, *job.announced.follows}
+        agreed.add(None if job.announced.base is None else job.announced.base.generation)
         for oldest in sorted(self._bases.keys() - agreed)[:-_BASES]:
             del self._bases[oldest]
         nbytes = sum(entry.nbytes for entry in job.entries)

@@ -88,6 +88,8 @@ class Announced:
     """Called once, from any thread, when the segments' memory is not read any more; not for what is held until the end."""
     base: Base | None = None
     """Completes it, where it has only some operators."""
+    follows: Sequence[GenerationId] = ()
+    """What it follows on, if it is differences: a generation of everything, then differences, each in the tier before it."""
     bad: BadCopies = field(default_factory=dict)
     """Copies that turned out bad: its marker names none of them, however many operators it has."""
 

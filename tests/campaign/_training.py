@@ -39,7 +39,7 @@ Schedule = tuple[tuple[str, ...], ...]
 class Checkpointing:
     """Which callback protects the run, and its arguments."""
 
-    policy: Literal["dense", "sparse", "partial", "selective", "alternating"]
+    policy: Literal["dense", "sparse", "partial", "selective", "alternating", "differential"]
     every_n_steps: int = 1
     window: int | Literal["auto"] = 3
     budget_nbytes: int | None = None
@@ -52,6 +52,7 @@ class Checkpointing:
     plt_budget: float | None = None
     local_budget: int | Literal["auto"] = "auto"
     remote_budget: int | Literal["auto"] = "auto"
+    batch: int = 8
     keep: int = 2
     batches: Literal["reposition", "log"] = "reposition"
     url: str | None = None
@@ -79,6 +80,10 @@ class Checkpointing:
         url = self.url or url
         if self.policy == "dense":
             return callbacks.DenseCheckpoint(url, every_n_steps=self.every_n_steps, keep=self.keep, **common)
+        if self.policy == "differential":
+            return callbacks.DifferentialCheckpoint(
+                url, every_n_steps=self.every_n_steps, batch=self.batch, keep=self.keep, **common
+            )
         if self.policy == "partial":
             return callbacks.PartialExpertCheckpoint(
                 url,

@@ -1,0 +1,168 @@
+"""Bring a base and the differences that follow on it, and fold them into one state.
+
+Every boundary has a place of its own in each tier: memory has the newest ones one by one, storage has them in batches, and
+each comes from the cheapest copy that turns out to be good. What is brought at once is bounded, however long the chain is.
+A chain with a bad link ends at the step before it: that state is as exact as the newest one.
+
+Source: TierCheck (2026), Sec. 3.3. We differ in agreeing per chain on what every rank verified.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt
+from lightning_moe_ckpt.journal import Journal, decode_journal
+from lightning_moe_ckpt.policies import Plan
+from lightning_moe_ckpt.recovery._assembly import Assembly
+from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, Restored, RestorePlan
+from lightning_moe_ckpt.recovery._fold import Difference, fold
+from lightning_moe_ckpt.recovery._index import Links, LinkSource, neighbours
+from lightning_moe_ckpt.recovery._inventory import Replica
+from lightning_moe_ckpt.recovery._loading import stored_layout
+from lightning_moe_ckpt.snapshot import JOURNAL, PlanRecord
+from lightning_moe_ckpt.storage import RankMarker, SegmentEntry, SegmentLayout
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 8
+"""Differences that are brought and applied at once."""
+
+
+def base_step(links: Links, step: int) -> int | None:
+    """Return the step of the base that a chain up to `step` follows on; `None` if something between is missing."""
+    while sources := links.get(step):
+        if sources[0].is_base:
+            return step
+        step -= 1
+    return None
+
+
+class ChainRestore:
+    """Bring one chain; all ranks do it together.
+
+    Args:
+        attempt: at the version that the chain leads to.
+        marker: what that returned.
+    """
+
+    def __init__(self, attempt: RestoreAttempt, marker: RankMarker) -> None:
+        self._transport, self._transfer, self._links = attempt.chain()
+        self._marker = marker
+        self.reasons: list[str] = []
+        """Why it was given up, or ends earlier; the same on all ranks."""
+
+    def run(self) -> Restored | None:
+        """Return this rank's part of the last boundary that can be had; `None`, on all ranks, if there is no base. Collective."""
+        last = self._marker.generation.step
+        bases = self._transport.gather_values(base_step(self._links, last))
+        if None in bases or len(set(bases)) != 1:
+            lacking = [f"rank {rank}" for rank, each in enumerate(bases) if each is None]
+            self.reasons.append(f"{', '.join(lacking) or 'ranks together'}: what it follows on is not all there")
+            return None
+        first = bases[0]
+        brought = self._bring([first])
+        if brought is None or self.reasons:
+            return None
+        (state,) = brought
+        reached, supplied = first, Counter(state.supplied)
+        for steps in _portions(range(first + 1, last + 1)):
+            brought = self._bring(steps)
+            if brought is None:
+                return None
+            for each in brought:
+                supplied += each.supplied
+            if brought:
+                fold(state.segment, state.layout, [each.difference for each in brought])
+                reached += len(brought)
+            if self.reasons:
+                break
+        marker = _dense(self._marker, self._links[first][0].entry, reached)
+        nothing = RestorePlan(generations={}, shards={}, levels={})
+        return Restored(
+            marker=marker, segments=[state.segment], layouts=[state.layout], nbytes=dict(supplied), chosen=nothing
+        )
+
+    # -- private
+
+    def _bring(self, steps: Sequence[int]) -> list[_Brought] | None:
+        """Return what all ranks have good of these boundaries, up to the first that is bad; `None` if nothing can be had."""
+        brought = [_Brought(step, self._links[step]) for step in steps]
+        if not self._transfer.fill([each.assembly for each in brought if each.assembly is not None], ""):
+            return None
+        own = [[each.step, each.check()] for each in brought]
+        said = self._transport.gather_values([row for row in own if row[1]])
+        bad = [(step, f"rank {rank}: {why}") for rank, rows in enumerate(said) for step, why in rows]
+        if not bad:
+            return brought
+        end = min(step for step, _ in bad)
+        self.reasons += [
+            f"step {step} is bad, and what follows on it of no use: {why}" for step, why in bad if step == end
+        ]
+        return brought[: end - steps[0]]
+
+
+class _Brought:
+    """One boundary on its way into memory."""
+
+    def __init__(self, step: int, sources: Sequence[LinkSource]) -> None:
+        self.step, self._why = step, ""
+        self.assembly: Assembly | None = None
+        self.journal: Journal = {}
+        try:
+            self.layout: SegmentLayout = stored_layout([sources[0].entry])
+            self.segment: Tensor = torch.empty(self.layout.nbytes, dtype=torch.uint8)
+            wanted = neighbours([sources[0].entry], self.layout, sources[0].copies)
+            assert wanted is not None, "a layout is that of its own entry"
+            for source in sources[1:]:
+                for each, other in zip(
+                    wanted, neighbours([source.entry], self.layout, source.copies) or (), strict=False
+                ):
+                    each.places = [*each.places, *other.places]
+            self.assembly = Assembly(f"records of step {step}", self.segment, wanted, may_be_lost=True)
+        except CheckpointError as error:
+            self._why = str(error)
+
+    @property
+    def supplied(self) -> Counter[Replica]:
+        """Bytes read, by copy."""
+        return Counter() if self.assembly is None else self.assembly.supplied
+
+    def check(self) -> str:
+        """Return why it cannot be used; empty if it can."""
+        if self.assembly is None or self.assembly.lost:
+            return self._why or (self.assembly.lost if self.assembly is not None else "")
+        try:
+            self.journal = decode_journal(self.layout.view(self.segment, JOURNAL))
+        except Corrupt as error:
+            return str(error)
+        return ""
+
+    @property
+    def difference(self) -> Difference:
+        """Return it as what leads to its boundary."""
+        return Difference(self.segment, self.layout, self.journal)
+
+
+def _portions(steps: range) -> Iterator[range]:
+    return (steps[at : at + AT_ONCE] for at in range(0, len(steps), AT_ONCE))
+
+
+def _dense(marker: RankMarker, base: SegmentEntry, step: int) -> RankMarker:
+    """Return the marker of a boundary as if everything had been taken there."""
+    record = PlanRecord.from_json(str(marker.policy["plan"]))
+    whole = replace(record, plan=Plan.of_everything(record.plan.names))
+    return replace(
+        marker,
+        generation=replace(marker.generation, step=step),
+        plan_hash=whole.plan_hash,
+        policy={**marker.policy, "plan": whole.to_json()},
+        segments=(replace(base, step=step),),
+        referenced=(),
+    )

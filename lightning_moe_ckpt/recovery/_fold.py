@@ -1,0 +1,89 @@
+"""Apply differences to the state that they follow on: one pass over the state for many steps.
+
+Each part of a parameter is read and written once, whatever the number of steps: its gradients are applied in the order of
+the steps, with the settings that each step had. What could not be told by a gradient comes whole, from the newest step.
+
+Source: TierCheck (2026), Sec. 3.3, "fused multi-step differential checkpoint replaying". We differ in: the last step is
+applied in the same pass, and all of it is exact where the arithmetic of the optimizer is repeated, see `replay_adam`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from torch import Tensor
+
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.journal import Journal
+from lightning_moe_ckpt.native import AdamState, AdamStep, replay_adam
+from lightning_moe_ckpt.operators import RecordKind
+from lightning_moe_ckpt.snapshot import GRADIENT, PARAM, PRESENT, is_average, step_settings
+from lightning_moe_ckpt.storage import SegmentLayout
+
+_FULL, _DELTA = f"{RecordKind.FULL.value}/", f"{RecordKind.DELTA.value}/"
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_COUNT = "step"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Difference:
+    """What leads from one boundary to the next, on one rank."""
+
+    segment: Tensor
+    """uint8."""
+    layout: SegmentLayout
+    journal: Journal
+
+    def view(self, name: str) -> Tensor:
+        """Return a tensor by its name in the file."""
+        return self.layout.view(self.segment, name)
+
+
+def fold(state_U8: Tensor, layout: SegmentLayout, differences: Sequence[Difference]) -> None:
+    """Make a state that of a later boundary, in place.
+
+    Args:
+        state_U8: segment of everything that a rank has written of the boundary before the first difference.
+        layout: of that.
+        differences: of the boundaries that follow, without a gap; one at least.
+
+    Raises:
+        Corrupt: they do not have what the state has. The state may have been changed then.
+    """
+    newest = differences[-1]
+    try:
+        for part, names in groupby(layout.names, lambda name: name.rpartition("/")[0]):
+            if part.startswith(_FULL):
+                _fold_part(state_U8, layout, part.removeprefix(_FULL), [*names], differences)
+            else:  # buffers and journal
+                for name in names:
+                    layout.view(state_U8, name).copy_(newest.view(name))
+    except (LookupError, ValueError, RuntimeError) as error:
+        raise Corrupt(f"differences do not fit the state that they follow on ({error!r}).") from error
+
+
+def _fold_part(
+    state_U8: Tensor, layout: SegmentLayout, part: str, names: Sequence[str], differences: Sequence[Difference]
+) -> None:
+    """Apply the differences of one part of a parameter, whose tensors have `names` in the state."""
+    newest = differences[-1]
+    live = {name.rpartition("/")[2]: layout.view(state_U8, name) for name in names}
+    if f"{_DELTA}{part}/{GRADIENT}" not in newest.layout.spans:
+        for key, tensor in live.items():
+            tensor.copy_(newest.view(f"{_DELTA}{part}/{key}"))
+        return
+    for key in filter(is_average, live):
+        live[key].copy_(newest.view(f"{_DELTA}{part}/{key}"))
+    fqn, count = part.rpartition("/")[0], live[_COUNT]
+    steps: list[AdamStep] = []
+    for each in differences:
+        settings = step_settings(each.journal, fqn)
+        if settings is not None:
+            number = int(count) + len(steps) + 1
+            steps.append(settings.step(each.view(f"{_DELTA}{part}/{GRADIENT}"), number))
+    if steps:
+        replay_adam(AdamState(live[PARAM], *(live[key] for key in _MOMENTS if key in live)), steps)
+        count += len(steps)
+        live[PRESENT].fill_(1)
