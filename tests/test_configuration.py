@@ -22,6 +22,7 @@ from lightning_moe_ckpt import MoEStrategy
 from lightning_moe_ckpt.callbacks import (
     CheckpointArguments,
     DenseCheckpoint,
+    DifferentialCheckpoint,
     ExpertLoadMonitor,
     PartialExpertCheckpoint,
     Popularity,
@@ -97,11 +98,11 @@ def test_values_of_a_file_arrive_as_their_types() -> None:
     assert (strategy.timeout, strategy.process_group_backend) == (timedelta(minutes=10), "gloo")
 
 
-@pytest.mark.parametrize("kind", [PartialExpertCheckpoint, SelectiveExpertCheckpoint])
+@pytest.mark.parametrize("kind", [DifferentialCheckpoint, PartialExpertCheckpoint, SelectiveExpertCheckpoint])
 def test_a_policy_file_names_what_the_policy_adds(kind: type) -> None:
     """All arguments of its own; those that every checkpoint callback takes are in `sparse.yaml` and `dense.yaml`."""
     own = arguments(kind) - CheckpointArguments.__annotations__.keys()
-    name = kind.__name__.removesuffix("ExpertCheckpoint").lower()
+    name = kind.__name__.removesuffix("Checkpoint").removesuffix("Expert").lower()
     (entry,) = example(f"policies/{name}.yaml")["trainer"]["callbacks"]
     assert set(entry["init_args"]) == own
 
@@ -167,7 +168,8 @@ def test_help_explains_every_argument(
 
 
 CHECKPOINTS = pytest.mark.parametrize(
-    "kind", [DenseCheckpoint, PartialExpertCheckpoint, SelectiveExpertCheckpoint, SparseCheckpoint]
+    "kind",
+    [DenseCheckpoint, DifferentialCheckpoint, PartialExpertCheckpoint, SelectiveExpertCheckpoint, SparseCheckpoint],
 )
 
 

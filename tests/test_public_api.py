@@ -16,8 +16,8 @@ PUBLIC: dict[str, str] = {
         MoEStrategy __version__
     """,
     "lightning_moe_ckpt.callbacks": """
-        CapacityBoost CheckpointArguments DenseCheckpoint ExpertLoadMonitor PartialExpertCheckpoint Popularity
-        Retention SelectiveExpertCheckpoint SparseCheckpoint
+        CapacityBoost CheckpointArguments DenseCheckpoint DifferentialCheckpoint ExpertLoadMonitor
+        PartialExpertCheckpoint Popularity Retention SelectiveExpertCheckpoint SparseCheckpoint
     """,
     "lightning_moe_ckpt.data": """
         SeededItems
@@ -132,6 +132,7 @@ def test_arguments_of_constructors_are_documented() -> None:
     for path in (
         "callbacks.SparseCheckpoint",
         "callbacks.DenseCheckpoint",
+        "callbacks.DifferentialCheckpoint",
         "callbacks.PartialExpertCheckpoint",
         "callbacks.SelectiveExpertCheckpoint",
         "callbacks.CapacityBoost",

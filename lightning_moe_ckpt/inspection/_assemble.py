@@ -19,7 +19,16 @@ from torch import Tensor
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
 from lightning_moe_ckpt.journal import decode_journal
-from lightning_moe_ckpt.recovery import Assembly, Replicas, Request, Version, Wanted, stored_index
+from lightning_moe_ckpt.recovery import (
+    Assembly,
+    Replicas,
+    Request,
+    Version,
+    Wanted,
+    folded,
+    is_differential,
+    stored_index,
+)
 from lightning_moe_ckpt.snapshot import is_average
 from lightning_moe_ckpt.storage import Backend, RankMarker, dtype_of, lacking_memory
 
@@ -52,11 +61,20 @@ class Assembler:
 
     Args:
         backend: where its segments are.
-        markers: of all ranks, in order; one segment each.
+        markers: of all ranks, in order; one segment each, or differences to one.
+
+    Raises:
+        Corrupt: differences, or what they follow on, are damaged.
     """
 
     def __init__(self, backend: Backend, markers: Sequence[RankMarker]) -> None:
         self._backend, self._generation = backend, markers[0].generation
+        self._folded: dict[str, Tensor] = {}
+        """Bytes of files that storage has with differences to them only, by key."""
+        if is_differential(markers[0]):
+            pairs = [folded(marker, self._read) for marker in markers]
+            markers = [marker for marker, _ in pairs]
+            self._folded = {marker.segments[0].key: segment_U8 for marker, segment_U8 in pairs}
         self._indexes = [stored_index(marker) for marker in markers]
         self._lost = ""
         """Operator of which the last failed read was."""
@@ -226,7 +244,11 @@ class Assembler:
                 raise Corrupt(assembly.lost)
 
     def _read(self, request: Request, out: memoryview) -> None:
-        self._backend.get_range(request.entry.key, request.offset, out)
+        segment_U8 = self._folded.get(request.entry.key)
+        if segment_U8 is None:
+            self._backend.get_range(request.entry.key, request.offset, out)
+        else:
+            out[:] = memoryview(segment_U8.numpy())[request.offset : request.offset + out.nbytes]  # type: ignore[arg-type]
 
 
 def _zeros(name: str, numel: int, code: str) -> Tensor:

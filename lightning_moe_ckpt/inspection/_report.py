@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.coordination import VERSIONS, in_words
 from lightning_moe_ckpt.errors import Corrupt, NoUsableGeneration
+from lightning_moe_ckpt.recovery import is_differential
 from lightning_moe_ckpt.storage import (
     Commit,
     Garbage,
@@ -59,7 +60,13 @@ class Screen(Console):
 
 
 def kind_of(commit: Commit) -> str:
-    """Return `dense` if one segment per rank holds everything, whatever the callback; `partial` if it references; else `sparse`."""
+    """Return what a generation holds, whatever the callback.
+
+    That is `dense` if one segment per rank has everything, `differential` if it has what leads there step by step, `partial` if
+    it references older ones otherwise, else `sparse`.
+    """
+    if is_differential(commit):
+        return "differential"
     if commit.needs:
         return "partial"
     return "dense" if len(commit.steps) == 1 else "sparse"

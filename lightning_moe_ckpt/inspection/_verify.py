@@ -19,7 +19,7 @@ from math import prod
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.inspection._assemble import BUFFER, PARAM
-from lightning_moe_ckpt.recovery import Replicas, Version, stored_index
+from lightning_moe_ckpt.recovery import Replicas, Version, is_differential, stored_index
 from lightning_moe_ckpt.storage import (
     Backend,
     Commit,
@@ -164,6 +164,8 @@ class _Reading:
         lost = sorted(name for name, number in numbers.items() if number == 0)
         if lost:
             self.reasons.append(f"no good copy is left of {len(lost)} operators, first {lost[0]}")
+        if self.stored.commit is not None and is_differential(self.stored.commit):
+            return 0  # what differences follow on is nowhere twice, and not meant to be
         return sum(number == 1 for number in numbers.values())
 
 

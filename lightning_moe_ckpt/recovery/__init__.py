@@ -6,12 +6,14 @@ generation of which something is bad everywhere by the next older one.
 
 from lightning_moe_ckpt.recovery._assembly import Assembly as Assembly
 from lightning_moe_ckpt.recovery._assembly import Wanted as Wanted
+from lightning_moe_ckpt.recovery._chain import folded as folded
 from lightning_moe_ckpt.recovery._index import Replicas as Replicas
 from lightning_moe_ckpt.recovery._index import stored_index as stored_index
 from lightning_moe_ckpt.recovery._inventory import Request as Request
 from lightning_moe_ckpt.recovery._inventory import Version as Version
 from lightning_moe_ckpt.recovery._loading import RestoreSource as RestoreSource
 from lightning_moe_ckpt.recovery._loading import load_found as load_found
+from lightning_moe_ckpt.recovery._markers import is_differential as is_differential
 from lightning_moe_ckpt.recovery._opener import ResumeRequest as ResumeRequest
 from lightning_moe_ckpt.recovery._opener import RunOpener as RunOpener
 from lightning_moe_ckpt.recovery._orphans import is_superseded as is_superseded

@@ -34,13 +34,14 @@ from lightning_moe_ckpt.recovery._index import (
     LinkSource,
     RecordIndex,
     Replicas,
+    named_links,
     neighbours,
     newest_whole,
 )
 from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Inventory, Reader, Replica, Version, stored
 from lightning_moe_ckpt.recovery._markers import MarkerSearch, Which, is_differential, is_partial
 from lightning_moe_ckpt.recovery._transfer import MESSAGE_NBYTES, Rounds, Transfer, Transport
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry, SegmentLayout, Span, dtype_of
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout, Span, dtype_of
 from lightning_moe_ckpt.tiers import HOST, PEER, STORAGE, TierName
 
 log = logging.getLogger(__name__)
@@ -179,21 +180,11 @@ class RestoreAttempt:
     def chain(self) -> tuple[Transport, Transfer, Links]:
         """Return what this rank can be given of the steps that lead to the version and of the base before them, and by whom."""
         found: dict[int, list[LinkSource]] = {}
-
-        def add(entry: SegmentEntry, copies: Sequence[Replica], *, is_base: bool) -> None:
-            known = found.setdefault(entry.step, [])
-            if not known or (known[0].entry.digest, known[0].is_base) == (entry.digest, is_base):
-                known.append(LinkSource(entry, copies, is_base))
-
-        for (version, source), marker in sorted(self._markers.items(), key=lambda each: _doubt(each[0]) == 0):
-            if version.generation.incarnation != self.version.generation.incarnation:
-                continue
-            is_base = not is_differential(marker)
-            for entry in marker.segments:
-                add(entry, self._copies((version, source)), is_base=is_base)
-            for number, each in enumerate(marker.referenced if not is_base else ()):
-                owner = stored(Version(each.generation, ""), self._transport.rank)
-                add(each.segment, [owner], is_base=number == 0)
+        for which, marker in sorted(self._markers.items(), key=lambda each: _doubt(each[0]) == 0):  # storage last
+            for link in named_links(marker, self._copies(which), is_base=not is_differential(marker)):
+                known = found.setdefault(link.entry.step, [])
+                if not known or (known[0].entry.digest, known[0].is_base) == (link.entry.digest, link.is_base):
+                    known.append(link)
         return self._transport, self._transfer, found
 
     def _read_chain(self) -> None:

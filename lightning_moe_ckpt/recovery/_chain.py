@@ -10,6 +10,7 @@ Source: TierCheck (2026), Sec. 3.3. We differ in agreeing per chain on what ever
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,14 +21,14 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.policies import Plan
-from lightning_moe_ckpt.recovery._assembly import Assembly
+from lightning_moe_ckpt.recovery._assembly import Assembly, Read
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, Restored, RestorePlan
 from lightning_moe_ckpt.recovery._fold import Difference, fold
-from lightning_moe_ckpt.recovery._index import Links, LinkSource, neighbours
-from lightning_moe_ckpt.recovery._inventory import Replica
+from lightning_moe_ckpt.recovery._index import Links, LinkSource, named_links, neighbours
+from lightning_moe_ckpt.recovery._inventory import Replica, Version, stored
 from lightning_moe_ckpt.recovery._loading import stored_layout
 from lightning_moe_ckpt.snapshot import JOURNAL, PlanRecord
-from lightning_moe_ckpt.storage import RankMarker, SegmentEntry, SegmentLayout
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordRows, SegmentEntry, SegmentLayout
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class ChainRestore:
         if brought is None or self.reasons:
             return None
         (state,) = brought
-        reached, supplied = first, Counter(state.supplied)
+        reached, supplied, seconds = first, Counter(state.supplied), 0.0
         for steps in _portions(range(first + 1, last + 1)):
             brought = self._bring(steps)
             if brought is None:
@@ -79,10 +80,13 @@ class ChainRestore:
             for each in brought:
                 supplied += each.supplied
             if brought:
+                started = time.perf_counter()
                 fold(state.segment, state.layout, [each.difference for each in brought])
+                seconds += time.perf_counter() - started
                 reached += len(brought)
             if self.reasons:
                 break
+        log.info("%d differences were applied to the state of step %d in %.2f s", reached - first, first, seconds)
         marker = _dense(self._marker, self._links[first][0].entry, reached)
         nothing = RestorePlan(generations={}, shards={}, levels={})
         return Restored(
@@ -106,6 +110,42 @@ class ChainRestore:
             f"step {step} is bad, and what follows on it of no use: {why}" for step, why in bad if step == end
         ]
         return brought[: end - steps[0]]
+
+
+def folded(marker: RankMarker, read: Read) -> tuple[RankMarker, Tensor]:
+    """Return what a rank's part of a generation of differences leads to, as if everything had been taken there.
+
+    Args:
+        marker: from storage, which names all that they follow on.
+        read: reads from storage.
+
+    Returns:
+        A marker without differences, and the bytes of the one file that it names.
+
+    Raises:
+        Corrupt: something of it is bad.
+    """
+    links = {link.entry.step: [link] for link in named_links(marker, [stored(_OWN, marker.rank)], is_base=False)}
+    first, last = base_step(links, marker.generation.step), marker.generation.step
+    if first is None:
+        raise Corrupt(f"{marker.generation}: what it follows on is not all named. Another generation may be whole.")
+    brought = [_Brought(step, links[step]) for step in range(first, last + 1)]
+    for each in brought:
+        if each.assembly is not None:
+            each.assembly.fill(read)
+        if why := each.check():
+            raise Corrupt(f"{marker.generation}: step {each.step}, on which it follows, is bad: {why}")
+    state = brought[0]
+    for steps in _portions(range(1, len(brought))):
+        fold(state.segment, state.layout, [brought[index].difference for index in steps])
+    state.layout.write_header(state.segment)
+    base = links[first][0].entry
+    records = RecordRows(base.records).digested(memoryview(state.segment.numpy()))  # type: ignore[arg-type]
+    return _dense(marker, replace(base, records=records), last), state.segment
+
+
+_OWN = Version(GenerationId(step=0, incarnation=0, nonce=""), "")
+"""Whose files they are does not matter where their keys say where they are."""
 
 
 class _Brought:

@@ -57,6 +57,20 @@ Links = Mapping[int, Sequence[LinkSource]]
 """Boundaries of a chain by step; cheapest sources first."""
 
 
+def named_links(marker: RankMarker, own: Sequence[Replica], *, is_base: bool) -> Iterator[LinkSource]:
+    """Yield what a marker names of a chain: its own files, and those that it follows on, of which the first is the base.
+
+    Args:
+        marker: of a base, or of differences.
+        own: copies of its own files.
+        is_base: which of the two.
+    """
+    for entry in marker.segments:
+        yield LinkSource(entry, own, is_base)
+    for number, each in enumerate(() if is_base else marker.referenced):
+        yield LinkSource(each.segment, [stored(Version(each.generation, ""), marker.rank)], number == 0)
+
+
 class RecordIndex:
     """What one rank can be given. Where two files contradict each other, the one that was added first is right."""
 

@@ -40,7 +40,7 @@ from lightning_moe_ckpt.tiers import Misses, SegmentRing, Slot
 
 log = logging.getLogger(__name__)
 
-_VOTES = 5
+_VOTES = 6
 """Integers in the exchange before a window, ahead of those of the tiers and of plans."""
 
 _FLUSH_TIMEOUT = timedelta(seconds=30)

@@ -54,6 +54,10 @@ _OUTSTANDING = 32
 """Generations per tier that ranks still speak of; as many fit into one integer of the exchange with ease."""
 
 
+_BASES_IN_LINE = 2
+"""Generations that a tier may have under way as a base comes; else that passes it by, with what follows on it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainPlace:
     """Where a generation stands among differences, the same on all ranks."""
@@ -459,12 +463,14 @@ class Tiers:
         return lane.cannot_take(window.layout) or (window.chain is not None and window.chain.is_link)
 
     def _open_in_chain(self, lane: _Lane, window: Window, place: ChainPlace) -> None:
-        """Give what was gathered to a tier, and begin or gather the window. It waits in line, so nothing is passed by."""
+        """Give what was gathered to a tier, and begin or gather the window; what it follows on waits in line before it."""
         if lane.gathered and (lane.gathered[-1].chain.ends_batch or not place.is_link):  # type: ignore[union-attr]
             self._hand_over(lane)
         if not place.is_link:
-            lane.chain = [window.generation]
-            self._begin(lane, window)
+            passed_by = not lane.idle and len(lane.given) >= _BASES_IN_LINE
+            lane.chain = None if passed_by else [window.generation]
+            if not passed_by:
+                self._begin(lane, window)
         elif lane.chain is not None:
             window.ring.pin(window.generation)
             lane.gathered.append(window)

@@ -264,18 +264,18 @@ def _why_not_repeatable(view: StateView, fqn: str) -> str:
     param, optimizer = view.params[fqn], view.schema.optimizer
     group = view.schema.adam_group(param)
     if group is None:
-        return NOT_TRAINED if not view.schema.entries(param) else f"the optimizer is {type(optimizer).__name__}"
-    if type(optimizer) not in (Adam, AdamW):
-        return f"{type(optimizer).__name__} may round otherwise than Adam and AdamW of torch"
-    if param.dtype is not torch.float32:
-        return f"it is {str(param.dtype).removeprefix('torch.')}, and not float32"
-    if param.device.type != "cpu":
-        return f"steps on {param.device.type} round otherwise"
-    if group["fused"] or group["foreach"]:
-        return "an optimizer with fused=True or foreach=True rounds otherwise than its plain form"
-    if any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"])):
-        return "an optimizer whose learning rate is a tensor rounds otherwise"
-    return ""
+        return f"the optimizer is {type(optimizer).__name__}" if view.schema.entries(param) else NOT_TRAINED
+    reasons = {
+        f"{type(optimizer).__name__} may round otherwise than torch's Adam and AdamW": type(optimizer)
+        not in (Adam, AdamW),
+        f"they are {str(param.dtype).removeprefix('torch.')}, and not float32": param.dtype is not torch.float32,
+        f"steps on {param.device.type} round otherwise": param.device.type != "cpu",
+        "fused=True and foreach=True round otherwise than the plain form": bool(group["fused"] or group["foreach"]),
+        "a learning rate that is a tensor rounds otherwise": any(
+            isinstance(value, Tensor) for value in (group["lr"], *group["betas"])
+        ),
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
 def log_whole(whole: Mapping[str, str], number: int) -> None:

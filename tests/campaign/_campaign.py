@@ -27,6 +27,7 @@ HARMLESS = (
     "WARNING:lightning_moe_ckpt.fit._in_place:",
     "; the next plan reserves more",
     "training begins from nothing, although",  # nothing was stored: `_origin` checks that
+    "are stored whole at every step, since",
     "restarts are not exact if items draw random numbers",
 )
 """Storage of a busy machine lets generations pass it by, which memory has; a drawn run may be short, and its callbacks may

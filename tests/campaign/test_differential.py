@@ -1,20 +1,154 @@
-"""Differentials: killed at any step, the run ends as if nothing had happened, from memory and from storage."""
+"""Differences between steps: killed anywhere, the run ends as if nothing had happened, from memory and from storage."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
-from campaign._campaign import Campaigns, two_chains
-from campaign._training import Checkpointing, Setup
+from campaign._campaign import SHARED_MEMORY, Campaigns, checkpoints, lose_memory, memory_of_run, two_chains
+from campaign._draw import Case, draw
+from campaign._partial_damage import stored_markers
+from campaign._training import Checkpointing, Setup, train
+from campaign.test_configurations import failure
+from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, RingHeader
+from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult
 from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.tiers._ring import read_statement
+from lightning_moe_ckpt.tiers._shm import marker_paths
 
 CHAINED = Checkpointing(policy="differential", every_n_steps=6, batch=2)
+PLAIN = Setup(checkpointing=CHAINED, validate_every=None, batches=10, epochs=1)
+EXPERTS = replace(PLAIN, world_size=3, model="stacked", options=(("num_experts", 6),), expert_parallel=3)
+
+ROWS: dict[str, Setup] = {
+    "overflows": replace(PLAIN, precision="16-mixed", overflow_steps=(3, 6)),
+    "experts": EXPERTS,
+}
+MORE_ROWS: dict[str, Setup] = {
+    "validated": replace(PLAIN, validate_every=3, batches=5, epochs=2),
+    "value_clipped": replace(PLAIN, clip=0.1, clip_algorithm="value", scheduler="none"),
+    "accumulated": replace(PLAIN, accumulate=2, batches=16),
+    "stacked": replace(PLAIN, model="stacked", optimizer="adam"),
+    "sgd": replace(PLAIN, optimizer="sgd"),
+    "fused": replace(PLAIN, optimizer="adamw_fused", clip=None),
+    "foreach": replace(PLAIN, optimizer="adamw_foreach"),
+    "averaged": replace(PLAIN, averaged="ema"),
+    "batch_norm": replace(PLAIN, model="batch_norm", options=(("never_routed", True),)),
+    "ranks": replace(PLAIN, world_size=3),
+}
+
+SEEDS, SOAK_SEEDS = (11, 46, 72), range(400)
 
 
-def test_killed_at_every_other_step_the_run_ends_the_same(campaigns: Campaigns) -> None:
-    """Each life resumes from a difference that memory has, or from what the one before it was."""
-    setup = Setup(checkpointing=CHAINED, validate_every=None, batches=10, epochs=1)
-    for lives in campaigns.check_all(setup, two_chains(setup)):
-        assert len(lives) >= setup.steps // 2
+def chained(seed: int) -> Case:
+    """The drawn case of a number, with differences; the length of chains and batches is drawn too."""
+    case = draw(seed)
+    checkpointing = replace(CHAINED, every_n_steps=2 + seed % 7, batch=1 + seed % 4, keep=1 + seed % 2)
+    return replace(case, setup=replace(case.setup, checkpointing=checkpointing))
+
+
+def applied(lives: list[AttemptResult]) -> list[int]:
+    """How many differences each life began with, as rank 0 says; lives that began with none are left out."""
+    lines = [line for life in lives for line in life.log().splitlines() if " differences were applied to " in line]
+    return [int(line.split(":")[-1].split(" ")[0]) for line in lines]
+
+
+def begun_at(life: AttemptResult) -> int:
+    """The step that a life resumed from."""
+    (line,) = (
+        line for line in life.log().splitlines() if ": resumes from step" in line or ":resumes from step" in line
+    )
+    return int(line.split(" at step ")[1].split(" ")[0])
+
+
+@pytest.mark.parametrize("row", [*ROWS, *(pytest.param(each, marks=pytest.mark.soak) for each in MORE_ROWS)])
+def test_killed_at_every_other_step_the_run_ends_the_same(campaigns: Campaigns, row: str) -> None:
+    """Each life resumes from the newest difference that memory has, or from the base before it."""
+    setup = {**ROWS, **MORE_ROWS}[row]
+    runs = campaigns.check_all(setup, two_chains(setup))
+    assert len(runs) == 2
+    assert any(max(applied(lives), default=0) >= 1 for lives in runs), runs[0][-1].log()
+
+
+@pytest.mark.parametrize(
+    "seed", [*SEEDS, *(pytest.param(each, marks=pytest.mark.soak) for each in SOAK_SEEDS if each not in SEEDS)]
+)
+def test_a_drawn_run_ends_as_if_nothing_had_happened(campaigns: Campaigns, seed: int) -> None:
+    """Whatever a user may vary, and whenever it dies."""
+    found = failure(campaigns, chained(seed))
+    assert found is None, found
+
+
+def train_on_a_new_machine(setup: Setup, life: Attempt) -> Mapping[str, Any]:
+    """Train; but for the first life, nothing is left in memory."""
+    if life.index > 0:
+        lose_memory(life.workdir)
+    return train(setup, life)
+
+
+@pytest.mark.parametrize("setup", [PLAIN, pytest.param(EXPERTS, marks=pytest.mark.soak)], ids=["1", "3"])
+def test_where_memory_is_lost_storage_has_whole_batches(campaigns: Campaigns, setup: Setup) -> None:
+    """Of steps 1 to 9 the base is 7; killed in step 10, the batch of 8 and 9 is there, or the one before it."""
+    kill = Kill(phase="forward", step=9, settle=20.0)
+    first, last = campaigns.check(setup, kill, fit=partial(train_on_a_new_machine, setup))
+    assert "MiB from storage" in last.log()
+    assert "from host" not in last.log()
+    steps = {
+        step for marker in stored_markers(first.workdir) for step in marker.steps if marker.generation.incarnation == 1
+    }
+    assert begun_at(last) in {7, 9} & steps
+
+
+def test_what_memory_has_dropped_comes_from_storage(campaigns: Campaigns) -> None:
+    """Of a long chain memory has the base and the newest steps; those between are in batches."""
+    long = replace(PLAIN, batches=24, checkpointing=replace(CHAINED, every_n_steps=30, batch=3))
+    _, last = campaigns.check(long, Kill(phase="before_optimizer_step", step=23, settle=20.0))
+    assert applied([last]) == [begun_at(last) - 1]
+    assert begun_at(last) >= 22
+    (told,) = (line for line in last.log().splitlines() if " MiB from " in line)
+    assert "from storage" in told
+    assert "from host" in told
+
+
+def train_with_a_bad_link(setup: Setup, step: int, life: Attempt) -> Mapping[str, Any]:
+    """Train; the second life finds a bit turned in what leads to `step`, which only memory has."""
+    if life.index == 1 and life.rank == 0:
+        root = checkpoints(life.workdir)
+        names = [name for name in memory_of_run(root) if name.endswith(".ring")]
+        turned = sum(_turn(SHARED_MEMORY / name, step) for name in names)
+        assert turned == 1, names
+    return train(setup, life)
+
+
+def _turn(path: Any, step: int) -> int:
+    """Turn a bit of a gradient in a memory file; return how many."""
+    turned = 0
+    with path.open("r+b") as file:
+        header = RingHeader.from_bytes(file.read(RING_HEADER_NBYTES), str(path))
+        for each in marker_paths(path):
+            said = read_statement(each)
+            if said is not None and step in said.slots:
+                record = max(
+                    said.marker.segments[0].records, key=lambda record: record.nbytes * (record.kind == "delta")
+                )
+                at = RING_HEADER_NBYTES + said.slots[step] * header.slot_nbytes + record.offset + record.nbytes // 2
+                byte = os.pread(file.fileno(), 1, at)
+                os.pwrite(file.fileno(), bytes([byte[0] ^ 16]), at)
+                turned += 1
+    return turned
+
+
+@pytest.mark.parametrize("bad", [3, pytest.param(6, marks=pytest.mark.soak)])
+def test_a_chain_with_a_bad_link_ends_at_the_step_before_it(campaigns: Campaigns, bad: int) -> None:
+    """A warning says which; the steps behind it are trained again, and the end is the same."""
+    setup = replace(PLAIN, checkpointing=replace(CHAINED, every_n_steps=20, batch=20))
+    kill = Kill(phase="before_optimizer_step", step=8, settle=20.0)
+    _, last = campaigns.check(setup, kill, fit=partial(train_with_a_bad_link, setup, bad), may_complain=True)
+    assert begun_at(last) == bad - 1
+    assert applied([last]) == [bad - 2]
+    assert f"step {bad} is bad, and what follows on it of no use" in last.log()

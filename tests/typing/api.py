@@ -92,6 +92,8 @@ def train_dense(model: LightningModule) -> None:
     dense = callbacks.DenseCheckpoint("s3://bucket/run", every_n_steps=50, storage_options={"anon": False})
     Trainer(strategy=strategy.MoEStrategy(), callbacks=[dense]).fit(model)
     assert_type(dense.every_n_steps, int)
+    chained = callbacks.DifferentialCheckpoint("/ckpt", every_n_steps=64, batch=8, keep=3)
+    assert_type(chained.batch, int)
     lossy = callbacks.PartialExpertCheckpoint(
         "/ckpt", every_n_steps=2, k=1, snapshot_k=4, select="load_aware", plt_budget=0.03, keep=3
     )

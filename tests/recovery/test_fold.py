@@ -1,0 +1,89 @@
+"""Differences applied in one pass are the steps that the optimizer took."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.recovery._fold import Difference, fold
+from lightning_moe_ckpt.storage import SegmentLayout
+from lightning_moe_ckpt.tiers._delta import StepSettings
+
+NUMEL = 5000
+STATE = ("exp_avg", "exp_avg_sq")
+
+
+def laid_out(tensors: dict[str, Tensor]) -> tuple[Tensor, SegmentLayout]:
+    """A file with these tensors."""
+    kinds = [(each.dtype, tuple(each.shape)) for each in tensors.values()]
+    layout = SegmentLayout.of_columns([*tensors], kinds, metadata={})
+    memory_U8 = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for name, each in tensors.items():
+        layout.view(memory_U8, name).copy_(each)
+    return memory_U8, layout
+
+
+def state_of(optimizer: Optimizer, param: nn.Parameter, journal: int) -> dict[str, Tensor]:
+    """What a base has of one parameter, cut in two, and of its rank."""
+    state, found = optimizer.state.get(param, {}), dict[str, Tensor]()
+    for start, stop in ((0, 1000), (1000, NUMEL)):
+        prefix = f"full/w/{start}+{stop - start}"
+        found[f"{prefix}/present"] = torch.tensor([int(bool(state))], dtype=torch.uint8)
+        found[f"{prefix}/param"] = param.detach()[start:stop]
+        found[f"{prefix}/step"] = torch.as_tensor(state.get("step", torch.zeros(()))).reshape(1)
+        found |= {f"{prefix}/{key}": state.get(key, torch.zeros(NUMEL))[start:stop] for key in STATE}
+    return {**found, "buffer/count": torch.tensor([journal]), "journal": torch.full((64,), journal, dtype=torch.uint8)}
+
+
+def difference(gradient: Tensor | None, settings: StepSettings | None, journal: int) -> Difference:
+    """What leads from one step to the next."""
+    gradient = torch.zeros(NUMEL) if gradient is None else gradient
+    tensors = {f"delta/w/{a}+{b - a}/gradient": gradient[a:b] for a, b in ((0, 1000), (1000, NUMEL))}
+    tensors |= {"buffer/count": torch.tensor([journal]), "journal": torch.full((64,), journal, dtype=torch.uint8)}
+    said = None if settings is None else asdict(settings)
+    return Difference(*laid_out(tensors), {"outcome": {"consumed": {"settings": [said], "others": {}}}})
+
+
+@pytest.mark.parametrize("before", [0, 3], ids=["from the first step", "later"])
+@pytest.mark.parametrize("cls", [Adam, AdamW])
+def test_many_steps_in_one_pass_are_those_of_the_optimizer(cls: type[Adam], before: int) -> None:
+    """To the last bit, with a learning rate of each step's own; a step without a gradient changes nothing."""
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(NUMEL))
+    optimizer = cls([param], lr=0.1, weight_decay=0.1)
+
+    def step(lr: float) -> StepSettings:
+        optimizer.param_groups[0]["lr"] = lr
+        param.grad = torch.randn(NUMEL)
+        optimizer.step()
+        return StepSettings(lr, 0.9, 0.999, 1e-8, 0.1, decoupled=cls is AdamW, maximize=False)
+
+    for _ in range(before):
+        step(0.1)
+    memory_U8, layout = laid_out(state_of(optimizer, param, 0))
+    differences: list[Difference] = []
+    for number in range(1, 6):
+        settings = None if number == 3 else step(0.1 / number)
+        differences.append(difference(param.grad if settings else None, settings, number))
+    fold(memory_U8, layout, differences)
+    for name, want in state_of(optimizer, param, 5).items():
+        assert torch.equal(layout.view(memory_U8, name), want), name
+
+
+def test_differences_of_something_else_are_refused() -> None:
+    """Their digests may be right, and still they lead nowhere."""
+    param = nn.Parameter(torch.randn(NUMEL))
+    memory_U8, layout = laid_out(state_of(AdamW([param]), param, 0))
+    other = Difference(
+        *laid_out({"delta/v/0+5/gradient": torch.zeros(5), "journal": torch.zeros(64, dtype=torch.uint8)}), {}
+    )
+    with pytest.raises(Corrupt, match="do not fit the state"):
+        fold(memory_U8, layout, [other])
+    silent = difference(torch.zeros(NUMEL), None, 1)
+    with pytest.raises(Corrupt, match="does not say how `w` was stepped"):
+        fold(memory_U8, layout, [Difference(silent.segment, silent.layout, {})])
