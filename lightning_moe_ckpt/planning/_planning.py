@@ -125,9 +125,10 @@ class Planner:
         return self._policy.generations_kept(self._inputs()) if self._kept is None else self._kept
 
     @property
-    def links_kept(self) -> int:
-        """Generations that memory keeps beside those, as they are differences."""
-        return 0 if self._policy.chains is None else self._policy.chains.links_kept
+    def kept(self) -> dict[str, int]:
+        """What memory keeps: generations, `keep`, and beside those differences to the ones before, `links`."""
+        links = 0 if self._policy.chains is None else self._policy.chains.links_kept
+        return {"keep": self.generations_kept, "links": links}
 
     @property
     def peer_audiences(self) -> frozenset[Audience]:

@@ -23,8 +23,8 @@ from lightning_moe_ckpt.journal import Arrivals, Journal, JournalOverflow
 from lightning_moe_ckpt.native import CopyEngine, Ticket
 from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.process import Beside, StallMeter
-from lightning_moe_ckpt.session._chain import Chain
-from lightning_moe_ckpt.session._tiers import Tiers, Window
+from lightning_moe_ckpt.session._lane import Window
+from lightning_moe_ckpt.session._tiers import Tiers
 from lightning_moe_ckpt.snapshot import (
     BoundaryCapture,
     BufferChanged,
@@ -40,10 +40,10 @@ from lightning_moe_ckpt.tiers import Misses, SegmentRing, Slot
 
 log = logging.getLogger(__name__)
 
-_VOTES = 6
+_VOTES = 5
 """Integers in the exchange before a window, ahead of those of the tiers and of plans."""
 
-_FLUSH_TIMEOUT = timedelta(seconds=30)
+FLUSH_TIMEOUT = timedelta(seconds=30)
 """How long training waits for slots that a transfer still reads, before it goes on without a window."""
 
 
@@ -52,7 +52,7 @@ class CaptureSession:
 
     `name` names a generation by its step. `make_ring` allocates a ring for a slot size in bytes and a window length in
     steps; `renew_ring` allocates another one like that in use, which has lost its name. `gradients` records what led to
-    each boundary, for tiers that want it. With a `chain` generations may be differences to the one before.
+    each boundary, for tiers that want it.
     """
 
     def __init__(
@@ -67,13 +67,10 @@ class CaptureSession:
         renew_ring: Callable[[], SegmentRing],
         plans: Planner,
         gradients: GradientRecorder | None = None,
-        chain: Chain | None = None,
     ) -> None:
         self._name, self._exchange, self._engine, self._gradients = name, exchange, engine, gradients
         self._tiers, self._stalls, self._make_ring, self._renew_ring = tiers, stalls, make_ring, renew_ring
-        self._plans, self._arrivals = plans, Arrivals()
-        self._chain, self._reads_gradients = chain, False
-        self._journal_nbytes = 0
+        self._plans, self._arrivals, self._journal_nbytes, self._num_votes = plans, Arrivals(), 0, _VOTES
         self.failures: list[str] = []
         """Why windows were spoiled; read and cleared by the owner, which reports them."""
         self._given_up: GenerationId | None = None
@@ -141,15 +138,9 @@ class CaptureSession:
                 *(len(layout.steps), layout.slot_nbytes),
             )
             return False
-        self._put_in_force(layout)
+        self._layout = layout
         self._tiers.planned(self._exchange, self._ring, len(layout.steps))
         return True
-
-    def _put_in_force(self, layout: WindowLayout) -> None:
-        self._layout = layout
-        if self._chain is not None:
-            self._chain.layout = self._plans.differential(layout)
-            self._chain.broken()
 
     def forget_layout(self) -> None:
         """Take nothing until another plan is in force, in a larger ring if need be. All ranks call it."""
@@ -174,12 +165,13 @@ class CaptureSession:
         inputs = plans.inputs() if plans is not None else []
         with self._stalls.measure("exchange"):
             votes = self._exchange.gather([*self._votes(step, following), *self._tiers.votes(), *inputs])
-        room, journals, spoiled, fits, unnamed, links, *_ = zip(*votes, strict=True)
-        behind = _VOTES + self._tiers.num_votes
+        room, journals, spoiled, fits, unnamed, *_ = zip(*votes, strict=True)
+        behind = self._num_votes + self._tiers.num_votes
         if plans is not None:
             plans.agreed([vote[behind:] for vote in votes])
         self._close_last_window(spoiled=[rank for rank, each in enumerate(spoiled) if each])
-        self._hear([vote[_VOTES:behind] for vote in votes])
+        self._hear([vote[self._num_votes : behind] for vote in votes])
+        self._agreed(step, votes)
         following, grown = self._grow_journal(max(journals), following)
         if following is not None and use is not None:
             self._follow(following, use, fits=all(fits))
@@ -188,14 +180,13 @@ class CaptureSession:
         self.whole_at = step if whole else None
         if whole:
             return False
-        link = self._chain is not None and self._chain.follows(step, agreed=all(links))
         if why_not is None and not all(room):
-            why_not = self._make_room(link=link)
+            why_not = self._make_room()
         if why_not is not None:
             self.windows_skipped += 1
             self.misses.missed(step, why_not)
             return False
-        self._start(step, link=link)
+        self._start(step)
         if plans is not None:
             plans.started(step, self._layout)
         return True
@@ -218,8 +209,6 @@ class CaptureSession:
             return
         writer = SegmentWriter(layout, slot.view, self._engine, self._arrivals, self._copies_of(layout))
         record = self._record_step(window, layout, slot)  # first: gradients go sooner than what they have changed
-        if self._chain is not None and window.chain is not None:
-            outcome, self._reads_gradients = self._chain.outcome(outcome, window.chain), window.chain.is_link
         pending = BoundaryCapture(writer, step, outcome, record)
         self._pending, self._slot, self._ticket = pending, slot, pending.ticket
         self.segments_captured += 1
@@ -230,36 +219,21 @@ class CaptureSession:
         if self._gradients is not None:
             with self._stalls.measure_both("gradients"):
                 self._gradients.fence()
-        if self._chain is not None and self._reads_gradients:
-            self._reads_gradients = False
-            with self._stalls.measure_both("gradients"):
-                self._fence_copies(self._ticket)
-            if not self._chain.recorder.release():
-                self._spoil("gradients were changed after the step, so what led to it is not known")
-            for copies in self._copies.values():
-                copies.let_go()
 
     def fence(self) -> None:
         """Wait until the optimizer may overwrite what the newest capture reads."""
-        if self._reads_gradients:
-            self.fence_gradients()  # first: what they are not, is not handed over
         self.complete_seal()
         if self._gradients is not None:
             self.fence_gradients()  # where it was not asked for before gradients were set to zero
             self._gradients.step_begins()
-        if self._chain is not None:
-            self._chain.recorder.step_begins()
         ticket, self._ticket = self._ticket, None
-        if ticket is not None:
-            with self._stalls.measure_both("fence"):
-                self._fence_copies(ticket)
-
-    def _fence_copies(self, ticket: Ticket | None) -> None:
-        try:
-            if ticket is not None:
+        if ticket is None:
+            return
+        with self._stalls.measure_both("fence"):
+            try:
                 self._engine.fence(ticket)
-        except CheckpointError as error:
-            self._spoil(str(error))
+            except CheckpointError as error:
+                self._spoil(str(error))
 
     def seal(self, start: Journal, *, step: int, disturbed: bool = False) -> None:
         """Take the rest of boundary `step`, as the next batch begins; it is complete at the next fence.
@@ -271,8 +245,6 @@ class CaptureSession:
         """
         if self._window is None:
             return
-        if self._chain is not None:
-            self._seal_in_chain(self._chain, self._window, step, disturbed=disturbed)
         self._sealing, pending = step, self._pending
         if pending is not None and not self._window.spoiled:
             with self._stalls.measure("journal"):
@@ -283,38 +255,6 @@ class CaptureSession:
                     pending.take_rest(start, disturbed=disturbed)
                 except (CheckpointError, BufferChanged, RuntimeError) as error:  # torch's, where memory is not there
                     self._spoil(f"its buffers or what was changed cannot be stored: {error}")
-
-    def _seal_in_chain(self, chain: Chain, window: Window, step: int, *, disturbed: bool) -> None:
-        """Make sure that a difference leads to what the state is now, and tell tiers what there is.
-
-        Where changes may have left no trace, as after a validation, everything is taken: all ranks know of those.
-        """
-        assert window.chain is not None
-        same = chain.recorder.sealed()
-        if window.chain.is_link and disturbed:
-            self._take_whole(chain, window, step)
-        if not chain.is_open:
-            chain.is_open = True
-            self._tiers.open(window)
-        if window.spoiled:
-            self._tiers.abandon(window)
-        elif window.chain.is_link and not same:
-            self._spoil("the weights were changed after the step, so its gradients do not lead to what they are now")
-
-    def _take_whole(self, chain: Chain, window: Window, step: int) -> None:
-        """Take everything in the place of a difference; on all ranks."""
-        assert window.chain is not None
-        assert self._layout is not None
-        self._await_copies()
-        window.chain, window.layout = chain.rebased(window.chain, step), self._layout
-        window.ring.whole(window.generation)
-        if window.spoiled or self._pending is None:
-            return
-        assert self._slot is not None
-        layout = self._layout.steps[0]
-        writer = SegmentWriter(layout, self._slot.view, self._engine, self._arrivals, self._copies_of(layout))
-        self._pending = self._pending.again(writer)
-        self._ticket = self._pending.ticket
 
     def seal_beside(self) -> None:
         """Begin to complete the newest boundary on a thread; call where training is about to run without Python.
@@ -377,8 +317,6 @@ class CaptureSession:
     def abort_window(self) -> None:
         """Forget the window being filled; every rank does so at the same boundary."""
         self.whole_at = None
-        if self._chain is not None:
-            self._chain.broken()
         self._beside.finish()
         self._await_copies()
         if self._window is not None:
@@ -390,26 +328,22 @@ class CaptureSession:
         self.complete_seal()
         self._beside.finish()
         self._await_copies()
-        for recorder in (self._gradients, None if self._chain is None else self._chain.recorder):
-            if recorder is not None:
-                recorder.close()
+        if self._gradients is not None:
+            self._gradients.close()
 
     # -- private
 
+    def _agreed(self, step: int, votes: Sequence[Sequence[int]]) -> None:
+        """Take what ranks voted on boundary `step`, where that decides what is taken there."""
+
     def _votes(self, step: int, following: WindowLayout | None) -> list[int]:
-        """Return this rank's `_VOTES` integers for the exchange before a window."""
+        """Return this rank's integers for the exchange before a window."""
         assert self._layout is not None
         assert self._ring is not None
         fits = following is None or self._ring.fits(following.slot_nbytes, len(following.steps))
         window = max(len(self._layout.steps), len(following.steps) if following is not None and fits else 0)
-        link = self._chain is not None and self._chain.vote(step)
-        room, named = self._can_begin(window, link=link), self._ring.is_named
-        flags = [self._spoiled_last, fits, not named, link]
-        return [int(room and named), self._journal_nbytes, *map(int, flags)]
-
-    def _can_begin(self, window: int, *, link: bool) -> bool:
-        assert self._ring is not None
-        return self._ring.can_begin(window) if self._chain is None else self._chain.make_room(self._ring, link=link)
+        room, named = self._ring.can_begin(window), self._ring.is_named
+        return [int(room and named), self._journal_nbytes, int(self._spoiled_last), int(fits), int(not named)]
 
     def _follow(self, following: WindowLayout, use: Callable[[WindowLayout], None], *, fits: bool) -> None:
         if fits:
@@ -417,19 +351,15 @@ class CaptureSession:
         else:
             log.warning("a new order of experts needs larger segments than the ring has; the old one stays in force")
 
-    def _start(self, step: int, *, link: bool) -> None:
-        layout = self._chain.layout if link and self._chain is not None else self._layout
-        assert layout is not None
+    def _start(self, step: int) -> None:
+        assert self._layout is not None
         assert self._ring is not None
-        generation = self._name(step + len(layout.steps) - 1)
-        self._window = Window(generation=generation, first=step, layout=layout, ring=self._ring)
-        self._ring.begin_window(generation, is_link=link)
-        if not layout.record.plan.partial:
+        generation = self._name(step + len(self._layout.steps) - 1)
+        self._window = Window(generation=generation, first=step, layout=self._layout, ring=self._ring)
+        self._ring.begin_window(generation)
+        if not self._layout.record.plan.partial:
             self._tiers.offer(self._complete)  # of partial ones the next is newer and has what tiers lack most
-        if self._chain is None:
-            self._tiers.open(self._window)
-        else:  # tiers hear of it when it is sealed: until then it may have to be taken whole
-            self._window.chain = self._chain.place(step, link=link)
+        self._tiers.open(self._window)
 
     def _close_last_window(self, *, spoiled: Sequence[int]) -> None:
         """Close the previous window: it is sealed everywhere, or of no use and the one before stays.
@@ -445,9 +375,6 @@ class CaptureSession:
             self._complete = None
         elif 0 < len(spoiled) < self._exchange.world_size:
             self._forget_complete()  # the others have let go of it: what one cannot offer to a tier, nobody may
-        if spoiled and self._chain is not None:
-            self._chain.broken()
-            self._tiers.not_taken(self._name(self._first))
         if spoiled:
             self.misses.missed(self._first, why or f"ranks {list(spoiled)} could not take it, and their logs say why.")
         elif newest is not None:
@@ -465,10 +392,10 @@ class CaptureSession:
             self._tiers.superseded(self._complete)
         self._complete = None
 
-    def _make_room(self, *, link: bool) -> str | None:
+    def _make_room(self) -> str | None:
         """Make room for a window; return why there is none on some rank, else `None`. Collective."""
         assert self._ring is not None
-        if self._has_room_now(link=link) or self._has_room_after_flush(link=link):
+        if self._has_room_now() or self._has_room_after_flush():
             return None
         return (
             f"memory has no free segments ({self._ring.usage} of {self._ring.num_slots} on this rank, read by "
@@ -476,24 +403,21 @@ class CaptureSession:
             "often."
         )
 
-    def _has_room_now(self, *, link: bool) -> bool:
+    def _has_room_now(self) -> bool:
         """Return whether all ranks have room, which recycling may have made. Collective."""
         assert self._layout is not None
-        return self._exchange.all_agree(self._can_begin(len(self._layout.steps), link=link))
+        assert self._ring is not None
+        return self._exchange.all_agree(self._ring.can_begin(len(self._layout.steps)))
 
-    def _has_room_after_flush(self, *, link: bool) -> bool:
+    def _has_room_after_flush(self) -> bool:
         """Wait for a late transfer, which holds slots, and return whether all ranks have room then. Collective."""
         assert self._layout is not None
+        assert self._ring is not None
         with self._stalls.measure("flush"):
-            if self._chain is not None:  # a base that memory has everywhere makes all the room that there is
-                self._tiers.settle(_FLUSH_TIMEOUT.total_seconds())
-                self.hear()
-                if self._has_room_now(link=link):
-                    return True
-            if not self._can_begin(len(self._layout.steps), link=link):
-                self._tiers.flush(_FLUSH_TIMEOUT.total_seconds())
+            if not self._ring.can_begin(len(self._layout.steps)):
+                self._tiers.flush(FLUSH_TIMEOUT.total_seconds())
             self.hear()
-            return self._has_room_now(link=link)
+            return self._has_room_now()
 
     def _grow_journal(self, nbytes: int, following: WindowLayout | None) -> tuple[WindowLayout | None, bool]:
         """Lay plans out anew if a journal outgrew its record on some rank, in a larger ring if need be.
@@ -510,7 +434,7 @@ class CaptureSession:
         following = None if following is None else self._plans.relayout(following, nbytes)
         if not self._fitted(layout):
             return None, False
-        self._put_in_force(layout)
+        self._layout = layout
         self._tiers.planned(self._exchange, self._ring, len(layout.steps))
         return following, True
 

@@ -1,4 +1,4 @@
-"""Decide which generations are bases and which are differences to the one before, alike on all ranks.
+"""Capture bases, and between them what leads from each step to the next.
 
 A difference is taken where everything before it is there: the boundary before was taken on all ranks, on all of them the
 newest step of the optimizer leads from it to this one, and the last base is not too long ago. Otherwise a base is taken,
@@ -12,69 +12,197 @@ Source: TierCheck (2026), Sec. 3.2 and 3.4.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
+from typing_extensions import override
+
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.policies import Chains
-from lightning_moe_ckpt.session._tiers import ChainPlace, Tiers
-from lightning_moe_ckpt.snapshot import DifferentialRecorder, WindowLayout
-from lightning_moe_ckpt.tiers import STORAGE, SegmentRing
+from lightning_moe_ckpt.session._capture import FLUSH_TIMEOUT, CaptureSession
+from lightning_moe_ckpt.session._lane import Window
+from lightning_moe_ckpt.snapshot import (
+    DifferentialRecorder,
+    SegmentWriter,
+    StateView,
+    WindowLayout,
+    log_whole,
+    repeatable,
+)
+from lightning_moe_ckpt.tiers import STORAGE
 
 _BASE_SLOTS = 2
 """Free slots that differences leave to bases."""
 
 
-class Chain:
-    """The chain that grows in one incarnation. Votes are of this rank; all else is the same on all ranks.
+class ChainCapture(CaptureSession):
+    """Capture the windows of one incarnation, each of one boundary.
 
     Args:
-        chains: how long it gets.
-        recorder: of the optimizer's steps.
-        tiers: that hold it.
+        chains: how long chains get.
+        view: live state.
+        arguments: those of `CaptureSession`.
     """
 
-    def __init__(self, chains: Chains, recorder: DifferentialRecorder, tiers: Tiers) -> None:
-        self._chains, self.recorder, self._tiers = chains, recorder, tiers
-        self.layout: WindowLayout | None = None
-        """Of differences."""
+    def __init__(self, chains: Chains, view: StateView, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        view.repeatable, whole = repeatable(view)
+        log_whole(whole, len(view.params))
+        self._chains, self._recorder = chains, DifferentialRecorder(view)
+        self._num_votes += 1
+        self._differential: WindowLayout | None = None
+        """Of differences, cut as `_cut_as` is."""
+        self._cut_as: WindowLayout | None = None
         self._base = self._last = -1
-        self.is_open = False
-        """Whether tiers know of the window under way."""
+        """Steps of the newest base, and of the newest boundary that may be followed on."""
+        self._link = self._is_open = self._reads_gradients = False
+        """Whether the boundary at hand is a difference; whether tiers know of it; and whether its gradients are being copied."""
 
-    def vote(self, step: int) -> bool:
-        """Return whether boundary `step` may be a difference, as far as this rank knows; call once for each boundary."""
-        leads_here = self.recorder.boundary()
-        return leads_here and self._last == step - 1 and step - self._base < self._chains.every_n_steps
+    # -- whether
 
-    def make_room(self, ring: SegmentRing, *, link: bool) -> bool:
-        """Return whether a window can begin, having dropped what storage has."""
-        wanted = 1 + (_BASE_SLOTS if link else 0)
-        ring.make_room(1 + _BASE_SLOTS, self._tiers.everywhere.get(STORAGE))
-        return ring.can_begin(wanted)
+    @override
+    def _votes(self, step: int, following: WindowLayout | None) -> list[int]:
+        assert self._ring is not None
+        if self._cut_as is not self._layout and self._layout is not None:
+            self._cut_as, self._differential = self._layout, self._plans.differential(self._layout)
+            self._last = -1
+        self._link = self._recorder.boundary() and self._last == step - 1 and following is None
+        self._link = self._link and step - self._base < self._chains.every_n_steps
+        votes = super()._votes(step, following)
+        votes[0] = int(self._has_room() and self._ring.is_named)
+        return [*votes, int(self._link)]
 
-    def place(self, step: int, *, link: bool) -> ChainPlace:
-        """Begin a window at boundary `step` and return its place."""
-        self.is_open = False
-        self._last = step
-        if not link:
-            self._base = step
-        return ChainPlace(is_link=link, ends_batch=self._chains.ends_batch(step - self._base))
-
-    def follows(self, step: int, *, agreed: bool) -> bool:
-        """Return whether boundary `step` is taken as a difference, `agreed` being whether all ranks voted for it."""
+    @override
+    def _agreed(self, step: int, votes: Sequence[Sequence[int]]) -> None:
+        grown = any(vote[1] for vote in votes)
         lost = self._tiers.lost_chain and step - self._base >= self._chains.batch
-        return agreed and self._last == step - 1 and not lost
+        self._link = all(vote[self._num_votes - 1] for vote in votes) and not grown
+        self._link = self._link and self._last == step - 1 and not lost
 
-    def broken(self) -> None:
-        """Begin the next chain at the next boundary that is taken."""
+    @override
+    def _close_last_window(self, *, spoiled: Sequence[int]) -> None:
+        super()._close_last_window(spoiled=spoiled)
+        if spoiled:
+            self._last = -1
+            self._tiers.not_taken(self._name(self._first))
+
+    def _has_room(self) -> bool:
+        """Return whether this rank has room, having dropped what storage has."""
+        assert self._ring is not None
+        self._ring.make_room(1 + _BASE_SLOTS, self._tiers.everywhere.get(STORAGE))
+        return self._ring.can_begin(1 + (_BASE_SLOTS if self._link else 0))
+
+    @override
+    def _has_room_now(self) -> bool:
+        return self._exchange.all_agree(self._has_room())
+
+    @override
+    def _has_room_after_flush(self) -> bool:
+        with self._stalls.measure("flush"):  # a base that memory has everywhere makes all the room that there is
+            for wait in (self._tiers.settle, self._tiers.flush):
+                wait(FLUSH_TIMEOUT.total_seconds())
+                self.hear()
+                if self._has_room_now():
+                    return True
+        return False
+
+    # -- taking it
+
+    @override
+    def _start(self, step: int) -> None:
+        layout = self._differential if self._link else self._layout
+        assert layout is not None
+        assert self._ring is not None
+        self._last, self._is_open = step, False
+        self._base = self._base if self._link else step
+        self._window = Window(
+            generation=self._name(step),
+            first=step,
+            layout=layout,
+            ring=self._ring,
+            is_chained=True,
+            is_link=self._link,
+            ends_batch=self._chains.ends_batch(step - self._base),
+        )
+        self._ring.begin_window(self._window.generation, is_link=self._link)
+        self._tiers.offer(self._complete)  # of this one they hear when it is sealed: it may have to be taken whole
+
+    @override
+    def capture(self, step: int, outcome: Journal) -> None:
+        self._reads_gradients = self._link
+        super().capture(step, {**outcome, "consumed": self._recorder.settings()} if self._link else outcome)
+
+    @override
+    def fence_gradients(self) -> None:
+        super().fence_gradients()
+        if not self._reads_gradients:
+            return
+        self._reads_gradients = False
+        with self._stalls.measure_both("gradients"):
+            try:
+                if self._ticket is not None:
+                    self._engine.fence(self._ticket)
+            except CheckpointError as error:
+                self._spoil(str(error))
+        if not self._recorder.release():
+            self._spoil("gradients were changed after the step, so what led to it is not known")
+        for copies in self._copies.values():
+            copies.let_go()
+
+    @override
+    def fence(self) -> None:
+        self.fence_gradients()  # first: what they are not, is not handed over
+        super().fence()
+        self._recorder.step_begins()
+
+    @override
+    def seal(self, start: Journal, *, step: int, disturbed: bool = False) -> None:
+        if (window := self._window) is not None:
+            same = self._recorder.sealed()
+            if (
+                self._link and disturbed
+            ):  # changes may have left no trace, as after a validation; all ranks know of that
+                self._take_whole(window, step)
+            if not self._is_open:
+                self._is_open = True
+                self._tiers.open(window)
+            if window.spoiled:
+                self._tiers.abandon(window)
+            elif self._link and not same:
+                self._spoil("weights were changed after the step, so its gradients do not lead to what they are now")
+        super().seal(start, step=step, disturbed=disturbed)
+
+    def _take_whole(self, window: Window, step: int) -> None:
+        """Take everything in the place of a difference; on all ranks."""
+        assert self._layout is not None
+        self._await_copies()
+        self._link, self._base = False, step
+        window.is_link, window.layout = False, self._layout
+        window.ring.whole(window.generation)
+        if window.spoiled or self._pending is None:
+            return
+        assert self._slot is not None
+        layout = self._layout.steps[0]
+        writer = SegmentWriter(layout, self._slot.view, self._engine, self._arrivals, self._copies_of(layout))
+        self._pending = self._pending.again(writer)
+        self._ticket = self._pending.ticket
+
+    @override
+    def abort_window(self) -> None:
         self._last = -1
+        super().abort_window()
 
-    def rebased(self, place: ChainPlace, step: int) -> ChainPlace:
-        """Take boundary `step` whole, which was to be a difference."""
-        self._base = step
-        return replace(place, is_link=False, ends_batch=True)
+    @override
+    def close(self) -> None:
+        super().close()
+        self._recorder.close()
 
-    def outcome(self, outcome: Mapping[str, Any], place: ChainPlace) -> dict[str, Any]:
-        """Return the journal of a boundary, with the settings of the step that led there."""
-        return {**outcome, "consumed": self.recorder.settings()} if place.is_link else dict(outcome)
+
+Capture: TypeAlias = CaptureSession
+"""What captures, whatever the policy."""
+
+
+def capture_session(chains: Chains | None, view: StateView, **arguments: Any) -> Capture:
+    """Return what captures under a policy whose generations may follow on each other as `chains` says."""
+    return CaptureSession(**arguments) if chains is None else ChainCapture(chains, view, **arguments)

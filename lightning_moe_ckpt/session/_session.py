@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
@@ -26,14 +25,12 @@ from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import FrozenHeap, HookClock, StallMeter, collections_paused
 from lightning_moe_ckpt.recovery import Replay, RestoreSource, ResumeRequest, RunOpener, is_superseded, load_found
-from lightning_moe_ckpt.session._capture import CaptureSession
-from lightning_moe_ckpt.session._chain import Chain
+from lightning_moe_ckpt.session._chain import Capture, capture_session
 from lightning_moe_ckpt.session._dense import DenseCapture
 from lightning_moe_ckpt.session._report import Report, captured_figures, found_figures, made, tier_figures
 from lightning_moe_ckpt.session._tiers import Tiers, build_on_stored, report_failures
 from lightning_moe_ckpt.snapshot import (
     Averages,
-    DifferentialRecorder,
     GradientRecorder,
     Identity,
     StateView,
@@ -41,8 +38,6 @@ from lightning_moe_ckpt.snapshot import (
     dense_nbytes,
     describe,
     log_plan,
-    log_whole,
-    repeatable,
 )
 from lightning_moe_ckpt.tiers import (
     STORAGE,
@@ -94,9 +89,6 @@ class CheckpointSession:
         self._operators = discover(module, ep_size=groups.ep_size, unknown=unknown)
         self.layers, self.least_steps = self._operators.layers, policy.least_steps(len(self._operators))
         self._view = StateView(module, self._operators, schema, {}, averages)
-        if policy.chains is not None:
-            self._view.repeatable, whole = repeatable(self._view)
-            log_whole(whole, len(self._view.params))
         self._exchange = Exchange(groups)
         self._planner = Planner(
             policy,
@@ -112,7 +104,7 @@ class CheckpointSession:
         self._rings: Rings | None = None
         self._dense: DenseCapture | None = None
         self._tiers = Tiers([])
-        self._capture: CaptureSession | None = None
+        self._capture: Capture | None = None
         self._engine = create_engine(device)
         self._found: RestoreSource | None = None
         self._replay: Replay | None = None
@@ -148,8 +140,8 @@ class CheckpointSession:
         )
         self._found = self._runs.open(resume=self._config.resume, job=job)
         self._join_tiers(identity)
-        chains = self._policy.chains
-        self._capture = CaptureSession(
+        self._capture = capture_session(
+            *(self._policy.chains, view),
             name=self._runs.name,
             exchange=self._exchange,
             engine=self._engine,
@@ -159,7 +151,6 @@ class CheckpointSession:
             renew_ring=made(self._rings).renew,
             plans=self._planner,
             gradients=GradientRecorder(view, self._engine) if view.gradient_dtype is not None else None,
-            chain=None if chains is None else Chain(chains, DifferentialRecorder(view), self._tiers),
         )
         self._planner.begin()
         if (found := self._found) is None:
@@ -186,7 +177,7 @@ class CheckpointSession:
         )
         resumed = self._found.generation if self._found is not None else None
         with self._exchange.raise_together():
-            older = self._planner.generations_kept + self._planner.links_kept > 1
+            older = sum(self._planner.kept.values()) > 1
             self._memory = claim_memory(runs.claim, markers.rank, resumed, dense_nbytes=self._dense_nbytes, older=older)
         self._rings = Rings(self._memory, self._engine)
         in_turns = () if self._policy.exact else self._operators
@@ -215,8 +206,8 @@ class CheckpointSession:
             plan=self._planner,
         )
         workers = [HostWorker(self._memory, markers), self._storage, *peers]
-        config = self._config if self._policy.chains is None else replace(self._config, overhead_target=None)
-        self._tiers = Tiers(workers, watcher=self._planner.tokens, config=config, speaks=is_first)
+        paced = None if self._policy.chains else self._config  # differences are taken at every step
+        self._tiers = Tiers(workers, watcher=self._planner.tokens, config=paced, speaks=is_first)
         self._planner.joined(workers)
         if not self._policy.exact and resumed is not None:
             build_on_stored(runs.store, self._exchange, self._tiers, self._storage, self._found)
@@ -361,8 +352,6 @@ class CheckpointSession:
     def _due(self, step: int) -> bool:
         if self._replay is not None and made(self._capture).layout is not self._replay_layout:
             return False  # another plan could ask for the full state of an operator that is still frozen
-        if self._policy.chains is not None:
-            return True
         soon = self._last_window is not None and step - self._last_window < self._tiers.governor.gap_steps
         return not soon and self._policy.due(step, self._last_window, self._planner.interval_steps)
 
@@ -530,11 +519,8 @@ class CheckpointSession:
         return dense_nbytes(self._view, self._groups)
 
     def _make_ring(self, slot_nbytes: int, window: int) -> SegmentRing:
-        readers = sum(worker.readers for worker in self._tiers.workers)
-        busy, keep = self.least_steps <= window, self._planner.generations_kept
-        ring = made(self._rings).make(
-            *(slot_nbytes, window), readers=readers, back_to_back=busy, keep=keep, links=self._planner.links_kept
-        )
+        readers, busy = sum(worker.readers for worker in self._tiers.workers), self.least_steps <= window
+        ring = made(self._rings).make(slot_nbytes, window, readers=readers, back_to_back=busy, **self._planner.kept)
         sizes = ", ".join(f"{name} {nbytes / 2**20:.1f} MiB" for name, nbytes in self._tiers.reserved().items())
         journals_nbytes = ring.num_slots * self._planner.journal_nbytes
         log.info("shared memory: %s; of it journals %.1f MiB", sizes, journals_nbytes / 2**20)

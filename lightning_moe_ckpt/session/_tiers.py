@@ -21,15 +21,14 @@ Source: TierCheck (2025), Sec. 3.3 and Fig. 5.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, Fenced
 from lightning_moe_ckpt.recovery import RestoreSource
+from lightning_moe_ckpt.session._lane import VOTES, Lane, Window
 from lightning_moe_ckpt.session._pacing import Governor
 from lightning_moe_ckpt.snapshot import WindowLayout
 from lightning_moe_ckpt.storage import BadCopies, Commit, GenerationId, RankMarker, RunStore
@@ -47,45 +46,8 @@ from lightning_moe_ckpt.tiers import (
 
 log = logging.getLogger(__name__)
 
-_VOTES = 4
-"""Integers per tier in the exchange before a window."""
-
-_OUTSTANDING = 32
-"""Generations per tier that ranks still speak of; as many fit into one integer of the exchange with ease."""
-
-
 _BASES_IN_LINE = 2
 """Generations that a tier may have under way as a base comes; else that passes it by, with what follows on it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChainPlace:
-    """Where a generation stands among differences, the same on all ranks."""
-
-    is_link: bool
-    """Whether it is a difference to the generation before; else it is a base, of everything."""
-    ends_batch: bool = True
-    """Whether storage gets it with what was gathered before it, or waits for more."""
-
-
-@dataclass(kw_only=True, eq=False)
-class Window:
-    """A generation from the start of its window until the ring recycles it."""
-
-    generation: GenerationId
-    first: int
-    """Boundary of its first step."""
-    layout: WindowLayout
-    ring: SegmentRing
-    spoiled: bool = False
-    """A segment could not be taken: the window runs to its end, so that ranks stay in step, but gives no generation."""
-    segments: list[SealedSegment] = field(default_factory=list)
-    workers: list[TierWorker] = field(default_factory=list)
-    """Workers of the tiers that it was given to."""
-    chain: ChainPlace | None = None
-    """Where it stands, if generations may be differences to the one before."""
-    unix_time: int = field(default_factory=lambda: int(time.time()))
-    """When it began, as its markers in all tiers state."""
 
 
 class TierWatcher(Protocol):
@@ -117,81 +79,6 @@ class TierWatcher(Protocol):
         """Whether a good one is left of each of these operators; the same on all ranks."""
 
 
-@dataclass(kw_only=True, eq=False)
-class _Lane:
-    """One worker, and the facts that all ranks know of it."""
-
-    worker: TierWorker
-    skips: SkipCounter
-    given: list[GenerationId] = field(default_factory=list)
-    """Generations that it was given and that are not known to be superseded, oldest first; the same on all ranks."""
-    idle: bool = False
-    """Whether it was idle on all ranks at the latest vote."""
-    base: GenerationId | None = None
-    """Newest generation that is complete on all ranks: one with only some operators may be built on it."""
-    num_failed: int = 0
-    """Generations that it was given and that some rank gave up."""
-    attempted: bool = False
-    """Whether the window before was an attempt to get a whole generation, and the tier still has no base."""
-    chain: list[GenerationId] | None = None
-    """Generations given to it that differences follow on, oldest first; `None` where nothing can be followed on."""
-    gathered: list[Window] = field(default_factory=list)
-    """Differences that it gets together, pinned, oldest first."""
-
-    def votes(self, *, rests: bool) -> list[int]:
-        # First: what went wrong with a generation is known when the worker is idle again.
-        idle = self.worker.idle and not rests
-        holds = gave_up = 0
-        for index, each in enumerate(self.given):
-            holds |= self.worker.holds(each) << index
-            gave_up |= self.worker.gave_up(each) << index
-        return [int(idle), holds, gave_up, int(self.worker.lost_base)]
-
-    def agreed(
-        self, votes: Sequence[Sequence[int]], filling: GenerationId | None
-    ) -> tuple[list[GenerationId], list[GenerationId]]:
-        """Take all votes; return the generations that became complete everywhere, and those given up, oldest first."""
-        self.idle, common, lacking = True, -1, 0
-        for idle, holds, gave_up, lost in votes:
-            self.idle, common, lacking = self.idle and bool(idle), common & holds, lacking | gave_up
-            if lost:
-                self.base = None
-        complete = [each for index, each in enumerate(self.given) if common >> index & 1]
-        given_up = [each for index, each in enumerate(self.given) if each != filling and lacking >> index & 1]
-        self.given = [each for each in self.given[common.bit_length() :] if each not in given_up]
-        if self.chain is not None and not set(given_up).isdisjoint(self.chain):
-            self.chain = None
-        self.num_failed += len(given_up)
-        return complete, given_up
-
-    def complete(self, generation: GenerationId) -> None:
-        self.base, self.attempted = generation, False
-
-    def cannot_take(self, layout: WindowLayout) -> bool:
-        """Return whether it would need a base, and has none."""
-        return self.worker.uses_references and layout.is_incomplete and self.base is None
-
-    def attempt(self) -> bool:
-        """Return whether to try to get a whole generation now: in every second window while that fails."""
-        self.attempted = not self.attempted
-        return self.attempted
-
-    def let_go(self, generation: GenerationId) -> None:
-        """Drop a gathered difference, which some rank could not take, and what was gathered after it."""
-        for index, window in enumerate(self.gathered):
-            if window.generation == generation:
-                for each in self.gathered[index:]:
-                    each.ring.unpin(each.generation)
-                del self.gathered[index:]
-                return
-
-    def take(self, generation: GenerationId) -> None:
-        self.idle = False
-        self.given.append(generation)
-        del self.given[:-_OUTSTANDING]
-        self.skips.taken()
-
-
 class Tiers:
     """The workers of one incarnation, one per tier, in the same order on all ranks."""
 
@@ -208,7 +95,7 @@ class Tiers:
             (None, timedelta.max) if config is None else (config.overhead_target, config.storage_at_least)
         )
         self.governor = Governor(workers, target=target, at_least=at_least, speaks=speaks)
-        self._lanes = [_Lane(worker=worker, skips=SkipCounter(worker.name)) for worker in workers]
+        self._lanes = [Lane(worker=worker, skips=SkipCounter(worker.name)) for worker in workers]
         self.everywhere: dict[str, GenerationId] = {}
         """Newest generation that was found complete on all ranks, by tier."""
 
@@ -217,7 +104,7 @@ class Tiers:
     @property
     def num_votes(self) -> int:
         """Number of integers in `votes`."""
-        return _VOTES * len(self._lanes) + self.governor.num_votes
+        return VOTES * len(self._lanes) + self.governor.num_votes
 
     def votes(self) -> list[int]:
         """Return this rank's integers for the exchange."""
@@ -237,9 +124,9 @@ class Tiers:
             Generations that a tier that takes every one has given up: their memory is not theirs any more.
         """
         freed: set[GenerationId] = set()
-        self.governor.agreed([vote[_VOTES * len(self._lanes) :] for vote in votes])
+        self.governor.agreed([vote[VOTES * len(self._lanes) :] for vote in votes])
         for index, lane in enumerate(self._lanes):
-            own = [vote[_VOTES * index : _VOTES * (index + 1)] for vote in votes]
+            own = [vote[VOTES * index : VOTES * (index + 1)] for vote in votes]
             complete, given_up = lane.agreed(own, filling)
             for generation in given_up:  # first: what is kept of the complete ones does not count these
                 self._give_up(lane.worker, generation)
@@ -305,7 +192,7 @@ class Tiers:
 
     def offer(self, newest: Window | None) -> None:
         """Give a generation that is complete on all ranks to every tier that is idle and has not had it."""
-        if newest is None or (newest.chain is not None and newest.chain.is_link):
+        if newest is None or newest.is_link:
             return
         for lane in self._lanes:
             if lane.idle and lane.worker not in newest.workers:
@@ -317,9 +204,9 @@ class Tiers:
         """Begin a window: tiers that take it get its segments as they are sealed."""
         self.governor.opened()
         for lane in self._lanes:
-            if window.chain is not None and lane.worker.uses_references:
-                self._open_in_chain(lane, window, window.chain)
-            elif lane.worker.takes_every or (lane.idle and not self._cannot_take(lane, window)):
+            if window.is_chained and lane.worker.uses_references:
+                self._open_in_chain(lane, window)
+            elif lane.worker.takes_every or (lane.idle and not (window.is_link or lane.cannot_take(window.layout))):
                 self._begin(lane, window)
 
     def begin_first(self, tier: str, generation: GenerationId) -> None:
@@ -383,7 +270,7 @@ class Tiers:
     def superseded(self, window: Window) -> None:
         """Count a skip for tiers that have not had this generation, since a newer one is complete."""
         for lane in self._lanes:
-            if lane.worker not in window.workers and window.chain is None:
+            if lane.worker not in window.workers and not window.is_chained:
                 lane.skips.skipped(window.generation, meant=bool(self.governor.rests.get(lane.worker.name)))
 
     def flush(self, timeout: float) -> None:
@@ -457,16 +344,11 @@ class Tiers:
             self._watcher.given_up(worker.name, generation)
         worker.give_up(generation)
 
-    @staticmethod
-    def _cannot_take(lane: _Lane, window: Window) -> bool:
-        """Return whether a generation is of no use to a tier that does not get all of them."""
-        return lane.cannot_take(window.layout) or (window.chain is not None and window.chain.is_link)
-
-    def _open_in_chain(self, lane: _Lane, window: Window, place: ChainPlace) -> None:
+    def _open_in_chain(self, lane: Lane, window: Window) -> None:
         """Give what was gathered to a tier, and begin or gather the window; what it follows on waits in line before it."""
-        if lane.gathered and (lane.gathered[-1].chain.ends_batch or not place.is_link):  # type: ignore[union-attr]
+        if lane.gathered and (lane.gathered[-1].ends_batch or not window.is_link):
             self._hand_over(lane)
-        if not place.is_link:
+        if not window.is_link:
             passed_by = not lane.idle and len(lane.given) >= _BASES_IN_LINE
             lane.chain = None if passed_by else [window.generation]
             if not passed_by:
@@ -475,7 +357,7 @@ class Tiers:
             window.ring.pin(window.generation)
             lane.gathered.append(window)
 
-    def _hand_over(self, lane: _Lane) -> None:
+    def _hand_over(self, lane: Lane) -> None:
         """Give the differences that were gathered to a tier, as a generation with the name of the last."""
         windows, lane.gathered = lane.gathered, []
         last = windows[-1]
@@ -503,7 +385,7 @@ class Tiers:
         for each in windows:
             lane.worker.add(last.generation, each.segments[0])
 
-    def _begin(self, lane: _Lane, window: Window) -> None:
+    def _begin(self, lane: Lane, window: Window) -> None:
         worker, layout = lane.worker, window.layout
         window.workers.append(worker)
         if self._watcher is not None:

@@ -504,8 +504,11 @@ class SegmentRing:
 
 def _first_kept(complete: Sequence[_Generation], keep: int) -> int:
     """Return the place of the first generation that stays, if `keep` do and what follows on them."""
-    wholes = [index for index, entry in enumerate(complete) if not entry.is_link]
-    return wholes[-keep] if len(wholes) >= keep else 0
+    for index in range(len(complete) - 1, -1, -1):
+        keep -= not complete[index].is_link
+        if keep == 0:
+            return index
+    return 0
 
 
 def read_header(page: bytes, nbytes: int, where: str) -> RingHeader:
