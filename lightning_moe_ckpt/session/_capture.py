@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 _VOTES = 5
 """Integers in the exchange before a window, ahead of those of the tiers and of plans."""
+JOURNAL_NBYTES, SPOILED = 1, 2
+"""Places of what a journal lacked, and of whether the window before was spoiled."""
 
 FLUSH_TIMEOUT = timedelta(seconds=30)
 """How long training waits for slots that a transfer still reads, before it goes on without a window."""
@@ -165,13 +167,12 @@ class CaptureSession:
         inputs = plans.inputs() if plans is not None else []
         with self._stalls.measure("exchange"):
             votes = self._exchange.gather([*self._votes(step, following), *self._tiers.votes(), *inputs])
-        room, journals, spoiled, fits, unnamed, *_ = zip(*votes, strict=True)
+        room, journals, _, fits, unnamed, *_ = zip(*votes, strict=True)
         behind = self._num_votes + self._tiers.num_votes
         if plans is not None:
             plans.agreed([vote[behind:] for vote in votes])
-        self._close_last_window(spoiled=[rank for rank, each in enumerate(spoiled) if each])
+        self._close_last_window(votes)
         self._hear([vote[self._num_votes : behind] for vote in votes])
-        self._agreed(step, votes)
         following, grown = self._grow_journal(max(journals), following)
         if following is not None and use is not None:
             self._follow(following, use, fits=all(fits))
@@ -333,9 +334,6 @@ class CaptureSession:
 
     # -- private
 
-    def _agreed(self, step: int, votes: Sequence[Sequence[int]]) -> None:
-        """Take what ranks voted on boundary `step`, where that decides what is taken there."""
-
     def _votes(self, step: int, following: WindowLayout | None) -> list[int]:
         """Return this rank's integers for the exchange before a window."""
         assert self._layout is not None
@@ -361,12 +359,9 @@ class CaptureSession:
             self._tiers.offer(self._complete)  # of partial ones the next is newer and has what tiers lack most
         self._tiers.open(self._window)
 
-    def _close_last_window(self, *, spoiled: Sequence[int]) -> None:
-        """Close the previous window: it is sealed everywhere, or of no use and the one before stays.
-
-        Args:
-            spoiled: ranks on which it is not sealed.
-        """
+    def _close_last_window(self, votes: Sequence[Sequence[int]]) -> None:
+        """Close the previous window: it is sealed everywhere, or of no use and the one before stays."""
+        spoiled = [rank for rank, vote in enumerate(votes) if vote[SPOILED]]
         newest, self._newest = self._newest, None
         why, self._why, self._spoiled_last = self._why, "", False
         if spoiled and newest is not None and self._complete is not None:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.policies import Chains
-from lightning_moe_ckpt.session._capture import FLUSH_TIMEOUT, CaptureSession
+from lightning_moe_ckpt.session._capture import FLUSH_TIMEOUT, JOURNAL_NBYTES, SPOILED, CaptureSession
 from lightning_moe_ckpt.session._lane import Window
 from lightning_moe_ckpt.snapshot import (
     DifferentialRecorder,
@@ -67,25 +67,21 @@ class ChainCapture(CaptureSession):
         if self._cut_as is not self._layout and self._layout is not None:
             self._cut_as, self._differential = self._layout, self._plans.differential(self._layout)
             self._last = -1
-        self._link = self._recorder.boundary() and self._last == step - 1 and following is None
-        self._link = self._link and step - self._base < self._chains.every_n_steps
+        lost = self._tiers.lost_chain and step - self._base >= self._chains.batch
+        due = following is not None or lost or step - self._base >= self._chains.every_n_steps
+        self._link = self._recorder.boundary() and self._last == step - 1 and not due
         votes = super()._votes(step, following)
         votes[0] = int(self._has_room() and self._ring.is_named)
         return [*votes, int(self._link)]
 
     @override
-    def _agreed(self, step: int, votes: Sequence[Sequence[int]]) -> None:
-        grown = any(vote[1] for vote in votes)
-        lost = self._tiers.lost_chain and step - self._base >= self._chains.batch
-        self._link = all(vote[self._num_votes - 1] for vote in votes) and not grown
-        self._link = self._link and self._last == step - 1 and not lost
-
-    @override
-    def _close_last_window(self, *, spoiled: Sequence[int]) -> None:
-        super()._close_last_window(spoiled=spoiled)
+    def _close_last_window(self, votes: Sequence[Sequence[int]]) -> None:
+        """Decide besides whether the boundary at hand, which is voted on, is a difference."""
+        super()._close_last_window(votes)
+        spoiled, grown = any(vote[SPOILED] for vote in votes), any(vote[JOURNAL_NBYTES] for vote in votes)
         if spoiled:
-            self._last = -1
             self._tiers.not_taken(self._name(self._first))
+        self._link = all(vote[self._num_votes - 1] for vote in votes) and not (spoiled or grown)
 
     def _has_room(self) -> bool:
         """Return whether this rank has room, having dropped what storage has."""

@@ -94,6 +94,9 @@ def train_dense(model: LightningModule) -> None:
     assert_type(dense.every_n_steps, int)
     chained = callbacks.DifferentialCheckpoint("/ckpt", every_n_steps=64, batch=8, keep=3)
     assert_type(chained.batch, int)
+    chains: policies.Chains | None = policies.DifferentialPolicy(every_n_steps=8, batch=2).chains
+    assert chains is not None
+    assert_type(chains.ends_batch(2), bool)
     lossy = callbacks.PartialExpertCheckpoint(
         "/ckpt", every_n_steps=2, k=1, snapshot_k=4, select="load_aware", plt_budget=0.03, keep=3
     )
