@@ -66,7 +66,6 @@ class ChainCapture(CaptureSession):
         assert self._ring is not None
         if self._cut_as is not self._layout and self._layout is not None:
             self._cut_as, self._differential = self._layout, self._plans.differential(self._layout)
-            self._last = -1
         lost = self._tiers.lost_chain and step - self._base >= self._chains.batch
         due = following is not None or lost or step - self._base >= self._chains.every_n_steps
         self._link = self._recorder.boundary() and self._last == step - 1 and not due
