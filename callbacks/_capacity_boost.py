@@ -23,10 +23,11 @@ from typing_extensions import override
 from lightning_moe_ckpt._lightning import expert_parallel_size, log_row
 from lightning_moe_ckpt.boosting import BiasRoute, MarginRoute, Measured, Meter, Route, find_bias, find_router, meter_of
 from lightning_moe_ckpt.callbacks._base import checkpoint_of
-from lightning_moe_ckpt.callbacks._loads import sum_over_ranks
+from lightning_moe_ckpt.callbacks._loads import gather_over_ranks
+from lightning_moe_ckpt.callbacks._shared_arguments import require_count
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.operators import Capacity, CapacityView, MoELayerSpec, OperatorSet, discover
-from lightning_moe_ckpt.policies import TokenDeficits, TokenLedger, boost_factors
+from lightning_moe_ckpt.policies import WATCHED_STEPS, TokenDeficits, TokenLedger, boost_factors, faded_use
 
 log = logging.getLogger(__name__)
 
@@ -46,23 +47,61 @@ class _Boost:
     """Factors on the capacity that are in force."""
     term: Sequence[float] | None = None
     """Term beside the router's bias that is in force."""
+    since: int = 0
+    """Step at which the newest debt arose."""
+    displaced: int = 0
+    """Tokens that were dropped because experts gave capacity away, in all."""
+    use: Sequence[float] = ()
+    """Largest use of each expert that was seen in this boost, see `faded_use`."""
+    watched: int = 0
+    """Steps of which that is."""
     extra: Sequence[int] = ()
     """Of the last step, over all ranks, as `Measured` has it."""
     kept: Sequence[int] = ()
     room: Sequence[int] = ()
 
+    def to_state(self) -> dict[str, Any]:
+        """Return plain values."""
+        own = {"base": self.base, "factors": list(self.factors), "term": self.term, "since": self.since}
+        return {
+            **self.debts.to_state(),
+            **own,
+            "displaced": self.displaced,
+            "use": list(self.use),
+            "watched": self.watched,
+        }
+
+    @classmethod
+    def from_state(cls, layer: MoELayerSpec, view: CapacityView | None, stored: Mapping[str, Any]) -> _Boost:
+        """Read what `to_state` returned. Raises `Corrupt`."""
+        newer = {name: stored[name] for name in ("since", "displaced", "use", "watched") if name in stored}
+        debts, base = TokenDeficits.from_state(stored), _as_capacity(stored["base"])
+        return cls(layer, view, debts, base, factors=stored["factors"], term=stored["term"], **newer)
+
+    def took(self, extra: Sequence[int], displaced: Sequence[int], kept: Sequence[int], room: Sequence[int]) -> None:
+        """Note what a step has done, over all ranks."""
+        self.extra, self.kept, self.room = extra, kept, room
+        self.debts, self.displaced = self.debts.repay(extra), self.displaced + sum(displaced)
+
+    def watch(self, use: Sequence[float]) -> None:
+        """Note the use of each expert in a step, the largest of all ranks."""
+        self.use, self.watched = faded_use(self.use, use) if self.use else list(use), self.watched + 1
+
 
 class CapacityBoost(Callback):
     """Raise the capacity of experts that lost tokens in a partial restore, until they have processed as many more.
 
-    Use it beside a callback whose generations are partial. After a restore that lost tokens, each expert in debt gets a tenth more
-    capacity, taken from what other experts left unused in the previous step. Only tokens that the expert would have
-    dropped without the boost repay the debt: an expert that does not overflow stays in debt. If all experts of a layer,
-    or all layers, share one capacity, that capacity is raised, and the log says so. Layers that drop nothing have no
-    capacity to raise; the log names them.
+    Use it beside a callback whose generations are partial; without one it does nothing and warns. After a restore that
+    lost tokens, each expert in debt gets a tenth more capacity. From the tenth step on it is taken from other experts,
+    as far as the largest use that was seen of them leaves some. Only tokens that the expert would have
+    dropped without the boost repay the debt: an expert that does not overflow stays in debt, until `within_steps` are
+    over. If all experts of a layer, or all layers, share one capacity, that capacity is raised, and the log says so.
+    Layers that drop nothing have no capacity to raise; the log names them.
 
     Debts and the raised capacity survive further crashes, as part of the callback's state. While there are debts, each
-    step has one small collective, and the remaining tokens are logged as `moe/boost_debt`.
+    step has one small collective, and three numbers are logged: `moe/boost_debt`, the tokens that are still to be made up
+    for; `moe/boost_repaid`, those that were; `moe/boost_displaced`, those that were dropped because experts gave capacity
+    away.
 
     Args:
         boost: additional capacity as a fraction of the capacity; 0.1 is a tenth more.
@@ -70,19 +109,21 @@ class CapacityBoost(Callback):
             expert, a tenth as many as chose it. Works for the routers of Hugging Face's Mixtral, Qwen-MoE, OLMoE, GraniteMoE
             and gpt-oss, and for routers with a selection-only bias, such as DeepSeek-V3's, by a term beside that bias.
             This is an extension of the paper, and it changes what the router learns from.
+        within_steps: optimizer steps after a loss, at the end of which debts that are still open are given up.
 
     Raises:
-        ConfigurationError: `boost` is not above 0.
+        ConfigurationError: an argument is out of range.
 
     Source: MOETION (2024), Sec. 6.
     """
 
-    def __init__(self, boost: float = 0.1, *, dropless: bool = False) -> None:
+    def __init__(self, boost: float = 0.1, *, dropless: bool = False, within_steps: int = 1000) -> None:
         if not 0 < boost <= 10:
             raise ConfigurationError(
                 f"`CapacityBoost(boost={boost})` must be above 0, such as 0.1, and no more than 10."
             )
-        self.boost, self.dropless = boost, dropless
+        require_count(self, "within_steps", within_steps, what="steps")
+        self.boost, self.dropless, self.within_steps = boost, dropless, within_steps
         self._boosts: dict[str, _Boost] = {}
         self._stored: Mapping[str, Any] = {}
         self._step = 0
@@ -92,6 +133,16 @@ class CapacityBoost(Callback):
         """Tokens that each expert still has to make up for, by layer; layers without debts are left out."""
         return {fqn: each.debts.open for fqn, each in self._boosts.items() if each.debts.any}
 
+    @property
+    def repaid(self) -> int:
+        """Tokens that experts in debt have processed beyond what they would have without boost, in the whole run."""
+        return sum(sum(each.debts.repaid) for each in self._boosts.values())
+
+    @property
+    def displaced(self) -> int:
+        """Tokens that other experts have dropped because they gave capacity away, in the whole run."""
+        return sum(each.displaced for each in self._boosts.values())
+
     # -- hooks
 
     @override
@@ -99,10 +150,7 @@ class CapacityBoost(Callback):
         if not self._boosts:
             return dict(self._stored)
         known = {fqn: each for fqn, each in self._boosts.items() if any(each.debts.lost)}
-        return {
-            fqn: {**each.debts.to_state(), "base": each.base, "factors": list(each.factors), "term": each.term}
-            for fqn, each in known.items()
-        }
+        return {fqn: each.to_state() for fqn, each in known.items()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -113,6 +161,15 @@ class CapacityBoost(Callback):
         self._step = trainer.global_step
         found, checkpoint = discover(pl_module, ep_size=expert_parallel_size(trainer)), checkpoint_of(trainer)
         accounting = None if checkpoint is None else checkpoint.accounting
+        if accounting is None and (checkpoint is None or checkpoint.run_id is not None):
+            beside = (
+                "no checkpoint callback" if checkpoint is None else f"{type(checkpoint).__name__}, which loses no token"
+            )
+            log.warning(
+                "CapacityBoost does nothing: it makes up for tokens that a partial restart has lost, and beside it is %s. "
+                "Add PartialExpertCheckpoint or SelectiveExpertCheckpoint, or leave it out",
+                beside,
+            )
         self._boosts = {}
         unlimited = []
         for layer, lost_E in zip(found.layers, _lost_by_layer(accounting, found), strict=True):
@@ -138,10 +195,12 @@ class CapacityBoost(Callback):
         active = [each for each in self._boosts.values() if each.meter is not None]
         if not active:
             return
-        measured = _sum_over_ranks([each.meter.take(max(each.factors)) for each in active if each.meter], trainer)
-        for each, counts in zip(active, measured, strict=True):
-            each.extra, each.kept, each.room = counts
-            each.debts = each.debts.repay(each.extra)
+        measured = _over_ranks([each.meter.take() for each in active if each.meter], trainer)
+        for each, (sums, use) in zip(active, measured, strict=True):
+            each.took(*sums)
+            each.watch(use)
+            if each.debts.any and self._step - each.since >= self.within_steps:
+                self._expire(each)
             if not each.debts.any:
                 self._end(each, pl_module)
         self._aim()
@@ -159,11 +218,11 @@ class CapacityBoost(Callback):
     # -- private
 
     def _resume(self, layer: MoELayerSpec, view: CapacityView | None, lost_E: Sequence[int]) -> _Boost:
-        stored = self._stored.get(layer.fqn)
-        if stored is None:
-            return _Boost(layer, view, TokenDeficits.none(layer.num_experts).with_lost(lost_E))
-        debts = TokenDeficits.from_state(stored).with_lost(lost_E)
-        return _Boost(layer, view, debts, _as_capacity(stored["base"]), factors=stored["factors"], term=stored["term"])
+        stored, none = self._stored.get(layer.fqn), TokenDeficits.none(layer.num_experts)
+        found = _Boost(layer, view, none) if stored is None else _Boost.from_state(layer, view, stored)
+        if found.debts.lost != tuple(lost_E):
+            found.debts, found.since = found.debts.with_lost(lost_E), self._step
+        return found
 
     def _begin(self, found: OperatorSet, module: nn.Module) -> None:
         """Start to count in layers with debts. The capacity changes once a step has shown which experts have room."""
@@ -179,6 +238,7 @@ class CapacityBoost(Callback):
             if each.base is None:
                 each.base = each.view.get(module)
             each.meter = meter = meter_of(found, each.layer, module, each.base)
+            meter.factor = max(each.factors)
             scope = "" if each.view.scope == "expert" else f", as all of the {each.view.scope}: it has one for all"
             self._say(each, f"more capacity{scope}{'' if meter.exact else '; what they process more is estimated'}")
 
@@ -201,15 +261,25 @@ class CapacityBoost(Callback):
             what,
         )
 
+    def _expire(self, each: _Boost) -> None:
+        log.warning(
+            "%s: %d of %d lost tokens were not made up for within %d steps, and are given up: their experts overflow too little",
+            *(each.layer.prefix, sum(each.debts.open), sum(each.debts.lost), self.within_steps),
+        )
+        each.debts = each.debts.expire()
+
     def _end(self, each: _Boost, module: nn.Module) -> None:
-        """Put the layer back once all its debts are repaid."""
+        """Put the layer back once no debt is open."""
         if each.view is not None:
             each.view.set(module, each.base)
-        each.base, each.factors, each.term = None, (1.0,), None
+        each.base, each.factors, each.term, each.use, each.watched = None, (1.0,), None, (), 0
         if each.meter is not None:
             each.meter.remove()
             each.meter = None
-        log.info("%s: all lost tokens are made up for; capacity is what it was", each.layer.prefix)
+        log.info(
+            "%s: %d of %d lost tokens are made up for, and %d others were dropped for it; capacity is what it was",
+            *(each.layer.prefix, sum(each.debts.repaid), sum(each.debts.lost), each.displaced),
+        )
 
     def _aim(self) -> None:
         for each in self._boosts.values():
@@ -224,17 +294,23 @@ class CapacityBoost(Callback):
                 owners.setdefault(id(each.view.owner(module)), []).append(each)
         for sharing in owners.values():
             for each in sharing:
-                room_E = each.room if any(each.room) else None
-                each.factors = boost_factors(each.debts.open, self.boost, kept_E=each.kept, room_E=room_E)
+                known = any(each.room) and each.watched >= WATCHED_STEPS
+                each.factors = boost_factors(
+                    each.debts.open, self.boost, use_E=each.use if known else None, room_E=each.room
+                )
             most = max(sharing, key=lambda each: max(each.factors))
             if most.view is not None:
                 most.view.set(module, most.view.scaled(most.base, most.factors))
+            for each in sharing:
+                if each.meter is not None:
+                    each.meter.factor = max(most.factors)
 
     def _log(self, trainer: Trainer) -> None:
         every = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
         if every and self._step % every == 0 and trainer.is_global_zero:
-            debt = float(sum(sum(each.debts.open) for each in self._boosts.values()))
-            log_row(trainer, {"moe/boost_debt": debt})
+            debt = sum(sum(each.debts.open) for each in self._boosts.values())
+            figures = {"debt": debt, "repaid": self.repaid, "displaced": self.displaced}
+            log_row(trainer, {f"moe/boost_{name}": float(number) for name, number in figures.items()})
 
     def _remove(self) -> None:
         for each in self._boosts.values():
@@ -249,13 +325,15 @@ def _lost_by_layer(accounting: TokenLedger | None, found: OperatorSet) -> list[t
     return [tuple(max(lost, 0) for lost in part.tolist()) for part in torch.split(lost_E, sizes)]
 
 
-def _sum_over_ranks(measured: Sequence[Measured], trainer: Trainer) -> list[tuple[list[int], list[int], list[int]]]:
-    """Return the sums over all ranks of what each has measured, by one collective."""
+def _over_ranks(measured: Sequence[Measured], trainer: Trainer) -> list[tuple[list[list[int]], list[float]]]:
+    """Return for each what all ranks have counted together, and the largest use of any of them, by one collective."""
     device = trainer.strategy.root_device
-    flat = torch.cat([part.to(device) for each in measured for part in each])
-    sizes = [part.numel() for each in measured for part in each]
-    rows = [part.tolist() for part in torch.split(sum_over_ranks(flat, device), sizes)]
-    return [(rows[i], rows[i + 1], rows[i + 2]) for i in range(0, len(rows), 3)]
+    flat_RN = gather_over_ranks(torch.cat([part.to(device) for each in measured for part in each]), device)
+    found = []
+    for of_layer_RN in torch.split(flat_RN, [5 * each.use.numel() for each in measured], dim=1):
+        counts_R5E = of_layer_RN.view(len(of_layer_RN), 5, -1)
+        found.append((counts_R5E[:, :4].sum(0).long().tolist(), counts_R5E[:, 4].amax(0).tolist()))
+    return found
 
 
 def _as_capacity(value: Any) -> Capacity:

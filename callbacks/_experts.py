@@ -36,8 +36,9 @@ class PartialExpertCheckpoint(CheckpointCallback):
             `k`; `None` for `k`.
         select: `sequential` takes the experts that were saved longest ago first, in an order that spreads them over layers
             and ranks; `load_aware` takes those with most unsaved tokens.
-        plt_budget: largest acceptable PLT, as a fraction. After a fault `k` doubles until another such fault
-            would stay within it; `None` never changes `k`.
+        plt_budget: largest acceptable PLT, as a fraction of all tokens that the planned training routes (of those so far,
+            where `Trainer` knows no last step). A fault doubles `k` if another such fault would exceed it; `k` falls again,
+            at most to what is given here, as soon as it would not. `None` never changes `k`.
         allow_missing_experts: whether to restore the rest if every copy of some experts is bad. These experts keep the
             weights that the model starts with and have no optimizer state; a warning names them.
         **shared: arguments of every checkpoint callback, see `CheckpointArguments`.

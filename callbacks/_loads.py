@@ -124,6 +124,16 @@ def sum_over_ranks(vector: Tensor, device: torch.device) -> Tensor:
     return total.cpu()
 
 
+def gather_over_ranks(vector: Tensor, device: torch.device) -> Tensor:
+    """Return the vectors of all ranks, one a row in the order of ranks, on the CPU, by one collective on `device`."""
+    own = vector.to(device)
+    if not (dist.is_available() and dist.is_initialized()):
+        return own[None].cpu()
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    return torch.stack(rows).cpu()
+
+
 def _by_layer(operators: OperatorSet, counts: Tensor) -> Iterator[tuple[str, Tensor]]:
     sizes = [layer.num_experts for layer in operators.layers]
     for layer, counts_E in zip(operators.layers, torch.split(counts, sizes), strict=True):

@@ -97,3 +97,12 @@ class LoopProgress:
 
 
 _NOTHING = written({})
+
+
+def last_step(trainer: Trainer) -> int | None:
+    """Return the step with which training is planned to end; `None` where only time, or nothing, ends it.
+
+    Call while it trains: before, Lightning would build the loader to find out.
+    """
+    planned = trainer.estimated_stepping_batches
+    return int(planned) if 0 < planned < float("inf") else None

@@ -46,6 +46,7 @@ PUBLIC: dict[str, str] = {
         RecordPiece STORAGE Selection SelectivePolicy SparsePolicy TierLedger WindowStep WrittenPart all_names assign_adaptively assign_positions assign_writers boost_factors cut_among decayed_popularity expert_layouts expert_names
         next_k plan_for_window plan_window popularity_per_capacity
         positions should_reorder split_nbytes writers_of
+        WATCHED_STEPS faded_use
     """,
     "lightning_moe_ckpt.parallel": """
         ExpertParallelModule GradientReducer GroupAbort GroupName OrderedHookState ParallelGroups ReductionMode

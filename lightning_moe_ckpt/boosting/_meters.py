@@ -1,13 +1,17 @@
-"""Count the tokens that experts process only because their capacity was raised, in the same forward.
+"""Count what raising the capacity of some experts, and lowering that of others, changes; in the same forward.
 
-Without boost an expert would have processed the same tokens, up to its normal capacity. This is exact for layers that
-tell how many tokens a factor stands for, and needs no second forward. Nothing here waits for the device.
+One definition for every layer: an expert that processed `k` of the `d` tokens that chose it would have processed
+`min(d, b)` with the `b` slots that it has without boost. The difference is what the boost has changed: above zero it is
+*extra*, below zero it was *displaced*, dropped because the expert has given slots away. Where drops are not visible, no
+expert gives any, so that `min(k, b)` says the same. Only `b` is found in different ways, and where a library does not
+show its capacity, it is estimated from its busiest expert. Nothing here waits for the device.
 
 Shape suffixes: B sequences, S tokens of one, E all experts of the layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -17,17 +21,23 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_moe_ckpt.moe._layer import in_backward
 from lightning_moe_ckpt.operators import Capacity, CapacityView, ExpertCapacity, LoadCounter, MoELayerSpec, OperatorSet
+from lightning_moe_ckpt.operators.adapters import tutel_slots
 
 
 class Measured(NamedTuple):
-    """Counts of this rank since the last reading; int64 `[E]`."""
+    """Counts of this rank since the last reading; float64 `[E]`, all but `use` whole numbers."""
 
     extra: Tensor
     """Tokens that would have been dropped without boost."""
+    displaced: Tensor
+    """Tokens that were dropped, and would not have been without boost."""
     kept: Tensor
     """Tokens processed."""
     room: Tensor
     """Tokens that could have been processed without boost; 0 where that is not known."""
+    use: Tensor
+    """Largest part of that in one forward that tokens wanted, dropped ones included; over sequences, where these have
+    slots of their own."""
 
 
 class Meter(Protocol):
@@ -35,91 +45,124 @@ class Meter(Protocol):
 
     exact: bool
     """Whether `extra` is counted; else it is estimated."""
+    factor: float
+    """Largest factor on the layer's capacity that is in force."""
 
-    def take(self, factor: float) -> Measured:
-        """Return the counts since the last call, during which the layer's largest factor was `factor`."""
+    def take(self) -> Measured:
+        """Return the counts since the last call."""
 
     def remove(self) -> None:
         """Stop counting."""
 
 
 def meter_of(found: OperatorSet, layer: MoELayerSpec, module: nn.Module, base: Capacity) -> Meter:
-    """Return the most exact meter for a layer whose capacity without boost is `base`."""
+    """Return the meter for a layer whose capacity without boost is `base`."""
     view = layer.live_capacity
     assert view is not None
-    block = module.get_submodule(layer.fqn)
-    if callable(getattr(block, "capacity", None)) and isinstance(getattr(block, "tokens_per_expert", None), Tensor):
-        return _SlotMeter(layer, view, module, base)
     if isinstance(view, ExpertCapacity) and view.attribute == "expert_capacity":
         return _MaskMeter(layer, view, module, base)
-    return _LoadMeter(found, layer, module)
+    return _DemandMeter(found, layer, module, base)
 
 
 class HookedMeter:
     """Base of meters that add up counts in hooks."""
 
     exact = True
+    factor = 1.0
 
     def __init__(self, num_experts: int) -> None:
-        self._sums = torch.zeros(3, num_experts, dtype=torch.int64)
+        self._sums = torch.zeros(4, num_experts, dtype=torch.float64)
+        self._use = torch.zeros(num_experts, dtype=torch.float64)
         self._handles: list[RemovableHandle] = []
 
-    def take(self, factor: float) -> Measured:
+    def take(self) -> Measured:
         """Return the counts since the last call."""
-        taken, self._sums = self._sums, torch.zeros_like(self._sums)
-        return Measured(*taken)
+        sums, self._sums = self._sums, torch.zeros_like(self._sums)
+        use, self._use = self._use, torch.zeros_like(self._use)
+        extra, displaced, kept, room = sums
+        return Measured(extra, displaced, kept, room, use)
 
     def remove(self) -> None:
         """Take all hooks off."""
         for handle in self._handles:
             handle.remove()
 
-    def _add(self, extra_E: Tensor, kept_E: Tensor, room_E: Tensor) -> None:
+    def _add(self, changed_E: Tensor, kept_E: Tensor, room_E: Tensor) -> None:
         if self._sums.device != kept_E.device:
-            self._sums = self._sums.to(kept_E.device)
-        self._sums += torch.stack([extra_E, kept_E, room_E])
+            self._sums, self._use = self._sums.to(kept_E.device), self._use.to(kept_E.device)
+        self._sums += torch.stack([changed_E.clamp(min=0), (-changed_E).clamp(min=0), kept_E, room_E])
 
-    def _add_kept(self, kept_BE: Tensor, base_E: Tensor) -> None:
-        """Add the tokens that each sequence kept, of which `base_E` would have been kept without boost."""
-        kept_BE, base_E = kept_BE.detach().to(torch.int64), base_E.to(torch.int64)
-        extra_E = (kept_BE - base_E).clamp(min=0).sum(dim=0)
-        self._add(extra_E, kept_BE.sum(dim=0), base_E * kept_BE.shape[0])
+    def _add_kept(self, kept_BE: Tensor, demand_BE: Tensor, base_E: Tensor) -> None:
+        """Add the tokens that were kept of those that chose each expert, in sequences that have slots of their own."""
+        kept_BE, demand_BE = kept_BE.detach().double(), demand_BE.detach().double()
+        changed_BE = kept_BE - torch.minimum(demand_BE, base_E.double())
+        self._add(changed_BE.sum(dim=0), kept_BE.sum(dim=0), base_E.double() * kept_BE.shape[0])
+        self._use = torch.maximum(self._use, (demand_BE / base_E.clamp(min=1)).amax(dim=0))
 
 
-class _SlotMeter(HookedMeter):
-    """Meter for layers that keep a running count and can turn a factor into slots per expert."""
+Slots = Callable[[int, Tensor], Tensor]
+"""Slots `[E]` that experts have without boost, from the tokens of a forward and those that each expert kept."""
 
-    def __init__(self, layer: MoELayerSpec, view: CapacityView, module: nn.Module, base: Capacity) -> None:
+
+class _DemandMeter(HookedMeter):
+    """Meter for layers whose counts are visible; see `_slots_of` for their capacity without boost."""
+
+    def __init__(self, found: OperatorSet, layer: MoELayerSpec, module: nn.Module, base: Capacity) -> None:
         super().__init__(layer.num_experts)
-        self._view, self._module, self._base, self._before = view, module, base, torch.zeros(0)
-        self._block: Any = module.get_submodule(layer.fqn)
-        self._handles.append(self._block.register_forward_pre_hook(self._begin))
-        self._handles.append(self._block.register_forward_hook(self._end))
+        self._kept = LoadCounter(replace(found, layers=(layer,)), module)
+        dropped = replace(layer, count=layer.dropped)
+        self._dropped = LoadCounter(replace(found, layers=(dropped,)), module) if layer.dropped is not None else None
+        block = module.get_submodule(layer.fqn)
+        slots = _slots_of(layer, block, module, base)
+        visible = slots is None and layer.capacity is not None
+        self._live = LoadCounter(replace(found, layers=(layer,)), module, "capacity") if visible else None
+        self._slots, self.exact = slots or self._estimated, slots is not None or visible
+        self._counters = [each for each in (self._kept, self._dropped, self._live) if each is not None]
+        for each in self._counters:
+            each.install()
+        self._handles.append(block.register_forward_hook(self._end))  # behind those of the counters
 
-    def _begin(self, block: Any, args: tuple[Any, ...]) -> None:
-        self._before = block.tokens_per_expert.clone()
+    def remove(self) -> None:
+        """Stop counting."""
+        super().remove()
+        for each in self._counters:
+            each.remove()
 
-    def _end(self, block: Any, args: tuple[Any, ...], out: object) -> None:
+    def _end(self, block: nn.Module, args: tuple[Any, ...], out: object) -> None:
         if not block.training or in_backward():
             return
-        kept_E = block.tokens_per_expert
-        x = args[0]
-        self._add_kept(
-            (kept_E - self._before.to(kept_E.device))[None], self._base_slots(x.numel() // x.shape[-1], kept_E)
-        )
+        kept_E = self._kept.read_and_reset()
+        demand_E = kept_E if self._dropped is None else kept_E + self._dropped.read_and_reset()
+        base_E = self._slots(args[0].shape[:-1].numel(), kept_E)
+        self._add_kept(kept_E[None], demand_E[None], base_E)
 
-    def _base_slots(self, num_tokens: int, like_E: Tensor) -> Tensor:
-        live = self._view.get(self._module)
-        self._view.set(self._module, self._base)
-        try:
-            slots = self._block.capacity(num_tokens)
-        finally:
-            self._view.set(self._module, live)
-        return slots.to(like_E) if isinstance(slots, Tensor) else torch.full_like(like_E, slots)
+    def _estimated(self, num_tokens: int, kept_E: Tensor) -> Tensor:
+        # All experts of such a layer have one capacity. Libraries round it up, so this is at most a slot too much.
+        live_E = kept_E.amax().expand_as(kept_E) if self._live is None else self._live.read_and_reset()
+        return torch.ceil(live_E.double() / self.factor - 1e-6)
+
+
+def _slots_of(layer: MoELayerSpec, block: Any, module: nn.Module, base: Capacity) -> Slots | None:
+    """Return the capacity without boost as the library itself works it out; `None` where that is not known."""
+    view = layer.live_capacity
+    assert view is not None
+    if callable(getattr(block, "capacity", None)):
+        return lambda num_tokens, kept_E: _asked(view, block, module, base, num_tokens).to(kept_E).expand_as(kept_E)
+    slots = tutel_slots(block, base)
+    return None if slots is None else lambda num_tokens, kept_E: torch.full_like(kept_E, slots(num_tokens))
+
+
+def _asked(view: CapacityView, block: Any, module: nn.Module, base: Capacity, num_tokens: int) -> Tensor:
+    live = view.get(module)
+    view.set(module, base)
+    try:
+        return torch.as_tensor(block.capacity(num_tokens))
+    finally:
+        view.set(module, live)
 
 
 class _MaskMeter(HookedMeter):
-    """Meter for Switch routers, which give a mask `[B, S, E]` of tokens within capacity, per sequence."""
+    """Meter for Switch routers: a mask `[B, S, E]` of tokens within capacity, per sequence, and the logits they are from."""
 
     def __init__(self, layer: MoELayerSpec, view: ExpertCapacity, module: nn.Module, base: Capacity) -> None:
         super().__init__(layer.num_experts)
@@ -128,23 +171,10 @@ class _MaskMeter(HookedMeter):
 
     def _end(self, router: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         if router.training and not in_backward():
-            kept_BE = out[0].sum(dim=-2).reshape(-1, out[0].shape[-1])
+            mask, logits = out[0], out[2]
+            num_experts = mask.shape[-1]
+            chosen = nn.functional.one_hot(logits.detach().argmax(dim=-1), num_experts)
+            kept_BE, demand_BE = (each.sum(dim=-2).reshape(-1, num_experts) for each in (mask, chosen))
             self._base_E = self._base_E.to(kept_BE.device)
-            self._add_kept(kept_BE, self._base_E)
-
-
-class _LoadMeter:
-    """Meter for other layers, of which only processed tokens are known; it estimates `extra` from the factor."""
-
-    exact = False
-
-    def __init__(self, found: OperatorSet, layer: MoELayerSpec, module: nn.Module) -> None:
-        self._counter = LoadCounter(replace(found, layers=(layer,)), module)
-        self._counter.install()
-
-    def take(self, factor: float) -> Measured:
-        kept_E = self._counter.read_and_reset()
-        return Measured((kept_E * (1 - 1 / factor)).floor().to(torch.int64), kept_E, torch.zeros_like(kept_E))
-
-    def remove(self) -> None:
-        self._counter.remove()
+            # Rounding of probabilities may decide between equal logits otherwise.
+            self._add_kept(kept_BE, torch.maximum(demand_BE, kept_BE), self._base_E)

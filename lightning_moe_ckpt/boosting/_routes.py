@@ -73,7 +73,8 @@ class Route(HookedMeter, ABC):
     def _add_moved(self, before: Tensor, after: Tensor) -> None:
         if not in_backward():
             before_E, after_E = self._counts(before), self._counts(after)
-            self._add(after_E - before_E, after_E, torch.zeros_like(after_E))
+            # Tokens that go elsewhere are not dropped: nothing is displaced.
+            self._add((after_E - before_E).clamp(min=0), after_E, torch.zeros_like(after_E))
 
     def _counts(self, idx: Tensor) -> Tensor:
         flat = idx.reshape(-1).to(torch.int64)

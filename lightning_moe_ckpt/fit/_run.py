@@ -18,7 +18,13 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, Stochastic
 from lightning.pytorch.strategies import Strategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_moe_ckpt import _lightning, _lightning_exactness, _lightning_files, _lightning_logs
+from lightning_moe_ckpt import (
+    _lightning,
+    _lightning_exactness,
+    _lightning_files,
+    _lightning_logs,
+    _lightning_progress,
+)
 from lightning_moe_ckpt._lightning_callbacks import Findings, ProgressNote, averages_of, finish_with_averages, resting
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.fit._batches import Batches, BatchLog, Logged
@@ -59,6 +65,8 @@ class FitSession:
 
     resumed = False
     """Whether it goes on with what an earlier process, or this one, has trained."""
+    _last_step: int | None = None
+    """With which training is planned to end, once it is known."""
 
     def __init__(
         self,
@@ -264,6 +272,7 @@ class FitSession:
             reasons = _lightning_exactness.inexact_reasons(self._trainer, self._module, replays=self._replays)
             for reason in reasons:
                 log.warning("this run cannot be reproduced bit for bit: %s", reason)
+            self._last_step = _lightning_progress.last_step(self._trainer)
         self._trained = True
         self._stops.batch_begins()
         start = self._recorder.complete_start(self._batches.take_digest())
@@ -273,7 +282,7 @@ class FitSession:
             self.session.seal(start, step=self._step, disturbed=disturbed, room=lambda: self._recorder.room)
         outcome = self.session.replay_outcome(self._step + 1)
         self._clip.override = None if outcome is None else outcome["grad_norm"]
-        self.session.forward_begins()
+        self.session.forward_begins(self._last_step)
 
     @clocked
     def replay_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -4,8 +4,8 @@ The metrics take totals of the run that are already summed over ranks (`policies
 of every generation has an accounting), and show the newest. So nothing is counted twice over ranks, and a resumed run
 continues the values of the run before it. Keyword arguments are those of `torchmetrics.Metric`.
 
-Sources: PEC (2024), Sec. 3.1, eq. 4; MOETION (2024), Sec. 4.1, eq. 6. We differ in the denominator: tokens that experts
-processed, not those routed to them before dropping.
+Sources: PEC (2024), Sec. 3.1, eq. 4; MOETION (2024), Sec. 4.1, eq. 6. Both divide by tokens as they were routed, before
+drops, and PEC by those of the whole training: drops count where layers show them, and what is to come where it is planned.
 
 Shape suffix: E experts of all layers.
 """
@@ -23,27 +23,39 @@ from typing_extensions import override
 from lightning_moe_ckpt.errors import ConfigurationError
 
 
-def portion_of_lost_tokens(lost_E: Tensor, processed_E: Tensor) -> float:
-    """Return the PLT: the share of processed tokens whose updates were lost; 0 before the first token.
+def portion_of_lost_tokens(
+    lost_E: Tensor, processed_E: Tensor, *, dropped: Tensor | int = 0, progress: float = 1.0
+) -> float:
+    """Return the PLT: the share of all tokens of a training whose updates were lost; 0 before the first token.
+
+    Args:
+        lost_E: lost tokens per expert.
+        processed_E: processed tokens per expert.
+        dropped: tokens that were routed and dropped over capacity; of a tensor the sum counts.
+        progress: part of the planned training that these are of, above 0; 1 where its length is not known.
 
     Source: PEC (2024), eq. 4.
     """
-    processed = int(processed_E.sum())
-    return int(lost_E.sum()) / processed if processed else 0.0
+    routed = int(processed_E.sum()) + int(torch.as_tensor(dropped).sum())
+    return int(lost_E.sum()) * progress / routed if routed else 0.0
 
 
-def moementary_lost_tokens(lost_E: Tensor, processed_E: Tensor, num_experts: Sequence[int]) -> float:
+def moementary_lost_tokens(
+    lost_E: Tensor, processed_E: Tensor, num_experts: Sequence[int], *, dropped_L: Tensor | None = None
+) -> float:
     """Return the MLT: the sum over layers of the share of lost tokens, between 0 and the number of layers.
 
     Args:
         lost_E: lost tokens per expert.
         processed_E: processed tokens per expert.
         num_experts: number of experts of each layer.
+        dropped_L: tokens of each layer that were routed and dropped over capacity.
 
     Source: MOETION (2024), eq. 6.
     """
-    parts = zip(torch.split(lost_E, list(num_experts)), torch.split(processed_E, list(num_experts)), strict=True)
-    return sum(portion_of_lost_tokens(lost, processed) for lost, processed in parts)
+    dropped = [0] * len(num_experts) if dropped_L is None else dropped_L.tolist()
+    parts = (torch.split(each, list(num_experts)) for each in (lost_E, processed_E))
+    return sum(portion_of_lost_tokens(lost, done, dropped=n) for lost, done, n in zip(*parts, dropped, strict=True))
 
 
 class _Newest(Metric):

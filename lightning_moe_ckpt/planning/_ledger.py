@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.journal import Arrival, Arrivals
-from lightning_moe_ckpt.operators import LoadCounter, RecordKind
+from lightning_moe_ckpt.operators import LoadCounter, OperatorSet, RecordKind
 from lightning_moe_ckpt.planning._bad_copies import WIDTH as BAD_COPIES_WIDTH
 from lightning_moe_ckpt.planning._bad_copies import BadCopyList
 from lightning_moe_ckpt.planning._popularity import sum_in_order
@@ -77,10 +77,40 @@ class LossFigures:
     """Experts of each layer that the newest generation takes, to `memory` and to `storage`."""
 
 
+class RoutedCounter:
+    """Count the tokens that experts process, and those that layers drop over capacity, as far as layers show these."""
+
+    def __init__(self, operators: OperatorSet, module: torch.nn.Module) -> None:
+        layers = operators.layers
+        showing = tuple(replace(layer, count=layer.dropped) for layer in layers if layer.dropped is not None)
+        self._processed = LoadCounter(operators, module)
+        self._dropped = LoadCounter(replace(operators, layers=showing), module)
+        places = [i for i, layer in enumerate(layers) if layer.dropped is not None for _ in range(layer.num_experts)]
+        self._layer_of, self._num_layers = torch.tensor(places, dtype=torch.int64), len(layers)
+
+    def install(self) -> None:
+        """Start counting."""
+        self._processed.install()
+        self._dropped.install()
+
+    def remove(self) -> None:
+        """Stop counting."""
+        self._processed.remove()
+        self._dropped.remove()
+
+    def read_and_reset(self) -> Tensor:
+        """Return what was counted since the last call: int64 `[E + L]`, without waiting for the device."""
+        processed_E, dropped_E = self._processed.read_and_reset(), self._dropped.read_and_reset().to(torch.int64)
+        dropped_E = dropped_E.to(processed_E.device)
+        self._layer_of = self._layer_of.to(dropped_E.device)
+        dropped_L = torch.zeros(self._num_layers, dtype=torch.int64, device=dropped_E.device)
+        return torch.cat([processed_E, dropped_L.index_add_(0, self._layer_of, dropped_E)])
+
+
 class CountCopies:
     """Read a counter early, while the optimizer steps; nobody else reads it."""
 
-    def __init__(self, counter: LoadCounter) -> None:
+    def __init__(self, counter: LoadCounter | RoutedCounter) -> None:
         self._counter = counter
         self._arrivals = Arrivals()
         self._under_way: list[Arrival] = []
@@ -97,7 +127,10 @@ class CountCopies:
         self._is_new = True
 
     def take(self) -> list[int]:
-        """Return all that was counted since the last call, by expert; wait for copies, and begin one if none is new."""
+        """Return all that was counted since the last call, by expert and then by layer.
+
+        Waits for copies, and begins one if none is new.
+        """
         if not (self._is_new and self._under_way):
             self.start()
         under_way, self._under_way = self._under_way, []
@@ -113,7 +146,7 @@ class LedgerKeeper:
         width = view.widths(RecordKind.FULL)
         nbytes = {op.name: sum(piece.numel * width(piece.fqn) for piece in op.slices) for op in view.operators}
         self.layouts = layouts = expert_layouts(view.operators, nbytes)
-        self._counter = LoadCounter(view.operators, module)
+        self._counter = RoutedCounter(view.operators, module)
         self.counts = CountCopies(self._counter)
         self.ledger = policy.after_restart(TokenLedger.start([each.num_experts for each in layouts]), None)
         self._levels = LEVEL_OF_TIER
@@ -122,6 +155,10 @@ class LedgerKeeper:
         """int64 `[E]`: tokens between the newest two generations, and so, most likely, until the next one."""
         self._processed_E = self.ledger.processed
         """As of the newest generation."""
+        self._counted_at: int | None = None
+        """Step up to which tokens are counted."""
+        self.last_step: int | None = None
+        """That training is planned to take."""
         self._bad = BadCopyList([name for layer in view.operators.layers for name in expert_names(layer)])
 
     def begin(self) -> None:
@@ -174,22 +211,40 @@ class LedgerKeeper:
     @property
     def width(self) -> int:
         """Integers in `inputs`."""
-        return len(self.ledger.alive) + BAD_COPIES_WIDTH
+        return self._width + BAD_COPIES_WIDTH
 
     def inputs(self) -> list[int]:
-        """Return the tokens of this rank since the last window, by expert, and copies that it found bad."""
-        return [*self.counts.take(), *self._bad.inputs()]
+        """Return the tokens of this rank since the last window, by expert and layer, its last step, and copies found bad."""
+        return [*self.counted(), *self._bad.inputs()]
 
-    def agreed(self, rows: Sequence[Sequence[int]]) -> None:
-        """Take what every rank added, by rank."""
-        number = len(self.ledger.alive)
-        self.count([row[:number] for row in rows])
-        self._bad.agreed([row[number:] for row in rows], self.ledger.saved[STORAGE])
+    def counted(self) -> list[int]:
+        """Return the first part of that."""
+        return [*self.counts.take(), self.last_step or 0]
 
-    def count(self, rows: Sequence[Sequence[int]]) -> None:
-        """Count the tokens of every rank, by rank."""
-        tokens_E = sum_in_order([torch.tensor(list(row), dtype=torch.int64) for row in rows])
-        self.ledger = self.ledger.add(tokens_E)
+    def agreed(self, rows: Sequence[Sequence[int]], step: int | None) -> None:
+        """Take what every rank added at boundary `step`, by rank."""
+        self.count([row[: self._width] for row in rows], step)
+        self._bad.agreed([row[self._width :] for row in rows], self.ledger.saved[STORAGE])
+
+    def count(self, rows: Sequence[Sequence[int]], step: int | None) -> None:
+        """Count the tokens of every rank up to boundary `step`, by rank."""
+        tokens = sum_in_order([torch.tensor(list(row[:-1]), dtype=torch.int64) for row in rows])
+        tokens_E, dropped_L = torch.split(tokens, [len(self.ledger.alive), len(self.ledger.num_experts)])
+        last_step = min(row[-1] for row in rows)
+        steps = 0 if step is None or self._counted_at is None else step - self._counted_at
+        left = 0 if step is None else max(0, last_step - step)
+        self._counted_at = step
+        self.ledger = self._policy.after_count(self.ledger.add(tokens_E, dropped_L, steps=steps, steps_left=left))
+
+    def stepped(self, step: int) -> None:
+        """Note that step `step` is over; before the first one, nothing was counted."""
+        if self._counted_at is None:
+            self._counted_at = step - 1
+
+    @property
+    def _width(self) -> int:
+        """Integers in `counted`."""
+        return len(self.ledger.alive) + len(self.ledger.num_experts) + 1
 
     # -- the journal
 
@@ -208,7 +263,8 @@ class LedgerKeeper:
         if stored is None:
             log.info("the generation that is resumed from was not counted: tokens are counted from here on")
             return
-        ledger = TokenLedger.from_journal(stored)
+        # Older versions counted no steps: all of the run's then.
+        ledger = TokenLedger.from_journal({"steps": outcome["step"], **stored})
         if ledger.num_experts != self.ledger.num_experts:
             raise IdentityMismatch(
                 f"The generation counted tokens of {ledger.num_experts} experts by layer, the model has "
@@ -222,7 +278,7 @@ class LedgerKeeper:
         # What others still hold of an earlier incarnation is not gone through: they count as having nothing.
         ledger = ledger.with_peers(kept=PEER in self._levels.values())
         self.ledger = self._policy.after_restart(ledger, lost_E)
-        self._processed_E = ledger.processed
+        self._processed_E, self._counted_at = ledger.processed, outcome["step"]
 
     # -- as TierWatcher has it
 

@@ -206,9 +206,10 @@ class Planner:
         if self.tokens is not None:
             self.tokens.begin()
 
-    def forward_begins(self, *, replaying: bool) -> None:
-        """Note that a batch is about to run forward and backward."""
+    def forward_begins(self, *, replaying: bool, last_step: int | None = None) -> None:
+        """Note that a batch is about to run forward and backward, in a training that is planned to end with `last_step`."""
         if self.tokens is not None:
+            self.tokens.last_step = last_step
             self.tokens.counts.forward_begins()
         if self._proof is not None and not replaying:
             self._proof.batch_begins()
@@ -234,13 +235,15 @@ class Planner:
     def stepped(self, step: int) -> None:
         """Note that optimizer step `step` has ended."""
         self._step = step
+        if self.tokens is not None:
+            self.tokens.stepped(step)
         if self.order is not None:
             self.order.stepped(step)
 
     def collect(self, exchange: Exchange) -> None:
         """Take in the tokens counted since the last window, before a generation outside of windows. Collective."""
         if self.tokens is not None:
-            self.tokens.count(exchange.gather(self.tokens.counts.take()))
+            self.tokens.count(exchange.gather(self.tokens.counted()), self._step)
 
     def loss_figures(self) -> LossFigures | None:
         """Return the figures on lost tokens for `Report`; `None` where restarts are exact."""
@@ -295,16 +298,18 @@ class Planner:
             self._budgets.measure()
             self._budgets.agreed(self._exchange.gather(self._budgets.inputs()))
         inputs = self._inputs(popularity)
-        # One round of turns: positions give equally many then, and each has given most of all once.
-        turns = max(1, len({rank for each in inputs.layouts for rank in each.rank_of}))
-        layouts = [self._make(replace(inputs, index=inputs.index + turn), dtypes) for turn in range(turns)]
+        layout = self._make(inputs, dtypes)
         if self.tokens is not None:
+            # One round of turns as if nothing were at risk: each position gives most of all once.
+            nothing, positions = self.tokens.ledger.blank(), {rank for each in inputs.layouts for rank in each.rank_of}
+            turns = [replace(inputs, index=turn, ledger=nothing, coming=None, bad=()) for turn in range(len(positions))]
+            layouts = [layout, *(self._make(turn, dtypes) for turn in turns)]
             self._reserve(
                 [self._selection(each.record.plan) for each in layouts], max(each.slot_nbytes for each in layouts)
             )
-            layouts[0].reserve_nbytes = self._reserve_nbytes
+            layout.reserve_nbytes = self._reserve_nbytes
         self._kept = self._policy.generations_kept(self._inputs())
-        return layouts[0]
+        return layout
 
     def differential(self, layout: WindowLayout) -> WindowLayout:
         """Return the layout of what leads from one boundary to the next, cut as the states of `layout` are."""
@@ -337,7 +342,7 @@ class Planner:
         """Take what every rank added, by rank."""
         if self.tokens is not None:
             width, levels = self.tokens.width, len(self._policy.budgets)
-            self.tokens.agreed([row[:width] for row in rows])
+            self.tokens.agreed([row[:width] for row in rows], self._step)
             self._budgets.agreed([row[width : width + levels] for row in rows])
             rows = [row[width + levels :] for row in rows]
         if self.order is not None:

@@ -1,10 +1,11 @@
 """How much more capacity experts get that a restore has put back, and who gives it.
 
 An expert in debt gets a part more than its share until it has processed as many tokens beyond that share as were lost.
-What it gets is taken from experts that do not fill theirs, as far as these have room; so the cost of a step stays what it was.
+What it gets is taken from experts that do not fill theirs: the cost of a step stays what it was. They give only what the
+largest use that was seen of them leaves, which fades slowly: what one step left unused the next one may need.
 
 Source: MOETION (2024), Sec. 6; we differ in paying a debt only with tokens that an expert would not have processed without
-more capacity: of ordinary tokens it would be paid in a few steps.
+more capacity (of ordinary tokens it would be paid in a few steps), and in a bound on how long a debt is kept.
 
 Shape suffix: E experts of one layer.
 """
@@ -17,6 +18,12 @@ from typing import Any
 
 from lightning_moe_ckpt.errors import Corrupt
 
+USE_DECAY = 0.99
+"""Part of the largest use that counts a step later: half of it after 69 steps."""
+
+WATCHED_STEPS = 10
+"""Steps that experts are watched before they give anything."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenDeficits:
@@ -26,16 +33,18 @@ class TokenDeficits:
     """Tokens lost over all faults, as the ledger has them."""
     repaid: tuple[int, ...]
     """Tokens processed beyond what the capacity without boost takes."""
+    expired: tuple[int, ...]
+    """Tokens that were not made up for in time."""
 
     @classmethod
     def none(cls, num_experts: int) -> TokenDeficits:
         """Return the deficits of experts that have lost nothing."""
-        return cls((0,) * num_experts, (0,) * num_experts)
+        return cls((0,) * num_experts, (0,) * num_experts, (0,) * num_experts)
 
     @property
     def open(self) -> tuple[int, ...]:
         """Tokens still to make up for."""
-        return tuple(max(lost - repaid, 0) for lost, repaid in zip(self.lost, self.repaid, strict=True))
+        return tuple(max(a - b - c, 0) for a, b, c in zip(self.lost, self.repaid, self.expired, strict=True))
 
     @property
     def any(self) -> bool:
@@ -51,42 +60,53 @@ class TokenDeficits:
         paid = (a + b if owed else a for a, b, owed in zip(self.repaid, extra_E, self.open, strict=True))
         return replace(self, repaid=tuple(paid))
 
+    def expire(self) -> TokenDeficits:
+        """Return the deficits with all that is open given up."""
+        return replace(self, expired=tuple(a + b for a, b in zip(self.expired, self.open, strict=True)))
+
     def to_state(self) -> dict[str, list[int]]:
         """Return plain values."""
-        return {"lost": list(self.lost), "repaid": list(self.repaid)}
+        return {"lost": list(self.lost), "repaid": list(self.repaid), "expired": list(self.expired)}
 
     @classmethod
     def from_state(cls, state: Any) -> TokenDeficits:
         """Read what `to_state` wrote. Raises `Corrupt`."""
         try:
-            found = cls(tuple(map(int, state["lost"])), tuple(map(int, state["repaid"])))
+            lost, repaid = (tuple(map(int, state[name])) for name in ("lost", "repaid"))
+            found = cls(lost, repaid, tuple(map(int, state.get("expired", [0] * len(lost)))))
         except (KeyError, TypeError, ValueError) as error:
             raise Corrupt(f"The state of a capacity boost cannot be read: {error}.") from error
-        if len(found.lost) != len(found.repaid):
+        if not len(found.lost) == len(found.repaid) == len(found.expired):
             raise Corrupt("The state of a capacity boost has debts of other experts than repayments.")
         return found
 
 
+def faded_use(use_E: Sequence[float], now_E: Sequence[float]) -> list[float]:
+    """Return the largest use of each expert that was seen, older ones counting for less; `now_E` is that of a step."""
+    return [max(USE_DECAY * before, now) for before, now in zip(use_E, now_E, strict=True)]
+
+
 def boost_factors(
-    debt_E: Sequence[int], boost: float, *, kept_E: Sequence[int] | None = None, room_E: Sequence[int] | None = None
+    debt_E: Sequence[int], boost: float, *, use_E: Sequence[float] | None = None, room_E: Sequence[int] | None = None
 ) -> list[float]:
     """Return the factor of each expert's capacity.
 
     Args:
         debt_E: tokens to make up for.
         boost: how much more an expert in debt gets, 0.1 for a tenth.
-        kept_E: tokens that each expert processed in the last step; `None` if that is not known, then nobody gives.
-        room_E: tokens that each could have processed in it with the capacity that it has without boost.
+        use_E: part of its capacity without boost that each expert has used at most, on any rank; `None` if that is not
+            known long enough, then nobody gives.
+        room_E: tokens that each could have processed in the last step with that capacity.
 
     Returns:
         `1 + boost` for experts in debt; for others 1, less what they give: in proportion to what they left unused, and
-        no more than that, so that none drops a token for it if it has as many as in the last step.
+        no more than that, so that none drops a token for it while it is not used more than before.
     """
     factors = [1 + boost if debt else 1.0 for debt in debt_E]
-    if kept_E is None or room_E is None:
+    if use_E is None or room_E is None:
         return factors
     wanted = boost * sum(room for room, debt in zip(room_E, debt_E, strict=True) if debt)
-    unused = [0 if debt else max(r - k, 0) for r, k, debt in zip(room_E, kept_E, debt_E, strict=True)]
+    unused = [0.0 if debt else max(1.0 - u, 0.0) * r for r, u, debt in zip(room_E, use_E, debt_E, strict=True)]
     part = min(1.0, wanted / sum(unused)) if sum(unused) else 0.0
     # An expert that had no token keeps a part: no library takes a capacity of zero.
     return [f - min(part * u / r, 0.5) if u else f for f, u, r in zip(factors, unused, room_E, strict=True)]

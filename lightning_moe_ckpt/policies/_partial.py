@@ -4,7 +4,7 @@
 Among experts saved at once the order goes round: from position to position, and each layer is one generation ahead of
 the layer before it. Without skips that is PEC's interleaved schedule, in which ranks write equally much.
 
-*Load-aware*: those with most unsaved tokens first, as many from every position as from any other (to one).
+*Load-aware*: those with most unsaved tokens first, as many from every position as from any other (to one) over all layers.
 
 Two levels: storage gets `k` experts, memory `snapshot_k`. What is due in storage is taken to memory first of all, so that
 storage goes round in E / k generations whatever memory does; the rest of memory's places go by what memory lacks. Before
@@ -16,22 +16,26 @@ Where storage skips generations, whose turn it is has an element of chance (a fu
 regular skips can be in step, and then the same experts would never reach storage.
 
 Source: PEC (2024), Sec. 3.1 and Algorithm 1, Sec. 3.2 (two-level PEC); we differ in going by what levels have in fact
-completed, and in the limit of age. Dynamic-K (Sec. 3.1) doubles K once lost tokens exceed the limit; we differ in
-doubling before that, as soon as another fault like the last one would exceed it.
+completed, and in the limit of age. Dynamic-K (Sec. 3.1) doubles K after a fault once lost tokens exceed the limit; we
+differ in doubling before that, if another fault like it would exceed the limit, and in going back when it would not.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_moe_ckpt.policies._balanced import Urgency, balanced
 from lightning_moe_ckpt.policies._expert_tables import (
+    LEVELS,
     MAX_GENERATIONS,
     MEMORY,
     STORAGE,
@@ -53,57 +57,63 @@ log = logging.getLogger(__name__)
 
 ExpertOrder = Literal["sequential", "load_aware"]
 
-_ORDERS = {"sequential": sequential_order, "load_aware": unsaved_order}
 _SLACK = {"sequential": 0.5, "load_aware": 1.0}
 """How much longer than a round of E / K generations an expert may wait, in rounds. Half a round leaves a third of the
 places to what storage needs in order to make up for skips; a whole one leaves half of them to load."""
 _SPARE = 2
 
 
-def next_k(k: int, *, plt: float, last_loss: float, plt_budget: float, num_experts: int) -> int:
-    """Return K after a recovery.
+def next_k(k: int, *, last_k: int, plt: float, last_loss: float, plt_budget: float, num_experts: int) -> int:
+    """Return K after a recovery, and from then on as more is trained.
 
-    K is doubled until another fault that costs as much as the last one (less in proportion, as K grows) would leave PLT
-    within the budget, or until every generation takes all experts. PLT never exceeds the budget by more than one
-    fault's loss: once it does, K is E, and no further fault loses a token.
+    It is the smallest of `k`, `2 k`, `4 k` and so on with which another fault that costs as much as the last one (less in
+    proportion, as K grows, and nothing with all experts) would leave PLT within the budget. A fault doubles K once at most.
 
     Args:
-        k: experts per layer until now.
-        plt: portion of lost tokens, the last fault included.
-        last_loss: part of it that the last fault has cost.
+        k: experts per layer as they were asked for.
+        last_k: those that were taken when the last fault happened.
+        plt: portion of lost tokens, that fault included.
+        last_loss: part of it that the fault has cost.
         plt_budget: the limit, PEC proposes 0.05.
         num_experts: E of the largest layer.
 
     Raises:
         ValueError: a number is out of range.
     """
-    if k < 1 or plt < 0 or last_loss < 0 or not plt_budget >= 0 or num_experts < 1:
+    if min(k, last_k, num_experts) < 1 or plt < 0 or last_loss < 0 or not plt_budget >= 0:
         raise ValueError(
-            f"`next_k(k={k}, plt={plt}, last_loss={last_loss}, plt_budget={plt_budget}, num_experts={num_experts})`: "
-            "a number is out of range."
+            f"`next_k(k={k}, last_k={last_k}, plt={plt}, last_loss={last_loss}, plt_budget={plt_budget}, "
+            f"num_experts={num_experts})`: a number is out of range."
         )
-    grown = min(k, num_experts)
-    while grown < num_experts and plt + last_loss * k / grown > plt_budget:
-        grown = min(2 * grown, num_experts)
+    most, grown = min(2 * last_k, num_experts), min(k, num_experts)
+    while grown < most and plt + last_loss * last_k / grown > plt_budget:
+        grown = min(2 * grown, most)
     return grown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicK:
-    """Whether and when faults raise K."""
+    """Whether and when K follows what faults have cost."""
 
     plt_budget: float | None = 0.05
-    """Limit of PLT; `None` keeps K as it is."""
+    """Limit of PLT; `None` keeps K as it was asked for."""
 
     def __post_init__(self) -> None:
         if self.plt_budget is not None and not 0 <= self.plt_budget <= 1:
             raise ValueError(f"`DynamicK(plt_budget={self.plt_budget})` must be between 0 and 1, or None.")
 
-    def after_fault(self, k: int, *, plt: float, last_loss: float, num_experts: int) -> int:
-        """Return K after a fault, see `next_k`."""
-        if self.plt_budget is None:
+    def in_force(self, k: int, ledger: TokenLedger) -> int:
+        """Return the K to take now where `k` was asked for, see `next_k`."""
+        if self.plt_budget is None or not ledger.last_lost:
             return k
-        return next_k(k, plt=plt, last_loss=last_loss, plt_budget=self.plt_budget, num_experts=num_experts)
+        return next_k(
+            k,
+            last_k=ledger.last_k or k,
+            plt=ledger.plt,
+            last_loss=ledger.share(torch.tensor(ledger.last_lost)),
+            plt_budget=self.plt_budget,
+            num_experts=max(ledger.num_experts),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,26 +143,23 @@ class PartialPolicy(ExpertPolicy):
                 f"`PartialPolicy(k={self.k}, snapshot_k={self.snapshot_k})`: what goes to storage goes to memory first, "
                 "so `snapshot_k` must be `k` or more."
             )
-        if self.order not in _ORDERS:
-            raise ValueError(f"`PartialPolicy(order={self.order!r})` must be one of {sorted(_ORDERS)}.")
+        if self.order not in _SLACK:
+            raise ValueError(f"`PartialPolicy(order={self.order!r})` must be one of {sorted(_SLACK)}.")
         if self.age_limit is not None and self.age_limit < 1:
             raise ValueError(f"`PartialPolicy(age_limit={self.age_limit})` must be one or more, or None.")
 
     @override
     def in_force(self, inputs: PlanInputs) -> PartialPolicy:
-        """Return the policy with the K that faults have led to."""
-        k = None if inputs.ledger is None else inputs.ledger.k
-        return self if k is None else self.with_k(k)
+        """Return the policy with the K that faults have led to; memory goes on with what it was made for."""
+        ledger = inputs.ledger
+        if ledger is None or ledger.k is None:
+            return self
+        return replace(self, k=ledger.k, snapshot_k=max(self.memory_k, ledger.k, ledger.memory_k or 0))
 
     @property
     def memory_k(self) -> int:
         """Experts per layer that go to memory."""
         return self.snapshot_k or self.k
-
-    def with_k(self, k: int) -> PartialPolicy:
-        """Return the same with `k` experts to storage, and at least as many to memory."""
-        snapshot_k = None if self.snapshot_k is None else max(self.snapshot_k, k)
-        return replace(self, k=k, snapshot_k=snapshot_k)
 
     @override
     def config(self) -> dict[str, Any]:
@@ -162,21 +169,25 @@ class PartialPolicy(ExpertPolicy):
 
     @override
     def after_restart(self, ledger: TokenLedger, lost_E: Tensor | None) -> TokenLedger:
-        """With a larger K, if another fault like this one would lose too much."""
-        before = max(ledger.k or 0, self.k)
-        share = 0.0 if lost_E is None else ledger.share(lost_E.clamp(min=0))
-        after = before
-        if share:
-            largest = max(ledger.num_experts)
-            after = self.dynamic_k.after_fault(before, plt=ledger.plt, last_loss=share, num_experts=largest)
-        budget = self.dynamic_k.plt_budget
-        if share and budget is not None and ledger.plt > budget:
+        """With another K, if the next fault like this one would lose too much, or even more of them would not."""
+        before, after = ledger.k or self.k, self.dynamic_k.in_force(self.k, ledger)
+        budget, lost = self.dynamic_k.plt_budget, lost_E is not None and bool((lost_E > 0).any())
+        if lost and budget is not None and ledger.plt > budget:
             log.warning(
-                "PLT is %.4f after a fault, above `plt_budget=%s`: %d of %d tokens are lost",
-                *(ledger.plt, budget, int(ledger.lost.sum()), int(ledger.processed.sum())),
+                "PLT is %.4f after a fault, above `plt_budget=%s`: %d tokens are lost, of %d so far",
+                *(ledger.plt, budget, int(ledger.lost.sum()), int(ledger.processed.sum() + ledger.dropped.sum())),
             )
         if after != before:
-            log.warning("PLT is %.4f after a fault: %d experts per layer instead of %d", ledger.plt, after, before)
+            level = logging.WARNING if after > before else logging.INFO
+            log.log(level, "PLT is %.4f after a fault: %d experts per layer instead of %d", ledger.plt, after, before)
+        return ledger.with_k(after, memory_k=after)
+
+    @override
+    def after_count(self, ledger: TokenLedger) -> TokenLedger:
+        """With a smaller K, once a fault like the last one would leave PLT within the budget."""
+        after = min(ledger.k or self.k, self.dynamic_k.in_force(self.k, ledger))
+        if ledger.k is not None and after < ledger.k:
+            log.info("PLT is %.4f: %d experts per layer to storage instead of %d", ledger.plt, after, ledger.k)
         return ledger.with_k(after)
 
     @override
@@ -193,18 +204,70 @@ class PartialPolicy(ExpertPolicy):
     def select(self, index: int, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> Selection:
         limit = self.max_age(tables, budgets)
         behind = any(any(table.skipped[STORAGE]) for table in tables)
-        chosen = [self._of_layer(_Turn(index, i, behind), table, limit) for i, table in enumerate(tables)]
-        return Selection(tuple(memory for memory, _ in chosen), tuple(storage for _, storage in chosen))
+        turns = [_Turn(index, i, behind) for i in range(len(tables))]
+        if self.order == "sequential":
+            chosen = [self._of_layer(turn, table, limit) for turn, table in zip(turns, tables, strict=True)]
+            return Selection(tuple(memory for memory, _ in chosen), tuple(storage for _, storage in chosen))
+        rows: list[list[tuple[int, ...]]] = [[()] * len(tables) for _ in LEVELS]
+        # Bytes are alike where experts are: layers with others are balanced by themselves.
+        for alike in _alike(tables):
+            memory, storage = self._by_load([turns[i] for i in alike], [tables[i] for i in alike], limit)
+            for i, kept, stored in zip(alike, memory, storage, strict=True):
+                rows[0][i], rows[1][i] = tuple(kept), tuple(stored)
+        return Selection(tuple(rows[0]), tuple(rows[1]))
+
+    def _by_load(
+        self, turns: Sequence[_Turn], tables: Sequence[ExpertTable], limit: int
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the experts of each layer that go to memory, and to storage."""
+        to_memory, to_storage = ([min(k, each.num_experts) for each in tables] for k in (self.memory_k, self.k))
+        positions = [table.rank_of for table in tables]
+        orders = [
+            [unsaved_order(table, level, _turn(table, turn.phase * k)) for level, k in ((MEMORY, m), (STORAGE, s))]
+            for turn, table, m, s in zip(turns, tables, to_memory, to_storage, strict=True)
+        ]
+        again = [set(taken_again(table, range(table.num_experts))) for table in tables]
+        late = self._late_of_all(turns[0], tables, limit)
+
+        def ranked(i: int, level: int, due: Collection[int], among: Iterable[int]) -> Urgency:
+            age = {e: -tables[i].age[e] if (i, e) in late else 0 for e in among}
+            return {e: (e not in again[i], age[e], e not in due, *orders[i][level](e)) for e in age}
+
+        layers = range(len(tables))
+        everyone = [range(table.num_experts) for table in tables]
+        due = balanced([ranked(i, 1, (), everyone[i]) for i in layers], positions, to_storage)
+        memory = balanced([ranked(i, 0, due[i], everyone[i]) for i in layers], positions, to_memory)
+        return memory, balanced([ranked(i, 1, (), memory[i]) for i in layers], positions, to_storage)
+
+    def _late_of_all(self, now: _Turn, tables: Sequence[ExpertTable], limit: int) -> set[tuple[int, int]]:
+        """Return the `(layer, expert)` that would get too old, as far as their layers or their positions have room."""
+        ages = [(table.age[e], i, e) for i, table in enumerate(tables) for e in range(table.num_experts)]
+        groups = defaultdict[tuple[str, int], list[tuple[int, int, int]]](list)
+        for age, i, e in sorted(ages, reverse=True):
+            groups["layer", i].append((age, i, e))
+            groups["position", tables[i].rank_of[e]].append((age, i, e))
+        rates = [Fraction(min(self.memory_k, table.num_experts)) for table in tables]
+        everywhere = sum(rates, start=Fraction(0)) / len(set(tables[0].rank_of))
+        wait, rounds = max(map(self._wait, tables)), max(map(self._round, tables))
+        limit -= wait
+        if now.behind:
+            limit -= jitter(now.phase, limit - rounds)
+        found = set[tuple[int, int]]()
+        for (kind, number), oldest in groups.items():
+            rate = rates[number] if kind == "layer" else everywhere
+            late = overdue([age for age, *_ in oldest], [1] * len(oldest), limit=limit, rate=rate)
+            found |= {(i, e) for _, i, e in oldest[:late]}
+        return found
 
     def _of_layer(self, now: _Turn, table: ExpertTable, limit: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        order = _ORDERS[self.order]
+        """Return the experts of one layer in turn."""
         here = positions_of(table)
         ours = [bool(taken_again(table, experts)) for experts in here.values()]
         to_memory, to_storage = self._places(
             now, [len(experts) for experts in here.values()], ours.index(True) if any(ours) else None
         )
         turns = {MEMORY: min(self.memory_k, table.num_experts), STORAGE: min(self.k, table.num_experts)}
-        orders = {level: order(table, level, _turn(table, now.phase * k)) for level, k in turns.items()}
+        orders = {level: sequential_order(table, level, _turn(table, now.phase * k)) for level, k in turns.items()}
         memory: list[int] = []
         storage: list[int] = []
         for experts, num_memory, num_storage in zip(here.values(), to_memory, to_storage, strict=True):
@@ -287,6 +350,14 @@ def spread(number: int, rooms: Sequence[int], *, start: int) -> list[int]:
             left -= 1
         turn = (turn + 1) % len(rooms)
     return given
+
+
+def _alike(tables: Sequence[ExpertTable]) -> list[list[int]]:
+    """Return the layers whose experts are of one size, on as many positions."""
+    found = defaultdict[tuple[int, int], list[int]](list)
+    for i, table in enumerate(tables):
+        found[table.nbytes, len(set(table.rank_of))].append(i)
+    return list(found.values())
 
 
 def _urgency(late: Sequence[int], due: Collection[int], then: SortKey) -> SortKey:

@@ -175,6 +175,10 @@ class Policy(ABC):
         """Return what to go on with after a recovery that lost `lost_E` tokens; `None` at a start, or if none was lost."""
         return ledger
 
+    def after_count(self, ledger: TokenLedger) -> TokenLedger:
+        """Return what to go on with after more tokens were counted; called before every generation."""
+        return ledger
+
 
 @dataclass(frozen=True, kw_only=True)
 class PeriodicPolicy(Policy):

@@ -11,7 +11,7 @@ never changed; methods return a new one.
 
 Sources: PEC (2024), Sec. 3.1; MOETION (2024), Sec. 4.1.
 
-Shape suffix: E experts of all layers, in the order of `OperatorSet.count_offsets`.
+Shape suffixes: E experts of all layers, in the order of `OperatorSet.count_offsets`; L layers.
 """
 
 from __future__ import annotations
@@ -48,10 +48,22 @@ class TokenLedger:
     """int64 `[E]`: tokens processed on this timeline."""
     lost: Tensor
     """int64 `[E]`: tokens whose updates were lost, over all faults."""
+    dropped: Tensor
+    """int64 `[L]`: tokens that were routed and dropped over capacity on this timeline; 0 where layers do not show it."""
+    steps: int = 0
+    """Steps in which all of these were counted."""
+    steps_left: int = 0
+    """Steps that training is planned to take yet; 0 where that is not known."""
     faults: int = 0
     """Recoveries that lost something."""
+    last_lost: int = 0
+    """Tokens that the last of them lost."""
+    last_k: int | None = None
+    """`k` when it happened."""
     k: int | None = None
     """Experts per layer that generations take to storage, where a policy counts them."""
+    memory_k: int | None = None
+    """The same as of the start of this incarnation: what memory was made for."""
     generations: int = 0
     """Taken so far: the index of the next one."""
     taken: Tensor
@@ -69,17 +81,39 @@ class TokenLedger:
             alive=zeros,
             processed=zeros,
             lost=zeros,
+            dropped=torch.zeros(len(num_experts), dtype=torch.int64),
             k=k,
+            memory_k=k,
             taken=torch.full_like(zeros, NEVER),
             saved={level: TierLedger.empty(total) for level in levels},
         )
 
+    def blank(self) -> TokenLedger:
+        """Return the ledger of a run that has done nothing yet, with the same levels and K."""
+        return self.start(self.num_experts, k=self.k, levels=[*self.saved])
+
     # -- what happens
 
-    def add(self, tokens_E: Tensor) -> TokenLedger:
-        """Count `tokens_E`, int64, that training has processed on all ranks together."""
+    def add(
+        self, tokens_E: Tensor, dropped_L: Tensor | None = None, *, steps: int = 0, steps_left: int = 0
+    ) -> TokenLedger:
+        """Count what training has processed, and dropped, on all ranks together.
+
+        Args:
+            tokens_E: int64, tokens that experts have processed.
+            dropped_L: int64, tokens that layers have dropped over capacity.
+            steps: optimizer steps that these are of.
+            steps_left: that are planned after them; 0 if that is not known.
+        """
         tokens_E = tokens_E.to(self.alive)
-        return replace(self, alive=self.alive + tokens_E, processed=self.processed + tokens_E)
+        return replace(
+            self,
+            alive=self.alive + tokens_E,
+            processed=self.processed + tokens_E,
+            dropped=self.dropped if dropped_L is None else self.dropped + dropped_L.to(self.dropped),
+            steps=self.steps + steps,
+            steps_left=steps_left,
+        )
 
     def take(self, step: int, selection: Selection, levels: Collection[str] = LEVELS) -> TokenLedger:
         """Note that generation `step` takes `selection` to `levels`; call at its boundary, before its journal is written."""
@@ -129,11 +163,14 @@ class TokenLedger:
             for level, ledger in self.saved.items()
         }
         in_memory_E = saved[MEMORY].step != NEVER
+        number = int(lost_E.clamp(min=0).sum())
         after = replace(
             self,
             alive=alive_E,
             lost=self.lost + lost_E,
-            faults=self.faults + int(bool((lost_E > 0).any())),
+            faults=self.faults + (number > 0),
+            last_lost=number or self.last_lost,
+            last_k=self.k if number else self.last_k,
             taken=torch.where(in_memory_E, self.taken, NEVER),
             saved=saved,
         )
@@ -144,29 +181,30 @@ class TokenLedger:
         others = {level: ledger for level, ledger in self.saved.items() if level != PEER}
         return replace(self, saved={**others, PEER: TierLedger.empty(len(self.alive))} if kept else others)
 
-    def with_k(self, k: int | None) -> TokenLedger:
-        """Return the ledger with another K in force."""
-        return replace(self, k=k)
+    def with_k(self, k: int | None, *, memory_k: int | None = None) -> TokenLedger:
+        """Return the ledger with another K in force; `memory_k` as an incarnation begins."""
+        return replace(self, k=k, memory_k=memory_k or self.memory_k)
 
     # -- what it says
 
     @property
     def plt(self) -> float:
-        """Portion of lost tokens."""
+        """Portion of lost tokens: of all that are routed in the planned training, or in the one so far if none is planned."""
         return self.share(self.lost)
 
     @property
     def mlt(self) -> float:
-        """Lost tokens by layer, added up."""
+        """Lost tokens by layer, each as a part of those routed so far, added up."""
         from lightning_moe_ckpt.metrics import moementary_lost_tokens  # with torchmetrics, which takes seconds
 
-        return moementary_lost_tokens(self.lost, self.processed, self.num_experts)
+        return moementary_lost_tokens(self.lost, self.processed, self.num_experts, dropped_L=self.dropped)
 
     def share(self, tokens_E: Tensor) -> float:
-        """Return tokens as a part of all that were processed: what a fault that lost them adds to PLT."""
+        """Return tokens as a part of all that are routed in the training: what a fault that lost them adds to PLT."""
         from lightning_moe_ckpt.metrics import portion_of_lost_tokens  # as above
 
-        return portion_of_lost_tokens(tokens_E, self.processed)
+        progress = self.steps / (self.steps + self.steps_left) if self.steps else 1.0
+        return portion_of_lost_tokens(tokens_E, self.processed, dropped=self.dropped, progress=progress)
 
     def unsaved(self, level: str) -> Tensor:
         """Return the tokens in the live weights that `level` lacks by `TierLedger.expected`, int64 `[E]`."""
@@ -235,8 +273,15 @@ class TokenLedger:
                 alive=counts(stored["alive"]),
                 processed=counts(stored["processed"]),
                 lost=counts(stored["lost"]),
+                # Journals of older versions do not have all of them.
+                dropped=counts(stored.get("dropped", torch.zeros(len(stored["num_experts"]), dtype=torch.int64))),
+                steps=int(stored.get("steps", 0)),
+                steps_left=int(stored.get("steps_left", 0)),
+                last_lost=int(stored.get("last_lost", 0)),
+                last_k=_optional(stored.get("last_k")),
+                memory_k=_optional(stored.get("memory_k")),
                 faults=int(stored["faults"]),
-                k=None if stored["k"] is None else int(stored["k"]),
+                k=_optional(stored["k"]),
                 generations=int(stored["generations"]),
                 taken=counts(stored["taken"]),
                 saved={str(level): TierLedger.from_journal(ledger) for level, ledger in stored["saved"].items()},
@@ -244,7 +289,7 @@ class TokenLedger:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Corrupt(f"The token accounting of a journal cannot be read: {error}. Use an older one.") from error
         lengths = {len(each) for each in (found.alive, found.processed, found.lost, found.taken)}
-        if lengths != {sum(found.num_experts)}:
+        if lengths != {sum(found.num_experts)} or len(found.dropped) != len(found.num_experts):
             raise Corrupt(f"The token accounting of a journal has {lengths} experts, wanted {sum(found.num_experts)}.")
         return found
 
@@ -265,3 +310,7 @@ class TokenLedger:
 
     def _by_layer(self, values_E: Tensor) -> list[tuple[int, ...]]:
         return [tuple(part.tolist()) for part in torch.split(values_E, list(self.num_experts))]
+
+
+def _optional(value: Any) -> int | None:
+    return None if value is None else int(value)

@@ -294,9 +294,9 @@ class CheckpointSession:
 
     # -- capture
 
-    def forward_begins(self) -> None:
-        """Call before a batch runs forward and backward."""
-        self._planner.forward_begins(replaying=self.replaying)
+    def forward_begins(self, last_step: int | None = None) -> None:
+        """Call before a batch runs forward and backward, with the step that is planned to be the last, if one is."""
+        self._planner.forward_begins(replaying=self.replaying, last_step=last_step)
 
     def fence_gradients(self) -> None:
         """Wait for copies of gradients; call before they are set to zero, or let go of, where backward is about to run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import warnings
 from dataclasses import replace
@@ -25,7 +26,8 @@ from lightning_moe_ckpt.boosting._routes import weights as route_weights
 from lightning_moe_ckpt.callbacks import CapacityBoost, DenseCheckpoint
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.policies import TokenDeficits, TokenLedger, boost_factors
+from lightning_moe_ckpt.policies import WATCHED_STEPS, TokenDeficits, TokenLedger, boost_factors
+from lightning_moe_ckpt.policies._boost import USE_DECAY
 from lightning_moe_ckpt.strategy import MoEStrategy
 
 # Shape suffixes: B sequences, S tokens of one, T tokens, E experts, D model dim.
@@ -34,6 +36,21 @@ D, E, TOKENS = 4, 4, 40
 FACTOR = 0.5
 BASE = round(FACTOR * TOKENS / E)
 """Slots of an expert in one forward, top-1."""
+NO_BOOST = {
+    "expired": [0] * E, "base": None, "factors": [1.0], "term": None, "since": 0, "displaced": 0, "use": [], "watched": 0
+}  # fmt: skip
+"""Of a layer whose debts are repaid."""
+
+
+def load_standin() -> Any:
+    """Tests are imported by path; so is what they share."""
+    path = Path(__file__).parents[1] / "operators" / "_tutel_standin.py"
+    spec = importlib.util.spec_from_file_location("_tutel_standin", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class PartialRun(DenseCheckpoint):
@@ -135,16 +152,77 @@ def test_debts_are_repaid_with_extra_tokens_and_capacity_goes_back(tmp_path: Pat
 
 
 def test_what_experts_in_debt_get_is_taken_from_unused_capacity(tmp_path: Path) -> None:
-    """As much as they get; experts that have no room give nothing, and nobody drops a token for it."""
-    module = Model()
-    fit(module, PartialRun(str(tmp_path), (1000, 0, 0, 0)), CapacityBoost(0.2))
-    for step in range(1, len(module.live)):
-        live, before = module.live[step], module.routed[step - 1]
-        assert sum(live) == pytest.approx(E * FACTOR)
-        for expert in range(1, E):
-            assert live[expert] <= FACTOR
-            assert min(before[expert], BASE) <= live[expert] * TOKENS / E + 1e-9
-        assert live[0] == pytest.approx(1.2 * FACTOR)
+    """Once they were watched, as much as they get; and no more than the largest use that was seen of each has left."""
+    module, boost = Model(), CapacityBoost(0.2)
+    fit(module, PartialRun(str(tmp_path), (1000, 0, 0, 0)), boost, steps=40)
+    most, displaced = [0.0] * E, 0
+    for step, live in enumerate(module.live):
+        if step < WATCHED_STEPS:
+            assert step == 0 or live == pytest.approx((1.2 * FACTOR, *[FACTOR] * (E - 1)))
+        else:
+            unused = sum(max(0.0, 1 - use) for use in most[1:])
+            assert sum(live) == pytest.approx(E * FACTOR - max(0.0, 0.2 - unused) * FACTOR)
+            assert live[0] == pytest.approx(1.2 * FACTOR)
+            assert all(FACTOR * min(1.0, use) - 1e-9 <= each for each, use in zip(live[1:], most[1:], strict=True))
+            slots = [-(-round(each * TOKENS * 1e6) // (E * 10**6)) for each in live]
+            displaced += sum(max(0, min(n, BASE) - s) for n, s in zip(module.routed[step], slots, strict=True))
+        most = [max(USE_DECAY * use, n / BASE) for use, n in zip(most, module.routed[step], strict=True)]
+    assert boost.displaced == displaced
+    assert boost.displaced < boost.repaid / 5
+
+
+def test_debts_that_nothing_repays_expire(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An expert that does not overflow gets nothing out of more capacity: after so many steps that is the end of it."""
+    module, boost = Model(), CapacityBoost(within_steps=6)
+    fit(module, PartialRun(str(tmp_path), (0, 0, 9, 0)), boost)
+    assert [live == FACTOR for live in module.live] == [True, *[False] * 5, *[True] * 6]
+    assert boost.debts == {}
+    assert boost.state_dict()["moe"]["expired"] == [0, 0, 9, 0]
+    assert "moe: 9 of 9 lost tokens were not made up for within 6 steps" in caplog.text
+
+
+@pytest.mark.parametrize("beside", [None, "exact"])
+def test_without_a_callback_that_loses_tokens_it_says_that_it_does_nothing(
+    tmp_path: Path, beside: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether there is an exact one or none."""
+    callbacks = [] if beside is None else [DenseCheckpoint(str(tmp_path), freeze_heap=False)]
+    fit(Model(), CapacityBoost(), *callbacks, steps=2, default_root_dir=tmp_path)
+    (warned,) = [each.getMessage() for each in caplog.records if "CapacityBoost" in each.getMessage()]
+    assert ("no checkpoint callback" if beside is None else "DenseCheckpoint, which loses no token") in warned
+
+
+class Tutel(Model):
+    """A layer with one capacity, like Tutel's, and its own formula for it."""
+
+    @override
+    def configure_model(self) -> None:
+        if self.moe is None:
+            self.moe = load_standin().MOELayer(D, capacity_factor=1.0)
+            with torch.no_grad():
+                self.moe.gates[0].wg.weight.copy_(torch.tensor([3.0, 2.5, -4.0, -4.0])[:, None].expand(E, D))  # type: ignore[index, union-attr]
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        layer: Any = self.moe
+        loss: Tensor = (layer(batch[0]) - batch[0]).square().mean()
+        self.live.append(layer.gates[0].capacity_factor)
+        self.routed.append(layer.gates[0](batch[0]).topk(2).indices.flatten().bincount(minlength=E).tolist())
+        return loss
+
+
+def test_tutels_extra_tokens_are_those_beyond_its_capacity_without_boost(tmp_path: Path) -> None:
+    """Of an expert that does not overflow there are none, though the factor is larger; nobody gives any."""
+    module, boost = Tutel(), CapacityBoost(0.2)
+    fit(module, PartialRun(str(tmp_path), (10**6, 0, 9, 0)), boost)
+    paid, base = [0] * E, 2 * int(1.0 * TOKENS / E)
+    for live, routed in zip(module.live, module.routed, strict=True):
+        slots = 2 * int(live * TOKENS / E)
+        paid = [a + max(0, min(n, slots) - base) for a, n in zip(paid, routed, strict=True)]
+    assert module.live[1:] == [1.2] * 11
+    assert boost.state_dict()["moe"]["repaid"] == [paid[0], 0, paid[2], 0]
+    assert paid[0] > 0
+    assert boost.displaced == 0
 
 
 def test_without_a_loss_nothing_is_different(tmp_path: Path) -> None:
@@ -215,8 +293,9 @@ def test_what_is_owed_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture
             log_every_n_steps=1,
         )
     assert "moe: 1 experts have 3 tokens to make up for, and get 10% more capacity" in caplog.text
-    assert "moe: all lost tokens are made up for; capacity is what it was" in caplog.text
-    assert "moe/boost_debt" in (Path(logger.log_dir) / "metrics.csv").read_text()
+    assert "moe: 3 of 3 lost tokens are made up for, and 0 others were dropped for it" in caplog.text
+    header = (Path(logger.log_dir) / "metrics.csv").read_text().partition("\n")[0]
+    assert {f"moe/boost_{name}" for name in ("debt", "repaid", "displaced")} <= set(header.split(","))
 
 
 def test_layers_that_drop_nothing_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -295,13 +374,7 @@ def test_switch_gets_one_more_place_per_sequence_until_it_has_repaid(tmp_path: P
     paid = sum(max(sequence[0] - 4, 0) for sequences in module.kept for sequence in sequences)
     assert paid >= 3
     assert module.live[-1] == 4
-    assert boost.state_dict()["moe"] == {
-        "lost": [3, 0, 0, 0],
-        "repaid": [paid, 0, 0, 0],
-        "base": None,
-        "factors": [1.0],
-        "term": None,
-    }
+    assert boost.state_dict()["moe"] == {"lost": [3, 0, 0, 0], "repaid": [paid, 0, 0, 0], **NO_BOOST}
 
 
 # -- layers that drop nothing
@@ -400,9 +473,7 @@ def test_a_term_beside_the_bias_repays_and_goes(tmp_path: Path) -> None:
         debt, steps = debt - (found[1] - usual[1]), steps + 1
     assert debt <= 0
     assert 1 < steps < 20
-    assert boost.state_dict()["moe"] == {
-        "lost": [0, 5, 0, 0], "repaid": [0, 5 - debt, 0, 0], "base": None, "factors": [1.0], "term": None
-    }  # fmt: skip
+    assert boost.state_dict()["moe"] == {"lost": [0, 5, 0, 0], "repaid": [0, 5 - debt, 0, 0], **NO_BOOST}
     assert torch.equal(nudged.moe.gate.e_score_correction_bias, bias)
 
 
@@ -452,9 +523,9 @@ def test_weights_follow_the_formula_of_the_family(family: str) -> None:
 def test_factors() -> None:
     """Debtors get the boost; who has room gives in proportion, and no more than it has."""
     assert boost_factors([5, 0, 0, 0], 0.1) == [1.1, 1.0, 1.0, 1.0]
-    given = boost_factors([5, 0, 0, 0], 0.1, kept_E=[100, 100, 80, 40], room_E=[100] * 4)
+    given = boost_factors([5, 0, 0, 0], 0.1, use_E=[1.2, 1.0, 0.8, 0.4], room_E=[100] * 4)
     assert given == [1.1, 1.0, pytest.approx(1 - 0.1 / 4), pytest.approx(1 - 0.3 / 4)]
-    scarce = boost_factors([5, 5, 5, 0], 0.1, kept_E=[100, 100, 100, 90], room_E=[100] * 4)
+    scarce = boost_factors([5, 5, 5, 0], 0.1, use_E=[1.0, 1.0, 1.0, 0.9], room_E=[100] * 4)
     assert scarce == [1.1, 1.1, 1.1, pytest.approx(0.9)]
 
 

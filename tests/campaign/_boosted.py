@@ -6,19 +6,19 @@ import csv
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
 from typing_extensions import override
 
 from campaign._data import SEQUENCE
 from campaign._promises import Restarts
 from campaign._training import Setup
 from lightning_moe_ckpt.callbacks import CapacityBoost, ExpertLoadMonitor
+from lightning_moe_ckpt.policies import WATCHED_STEPS
 from lightning_moe_ckpt.testing._attempts import Attempt
 
 # Shape suffix: E experts of the layer.
@@ -59,6 +59,12 @@ class Ledger:
     lost: list[int]
     repaid: list[int]
     factors: list[float]
+    use: list[float]
+    """Largest part of its slots that tokens have wanted of each expert, on any rank; older ones count for less."""
+    watched: int = 0
+    """Steps of which that is."""
+    displaced: int = 0
+    """Tokens that were dropped because experts had given slots away."""
 
     @property
     def debts(self) -> list[int]:
@@ -97,11 +103,11 @@ class Boosting:
     def steps(self) -> Iterator[BoostedStep]:
         """Every step of every life."""
         none = [0] * self._num_experts
-        at: dict[int, Ledger] = {0: Ledger(none, none, [1.0] * self._num_experts)}
+        at: dict[int, Ledger] = {0: Ledger(none, none, [1.0] * self._num_experts, [])}
         for index, life in enumerate(self._found.lives):
             before = at[self._found.began_at(index)]
             lost = self._found.tally(restarts=index).lost.tolist() if index else none
-            now = Ledger(lost, before.repaid, before.factors)
+            now = replace(before, lost=lost)
             for step in life.steps():
                 at[step] = self._after(now, index, step)
                 yield BoostedStep(index, step, now, at[step])
@@ -110,22 +116,29 @@ class Boosting:
     def _after(self, now: Ledger, life: int, step: int) -> Ledger:
         if not any(now.debts):
             return now
-        kept_RE = [self._found.counted(life, step, rank) for rank in self._found.ranks]
-        extra_E = sum((kept_E - self._room).clamp(min=0) for kept_E in kept_RE)
-        assert isinstance(extra_E, Tensor)
+        kept_RE, routed_RE = (
+            torch.stack([self._found.counted(life, step, rank, what) for rank in self._found.ranks])
+            for what in ("tokens", "routed")
+        )
+        changed_RE = kept_RE - routed_RE.clamp(max=self._room)
+        extra_E, displaced = changed_RE.clamp(min=0).sum(0), int((-changed_RE).clamp(min=0).sum())
         paid = zip(now.repaid, extra_E.tolist(), now.debts, strict=True)
-        after = Ledger(now.lost, [repaid + extra * bool(debt) for repaid, extra, debt in paid], now.factors)
-        kept_E = torch.stack(kept_RE).sum(0)
-        return Ledger(after.lost, after.repaid, self._factors(after.debts, kept_E.tolist()))
+        repaid = [repaid + extra * bool(debt) for repaid, extra, debt in paid]
+        wanted_E = (routed_RE.amax(0).double() / self._room).tolist()
+        use = [max(0.99 * a, b) for a, b in zip(now.use, wanted_E, strict=True)] if now.use else wanted_E
+        after = replace(now, repaid=repaid, use=use, watched=now.watched + 1, displaced=now.displaced + displaced)
+        if not any(after.debts):
+            return replace(after, factors=[1.0] * self._num_experts, use=[], watched=0)
+        return replace(after, factors=self._factors(after))
 
-    def _factors(self, debts: list[int], kept_E: list[int]) -> list[float]:
-        """A tenth more for experts in debt; the others give it, in proportion to the slots that they left empty."""
-        if not any(debts):
-            return [1.0] * self._num_experts
+    def _factors(self, now: Ledger) -> list[float]:
+        """A tenth more for experts in debt; the others give it, in proportion to the slots that they never need."""
+        debts = now.debts
         if self._scope == "layer":
             return [1 + BOOST] * self._num_experts
-        room = self._room * len(self._found.ranks)
-        empty = [0 if debt else max(room - kept, 0) / room for debt, kept in zip(debts, kept_E, strict=True)]
+        if now.watched < WATCHED_STEPS:
+            return [1 + BOOST if debt else 1.0 for debt in debts]
+        empty = [0 if debt else max(1 - use, 0) for debt, use in zip(debts, now.use, strict=True)]
         given = min(1.0, BOOST * sum(map(bool, debts)) / sum(empty)) if any(empty) else 0.0
         return [1 + BOOST if debt else 1 - given * part for debt, part in zip(debts, empty, strict=True)]
 

@@ -87,11 +87,13 @@ class Machines:
 
 
 class TokenLog:
-    """Every token that reaches an expert of one of the package's layers, or of a `ListMoE`, as the place of the expert."""
+    """Every token that is routed to an expert of one of the package's layers, or of a `ListMoE`, as the place of the expert."""
 
     def __init__(self) -> None:
         self.places: list[int] = []
-        """Over all layers, since the last step."""
+        """Of tokens that reach it, over all layers, since the last step."""
+        self.routed: list[int] = []
+        """The same with those that are dropped over capacity."""
         self._offset = 0
 
     def attach(self, found: OperatorSet, module: torch.nn.Module) -> None:
@@ -107,20 +109,21 @@ class TokenLog:
         plan, choose = plan_dispatch, ListMoE._choose
 
         def plan_logged(topk_idx_TK: Tensor, *args: Any) -> Dispatch:
-            dispatch = plan(topk_idx_TK, *args)
-            self._add(topk_idx_TK.t().reshape(-1)[dispatch.slots])
+            dispatch, chosen = plan(topk_idx_TK, *args), topk_idx_TK.t().reshape(-1)
+            self._add(chosen[dispatch.slots], chosen)
             return dispatch
 
         def choose_logged(layer: ListMoE, probs_TE: Tensor) -> tuple[Tensor, Tensor]:
             weight_T, expert_T = choose(layer, probs_TE)
-            self._add(expert_T)
+            self._add(expert_T, expert_T)
             return weight_T, expert_T
 
         Seam(module="lightning_moe_ckpt.moe._layer", attribute="plan_dispatch", replacement=plan_logged).apply()
         Seam(module="campaign._models", attribute="ListMoE._choose", replacement=choose_logged).apply()
 
-    def _add(self, experts: Tensor) -> None:
-        self.places.extend((experts + self._offset).tolist())
+    def _add(self, reached: Tensor, routed: Tensor) -> None:
+        self.places.extend((reached + self._offset).tolist())
+        self.routed.extend((routed + self._offset).tolist())
 
 
 class RecordsPartial(Callback):
@@ -158,11 +161,13 @@ class RecordsPartial(Callback):
         live = {prefix: view.get(pl_module) for prefix, view in views.items() if view is not None}
         self.file(f"capacity.{trainer.global_step}").write_text(json.dumps(live))
         self._tokens.places.clear()
+        self._tokens.routed.clear()
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         assert self._own.wait_committed()
         self.file(f"tokens.{trainer.global_step}").write_text(json.dumps(self._tokens.places))
+        self.file(f"routed.{trainer.global_step}").write_text(json.dumps(self._tokens.routed))
         self._keep(f"state.{trainer.global_step}", trainer, pl_module)
 
 

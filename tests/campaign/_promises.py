@@ -39,20 +39,28 @@ class Tally:
 
     processed: Tensor
     lost: Tensor
+    routed: Tensor
+    """With those that were dropped over capacity."""
     num_experts: tuple[int, ...]
     """By layer."""
+    progress: float
+    """Part of the training that they are of."""
 
     @property
     def plt(self) -> float:
-        """PEC, eq. 4."""
-        return int(self.lost.sum()) / int(self.processed.sum())
+        """PEC, eq. 4: of all tokens that are routed in the training."""
+        return self.share(int(self.lost.sum()))
+
+    def share(self, tokens: int) -> float:
+        """What a fault that loses so many adds to it."""
+        return tokens * self.progress / int(self.routed.sum())
 
     @property
     def mlt(self) -> float:
         """MOETION, eq. 6: layers count alike, however many tokens they have."""
         sizes = list(self.num_experts)
-        rows = zip(torch.split(self.lost, sizes), torch.split(self.processed, sizes), strict=True)
-        return sum(int(lost.sum()) / int(processed.sum()) for lost, processed in rows)
+        rows = zip(torch.split(self.lost, sizes), torch.split(self.routed, sizes), strict=True)
+        return sum(int(lost.sum()) / int(routed.sum()) for lost, routed in rows)
 
 
 class Restarts:
@@ -197,12 +205,12 @@ class Restarts:
 
     # -- tokens
 
-    def counted(self, life: int, step: int, rank: int | None = None) -> Tensor:
-        """Tokens in one step, by expert; of all ranks, or of one."""
+    def counted(self, life: int, step: int, rank: int | None = None, what: str = "tokens") -> Tensor:
+        """Tokens that were processed in one step, or `routed` ones, by expert; of all ranks, or of one."""
         ranks = self.ranks if rank is None else [rank]
         total = torch.zeros(len(self.sizes), dtype=torch.int64)
         for each in ranks:
-            for place in self.read(life, each, f"tokens.{step}"):
+            for place in self.read(life, each, f"{what}.{step}"):
                 total[place] += 1
         return total
 
@@ -216,6 +224,7 @@ class Restarts:
         """
         names = list(self.sizes)
         steps: list[tuple[int, Tensor]] = []  # boundary that a step led to, and its tokens
+        routed: dict[int, Tensor] = {}
         lost = torch.zeros(len(names), dtype=torch.int64)
         alive = torch.ones(0, len(names), dtype=torch.bool)
         last = len(self.lives) - 1 if restarts is None else restarts
@@ -233,9 +242,21 @@ class Restarts:
                 all_steps = self.lives[life].steps()
                 done = [s for s in all_steps if life < last or until is None or s <= until]
                 steps += [(s, self.counted(life, s)) for s in done]
+                routed |= {s: self.counted(life, s, what="routed") for s in done}
                 alive = torch.cat([alive, torch.ones(len(done), len(names), dtype=torch.bool)])
         processed = torch.stack([tokens for _, tokens in steps]).sum(0)
-        return Tally(processed, lost, tuple(number for _, number in self._layers))
+        return Tally(
+            processed,
+            lost,
+            sum((routed[step] for step, _ in steps), start=torch.zeros_like(processed)),
+            tuple(number for _, number in self._layers),
+            steps[-1][0] / self.planned,
+        )
+
+    @property
+    def planned(self) -> int:
+        """Steps of the whole training."""
+        return self.lives[-1].steps()[-1]
 
     def lost_by(self, life: int) -> dict[str, int]:
         """Tokens that the restart at the beginning of an incarnation has lost, by expert."""
@@ -271,6 +292,8 @@ class Restarts:
         assert said.num_experts == tally.num_experts
         assert torch.equal(said.processed, tally.processed), (said.processed, tally.processed)
         assert torch.equal(said.lost, tally.lost), (said.lost, tally.lost)
+        dropped = torch.split(tally.routed - tally.processed, list(tally.num_experts))
+        assert said.dropped.tolist() == [int(each.sum()) for each in dropped]
         assert said.plt == tally.plt
         assert said.mlt == tally.mlt
         return tally

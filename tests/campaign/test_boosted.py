@@ -13,6 +13,7 @@ from campaign._campaign import Campaigns
 from campaign._partial_runs import Machines, train_partial
 from campaign._promises import Restarts
 from campaign._training import Checkpointing
+from lightning_moe_ckpt.policies import WATCHED_STEPS
 from lightning_moe_ckpt.testing._kill import Kill
 
 BASE, BATCH = 0.75, 16
@@ -53,25 +54,31 @@ def require_boosted(found: Restarts, boosting: Boosting, scope: str) -> None:
             raised = [i for i, factor in enumerate(factors) if factor > 1]
             assert raised == ([i for i, debt in enumerate(steps[at - 1].after.debts) if debt] if at else [])
             assert [factors[i] for i in raised] == pytest.approx([1.1] * len(raised))
-            assert sum(factors) == pytest.approx(len(factors))
+            if now.before.watched >= WATCHED_STEPS:
+                assert sum(factors) <= len(factors) + 0.1 * len(raised) + 1e-9
     raised_in = [now.life for now in steps if max(now.before.factors) > 1]
     assert set(raised_in) == {1, 2}, "there were debts before the second crash and after it"
     assert not any(steps[-1].after.debts)
     assert set(boosting.capacity(2, steps[-1].step, 0)) == {1.0}
-    assert "all lost tokens are made up for; capacity is what it was" in found.lives[2].log()
+    lost = sum(steps[-1].after.lost)
+    assert f"of {lost} lost tokens are made up for, and {steps[-1].after.displaced} others" in found.lives[2].log()
 
 
 def require_logged(found: Restarts, boosting: Boosting) -> None:
     """Lightning's logger has what was lost, as a number and as PLT and MLT, and the debts that are open."""
-    rows, processed = logged(found), {0: 0}
+    rows, routed = logged(found), {0: 0}
     for now in boosting.steps():
         row, lost = rows[now.step], sum(now.before.lost)
         assert row["moe/lost_tokens"] == lost
         assert row["moe/partial_faults"] == now.life
-        before = processed[now.step - 1]  # a step's own tokens are exchanged when it is over
-        assert row["moe/plt"] == row["moe/mlt"] == pytest.approx(lost / before if before else 0.0)
-        processed[now.step] = before + int(found.counted(now.life, now.step).sum())
-        assert row.get("moe/boost_debt") == (sum(now.after.debts) if any(now.before.debts) else None)
+        before = routed[now.step - 1]  # a step's own tokens are exchanged when it is over
+        assert row["moe/mlt"] == pytest.approx(lost / before if before else 0.0)
+        assert row["moe/plt"] == pytest.approx(row["moe/mlt"] * (now.step - 1) / found.planned)
+        routed[now.step] = before + int(found.counted(now.life, now.step, what="routed").sum())
+        indebted = any(now.before.debts)
+        assert row.get("moe/boost_debt") == (sum(now.after.debts) if indebted else None)
+        assert row.get("moe/boost_repaid") == (sum(now.after.repaid) if indebted else None)
+        assert row.get("moe/boost_displaced") == (now.after.displaced if indebted else None)
 
 
 @pytest.mark.parametrize(

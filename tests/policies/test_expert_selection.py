@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_moe_ckpt.operators import OperatorSet
 from lightning_moe_ckpt.policies import (
     LEVELS,
     MEMORY,
@@ -23,10 +24,12 @@ from lightning_moe_ckpt.policies import (
     Experts,
     ExpertTable,
     PartialPolicy,
+    PlanInputs,
     Selection,
     SelectivePolicy,
     TokenLedger,
 )
+from lightning_moe_ckpt.policies._balanced import balanced
 from lightning_moe_ckpt.policies._partial import spread
 from lightning_moe_ckpt.policies._selective import compute_s
 
@@ -103,10 +106,14 @@ def test_partial_takes_k_per_layer_and_equally_many_from_every_rank(
         for row, each in zip(chosen.of(level), tables, strict=True):
             assert len(row) == min(k, each.num_experts)
             counts = per_position([row], [each])
+            assert max(counts) - min(counts) <= 1 or policy.order == "load_aware"
+    # Experts of another size are balanced by themselves, where load decides.
+    sizes = {each.nbytes for each in tables}
+    groups = [[i for i, each in enumerate(tables) if each.nbytes == nbytes] for nbytes in sizes]
+    for group in groups if policy.order == "load_aware" else [list(range(len(tables)))]:
+        counts = per_position([chosen.memory[i] for i in group], [tables[i] for i in group])
+        if all(policy.memory_k <= each.num_experts for each in tables):
             assert max(counts) - min(counts) <= 1
-    counts = per_position(chosen.memory, tables)
-    if all(policy.memory_k <= each.num_experts for each in tables):
-        assert max(counts) - min(counts) <= 1
 
 
 @settings(max_examples=40)
@@ -313,10 +320,47 @@ def test_load_aware_takes_the_most_loaded_of_each_rank() -> None:
 
 
 def test_turns_are_shared_where_k_does_not_divide() -> None:
-    """A rank that gives one more now gives one less at another time."""
-    found, _ = run(PartialPolicy(k=1, order="load_aware"), layouts(1, 8, 4), 40, loads=[9, 1, 1, 1, 1, 1, 1, 1])
+    """A rank that gives one more now gives one less at another time, unless loads decide."""
+    found, _ = run(PartialPolicy(k=1), layouts(1, 8, 4), 40)
     ranks = [each.memory[0][0] // 2 for each in found]
     assert [ranks.count(r) for r in range(4)] == [10, 10, 10, 10]
+
+
+def test_load_decides_though_each_rank_holds_one_expert_of_a_layer() -> None:
+    """PEC's own placement: where turns of ranks decided, the choice would be that of the sequential order."""
+    loads = [*[900, 1, 1, 1], *[1, 900, 1, 1], *[1, 1, 900, 1], *[900, 800, 1, 1]]
+    shapes = layouts(4, 4, 4)
+    for k in (1, 2, 3):
+        found, _ = run(PartialPolicy(k=k, order="load_aware"), shapes, 24, loads=loads)
+        in_turns, _ = run(PartialPolicy(k=k), shapes, 24, loads=loads)
+        assert found != in_turns
+        for chosen in found:
+            assert [len(row) for row in chosen.memory] == [k] * 4
+            assert per_position(chosen.memory, TokenLedger.start([4] * 4).tables(shapes)) == [k] * 4
+        popular = [expert in each.memory[layer] for each in found for layer, expert in enumerate([0, 1, 2])]
+        assert sum(popular) / len(popular) > min(0.9, 1.4 * k / 4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 5), st.integers(1, 7), st.data())
+def test_a_balanced_choice_has_its_numbers_and_is_no_worse_than_turns(
+    positions: int, each: int, num_layers: int, k: int, data: st.DataObject
+) -> None:
+    """Every layer has its number, no position gives two more than another, and at least half of the best is taken."""
+    num_experts = positions * each
+    k = min(k, num_experts)
+    load = st.lists(st.integers(0, 9), min_size=num_experts, max_size=num_experts)
+    loads = [data.draw(load) for _ in range(num_layers)]
+    where = [tuple(e * positions // num_experts for e in range(num_experts))] * num_layers
+    urgent = [{e: (-row[e], e) for e in range(num_experts)} for row in loads]
+    found = balanced(urgent, where, [k] * num_layers)
+    assert [len(set(row)) for row in found] == [k] * num_layers
+    given_ = [sum(where[0][e] == p for row in found for e in row) for p in range(positions)]
+    assert max(given_) - min(given_) <= 1
+    taken = sum(row[e] for row, chosen in zip(loads, found, strict=True) for e in chosen)
+    for start in range(positions):
+        turn = [[(start + i + j) % positions * each + j // positions for j in range(k)] for i in range(num_layers)]
+        assert 2 * taken >= sum(row[e] for row, chosen in zip(loads, turn, strict=True) for e in chosen)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 30), st.integers(0, 20))
@@ -451,11 +495,13 @@ def test_what_is_no_selection_is_refused(rows: tuple[Experts, Experts]) -> None:
         Selection(*rows)
 
 
-def test_k_grows_for_both_levels() -> None:
-    """Storage gets K, memory no less."""
-    grown = PartialPolicy(k=1, snapshot_k=4).with_k(8)
-    assert (grown.k, grown.memory_k) == (8, 8)
-    assert PartialPolicy(k=1).with_k(2).memory_k == 2
+def test_k_grows_for_both_levels_and_falls_for_storage() -> None:
+    """Memory goes on with what it was made for."""
+    operators, ledger = OperatorSet((), (), {}), TokenLedger.start([8])
+    for snapshot_k, k, memory_k, wanted in ((4, 8, 8, (8, 8)), (None, 2, 2, (2, 2)), (None, 1, 4, (1, 4))):
+        inputs = PlanInputs(operators=operators, ledger=ledger.with_k(k, memory_k=memory_k))
+        grown = PartialPolicy(k=1, snapshot_k=snapshot_k).in_force(inputs)
+        assert (grown.k, grown.memory_k) == wanted
 
 
 def test_places_over_all_layers() -> None:

@@ -160,4 +160,4 @@ def test_what_a_restart_changes() -> None:
     start = TokenLedger.start((4,), k=7)
     assert POLICIES["selective"].after_restart(start, None).k is None
     assert POLICIES["alternating"].after_restart(start, None) is start
-    assert PartialPolicy(k=2, dynamic_k=DynamicK(plt_budget=None)).after_restart(start, None).k == 7
+    assert PartialPolicy(k=2, dynamic_k=DynamicK(plt_budget=None)).after_restart(start, None).k == 2

@@ -66,6 +66,8 @@ def figures_of(planner: Planner) -> LossFigures:
     return figures
 
 
+_BESIDE = 3
+"""Integers that a rank tells before bad copies, besides tokens of experts: drops of two layers, and its last step."""
 EXPERT_NBYTES = 15_000
 """Of one expert of the model, with what describes it, roughly."""
 
@@ -96,7 +98,7 @@ class Run:
         self.step += 1
         following = self._planner.take_next()
         told = self._planner.inputs()[2 * NUM_EXPERTS :]
-        told[: len(self.found)], self.found = self.found, []
+        told[_BESIDE : _BESIDE + len(self.found)], self.found = self.found, []
         self._planner.agreed([[*tokens_E, *told]])
         self._settle()
         self._layout = following if following is not None else self._layout
@@ -307,13 +309,13 @@ def test_k_doubles_when_a_fault_costs_too_much(caplog: pytest.LogCaptureFixture)
     assert 0.05 < figures.plt < 0.06
     warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert len(warned) == 2
-    assert "above `plt_budget=0.05`: 49 of 960 tokens are lost" in warned[0]
-    assert f"{NUM_EXPERTS} experts per layer instead of 1" in warned[1]
-    assert figures.k == NUM_EXPERTS
+    assert "above `plt_budget=0.05`: 49 tokens are lost, of 960 so far" in warned[0]
+    assert "2 experts per layer instead of 1" in warned[1]
+    assert figures.k == 2
     assert later.generations_kept < kept
     first = later.first_layout()
     assert first is not None
-    assert Selection.of_plan(first.record.plan, later._view.operators).storage == (tuple(range(NUM_EXPERTS)),) * 2
+    assert [len(row) for row in Selection.of_plan(first.record.plan, later._view.operators).storage] == [2, 2]
 
 
 def test_the_journal_that_grows_makes_room_in_the_plan_that_follows() -> None:
@@ -342,6 +344,6 @@ def test_a_model_without_experts_is_refused() -> None:
 def test_counts_of_another_model_are_refused() -> None:
     """They are of other experts."""
     here = planner(k=1)
-    stored = {**tokens_of(here).ledger.to_journal(), "num_experts": [2 * NUM_EXPERTS]}
+    stored = {**tokens_of(here).ledger.to_journal(), "num_experts": [2 * NUM_EXPERTS], "dropped": torch.tensor([0])}
     with pytest.raises(IdentityMismatch, match="counted tokens of"):
         here.restore({"step": 1, "accounting": stored})

@@ -301,10 +301,11 @@ def choose(found: operators.OperatorSet, tokens_E: Tensor) -> policies.Selection
     assert_type(book.pending, tuple[policies.Pending, ...])
     assert_type(accounting.plt, float)
     assert_type(lost_E, Tensor)
-    k = policies.next_k(1, plt=0.01, last_loss=0.01, plt_budget=0.05, num_experts=8)
-    k = policies.DynamicK(plt_budget=0.05).after_fault(k, plt=0.01, last_loss=0.01, num_experts=8)
+    k = policies.next_k(1, last_k=1, plt=0.01, last_loss=0.01, plt_budget=0.05, num_experts=8)
+    k = policies.DynamicK(plt_budget=0.05).in_force(k, accounting)
     debts = policies.TokenDeficits.none(8).with_lost([1] * 8)
     assert_type(policies.boost_factors(debts.open, 0.1), list[float])
+    assert_type(policies.faded_use([0.5] * 8, [policies.WATCHED_STEPS / 10] * 8), list[float])
     by: policies.ExpertOrder = "load_aware"
     given: policies.Budget = "auto"
     rules: list[policies.ExpertPolicy] = [

@@ -9,3 +9,4 @@ from lightning_moe_ckpt.operators.adapters._registry import AdapterFactory as Ad
 from lightning_moe_ckpt.operators.adapters._registry import find_adapter as find_adapter
 from lightning_moe_ckpt.operators.adapters._registry import register_adapter as register_adapter
 from lightning_moe_ckpt.operators.adapters._registry import unregister_adapter as unregister_adapter
+from lightning_moe_ckpt.operators.adapters._tutel import tutel_slots as tutel_slots

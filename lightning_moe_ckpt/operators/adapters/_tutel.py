@@ -14,7 +14,7 @@ Source: Tutel 0.4 (commit ac0e51b), `impls/moe_layer.py`, `experts/*.py`, `impls
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from lightning_moe_ckpt.operators._layers import MoELayerSpec
 from lightning_moe_ckpt.operators._operator import ParamSlice
 from lightning_moe_ckpt.operators._parameters import ParameterIndex
 from lightning_moe_ckpt.operators._taps import ProbabilityTap, Share, TokenCounts, add_share
-from lightning_moe_ckpt.operators._views import AttributeCapacity, AttributeState
+from lightning_moe_ckpt.operators._views import AttributeCapacity, AttributeState, Capacity
 from lightning_moe_ckpt.parallel._experts import tutel_refusal
 
 
@@ -109,6 +109,30 @@ class TutelTap:
 
     def drain(self, module: nn.Module, counts: TokenCounts) -> None:
         """Nothing: the hooks have counted."""
+
+
+def tutel_slots(block: Any, factors: Capacity) -> Callable[[int], int] | None:
+    """Return the slots of an expert of a layer like Tutel's by the tokens of this rank; `None` for another layer.
+
+    Args:
+        block: the layer.
+        factors: capacity factor of each gate. Which one a forward takes is not known; of several the largest counts.
+
+    Source: Tutel (commit 82af7aa), `impls/fast_dispatch.py`, lines 182-199.
+    """
+    if not hasattr(block, "dispatch_count") and not hasattr(block, "_num_global_experts"):
+        return None
+    assert isinstance(factors, tuple)
+    factor = max(abs(float(each)) for each in factors if isinstance(each, int | float))
+    top_k = int(block.gates[0].top_k)
+    num_experts = int(block._num_global_experts)  # noqa: SLF001
+    shares = int(getattr(block, "sharded_count", 1)) * int(getattr(block, "a2a_ffn_overlap_degree", 1) or 1)
+
+    def slots(num_tokens: int) -> int:
+        number = top_k * int(factor * -(-num_tokens // num_experts))
+        return -(-number // shares) * shares
+
+    return slots
 
 
 def _demand(layer: Any) -> Tensor | None:
