@@ -34,7 +34,7 @@ MEASURED_STEPS = 3
 BUDGET_SHARE = 0.8
 """Part of the measured bandwidth that a generation may use; the rest absorbs noise."""
 
-_NOISE = 0.2
+NOISE = 0.2
 """Part by which measured budgets must change to count."""
 
 _REMEMBERED_STEPS = 32
@@ -93,6 +93,15 @@ class StepClock:
         """Seconds."""
         return statistics.median(self._seconds)
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether it has seen as many steps as it remembers since it last forgot them."""
+        return len(self._seconds) == self._seconds.maxlen
+
+    def forget(self) -> None:
+        """Begin anew: what is decided next is decided by other steps."""
+        self._seconds.clear()
+
 
 class Budgets:
     """Bytes that one rank may write of a generation, by level; the same on all ranks. Records are copied from `device`."""
@@ -102,6 +111,8 @@ class Budgets:
         self.clock = StepClock()
         self.remote_rate: Callable[[], float | None] = lambda: None
         """Bytes per second that leave the node while they are not made to wait; `None` as long as nothing did."""
+        self.copies_leave = False
+        """Whether other nodes get all that memory takes, so that it must not take more than leaves meanwhile."""
         self.in_force: dict[str, int] = {}
         """By level; empty until ranks have agreed."""
         self._local_rate = 0.0
@@ -139,6 +150,14 @@ class Budgets:
         """Return what this rank adds to the exchange: what it could take, by level."""
         return [self._nbytes(level) for level in self._config]
 
+    def look_again(self) -> list[int]:
+        """Return what this rank could take by now, by level; zeros as long as too few steps were seen for that."""
+        if not self.clock.is_steady:
+            return [0] * len(self._config)
+        if not self._local_rate:  # the plan in force is of an incarnation before, maybe on another machine
+            self.measure()
+        return self.inputs()
+
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
         """Take what every rank added."""
         self.in_force = {
@@ -156,8 +175,11 @@ class Budgets:
         return nbytes if self._ring_nbytes is None else min(nbytes, self._ring_nbytes)
 
     def _rate(self, level: str) -> float:
-        rate = self.remote_rate() if level == STORAGE else None
-        return self._local_rate if rate is None else rate
+        leaves = level == STORAGE or self.copies_leave
+        rate = self.remote_rate() if leaves else None
+        if rate is None:
+            return self._local_rate
+        return rate if level == STORAGE else min(rate, self._local_rate)
 
 
 class ExpertBudgets(Budgets):
@@ -234,7 +256,7 @@ class ExpertBudgets(Budgets):
     def _unless_noise(self, level: str, nbytes: int) -> int:
         """Return what is in force, where a measured budget has changed by little: plans that stay are laid out once."""
         before = self.in_force.get(level)
-        if before is None or self._config[level] != "auto" or abs(nbytes - before) >= _NOISE * before:
+        if before is None or self._config[level] != "auto" or abs(nbytes - before) >= NOISE * before:
             return nbytes
         return before
 

@@ -3,7 +3,8 @@
 The planner measures what a policy needs, agrees on it with the other ranks (the smallest budget, tokens and popularity
 over all ranks, the strictest compute precision), asks the policy and lays its plan out. So every rank has the same plan.
 
-A plan holds until popularity asks for another order. Where tokens are counted every window has a plan of its own: while
+A plan holds until popularity asks for another order, or what steps can hide has changed so much that windows would have another
+length: steps, machines and links to other nodes are measured again while training goes on. Where tokens are counted every window has a plan of its own: while
 a window is being taken, the next one is planned on a thread. What experts learn from until then is not known yet, and
 taken to be what they learned from since the window before: else none would ever be taken twice in a row.
 """
@@ -26,7 +27,7 @@ from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.journal import JournalCapacity
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.planning._budgets import MEASURED_STEPS, Budgets, ExpertBudgets, slot_sizes
+from lightning_moe_ckpt.planning._budgets import MEASURED_STEPS, NOISE, Budgets, ExpertBudgets, slot_sizes
 from lightning_moe_ckpt.planning._first_steps import CountProof, PrecisionProof
 from lightning_moe_ckpt.planning._ledger import LedgerKeeper, LossFigures
 from lightning_moe_ckpt.planning._popularity import PopularityMeter
@@ -105,6 +106,8 @@ class Planner:
         self._proof = CountProof(view.operators, module, exchange, required=required) if proves or required else None
         self._journal = JournalCapacity()
         self._budgets = self._make_budgets()
+        self._looks_again = "bandwidths" in policy.needs and self.tokens is None
+        self._replaying = False
         self._sizes: tuple[dict[str, torch.dtype], dict[str, tuple[int, int]]] | None = None
         self._layouts: OrderedDict[tuple[str, int], WindowLayout] = OrderedDict()
         self._deltas: Deltas | None = None
@@ -158,6 +161,7 @@ class Planner:
         tiers = {worker.name: worker for worker in workers}
         remote = tiers.get(PEER) or tiers[STORAGE]
         self._budgets.remote_rate = lambda: remote.rate
+        self._budgets.copies_leave = PEER in tiers and self.tokens is None
         self._view.gradient_dtype = self._deltas.dtype if self._deltas is not None and PEER in tiers else None
         if self.tokens is not None:
             self.tokens.joined(tiers)
@@ -211,6 +215,7 @@ class Planner:
         if self.tokens is not None:
             self.tokens.last_step = last_step
             self.tokens.counts.forward_begins()
+        self._replaying = replaying
         if self._proof is not None and not replaying:
             self._proof.batch_begins()
         if self._probe is not None:
@@ -235,6 +240,8 @@ class Planner:
     def stepped(self, step: int) -> None:
         """Note that optimizer step `step` has ended."""
         self._step = step
+        if not self._replaying:  # what is frozen makes steps shorter
+            self._budgets.clock.stepped()
         if self.tokens is not None:
             self.tokens.stepped(step)
         if self.order is not None:
@@ -288,7 +295,6 @@ class Planner:
     def first_layout(self) -> WindowLayout | None:
         """Return the first plan of this incarnation once what it needs is known; call at boundaries outside windows. Collective."""
         self._boundaries += 1
-        self._budgets.clock.stepped()
         wait = "bandwidths" in self._policy.needs or self._probe is not None
         if self._current is not None or (wait and self._boundaries < MEASURED_STEPS):
             return None
@@ -336,6 +342,8 @@ class Planner:
         told: list[int] = []
         if self.tokens is not None:
             told += [*self.tokens.inputs(), *self._budgets.inputs()]
+        elif self._looks_again:
+            told += self._budgets.look_again()
         return told + self.order.inputs() if self.order is not None else told
 
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
@@ -345,13 +353,32 @@ class Planner:
             self.tokens.agreed([row[:width] for row in rows], self._step)
             self._budgets.agreed([row[width : width + levels] for row in rows])
             rows = [row[width + levels :] for row in rows]
-        if self.order is not None:
-            self._replan(self.order.agreed(rows))
+        changed = False
+        if self._looks_again:
+            levels = len(self._policy.budgets)
+            changed = self._budgets_changed([row[:levels] for row in rows])
+            rows = [row[levels:] for row in rows]
+        popularity = None if self.order is None else self.order.agreed(rows)
+        if changed and popularity is None:
+            assert self._current is not None
+            popularity = list(self._current.record.popularity)
+        self._replan(popularity)
 
     def take_next(self) -> WindowLayout | None:
         """Return the plan of the window that may begin now, and wait for it; `None` for the one in force."""
         following, self._next = self._next, None
-        return None if following is None else following.result()
+        layout = None if following is None else following.result()
+        if layout is None or self._current is None or layout.record.plan.partial:
+            return layout
+        # Another budget that leads to windows of the same length is not worth a change.
+        old, new = self._current.record, layout.record
+        same = len(old.plan.steps) == len(new.plan.steps) and old.popularity == new.popularity
+        return None if same else layout
+
+    def refused(self) -> None:
+        """Note that a plan could not be put in force; what asked for it may ask again."""
+        if self.order is not None and self._current is not None:
+            self.order.refused(self._current.record.popularity)
 
     def started(self, step: int, layout: WindowLayout) -> None:
         """Note that a window begins; where tokens are counted, the next is planned from what is known now."""
@@ -386,14 +413,27 @@ class Planner:
             generations_kept=self._kept,
         )
 
+    def _budgets_changed(self, rows: Sequence[Sequence[int]]) -> bool:
+        """Take what every rank could take by now; return whether that is another budget than that of the plan in force."""
+        assert self._current is not None
+        found, before = [min(column) for column in zip(*rows, strict=True)], self._current.record.budget_nbytes
+        if 0 in found:
+            return False
+        self._budgets.clock.forget()
+        if not before or abs(found[0] - before) < NOISE * before:
+            return False
+        self._budgets.agreed(rows)
+        log.info("steps can hide %.2f MiB by now, %.2f when windows were planned", found[0] / 2**20, before / 2**20)
+        return True
+
     def _replan(self, popularity: list[float] | None) -> None:
-        """Make the plan in force in another order, if one is due; what was measured for it is not measured again."""
+        """Make the plan in force in another order, or for another budget, if one is due."""
         if popularity is None:
             return
         assert self._current is not None
         record = self._current.record
         dtypes = {fqn: getattr(torch, name) for fqn, name in record.compute_dtypes.items()}
-        budgets = {MEMORY: record.budget_nbytes} if record.budget_nbytes else {}
+        budgets = self._budgets.in_force or ({MEMORY: record.budget_nbytes} if record.budget_nbytes else {})
         self._next = _in_background(partial(self._make, self._inputs(popularity, budgets), dtypes))
 
     def _make(self, inputs: PlanInputs, dtypes: dict[str, torch.dtype]) -> WindowLayout:

@@ -123,6 +123,10 @@ class PopularityMeter:
                 due = look_E.tolist() if self._is_out_of_date(look_E.tolist()) else due
         return due
 
+    def refused(self, in_force: Sequence[float]) -> None:
+        """Note that the newest plan was not put in force: the next look compares with the one that is."""
+        self._planned = list(in_force)
+
     def state(self) -> dict[str, Any]:
         """Return what a later incarnation needs to go on from this boundary; tensors may be on the device."""
         planned = None if self._planned is None else torch.tensor(self._planned, dtype=torch.float64)

@@ -344,10 +344,14 @@ class CaptureSession:
         return [int(room and named), self._journal_nbytes, int(self._spoiled_last), int(fits), int(not named)]
 
     def _follow(self, following: WindowLayout, use: Callable[[WindowLayout], None], *, fits: bool) -> None:
-        if fits:
+        """Put a plan in force, in a larger ring if need be; the one before stays where there is no memory. Collective."""
+        if fits or self._fitted(following):
             use(following)
         else:
-            log.warning("a new order of experts needs larger segments than the ring has; the old one stays in force")
+            self._plans.refused()
+            log.warning(
+                "there is no memory for another plan of windows; the one before stays in force, and it is tried again"
+            )
 
     def _start(self, step: int) -> None:
         assert self._layout is not None
