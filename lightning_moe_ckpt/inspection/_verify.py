@@ -152,6 +152,8 @@ class _Reading:
 
     def count_copies(self, files: _Files, view: RunView) -> int:
         """Note operators without a good copy; return the number of those with copies in older files that have only one."""
+        if self.stored.commit is not None and is_differential(self.stored.commit):
+            return 0  # there is one copy of what differences follow on, and what is bad of it was said
         older = [[each for _, each in _named(marker, view)] for marker in self.markers]
         names = {record.operator for entries in older for each in entries for record in each.segment.records}
         copies: dict[str, dict[Version, bool]] = {name: {} for name in names}
@@ -164,8 +166,6 @@ class _Reading:
         lost = sorted(name for name, number in numbers.items() if number == 0)
         if lost:
             self.reasons.append(f"no good copy is left of {len(lost)} operators, first {lost[0]}")
-        if self.stored.commit is not None and is_differential(self.stored.commit):
-            return 0  # what differences follow on is nowhere twice, and not meant to be
         return sum(number == 1 for number in numbers.values())
 
 
