@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from typing_extensions import Unpack, override
 
@@ -17,7 +17,14 @@ from lightning_moe_ckpt.callbacks._shared_arguments import (
     spelled_out,
 )
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.policies import DensePolicy, DifferentialPolicy, Policy, Popularity, SparsePolicy
+from lightning_moe_ckpt.policies import (
+    DensePolicy,
+    DifferentialMode,
+    DifferentialPolicy,
+    Policy,
+    Popularity,
+    SparsePolicy,
+)
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +160,9 @@ class DifferentialCheckpoint(CheckpointCallback):
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
         every_n_steps: optimizer steps between two full states.
         batch: steps that storage gets together.
+        mode: `bf16` keeps gradients rounded to bfloat16, in half the bytes: what a restart goes on from then differs by their
+            rounding since the last full state from what was trained. On a GPU, and with fused or foreach optimizers, that is
+            where gradients are enough.
         **shared: arguments of every checkpoint callback, see `CheckpointArguments`.
 
     Raises:
@@ -168,16 +178,19 @@ class DifferentialCheckpoint(CheckpointCallback):
         *,
         every_n_steps: int = 64,
         batch: int = 8,
+        mode: DifferentialMode = "lossless",
         **shared: Unpack[CheckpointArguments],
     ) -> None:
         super().__init__(url, **shared)
         require_count(self, "every_n_steps", every_n_steps, what="steps")
         require_count(self, "batch", batch, what="steps")
+        require_choice(self, "mode", mode, get_args(DifferentialMode))
         self.every_n_steps, self.batch = every_n_steps, batch
+        self.mode: DifferentialMode = mode
 
     @override
     def _policy(self) -> Policy:
-        return DifferentialPolicy(every_n_steps=self.every_n_steps, batch=self.batch)
+        return DifferentialPolicy(every_n_steps=self.every_n_steps, batch=self.batch, mode=self.mode)
 
 
 def _warn_if_overtaken(popularity: Popularity, longest: int) -> None:

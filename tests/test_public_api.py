@@ -41,7 +41,7 @@ PUBLIC: dict[str, str] = {
         register_adapter register_optimizer split stacked_slices unregister_adapter whole_slice
     """,
     "lightning_moe_ckpt.policies": """
-        AUDIENCES TokenLedger Audience Budget Chains TokenDeficits Deltas DensePolicy DifferentialPolicy DynamicK ExpertLayout ExpertOrder ExpertPolicy ExpertTable Experts LEVELS
+        AUDIENCES TokenLedger Audience Budget Chains TokenDeficits Deltas DensePolicy DifferentialMode DifferentialPolicy DynamicK ExpertLayout ExpertOrder ExpertPolicy ExpertTable Experts LEVELS
         MAX_GENERATIONS MEMORY Measurement NEVER Order PEER PartialPolicy Pending PeriodicPolicy Plan PlanInputs PlanItem Policy Popularity
         RecordPiece STORAGE Selection SelectivePolicy SparsePolicy TierLedger WindowStep WrittenPart all_names assign_adaptively assign_positions assign_writers boost_factors cut_among decayed_popularity expert_layouts expert_names
         next_k plan_for_window plan_window popularity_per_capacity

@@ -13,6 +13,7 @@ from lightning_moe_ckpt.benchmarks._peers import ONE_RANK, PEERS, installed
 from lightning_moe_ckpt.callbacks import (
     CheckpointArguments,
     DenseCheckpoint,
+    DifferentialCheckpoint,
     PartialExpertCheckpoint,
     SelectiveExpertCheckpoint,
     SparseCheckpoint,
@@ -39,7 +40,7 @@ class Variant:
     @property
     def captures_always(self) -> bool:
         """Whether every step takes something."""
-        return self.every < 2 or self.system in ("sparse", "monitored")
+        return self.every < 2 or self.system in ("sparse", "monitored", "differential")
 
     def skips(self, step: int) -> bool:
         """Return whether nothing is taken at this boundary."""
@@ -63,6 +64,7 @@ _MORE = [
         for memory in (True, False)
     ),
     Variant("monitored", 8),
+    *(Variant("differential", 64, memory) for memory in (True, False)),
 ]
 VARIANTS = {each.name: each for each in (Variant("none"), *_POLICIES, *_PEERS, *_MORE)}
 """All that can be measured, by name."""
@@ -95,7 +97,12 @@ def checkpoint_of(variant: Variant, url: str) -> Callback | None:
     shared: dict[str, Any] = {"resume": "never", **shared_arguments(memory_only=variant.memory_only)}
     if system in ("sparse", "monitored"):
         return SparseCheckpoint(url, window=every, **shared)
-    policies = {"dense": DenseCheckpoint, "partial": PartialExpertCheckpoint, "selective": SelectiveExpertCheckpoint}
+    policies = {
+        "dense": DenseCheckpoint,
+        "differential": DifferentialCheckpoint,
+        "partial": PartialExpertCheckpoint,
+        "selective": SelectiveExpertCheckpoint,
+    }
     return policies[system](url, every_n_steps=every, **shared) if system in policies else None
 
 

@@ -29,6 +29,7 @@ from lightning_moe_ckpt.policies._plan import WindowStep as WindowStep
 from lightning_moe_ckpt.policies._policy import Budget as Budget
 from lightning_moe_ckpt.policies._policy import Chains as Chains
 from lightning_moe_ckpt.policies._policy import Deltas as Deltas
+from lightning_moe_ckpt.policies._policy import DifferentialMode as DifferentialMode
 from lightning_moe_ckpt.policies._policy import ExpertPolicy as ExpertPolicy
 from lightning_moe_ckpt.policies._policy import Measurement as Measurement
 from lightning_moe_ckpt.policies._policy import PeriodicPolicy as PeriodicPolicy

@@ -21,7 +21,15 @@ from typing_extensions import override
 from lightning_moe_ckpt.operators import OperatorSet
 from lightning_moe_ckpt.policies._expert_tables import MEMORY
 from lightning_moe_ckpt.policies._plan import Plan
-from lightning_moe_ckpt.policies._policy import Budget, Chains, Measurement, PeriodicPolicy, PlanInputs, Policy
+from lightning_moe_ckpt.policies._policy import (
+    Budget,
+    Chains,
+    DifferentialMode,
+    Measurement,
+    PeriodicPolicy,
+    PlanInputs,
+    Policy,
+)
 from lightning_moe_ckpt.policies._popularity import Order, Popularity
 from lightning_moe_ckpt.policies._positions import all_names, assign_positions, positions
 from lightning_moe_ckpt.policies._windows import (
@@ -152,6 +160,7 @@ class DifferentialPolicy(Policy):
 
     every_n_steps: int = 64
     batch: int = 8
+    mode: DifferentialMode = "lossless"
 
     kind = "differential"
 
@@ -159,7 +168,7 @@ class DifferentialPolicy(Policy):
     @override
     def chains(self) -> Chains:  # type: ignore[override]
         """How generations follow each other."""
-        return Chains(every_n_steps=self.every_n_steps, batch=self.batch)
+        return Chains(every_n_steps=self.every_n_steps, batch=self.batch, mode=self.mode)
 
     @override
     def least_steps(self, num_operators: int) -> int:
@@ -167,7 +176,7 @@ class DifferentialPolicy(Policy):
 
     @override
     def config(self) -> dict[str, Any]:
-        """Neither period nor batches change what is stored of a step."""
+        """Neither period, batches nor mode change what is stored of a base."""
         return {"kind": self.kind}
 
     @override

@@ -31,6 +31,9 @@ Measurement = Literal["tokens", "popularity", "bandwidths", "compute_dtypes"]
 """What can be measured: tokens that each expert has learned from and every tier has saved; popularity of experts; what
 steps can hide, from their time and from bandwidths; the precision in which parameters are consumed."""
 
+DifferentialMode = Literal["lossless", "bf16"]
+"""Gradients as the optimizer consumed them, or rounded to bfloat16."""
+
 Budget = int | Literal["auto"]
 """Bytes of one rank and generation, or `auto` for what steps can hide."""
 
@@ -58,6 +61,8 @@ class Chains:
     """Steps from one generation of everything, a *base*, to the next at most."""
     batch: int
     """Differentials that storage gets together, in one generation."""
+    mode: DifferentialMode = "lossless"
+    """How gradients are kept."""
 
     @property
     def links_kept(self) -> int:

@@ -12,9 +12,11 @@ Source: TierCheck (2026), Sec. 3.2 and 3.4.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import torch
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CheckpointError
@@ -32,6 +34,8 @@ from lightning_moe_ckpt.snapshot import (
 )
 from lightning_moe_ckpt.tiers import STORAGE
 
+log = logging.getLogger(__name__)
+
 _BASE_SLOTS = 2
 """Free slots that differences leave to bases."""
 
@@ -47,8 +51,15 @@ class ChainCapture(CaptureSession):
 
     def __init__(self, chains: Chains, view: StateView, **arguments: Any) -> None:
         super().__init__(**arguments)
-        view.repeatable, whole = repeatable(view)
+        exact = chains.mode == "lossless"
+        view.repeatable, whole = repeatable(view, exact=exact)
+        view.difference_dtype = torch.float32 if exact else torch.bfloat16
         log_whole(whole, len(view.params))
+        if not exact:
+            log.warning(
+                "restarts are not exact: gradients are kept as bfloat16, and what is restored differs by their rounding from "
+                "what was trained. `DifferentialCheckpoint(mode='lossless')` keeps them as they are."
+            )
         self._chains, self._recorder = chains, DifferentialRecorder(view)
         self._num_votes += 1
         self._differential: WindowLayout | None = None

@@ -251,16 +251,17 @@ def step_settings(journal: Mapping[str, Any], fqn: str) -> StepSettings | None:
         ) from error
 
 
-def repeatable(view: StateView) -> tuple[frozenset[str], dict[str, str]]:
-    """Return the parameters whose steps can be repeated from gradients to the last bit, and why others cannot, by name.
+def repeatable(view: StateView, *, exact: bool) -> tuple[frozenset[str], dict[str, str]]:
+    """Return the parameters whose steps can be repeated from gradients, and why others cannot, by name.
 
-    On the CPU, the plain form of torch's own Adam and AdamW in float32 can.
+    To the last bit (`exact`) those of torch's own Adam and AdamW can on the CPU, in their plain form, in float32. But for
+    rounding those of any Adam in float32 can.
     """
-    whys = {fqn: _why_not_repeatable(view, fqn) for fqn in view.params}
+    whys = {fqn: _why_not_repeatable(view, fqn, exact=exact) for fqn in view.params}
     return frozenset(fqn for fqn, why in whys.items() if not why), {fqn: why for fqn, why in whys.items() if why}
 
 
-def _why_not_repeatable(view: StateView, fqn: str) -> str:
+def _why_not_repeatable(view: StateView, fqn: str, *, exact: bool) -> str:
     param, optimizer = view.params[fqn], view.schema.optimizer
     group = view.schema.adam_group(param)
     if group is None:
@@ -275,6 +276,10 @@ def _why_not_repeatable(view: StateView, fqn: str) -> str:
             isinstance(value, Tensor) for value in (group["lr"], *group["betas"])
         ),
     }
+    if not exact:
+        return (
+            "" if view.keeps_gradient(fqn) else f"they are {str(param.dtype).removeprefix('torch.')}, and not float32"
+        )
     return next((why for why, holds in reasons.items() if holds), "")
 
 
@@ -287,8 +292,8 @@ def log_whole(whole: Mapping[str, str], number: int) -> None:
     for why, fqns in by_reason.items():
         log.log(
             logging.WARNING if len(fqns) == number else logging.INFO,
-            "%d of %d parameters are stored whole at every step, since their steps cannot be repeated to the last bit from "
-            "gradients: %s (first %s). What is restored is exact all the same.",
+            "%d of %d parameters are stored whole at every step, since their steps cannot be repeated as they were from "
+            "gradients: %s (first %s). What is restored of them is exact all the same.",
             *(len(fqns), number, why, fqns[0]),
         )
 

@@ -129,6 +129,8 @@ class StateView:
         """Type in which gradients of experts are kept behind segments; `None` if they are not."""
         self.repeatable = frozenset[str]()
         """Parameters whose steps can be repeated: DELTA records of them have the gradient."""
+        self.difference_dtype = torch.float32
+        """Type in which they have it."""
         self.consumed: dict[str, Tensor] = {}
         """Gradients as the newest step of the optimizer consumed them, of repeatable parameters that had one."""
         self.repeated: dict[tuple[int, int | None] | None, list[Shard]] = {}
@@ -154,6 +156,7 @@ class StateView:
         view = StateView(self.module, operators, self.schema, compute_dtypes, averages)
         view.gradient_dtype = self.gradient_dtype
         view.repeatable, view.consumed = self.repeatable, self.consumed
+        view.difference_dtype = self.difference_dtype
         return view
 
     def keeps_gradient(self, fqn: str) -> bool:
@@ -170,7 +173,7 @@ class StateView:
         state = [(entry.key, entry.dtype, entry.per_element) for entry in self.schema.entries(param)]
         averages = [(key, average.dtype, True) for key, average in self.averages.of(fqn).items()]
         if kind is RecordKind.DELTA and fqn in self.repeatable:
-            return [(GRADIENT, torch.float32, True), *averages]
+            return [(GRADIENT, self.difference_dtype, True), *averages]
         return [(PRESENT, torch.uint8, False), (PARAM, param.dtype, True), *state, *averages]
 
     def table(self, parts: Iterable[Shard]) -> PartTable:

@@ -15,6 +15,7 @@ from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.inspection import export, verify
 from lightning_moe_ckpt.inspection._report import generation_rows
+from lightning_moe_ckpt.policies import DifferentialMode
 from lightning_moe_ckpt.storage import RunView, open_backend
 
 
@@ -22,12 +23,13 @@ from lightning_moe_ckpt.storage import RunView, open_backend
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Folders of one training, stored in bases of steps 1 and 6 with differences between, and dense at every step."""
     root = tmp_path_factory.mktemp("chained")
-    for name in ("chained", "dense"):
+    for name in ("chained", "dense", "rounded"):
         torch.manual_seed(3)
         url = str(root / name)
         dense = DenseCheckpoint(url, every_n_steps=1, keep=20, overhead_target=None)
-        chained = DifferentialCheckpoint(url, every_n_steps=5, batch=2, keep=20)
-        train(Small(), chained if name == "chained" else dense, steps=8)
+        mode: DifferentialMode = "bf16" if name == "rounded" else "lossless"
+        chained = DifferentialCheckpoint(url, every_n_steps=5, batch=2, keep=20, mode=mode)
+        train(Small(), dense if name == "dense" else chained, steps=8)
     return root / "chained", root / "dense"
 
 
@@ -53,6 +55,22 @@ def test_what_is_exported_is_the_state_of_the_step(runs: tuple[Path, Path], tmp_
         found, wanted = (load_file(tmp_path / f"{run.name}.{kind}") for run in runs)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_rounded_gradients_lead_to_nearly_the_state(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Not to its bits; what they were rounded to is the type of the records."""
+    rounded = runs[0].parent / "rounded"
+    for run in (rounded, runs[1]):
+        assert main(["export", str(run), str(tmp_path / f"{run.name}.safetensors"), "--step", "5", "--optimizer"]) == 0
+    found, wanted = (load_file(tmp_path / f"{name}.optimizer.safetensors") for name in ("rounded", "dense"))
+    assert not all(torch.equal(found[name], wanted[name]) for name in wanted)
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=0.01, atol=1e-6)
+    view = RunView.open(open_backend(str(rounded)))
+    (commit,) = (each.commit for each in view.generations() if each.generation.step == 5)
+    assert commit is not None
+    records = [record for segment in view.read_marker(commit, 0).segments for record in segment.records]
+    assert {record.dtype for record in records if record.kind == "delta"} == {"BF16"}
 
 
 def test_commands_know_them(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

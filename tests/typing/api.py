@@ -97,6 +97,8 @@ def train_dense(model: LightningModule) -> None:
     chains: policies.Chains | None = policies.DifferentialPolicy(every_n_steps=8, batch=2).chains
     assert chains is not None
     assert_type(chains.ends_batch(2), bool)
+    mode: policies.DifferentialMode = "bf16"
+    assert_type(callbacks.DifferentialCheckpoint("/ckpt", mode=mode).mode, policies.DifferentialMode)
     lossy = callbacks.PartialExpertCheckpoint(
         "/ckpt", every_n_steps=2, k=1, snapshot_k=4, select="load_aware", plt_budget=0.03, keep=3
     )
