@@ -395,6 +395,16 @@ _BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
             _option("--url", "Folder for checkpoints, which stay (default: a temporary folder).", "URL"),
         ],
     ),
+    "differential": (
+        "Bytes and time of a step of DifferentialCheckpoint, and how fast a restart applies differences.",
+        [
+            _number("--differential-steps", 130, "Steps of every fit."),
+            _number("--differential-every", 64, "Steps between two full snapshots."),
+            _number("--differential-dim", 128, "Model dimension of the fits."),
+            _number("--differential-elements", 4_000_000, "Of the parameter that differences are applied to."),
+            _number("--differential-repeats", 5, "Of every way to apply them."),
+        ],
+    ),
     "scale": (
         "What sparse checkpoints add to a step, to the start and to a restart, by the number of experts.",
         [

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lightning_moe_ckpt.benchmarks import (
+    _differential,
     _first_run,
     _in_place,
     _native,
@@ -32,6 +33,7 @@ _BENCHMARKS: dict[str, Any] = {
     "quality": _quality,
     "persist": _persist,
     "overhead": _overhead,
+    "differential": _differential,
     "scale": _scale,
     "native": _native,
 }

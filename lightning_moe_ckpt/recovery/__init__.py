@@ -7,6 +7,8 @@ generation of which something is bad everywhere by the next older one.
 from lightning_moe_ckpt.recovery._assembly import Assembly as Assembly
 from lightning_moe_ckpt.recovery._assembly import Wanted as Wanted
 from lightning_moe_ckpt.recovery._chain import folded as folded
+from lightning_moe_ckpt.recovery._fold import Difference as Difference
+from lightning_moe_ckpt.recovery._fold import fold as fold
 from lightning_moe_ckpt.recovery._index import Replicas as Replicas
 from lightning_moe_ckpt.recovery._index import stored_index as stored_index
 from lightning_moe_ckpt.recovery._inventory import Request as Request

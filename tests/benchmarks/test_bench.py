@@ -85,6 +85,10 @@ TINY = {
         *("--persist-dim", "32"),
     ),
     "overhead": (*TINY_FITS, "--variants", ",".join(MEASURED)),
+    "differential": (
+        *("--differential-steps", "10", "--differential-every", "4", "--differential-dim", "32"),
+        *("--differential-elements", "1000", "--differential-repeats", "1"),
+    ),
     "scale": ("--sizes", "16,32", "--scale-rounds", "1", "--scale-steps", "8"),
     "native": ("--slices", "50", "--repeats", "1", "--megabytes", "1", "--elements", "200000"),
 }
