@@ -56,6 +56,10 @@ class ReplayHooks(Callback):
         self._run.batch_start()
 
     @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._run.after_backward()
+
+    @override
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:

@@ -148,14 +148,21 @@ def _makes_iterator(trainer: Trainer) -> bool:
 
 
 class ClipTap:
-    """Record, and in replay replace, the global gradient norm that clipping uses.
+    """Record, and in replay replace, the global gradient norm that clipping uses; see what comes between it and the step.
 
     A frozen operator has no gradient in replay, so the norm of the original step cannot be computed again. The
-    logged norm, and not a coefficient, gives the same bits. If all operators are frozen but an expert without tokens, there
-    is nothing to clip, which is an error in torch when clipping by value.
+    logged norm, and not a coefficient, gives the same bits.
+
+    `clipped` is called when hooks of the user and clipping are through with gradients, and the optimizer steps next.
     """
 
-    def __init__(self, trainer: Trainer, norm: Callable[[list[torch.nn.Parameter]], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        norm: Callable[[list[torch.nn.Parameter]], Tensor] | None = None,
+        *,
+        clipped: Callable[[], None],
+    ) -> None:
         self.last: Tensor | None = None
         """Norm used by the newest optimizer step, on the device; `None` if nothing was clipped by norm."""
         self.override: Tensor | None = None
@@ -163,13 +170,14 @@ class ClipTap:
         self._plugin = trainer.precision_plugin
         self._norm = norm if norm is not None else _total_norm
         self._previous = self._plugin.__dict__.get("clip_grad_by_norm")
-        self._by_value = self._plugin.clip_grad_by_value
-        self._plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
-        self._plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
+        after_closure = self._plugin._after_closure  # no hook comes behind clipping
 
-    def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
-        if any(p.grad is not None for p in self._plugin.main_params(optimizer)):
-            self._by_value(optimizer, clip_val)
+        def tapped(model: LightningModule, optimizer: Any) -> None:
+            after_closure(model, optimizer)
+            clipped()
+
+        self._plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
+        self._plugin._after_closure = tapped  # type: ignore[method-assign]
 
     def _clip(self, optimizer: Any, clip_val: float) -> None:
         parameters = [p for p in self._plugin.main_params(optimizer) if p.grad is not None]
@@ -181,7 +189,7 @@ class ClipTap:
 
     def remove(self) -> None:
         """Restore the precision plugin's own methods."""
-        self._plugin.__dict__.pop("clip_grad_by_value", None)
+        self._plugin.__dict__.pop("_after_closure", None)
         self._plugin.__dict__.pop("clip_grad_by_norm", None)
         if self._previous is not None:
             self._plugin.clip_grad_by_norm = self._previous  # type: ignore[method-assign]

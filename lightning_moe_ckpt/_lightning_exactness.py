@@ -40,7 +40,7 @@ def _of_replay(module: LightningModule) -> Iterator[str]:
         )
     if is_overridden("on_before_optimizer_step", module):
         yield (
-            "the module overrides `on_before_optimizer_step`: parts that are frozen in replay have no gradient there, so a norm "
+            "the module overrides `on_before_optimizer_step`: parts that are frozen in replay have zeros there, so a norm "
             "over all gradients, or random numbers drawn for each, differ in a replayed step. Clip by the Trainer's "
             "`gradient_clip_val`, draw elsewhere, or use DenseCheckpoint"
         )

@@ -115,7 +115,7 @@ class FitSession:
             layers={layer.fqn for layer in self.session.layers},
         )
         self._ended = self._half_a_step = False
-        self._clip = _lightning.ClipTap(trainer, getattr(trainer.strategy, "grad_norm", None))
+        self._clip = _lightning.ClipTap(trainer, getattr(trainer.strategy, "grad_norm", None), clipped=self._clipped)
         self._found_inf = _lightning.FoundInf(trainer)
         self._step = trainer.global_step
         self._losses: list[torch.Tensor] = []
@@ -285,17 +285,23 @@ class FitSession:
         self.session.forward_begins(self._last_step)
 
     @clocked
+    def after_backward(self) -> None:
+        if self.session.replay is not None:
+            self.session.replay.frozen.fill_gradients()
+
+    @clocked
     def replay_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         outcome = self.session.replay_outcome(self._step + 1)
         if outcome is None:
             return
-        self.session.drop_frozen_gradients()
         if outcome["found_inf"] is not None:
             self._found_inf.write(optimizer, outcome["found_inf"], self._module.device)
 
     @clocked
     def batch_end(self, outputs: Any) -> None:
         self._half_a_step = not self._stepped
+        if self.session.replay is not None:
+            self.session.replay.frozen.give_back_gradients()
         if isinstance(outputs, dict) and isinstance(outputs.get("loss"), torch.Tensor):
             self._losses.append(outputs["loss"].detach().clone())
 
@@ -329,6 +335,10 @@ class FitSession:
         if not self._ended:
             self._say_half_a_step()
             self.session.end(self._step, self._recorder.take_end())
+
+    def _clipped(self) -> None:
+        if self.session.replay is not None:
+            self.session.replay.frozen.drop_gradients()
 
     def _say_half_a_step(self) -> None:
         """Warn where batches after the last step are lost: they are in gradients only, which no snapshot has."""

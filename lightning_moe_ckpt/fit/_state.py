@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from operator import attrgetter
 from typing import Any
 
@@ -161,8 +162,14 @@ class Trained:
             self._optimizer.add_param_group({"params": [self._params[name] for name in names]})
 
 
+def _unwrapped(value: object) -> object:
+    return value.getvalue() if isinstance(value, BytesIO) else value  # TransformerEngine before 2.0
+
+
 class LayerState:
     """Take and restore live capacity and plain attributes of all MoE layers, through the views in their specs.
+
+    With them goes what modules of any kind return from `get_extra_state`, such as the scales of fp8 layers.
 
     Raises:
         ConfigurationError: a layer has state that cannot be stored exactly.
@@ -173,14 +180,17 @@ class LayerState:
         self._capacity = {layer.fqn: layer.live_capacity for layer in layers if layer.live_capacity is not None}
         self._extra = {layer.fqn: layer.extra for layer in layers if layer.extra is not None}
         self._graphs = [place for layer in layers for place in layer.graphs]
+        own = nn.Module.get_extra_state
+        self._modules = {fqn: each for fqn, each in module.named_modules() if type(each).get_extra_state is not own}
         taken = self.take()
-        require_storable({f"MoE layer `{fqn}`, {what}": v for what, s in taken.items() for fqn, v in s.items()})
+        require_storable({f"layer `{fqn}`, {what}": v for what, s in taken.items() for fqn, v in s.items()})
 
     def take(self) -> dict[str, Any]:
         """Return the values, by kind and layer."""
         return {
             "capacity": {fqn: view.get(self._module) for fqn, view in self._capacity.items()},
             "extra": {fqn: copied(dict(extra.get(self._module))) for fqn, extra in self._extra.items()},
+            "modules": {fqn: copied(_unwrapped(each.get_extra_state())) for fqn, each in self._modules.items()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -191,6 +201,9 @@ class LayerState:
         for fqn, extra in self._extra.items():
             if fqn in state["extra"]:
                 extra.set(self._module, state["extra"][fqn])
+        for fqn, value in state.get("modules", {}).items():
+            if fqn in self._modules:
+                self._modules[fqn].set_extra_state(BytesIO(value) if isinstance(value, bytes) else value)
 
     def follow(self, state: Mapping[str, Any]) -> None:
         """Write `state` into the layers in replay, where frozen routers may have led it astray."""

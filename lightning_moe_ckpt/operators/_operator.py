@@ -16,7 +16,6 @@ from typing import Literal
 
 OperatorKind = Literal["expert", "router", "dense"]
 Holders = Literal["world", "expert_data"]
-FreezeMode = Literal["skip", "discard"]
 
 
 class RecordKind(str, Enum):
@@ -66,8 +65,6 @@ class Operator:
     """Global expert index; `None` for routers and dense operators."""
     holders: Holders = "world"
     """Which ranks hold the same bits: all, or those that share this rank's experts."""
-    freeze: FreezeMode = "discard"
-    """How replay keeps the operator frozen: it computes no weight gradient, or computes and discards it."""
     buffers: tuple[str, ...] = ()
     """Names of a router's buffers. Buffers are not sliced: every segment has all of them whole."""
 

@@ -12,7 +12,7 @@ Source: `torch/optim/adam.py` and `sgd.py` (`_init_group`), unchanged from torch
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from operator import is_, methodcaller
@@ -88,12 +88,15 @@ _REASONS = {
 }
 
 
-def register_optimizer(cls: type[Optimizer], *, like: type[Optimizer]) -> None:
-    """Support a subclass that keeps exactly the state of `like` and updates each element alone.
+def register_optimizer(
+    cls: type[Optimizer], *, like: type[Optimizer], dtypes: Mapping[str, torch.dtype] | None = None
+) -> None:
+    """Support a class that keeps exactly the state of `like` and updates each element alone.
 
     Args:
-        cls: the subclass; its own subclasses are not included.
+        cls: the class; its own subclasses are not included.
         like: `Adam`, `AdamW` or `SGD`, or a class registered before.
+        dtypes: types of state by key, where they are others than in `like`, e.g. moments in `torch.float8_e4m3fn`.
 
     Raises:
         UnsupportedOptimizer: `like` is not supported itself.
@@ -102,7 +105,10 @@ def register_optimizer(cls: type[Optimizer], *, like: type[Optimizer]) -> None:
         raise UnsupportedOptimizer(
             f"`register_optimizer(like={like.__qualname__})`: that class is not supported itself."
         )
-    _layouts[cls] = _layouts[like]
+    layout, others = _layouts[like], dict(dtypes or {})
+    # Once for all parameters alike, which share the list.
+    typed = cache(lambda found: tuple(replace(each, dtype=others.get(each.key, each.dtype)) for each in found))
+    _layouts[cls] = (lambda group, dtype: typed(layout(group, dtype))) if others else layout
 
 
 class StateSchema:
@@ -186,7 +192,7 @@ class StateSchema:
             return
         device = param.device if group.get("fused") else torch.device("cpu")
         created = {
-            entry.key: torch.zeros_like(param.detach(), memory_format=torch.preserve_format)
+            entry.key: torch.zeros_like(param.detach(), dtype=entry.dtype, memory_format=torch.preserve_format)
             if entry.per_element
             else torch.zeros((), dtype=entry.dtype, device=device)
             for entry in self._layout(group, param.dtype)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_moe_ckpt.errors import UnknownLayout
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 _MAX_NAMED = 8
 
 
@@ -120,7 +120,7 @@ def _layout_refusal(param: nn.Parameter) -> str | None:
     if param.layout is not torch.strided:
         return f"has layout {param.layout}; only strided tensors are supported"
     if param.dtype not in _DTYPES:
-        return f"has dtype {param.dtype} (quantised or complex); supported are float32, float64, bfloat16, float16"
+        return f"has dtype {param.dtype} (quantised or complex); supported are float32, float64, bfloat16, float16, float8_e4m3fn, float8_e5m2"
     if not param.is_contiguous():
         return "is not contiguous (channels_last?); make it so with `.contiguous()` before fit"
     return None

@@ -88,7 +88,6 @@ class Placement:
                 layer=layer.fqn,
                 expert_idx=expert,
                 holders=layer.holders,
-                freeze="skip",
             )
             self._empty[empty.name] = empty
             for piece in slices:

@@ -5,9 +5,6 @@ weights that forward and backward consume and stay frozen. After every replayed 
 every operator is active and the state is dense. Forward runs through frozen operators with exact compute weights, so
 activations, and with them the gradients of active operators, are those of the original run.
 
-Frozen experts compute no weight gradient (`skip`) where that is safe. Everything else that is frozen computes its
-gradient and drops it (`discard`), so that gradients reach every collective on every rank.
-
 What one optimizer keeps for several experts together, as the step count of a stacked tensor, is of no single one of
 them: where experts may be of different ages, the journal has it, as of the generation.
 
@@ -29,6 +26,7 @@ from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.native import Column, Copy, CopyEngine, copy_through
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.recovery._frozen import Frozen
 from lightning_moe_ckpt.snapshot import (
     JOURNAL,
     PRESENT,
@@ -54,7 +52,7 @@ class Replay:
         groups: this rank's place.
         segments: this rank's segment of every step, verified; released step by step.
         first_step: boundary of the window's first step.
-        may_skip: whether `requires_grad` of frozen experts may be switched off (not under plain DDP).
+        may_skip: see `Frozen`.
         engine: copies host memory into live tensors.
         as_user: gives every parameter the user's own `requires_grad` of a boundary, and the optimizer its groups, from
             what the journal has of the start of the next batch.
@@ -83,13 +81,14 @@ class Replay:
             for layout, segment in zip(self._layouts, segments, strict=True)
         ]
         self._missing = {name for name in missing if name in self._view.operators}
-        operators = self._view.operators.operators
-        self._fqns = {op.name: tuple(dict.fromkeys(piece.fqn for piece in op.slices)) for op in operators}
-        """Parameters of each operator."""
-        self._skipped = dict.fromkeys(fqn for op in operators if op.freeze == "skip" for fqn in self._fqns[op.name])
         self._active = set(self._missing)
-        self._active_fqns = {fqn for name in self._missing for fqn in self._fqns[name]}
-        self._dropped: list[torch.nn.Parameter] = []
+        self.frozen = Frozen(
+            self._view.module,
+            self._view.operators,
+            may_skip=may_skip,
+            as_user=lambda: self._as_user(self.start(self._first + self._newest)),
+        )
+        """What takes no step until it is active."""
         self._newest = -1
         """Index of the step loaded last."""
         self._loaded: list[Tensor] = []
@@ -134,7 +133,6 @@ class Replay:
         self._load_records()
         shards = [shard for region in layout.parts.values() for shard in region if shard.kind is RecordKind.FULL]
         self._active.update(shard.operator for shard in shards)
-        self._active_fqns.update(fqn for name in {shard.operator for shard in shards} for fqn in self._fqns[name])
         self.freeze()
 
     @torch.no_grad()
@@ -162,30 +160,9 @@ class Replay:
         self._segments[self._newest] = None
         self._loaded, self._versions = [], []
 
-    def drop_frozen_gradients(self) -> None:
-        """Drop the gradients of what is wholly frozen, before the optimizer step."""
-        for param in self._dropped:
-            param.grad = None
-
-    def unfreeze(self) -> None:
-        """Give every parameter the user's own `requires_grad` back."""
-        self._as_user(self.start(self._first + self._newest))
-        self._dropped = []
-
     def freeze(self) -> None:
-        """Freeze what no active operator shares; a parameter of which one slice is active has to take its steps.
-
-        What the user froze stays so, and what hooks of the user unfreeze later is dropped before the optimizer steps.
-        """
-        self.unfreeze()
-        params = self._view.params
-        # Experts may get no tokens: unless something else trains, the loss would have no graph without theirs.
-        graph = any(param.requires_grad for fqn, param in params.items() if fqn not in self._skipped)
-        for fqn, param in params.items():
-            if fqn not in self._active_fqns:
-                if fqn in self._skipped and self._may_skip and graph:
-                    param.requires_grad_(False)
-                self._dropped.append(param)
+        """Freeze what is not active; what the user froze stays so."""
+        self.frozen.freeze(self._active)
 
     # -- private
 

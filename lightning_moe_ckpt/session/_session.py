@@ -256,10 +256,10 @@ class CheckpointSession:
         if self._replay is not None:
             self._replay.freeze()
 
-    def drop_frozen_gradients(self) -> None:
-        """Take frozen parameters out of the optimizer step at hand."""
-        if self._replay is not None:
-            self._replay.drop_frozen_gradients()
+    @property
+    def replay(self) -> Replay | None:
+        """What is frozen and loaded step by step; `None` if everything is active."""
+        return self._replay
 
     def replayed(self, step: int, losses: list[Tensor]) -> Journal:
         """Compare a replayed step with its journal, then load the slot of its boundary.
@@ -273,7 +273,7 @@ class CheckpointSession:
         replay.load(step)
         self._unsettled = replay
         if replay.dense:
-            replay.unfreeze()
+            replay.frozen.thaw()
             self._replay = self._replay_layout = None
             log.info("dense again at step %d after %d replayed steps", step, self._replayed)
         return replay.start(step)
@@ -457,7 +457,7 @@ class CheckpointSession:
         self._heap.thaw()
         self._planner.close()
         if self._replay is not None:
-            self._replay.unfreeze()
+            self._replay.frozen.thaw()
             self._replay = None
         if self._capture is not None:
             self._capture.close()

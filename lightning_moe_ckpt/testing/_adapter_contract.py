@@ -28,13 +28,16 @@ from torch.utils.checkpoint import checkpoint
 from lightning_moe_ckpt.operators import (
     LoadCounter,
     MoELayerSpec,
+    Operator,
     OperatorSet,
+    ParamSlice,
     RecordKind,
     StateSchema,
     discover,
     prove_counts,
 )
 from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.recovery import Frozen
 from lightning_moe_ckpt.snapshot._lay_out import region_parts
 from lightning_moe_ckpt.snapshot._layout import REGIONS, StateView
 from lightning_moe_ckpt.snapshot._parts import Field
@@ -102,19 +105,21 @@ class AdapterContract:
         differ = [name for name in operators.names if not went_on.equal(name)]
         assert not differ, f"training from what was restored ends with others of {differ}"
 
-    def test_frozen_experts_leave_other_gradients_alone(self, model: nn.Module, operators: OperatorSet) -> None:
-        """Replay freezes experts; gradients of all other operators must not change."""
-        params = {fqn: param for fqn, param in model.named_parameters() if param.requires_grad}
-        for experts in self._frozen_sets(operators):
-            want, frozen = self._gradients(model), experts & params.keys()
-            for fqn in frozen:
-                params[fqn].requires_grad_(False)
+    def test_what_is_frozen_leaves_other_gradients_alone(self, model: nn.Module, operators: OperatorSet) -> None:
+        """Replay freezes operators; gradients of those that are active must not change."""
+        trained = [param for param in model.parameters() if param.requires_grad]
+
+        def as_user() -> None:
+            for param in trained:
+                param.requires_grad_(True)
+
+        frozen, want = Frozen(model, operators, may_skip=True, as_user=as_user), self._gradients(model)
+        for active in self._active_sets(operators):
+            frozen.freeze({op.name for op in active})
             got = self._gradients(model)
-            for fqn in frozen:
-                assert got.pop(fqn) is None, f"`{fqn}` is frozen and has a gradient"
-                params[fqn].requires_grad_(True)
-            differ = [fqn for fqn, grad in got.items() if not equal(grad, want[fqn])]
-            assert not differ, f"with experts frozen, others of {differ} have other gradients"
+            frozen.thaw()
+            differ = [op.name for op in active if not all(equal(*_slices(piece, want, got)) for piece in op.slices)]
+            assert not differ, f"with others frozen, {differ} have other gradients"
 
     # -- counts
 
@@ -245,12 +250,18 @@ class AdapterContract:
             self._backward(model)
             optimizer.step()
 
-    def _frozen_sets(self, operators: OperatorSet) -> Iterator[set[str]]:
-        """Yield the set of all experts and, if experts do not share tensors, the set of every other expert."""
-        for step in (1, 2):
-            frozen = [op for op in operators if op.expert_idx is not None and op.expert_idx % step == 0]
-            active = {piece.fqn for op in operators if op not in frozen for piece in op.slices}
-            yield {piece.fqn for op in frozen for piece in op.slices} - active
+    def _active_sets(self, operators: OperatorSet) -> Iterator[list[Operator]]:
+        """Yield active operators: all but experts, every other expert alone, every third operator, and the last one alone."""
+        yield [op for op in operators if op.kind != "expert"]
+        yield [op for op in operators if op.expert_idx is not None and op.expert_idx % 2]
+        yield list(operators)[::3]
+        yield list(operators)[-1:]
+
+
+def _slices(piece: ParamSlice, *gradients: Mapping[str, Tensor | None]) -> list[Tensor | None]:
+    return [
+        None if (found := each[piece.fqn]) is None else found.flatten()[piece.start : piece.stop] for each in gradients
+    ]
 
 
 _TRIES = 3

@@ -16,6 +16,7 @@ from campaign._data import VOCABULARY
 Hook = Literal[
     "skips_rest",
     "no_loss",
+    "extra_state",
     "stops",
     "transfers",
     "draws",
@@ -269,6 +270,30 @@ def _first_matrix(module: LightningModule) -> Tensor:
     return next(param for name, param in module.named_parameters() if param.ndim == 2 and "expert" not in name)
 
 
+class HasExtraState(LightningModule):
+    """Scales its loss by what it has seen, which is in no buffer: layers in fp8 do so."""
+
+    _largest = torch.zeros(())
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        loss: Any = found["loss"] if isinstance(found, dict) else found
+        if loss is None:
+            return found
+        scaled = loss * (1 + self._largest)
+        self._largest = torch.maximum(self._largest * 0.9, loss.detach().cpu())
+        return {**found, "loss": scaled} if isinstance(found, dict) else scaled
+
+    @override
+    def get_extra_state(self) -> Tensor:
+        return self._largest
+
+    @override
+    def set_extra_state(self, state: Tensor) -> None:
+        self._largest = state
+
+
 HOOKS: dict[Hook, type[LightningModule]] = {
     "skips_rest": SkipsRest,
     "stops": Stops,
@@ -286,6 +311,7 @@ HOOKS: dict[Hook, type[LightningModule]] = {
     "logs": Logs,
     "reseeds": Reseeds,
     "no_loss": NoLoss,
+    "extra_state": HasExtraState,
 }
 EDITS: frozenset[Hook] = frozenset({"edits"})
 """What a validation between repeated steps may see too early."""

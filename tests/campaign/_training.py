@@ -352,9 +352,9 @@ class EveryOther(WeightAveraging):
 
 
 def overflow_one_expert(module: LightningModule, expert: int = 1) -> None:
-    """Make one expert's gradient infinite, as an fp16 overflow inside it would; nothing if it has none."""
+    """Make one expert's gradient infinite, as an fp16 overflow inside it would; nothing if none is computed."""
     for name, parameter in module.named_parameters():
-        if parameter.grad is None:
+        if parameter.grad is None or not parameter.requires_grad:
             continue
         if f".experts.{expert}." in name:
             parameter.grad.view(-1)[0] = float("inf")

@@ -127,7 +127,6 @@ def test_a_dense_model_has_one_operator_per_block() -> None:
     model = Gpt(None, None)
     operators = discover(model)
     assert operators.names == ("emb", "blocks.0", "blocks.1", "norm", "head")
-    assert {op.freeze for op in operators} == {"discard"}
     assert operators.layers == ()
     assert_placed_once(operators, model)
 
@@ -180,9 +179,9 @@ def test_experts_in_a_list() -> None:
     assert len(shared) == 10
     expert = operators["blocks.1.mlp/expert.1"]
     assert {s.fqn.split(".")[4] for s in expert.slices} == {"1"}
-    assert (expert.kind, expert.freeze, expert.expert_idx, expert.layer) == ("expert", "skip", 1, "blocks.1.mlp")
+    assert (expert.kind, expert.expert_idx, expert.layer) == ("expert", 1, "blocks.1.mlp")
     router = operators["blocks.1.mlp/router"]
-    assert (router.kind, router.freeze, router.numel) == ("router", "discard", 12)
+    assert (router.kind, router.numel) == ("router", 12)
     assert_placed_once(operators, model)
 
 

@@ -19,7 +19,7 @@ def operator(*shapes: tuple[int, ...], first: int = 0) -> Operator:
         slices.append(
             ParamSlice(fqn=f"p{i}", start=at, stop=at + numel, global_shape=(first + 1, *shape), global_start=at + 7)
         )
-    return Operator(name="op", kind="expert", slices=tuple(slices), layer="l", expert_idx=first, freeze="skip")
+    return Operator(name="op", kind="expert", slices=tuple(slices), layer="l", expert_idx=first)
 
 
 shapes = st.lists(st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple), min_size=1, max_size=4)
@@ -42,7 +42,7 @@ def test_pieces_cover_the_operator_once_within_the_budget(
         assert pieces == [whole]
     else:
         assert [p.name for p in pieces] == [f"op#{i}" for i in range(len(pieces))]
-        assert {(p.layer, p.expert_idx, p.freeze, p.kind) for p in pieces} == {("l", first, "skip", "expert")}
+        assert {(p.layer, p.expert_idx, p.kind) for p in pieces} == {("l", first, "expert")}
 
 
 def test_rows_stay_whole_where_one_fits() -> None:

@@ -1,0 +1,280 @@
+"""Keep operators frozen while steps are done again: their weights compute no gradient, and take no step.
+
+A frozen operator takes part in forward, and hands gradients on to its inputs. What it saves is the gradient of its
+weights, a third of its work:
+
+* Of a matrix that no active operator has a part of, `requires_grad` is switched off. Vectors cost nothing, and routers
+  little: they go on, so that some gradient is always there, for those who wait for one (a loss scaler).
+* Of stacked experts, of which some are active, a layer sees the slices of the others detached. It may take slices in
+  Python, multiply them as a batch, or in groups; anything else computes the whole gradient, as ever.
+
+Nobody else can tell. The outputs of modules carry a graph as they always do, so that a loss has one, so that activation
+checkpoints and collectives in backward come on all ranks, and no hook of the user meets a gradient that is missing: what was
+not computed is zero.
+
+Source: MoEvement (2024), Sec. 3.3 (frozen operators); we differ in freezing slices of stacked experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_moe_ckpt.operators import Operator, OperatorSet
+
+# Shape suffixes: E experts of a stack.
+
+
+class Frozen:
+    """What of a module is frozen.
+
+    Args:
+        module: holds the parameters.
+        operators: what was found in it.
+        may_skip: whether gradients may stay away at all (not under plain DDP, nor in compiled programs).
+        as_user: gives parameters the user's own `requires_grad`.
+    """
+
+    def __init__(
+        self, module: nn.Module, operators: OperatorSet, *, may_skip: bool, as_user: Callable[[], None]
+    ) -> None:
+        self._module, self._may_skip, self._as_user = module, may_skip, as_user
+        self._params = dict(module.named_parameters())
+        self._operators: dict[str, list[Operator]] = defaultdict(list)
+        """By parameter."""
+        for operator in operators:
+            for fqn in dict.fromkeys(piece.fqn for piece in operator.slices):
+                self._operators[fqn].append(operator)
+        self._passive: list[nn.Parameter] = []
+        """Parameters that take no step."""
+        self._off: list[nn.Parameter] = []
+        """Those of them that get no gradient."""
+        self._hooks: list[RemovableHandle] = []
+        self._dropped: list[tuple[nn.Parameter, Tensor]] = []
+
+    def freeze(self, active: Collection[str]) -> None:
+        """Freeze all operators but these; a parameter of which they have a part has to take its steps."""
+        self.thaw()
+        without_graph: set[str] = set()
+        for fqn, param in self._params.items():
+            first = self._operators[fqn][0]
+            live = [operator for operator in self._operators[fqn] if operator.name in active]
+            if not live:
+                self._passive.append(param)
+            if not self._may_skip or not param.requires_grad:
+                continue
+            if not live and (first.kind == "expert" or (first.kind == "dense" and param.ndim > 1)):
+                param.requires_grad_(False)
+                self._off.append(param)
+                without_graph.add(first.layer if first.layer is not None else fqn.rpartition(".")[0])
+            elif live and first.kind == "expert" and param.ndim > 2:
+                self._detach_rows(fqn, param, live)
+        self._keep_graphs(without_graph)
+
+    def thaw(self) -> None:
+        """Give every parameter the user's own `requires_grad` back."""
+        for hook in self._hooks:
+            hook.remove()
+        self._passive, self._off, self._hooks = [], [], []
+        self._as_user()
+
+    def fill_gradients(self) -> None:
+        """Call after backward: gradients that were not computed are zero from here on."""
+        for param in self._off:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+
+    def drop_gradients(self) -> None:
+        """Call when nobody looks at gradients any more before the optimizer steps."""
+        self._dropped = [(param, param.grad) for param in self._passive if param.grad is not None]
+        for param, _ in self._dropped:
+            param.grad = None
+
+    def give_back_gradients(self) -> None:
+        """Call after the optimizer stepped: hooks may look again."""
+        dropped, self._dropped = self._dropped, []
+        for param, gradient in dropped:
+            param.grad = gradient
+
+    # -- private
+
+    def _keep_graphs(self, modules: Iterable[str]) -> None:
+        """Have modules, and those around them, give outputs with a graph, as they do in training.
+
+        Not the root: that is the user's `LightningModule`, whose step returns a loss and what goes with it.
+        """
+        anchor = torch.zeros((), requires_grad=True)
+        around = {fqn[:end] for fqn in modules for end in (*(m.start() for m in re.finditer(r"\.", fqn)), len(fqn))}
+        for fqn in sorted(around - {""}):
+            module = self._module.get_submodule(fqn)
+            self._hooks.append(module.register_forward_hook(lambda _, __, out: _with_graph(anchor, out)))
+
+    def _detach_rows(self, fqn: str, param: nn.Parameter, active: Iterable[Operator]) -> None:
+        row = max(1, param.numel() // len(param))
+        pieces = [piece for operator in active for piece in operator.slices if piece.fqn == fqn]
+        rows_E = torch.zeros(len(param), dtype=torch.bool)
+        for piece in pieces:
+            rows_E[piece.start // row : -(-piece.stop // row)] = True
+        if rows_E.all():
+            return
+        path, _, name = fqn.rpartition(".")
+        module = self._module.get_submodule(path)
+
+        def before(_: nn.Module, __: Any) -> None:
+            # Beside the registered parameter, which is found after what the module has of that name.
+            module.__dict__[name] = StackedRows.of(param, rows_E)
+
+        def after(*_: Any) -> None:
+            module.__dict__.pop(name, None)
+
+        self._hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
+
+
+def _with_graph(anchor: Tensor, out: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return out
+    if type(out) in (tuple, list):
+        return type(out)(_with_graph(anchor, each) for each in out)
+    if not isinstance(out, Tensor) or out.requires_grad or not (out.is_floating_point() or out.is_complex()):
+        return out
+    # Of a view that a function returns, autograd forbids changes in place.
+    return _Graph.apply(anchor, [out.clone() if out._is_view() else out])  # type: ignore[no-untyped-call]  # noqa: SLF001  # no public way
+
+
+class _Graph(torch.autograd.Function):
+    """Give a tensor a graph that leads nowhere. It is no leaf: those must not be changed in place."""
+
+    @staticmethod
+    def forward(_: Any, __: Tensor, held: list[Tensor]) -> Tensor:
+        return held[0]
+
+    @staticmethod
+    def backward(_: Any, __: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class StackedRows(Tensor):
+    """A stack of matrices `[E, ...]`, of which some get a gradient; that of the others is zero.
+
+    Slices of the others are detached, and products with the whole stack compute the gradients of runs of active rows.
+    """
+
+    active_E: Tensor  # noqa: N815  # shape suffix
+    """bool, on the CPU."""
+
+    @classmethod
+    def of(cls, stack: Tensor, active_E: Tensor) -> StackedRows:
+        """Return an alias of a stack, in its graph."""
+        alias = stack.as_subclass(cls)
+        alias.active_E = active_E
+        return alias
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute as for a plain tensor, but for what is known to pay."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's own documentation has it
+            if func in _SLICES and isinstance(args[0], cls):
+                return _SLICES[func](args[0], func(*args, **kwargs), *args[1:], **kwargs)
+            if func in _PRODUCTS and len(args) > 1 and isinstance(args[1], cls) and args[0].ndim == _PRODUCTS[func]:
+                return _product(func, *args, **kwargs)
+            return func(*args, **kwargs)
+
+
+def _item(stack: StackedRows, out: Tensor, index: Any) -> Tensor:
+    single = isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype != torch.bool)
+    return out.detach() if single and not stack.active_E[int(index)] else out
+
+
+def _unbound(stack: StackedRows, out: tuple[Tensor, ...], dim: int = 0) -> tuple[Tensor, ...]:
+    if dim != 0:
+        return out
+    return tuple(each if active else each.detach() for each, active in zip(out, stack.active_E.tolist(), strict=True))
+
+
+def _transposed(stack: StackedRows, out: Tensor, *dims: int, **_: int) -> Tensor:
+    same = len(dims) == 0 or (0 not in dims and -stack.ndim not in dims)
+    return StackedRows.of(out, stack.active_E) if same and stack.ndim == 3 else out
+
+
+_SLICES: dict[Any, Callable[..., Any]] = {
+    Tensor.__getitem__: _item,
+    Tensor.unbind: _unbound,
+    torch.unbind: _unbound,
+    Tensor.transpose: _transposed,
+    torch.transpose: _transposed,
+    Tensor.mT.__get__: _transposed,  # type: ignore[attr-defined]  # a getter
+}
+
+
+def _product(func: Any, x: Tensor, stack: StackedRows, offs: Tensor | None = None, *rest: Any, **kwargs: Any) -> Any:
+    w, device = stack.as_subclass(Tensor), x.device.type
+    others = [*rest, *kwargs.values()]  # a bias, or a type of the output
+    if (
+        any(each is not None for each in others)
+        or (offs is None) == (func is _GROUPED)
+        or (offs is None and len(x) != len(w))
+    ):
+        given = {"offs": offs} if offs is not None else {}
+        return func(x, w, *rest, **given, **kwargs)
+    if offs is None and torch.is_autocast_enabled(device) and w.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        x, w = x.to(dtype), w.to(dtype)
+    return _RowsProduct.apply(x, w, offs, stack.active_E)  # type: ignore[no-untyped-call]
+
+
+class _RowsProduct(torch.autograd.Function):
+    """Multiply by a stack of matrices, as a batch or in groups that end at `offs`; active rows get gradients.
+
+    Operands are laid out as in torch's own backward: another order of summation would give other bits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w_EKN: Tensor, offs: Tensor | None, active_E: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w_EKN, offs)
+        ctx.active_E = active_E
+        return _multiply(x, w_EKN, offs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, w_EKN, offs = ctx.saved_tensors
+        of_x, of_w = None, None
+        if ctx.needs_input_grad[0]:
+            of_x = _multiply(gradient, w_EKN.mT, offs)
+        if ctx.needs_input_grad[1]:
+            of_w = torch.zeros_like(w_EKN)
+            columns = offs is not None and w_EKN.stride(-2) == 1 and w_EKN.stride(-1) != 1
+            for start, stop in _runs(ctx.active_E):
+                rows, ends = slice(start, stop), None
+                if offs is not None:
+                    first = int(offs[start - 1]) if start else 0
+                    rows, ends = slice(first, int(offs[stop - 1])), offs[start:stop] - first
+                if columns:
+                    of_w[start:stop] = _multiply(gradient[rows].mT, x[rows], ends).mT
+                else:
+                    of_w[start:stop] = _multiply(x[rows].mT, gradient[rows], ends)
+        return of_x, of_w, None, None
+
+
+def _multiply(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+    return torch.bmm(a, b) if offs is None else _GROUPED(a, b, offs)
+
+
+def _runs(active_E: Tensor) -> list[tuple[int, int]]:
+    """Return the intervals of active rows."""
+    edges = torch.diff(
+        active_E.int(), prepend=torch.zeros(1, dtype=torch.int32), append=torch.zeros(1, dtype=torch.int32)
+    )
+    return list(zip(*((edges == sign).nonzero().flatten().tolist() for sign in (1, -1)), strict=True))
+
+
+_GROUPED: Any = getattr(torch, "_grouped_mm", None)
+_BATCHED = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_PRODUCTS: dict[Any, int] = dict.fromkeys(_BATCHED, 3) | ({} if _GROUPED is None else {_GROUPED: 2})
+"""Dimensions of the first factor."""

@@ -1,0 +1,187 @@
+"""What is frozen while steps are done again saves work: counted operations of every replayed step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import MixtralConfig, MixtralModel
+from typing_extensions import override
+
+from lightning_moe_ckpt.callbacks import SparseCheckpoint
+from lightning_moe_ckpt.moe import MoELayer
+from lightning_moe_ckpt.recovery._frozen import StackedRows
+
+Kind = Literal["stacked", "transformers", "dense"]
+WINDOW, FAILS_AT, STEPS = 6, 15, 18
+
+
+class _Blocks(nn.Module):
+    """Two residual blocks of a matrix, and an MoE layer or a wide perceptron."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 48)
+        self.inner = nn.ModuleList(nn.Linear(48, 48) for _ in range(2))
+        self.outer = nn.ModuleList(
+            nn.Sequential(nn.Linear(48, 192), nn.GELU(), nn.Linear(192, 48)) if kind == "dense" else MoELayer(48, 96, 8)
+            for _ in range(2)
+        )
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        x += 0.1  # in place: of an embedding that is frozen, too
+        for inner, outer in zip(self.inner, self.outer, strict=True):
+            x = x + inner(x).tanh()
+            x = x + outer(x)
+        return x
+
+
+class _Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        size: dict[str, Any] = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2}
+        config = MixtralConfig(**size, num_local_experts=8, num_attention_heads=4, num_key_value_heads=4)
+        self.inner = MixtralModel(config)
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.inner(tokens).last_hidden_state
+        return out
+
+
+class _Counted(LightningModule):
+    """Counts the operations of each optimizer step, and reads gradients as users do: without a look whether they are there."""
+
+    def __init__(self, kind: Kind, fails_at: int | None) -> None:
+        super().__init__()
+        self.model: nn.Module = _Transformer() if kind == "transformers" else _Blocks(kind)
+        self.head = nn.Linear(48, 64)
+        self.flops: dict[int, int] = {}
+        """By the number of optimizer steps behind each; those after the failure are like all others."""
+        self._fails_at = fails_at
+        self._counter = FlopCounterMode(display=False)
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.global_step == self._fails_at:
+            raise RuntimeError("fails here")
+        return nn.functional.cross_entropy(self.head(self.model(batch[:, :-1])).flatten(0, 1), batch[:, 1:].flatten())
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx >= FAILS_AT - 2 * WINDOW:  # in every run: it has its own ways to compute some functions
+            self._counter.__enter__()  # type: ignore[no-untyped-call]
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx >= FAILS_AT - 2 * WINDOW:  # in every run: it has its own ways to compute some functions
+            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.flops[self.global_step] = self._counter.get_total_flops()
+        self._look()
+
+    @override
+    def on_after_backward(self) -> None:
+        self._look()
+
+    @override
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._look()
+
+    def _look(self) -> None:
+        for param in self.parameters():
+            assert param.grad is not None
+            assert param.grad.isfinite().all()
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def _fit(folder: Path, kind: Kind, *, fails_at: int | None = None, save: bool = True) -> _Counted:
+    seed_everything(3)
+    module = _Counted(kind, fails_at)
+    callbacks: list[Callback] = [SparseCheckpoint(str(folder / "run"), window=WINDOW)] if save else []
+    silent: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(max_steps=STEPS, callbacks=callbacks, accelerator="cpu", default_root_dir=str(folder), **silent)
+    data = torch.randint(0, 64, (4 * STEPS, 9), generator=torch.Generator().manual_seed(5))
+    loader: Any = DataLoader(data, batch_size=4)  # type: ignore[arg-type]  # a tensor is a dataset
+    with nullcontext() if fails_at is None else pytest.raises(RuntimeError, match="fails here"):
+        trainer.fit(module, loader)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["stacked", "transformers", "dense"])
+def test_replayed_steps_compute_no_gradient_of_what_is_frozen(kind: Kind, tmp_path: Path) -> None:
+    """Each step of the window saves less than the one before, and what comes of it is what an undisturbed run has."""
+    alone = _fit(tmp_path / "alone", kind, save=False)
+    _fit(tmp_path, kind, fails_at=FAILS_AT)
+    resumed = _fit(tmp_path, kind)
+    for (name, want), got in zip(alone.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(want, got), name
+    shares = [1 - resumed.flops[step] / alone.flops[step] for step in sorted(resumed.flops)]
+    assert shares[0] > 0.29, (
+        f"a third of a step is weight gradients, of which nearly all wait in its first one: {shares}"
+    )
+    assert shares == sorted(shares, reverse=True), "more and more is active"
+    assert shares[-1] == 0
+
+
+EXPERTS, ENDS = 5, (3, 3, 20, 29, 37)
+
+
+def _in_groups(x_NK: Tensor, w_EKM: Tensor) -> Tensor:
+    return torch._grouped_mm(x_NK, w_EKM, offs=torch.tensor(ENDS, dtype=torch.int32))
+
+
+def _under_autocast(x_ENK: Tensor, w_EKM: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return x_ENK @ w_EKM
+
+
+USES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "index": (lambda x, w: torch.cat([x[i] @ w[i] for i in range(EXPERTS)]), True),
+    "index, a tensor": (lambda x, w: torch.cat([x[i] @ w[torch.tensor(i)] for i in range(EXPERTS)]), True),
+    "unbind": (lambda x, w: torch.cat([a @ b for a, b in zip(x, w.unbind(), strict=True)]), True),
+    "batch": (torch.bmm, True),
+    "batch, transposed twice": (lambda x, w: x @ w.transpose(1, 2).mT, True),
+    "batch, autocast": (_under_autocast, True),
+    "groups": (_in_groups, True),
+    "groups, transposed": (lambda x, w: _in_groups(x, w.transpose(-2, -1)), True),
+    "all at once": (lambda x, w: torch.einsum("enk,ekm->enm", x, w), False),
+    "elementwise": (lambda x, w: x[:, :1] * w.sum(-1, keepdim=True).mT, False),
+}
+"""Ways to use a stack, and whether rows are left out in them."""
+
+
+@pytest.mark.parametrize("active", ["10110", "00001", "01010", "11111"])
+@pytest.mark.parametrize("use", USES)
+def test_rows_of_a_stack_without_a_gradient_change_no_other_bit(use: str, active: str) -> None:
+    """Outputs, and gradients of inputs and of active rows, are those of the whole stack; the others have zeros, or their own."""
+    compute, leaves_out = USES[use]
+    rng = torch.Generator().manual_seed(1)
+    active_E = torch.tensor([each == "1" for each in active])
+    x = torch.randn((37, 48) if "groups" in use else (EXPERTS, 37, 48), generator=rng)
+    w = torch.randn(EXPERTS, 48, 48, generator=rng)
+    found: list[list[Tensor]] = []
+    for partly in (False, True):
+        inputs, stack = x.clone().requires_grad_(), w.clone().requires_grad_()
+        out = compute(inputs, StackedRows.of(stack, active_E) if partly else stack)
+        assert type(out) is Tensor
+        torch.autograd.backward(out, torch.linspace(-1, 1, out.numel()).view_as(out).to(out.dtype))
+        assert inputs.grad is not None
+        assert stack.grad is not None
+        found.append([out.detach(), inputs.grad, stack.grad[active_E], stack.grad[~active_E]])
+    *whole, _ = found[0]
+    *rows, others = found[1]
+    assert all(torch.equal(a, b) for a, b in zip(whole, rows, strict=True))
+    assert leaves_out == (not others.any()) or active == "11111"
