@@ -308,7 +308,8 @@ class BlockCalls:
             for _ in range(_TRIES):
                 for piece in slices:
                     piece.normal_()
-                changed |= (self.output(layer) != usual).flatten(1).any(1)
+                # Not by bits: how a product is summed may depend on where its operands lie.
+                changed |= ~torch.isclose(self.output(layer), usual, rtol=1e-4, atol=1e-5).flatten(1).all(1)
             for piece, weight in zip(slices, weights, strict=True):
                 piece.copy_(weight)
             found.append(int(changed.sum()))
