@@ -21,7 +21,12 @@ from lightning_moe_ckpt._lightning import callbacks_of
 from lightning_moe_ckpt._lightning_callbacks import tries_only
 from lightning_moe_ckpt._lightning_files import LightningResume, let_best_come_first
 from lightning_moe_ckpt._lightning_stops import name_status
-from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, complete, spelled_out
+from lightning_moe_ckpt.callbacks._shared_arguments import (
+    CheckpointArguments,
+    complete,
+    number_of_bytes,
+    spelled_out,
+)
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
 from lightning_moe_ckpt.fit import FitSession, InPlace, supervisor
 from lightning_moe_ckpt.parallel import restart_is_likely
@@ -119,9 +124,10 @@ class CheckpointCallback(Checkpoint):
         self.url, self.resume, self.batches = checked_url(url), whole["resume"], whole["batches"]
         self.retention = whole["retention"] or (Retention() if whole["keep"] is None else Retention(last=whole["keep"]))
         self.stop_grace, self.freeze_heap = whole["stop_grace"], whole["freeze_heap"]
-        self.storage_options, self.bandwidth = whole["storage_options"], whole["bandwidth"]
+        self.storage_options = whole["storage_options"]
+        self.bandwidth: int | None = number_of_bytes(self, "bandwidth", whole["bandwidth"], also=[None])
         self.overhead_target, self.storage_at_least = whole["overhead_target"], whole["storage_at_least"]
-        self.replicas, self.max_chunk = whole["replicas"], whole["max_chunk"]
+        self.replicas, self.max_chunk = whole["replicas"], int(number_of_bytes(self, "max_chunk", whole["max_chunk"]))
         self.failure_domains = whole["failure_domains"]
         self.deterministic_dataset = whole["deterministic_dataset"]
         self._run: FitSession | None = None

@@ -12,6 +12,7 @@ from typing_extensions import Unpack, override
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.callbacks._shared_arguments import (
     CheckpointArguments,
+    number_of_bytes,
     require_choice,
     require_count,
     spelled_out,
@@ -39,7 +40,7 @@ class SparseCheckpoint(CheckpointCallback):
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
         window: steps per window; `auto` finds the smallest that fits `budget_nbytes`, or the measured bandwidth.
-        budget_nbytes: bytes that one rank may copy per step; `None` measures step time and bandwidth in steps 1 to 3.
+        budget_nbytes: bytes that one rank may copy per step, a number or text such as `400MB`; `None` measures step time and bandwidth in steps 1 to 3.
         planner: how operators are spread over the window. `algorithm1` is the paper's rule. `packed` takes more operators
             in full at later steps, where fewer are left to take as weights.
         order: which operators are taken in full first: `popularity` the experts with fewest tokens,
@@ -66,7 +67,7 @@ class SparseCheckpoint(CheckpointCallback):
         url: str | Path,
         *,
         window: int | Literal["auto"] = "auto",
-        budget_nbytes: int | None = None,
+        budget_nbytes: int | str | None = None,
         planner: Literal["packed", "algorithm1"] = "packed",
         order: Literal["popularity", "fixed", "back_to_front"] = "popularity",
         popularity: Popularity | None = None,
@@ -78,7 +79,6 @@ class SparseCheckpoint(CheckpointCallback):
         super().__init__(url, **shared)
         require_count(self, "window", window, what="steps", also=["auto"])
         require_count(self, "max_window", max_window, what="steps")
-        require_count(self, "budget_nbytes", budget_nbytes, what="bytes", also=[None])
         if window != "auto" and window > max_window:
             raise ConfigurationError(
                 f"`SparseCheckpoint(window={window}, max_window={max_window})`: the window exceeds its bound. Raise max_window."
@@ -93,7 +93,8 @@ class SparseCheckpoint(CheckpointCallback):
             )
         if popularity is not None:
             _warn_if_overtaken(popularity, max_window if isinstance(window, str) else window)
-        self.window, self.budget_nbytes, self.planner = window, budget_nbytes, planner
+        self.window, self.planner = window, planner
+        self.budget_nbytes: int | None = number_of_bytes(self, "budget_nbytes", budget_nbytes, also=[None])
         self.order, self.popularity, self.schedule = order, popularity, schedule
         self.max_window, self.over_budget = max_window, over_budget
 

@@ -3,22 +3,70 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from lightning.pytorch import LightningModule, Trainer
+from torchmetrics import Metric
 from typing_extensions import Unpack, override
 
+from lightning_moe_ckpt._lightning import callbacks_of, log_row
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.callbacks._monitor import ExpertLoadMonitor
 from lightning_moe_ckpt.callbacks._shared_arguments import (
     CheckpointArguments,
+    number_of_bytes,
     require_choice,
     require_count,
     spelled_out,
 )
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.policies import Deltas, DynamicK, PartialPolicy, Policy, SelectivePolicy
+from lightning_moe_ckpt.metrics import MoementaryLostTokens, PortionOfLostTokens, TokensAtRisk
+from lightning_moe_ckpt.policies import Budget, Deltas, DynamicK, PartialPolicy, Policy, SelectivePolicy
 
 
-class PartialExpertCheckpoint(CheckpointCallback):
+class ExpertCheckpoint(CheckpointCallback):
+    """Base of callbacks whose restarts are not exact: it says in the logs what they have cost, and would cost now.
+
+    Beside an `ExpertLoadMonitor`, which logs the same and more, it leaves that to it.
+    """
+
+    def __init__(self, url: str | Path, **shared: Unpack[CheckpointArguments]) -> None:
+        super().__init__(url, **shared)
+        self.metrics: dict[str, Metric] = {}
+        """PLT, MLT and tokens at risk by the names under which they are logged, as of the newest row; empty before that."""
+        self._logged = 0
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        every, step = int(trainer.log_every_n_steps), trainer.global_step  # type: ignore[attr-defined]
+        if not every or step % every or step == self._logged:
+            return
+        self._logged = step
+        if not any(isinstance(each, ExpertLoadMonitor) for each in callbacks_of(trainer)):
+            self._log(trainer)
+
+    def _log(self, trainer: Trainer) -> None:
+        ledger = self.accounting
+        if ledger is None or not trainer.is_global_zero:
+            return
+        if not self.metrics:
+            alone = {"sync_on_compute": False}  # ranks have the same
+            self.metrics = {
+                "moe/plt": PortionOfLostTokens(sum(ledger.num_experts), **alone),
+                "moe/mlt": MoementaryLostTokens(ledger.num_experts, **alone),
+                "moe/unsaved_tokens": TokensAtRisk([*ledger.saved], **alone),
+            }
+        plt, mlt, risk = self.metrics.values()
+        plt.update(ledger.lost, ledger.processed, ledger.dropped, ledger.progress)
+        mlt.update(ledger.lost, ledger.processed, ledger.dropped)
+        risk.update({level: int(ledger.unsaved(level).sum()) for level in ledger.saved})
+        row = {"moe/plt": float(plt.compute()), "moe/mlt": float(mlt.compute())}
+        log_row(trainer, row | {f"moe/unsaved_tokens/{level}": float(n) for level, n in risk.compute().items()})
+
+
+class PartialExpertCheckpoint(ExpertCheckpoint):
     """Take the dense part and `k` experts per layer every few steps. A restart is not exact.
 
     A restart goes back to the newest generation. The dense part has the state of its step. Each expert has the state of its
@@ -33,7 +81,7 @@ class PartialExpertCheckpoint(CheckpointCallback):
         every_n_steps: optimizer steps between two snapshots.
         k: experts per layer that each snapshot sends to storage.
         snapshot_k: experts per layer that each snapshot takes to host memory and to replicas on other nodes, at least
-            `k`; `None` for `k`.
+            `k`; `None` for `k`, `auto` for as many as measured bandwidth copies to host memory while a step computes.
         select: `sequential` takes the experts that were saved longest ago first, in an order that spreads them over layers
             and ranks; `load_aware` takes those with most unsaved tokens.
         plt_budget: largest acceptable PLT, as a fraction of all tokens that the planned training routes (of those so far,
@@ -56,7 +104,7 @@ class PartialExpertCheckpoint(CheckpointCallback):
         *,
         every_n_steps: int = 1,
         k: int = 1,
-        snapshot_k: int | None = None,
+        snapshot_k: int | Literal["auto"] | None = None,
         select: Literal["sequential", "load_aware"] = "sequential",
         plt_budget: float | None = 0.05,
         allow_missing_experts: bool = False,
@@ -66,9 +114,9 @@ class PartialExpertCheckpoint(CheckpointCallback):
         self.allow_missing_experts = allow_missing_experts
         require_count(self, "every_n_steps", every_n_steps, what="steps")
         require_count(self, "k", k, what="experts per layer")
-        require_count(self, "snapshot_k", snapshot_k, what="experts per layer", also=[None])
+        require_count(self, "snapshot_k", snapshot_k, what="experts per layer", also=[None, "auto"])
         require_choice(self, "select", select, ("sequential", "load_aware"))
-        if snapshot_k is not None and snapshot_k < k:
+        if isinstance(snapshot_k, int) and snapshot_k < k:
             raise ConfigurationError(
                 f"`PartialExpertCheckpoint(k={k}, snapshot_k={snapshot_k})`: what goes to storage goes to memory first. "
                 "Give a `snapshot_k` of `k` or more."
@@ -92,7 +140,7 @@ class PartialExpertCheckpoint(CheckpointCallback):
         )
 
 
-class SelectiveExpertCheckpoint(CheckpointCallback):
+class SelectiveExpertCheckpoint(ExpertCheckpoint):
     """Take the dense part and, within budgets of bytes, the experts with most unsaved tokens. A restart is not exact.
 
     Each generation takes the dense part first. The rest of a budget goes to layers in proportion to their unsaved tokens, and
@@ -106,10 +154,10 @@ class SelectiveExpertCheckpoint(CheckpointCallback):
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
         every_n_steps: optimizer steps between two snapshots.
-        local_budget: bytes that each rank may copy to host memory per snapshot; `auto` for what measured bandwidth
-            moves while a step computes.
-        remote_budget: bytes per snapshot that each rank may send to storage, at most `local_budget`; `auto` for what
-            measured bandwidth moves between two snapshots.
+        local_budget: bytes that each rank may copy to host memory per snapshot, a number or text such as `400MB`; `auto`
+            for what measured bandwidth moves while a step computes.
+        remote_budget: bytes per snapshot that each rank may send to storage, at most `local_budget`, written alike; `auto`
+            for what moves between two snapshots at the rate of the newest ones.
         delta: send other nodes gradients instead of states, for experts of the previous snapshot. `lossless` rebuilds
             states to the last bit; `bf16` takes half the bytes, and replicas are approximate. Needs `every_n_steps=1` and
             Adam or AdamW in float32 (`lossless` plain, on a CPU); otherwise, and with `None`, states are sent whole.
@@ -130,8 +178,8 @@ class SelectiveExpertCheckpoint(CheckpointCallback):
         url: str | Path,
         *,
         every_n_steps: int = 1,
-        local_budget: int | Literal["auto"] = "auto",
-        remote_budget: int | Literal["auto"] = "auto",
+        local_budget: int | str = "auto",
+        remote_budget: int | str = "auto",
         delta: Literal["lossless", "bf16"] | None = "lossless",
         resync_every: int = 64,
         allow_missing_experts: bool = False,
@@ -142,14 +190,14 @@ class SelectiveExpertCheckpoint(CheckpointCallback):
         require_count(self, "every_n_steps", every_n_steps, what="steps")
         require_choice(self, "delta", delta, ("lossless", "bf16", None))
         require_count(self, "resync_every", resync_every, what="generations")
-        require_count(self, "local_budget", local_budget, what="bytes", also=["auto"])
-        require_count(self, "remote_budget", remote_budget, what="bytes", also=["auto"])
-        if isinstance(local_budget, int) and isinstance(remote_budget, int) and remote_budget > local_budget:
+        local: Budget = number_of_bytes(self, "local_budget", local_budget, also=["auto"])
+        remote: Budget = number_of_bytes(self, "remote_budget", remote_budget, also=["auto"])
+        if isinstance(local, int) and isinstance(remote, int) and remote > local:
             raise ConfigurationError(
-                f"`{type(self).__name__}(local_budget={local_budget}, remote_budget={remote_budget})`: what leaves the "
+                f"`{type(self).__name__}(local_budget={local_budget!r}, remote_budget={remote_budget!r})`: what leaves the "
                 "node is copied to host memory first. Give a `local_budget` of `remote_budget` or more."
             )
-        self.every_n_steps, self.local_budget, self.remote_budget = every_n_steps, local_budget, remote_budget
+        self.every_n_steps, self.local_budget, self.remote_budget = every_n_steps, local, remote
         self.delta, self.resync_every = delta, resync_every
 
     @override

@@ -259,5 +259,6 @@ def _lost(lost: LossFigures | None) -> dict[str, float]:
     }
     figures |= {f"moe/{name}": float(nbytes) for name, nbytes in lost.budgets.items()}
     figures |= {f"moe/bandwidth/{name}": rate for name, rate in lost.bandwidths.items()}
+    figures |= {f"moe/capped_nbytes/{name}": float(nbytes) for name, nbytes in lost.capped.items()}
     figures |= {f"moe/experts_taken/{level}": float(sum(layers)) for level, layers in lost.taken.items()}
     return figures if lost.k is None else {**figures, "moe/experts_per_generation": float(lost.k)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
@@ -33,8 +34,8 @@ class CheckpointArguments(TypedDict, total=False):
             a WARNING said so: like `auto`, but it restores the newer state that the nodes' memory has.
         storage_options: options of the object store, in the words of s3fs, gcsfs, adlfs or another fsspec file system. A
             path takes none.
-        bandwidth: most bytes per second that each rank writes to storage, so that the network stays free for training;
-            `None` for no limit. Generations that the limit leaves no time for are skipped.
+        bandwidth: most bytes per second that each rank writes to storage, a number or text such as `400MB`, so that the
+            network stays free for training; `None` for no limit. Generations that the limit leaves no time for are skipped.
         overhead_target: share of training's time that checkpoints may cost; `None` for as fast as possible. Measured while
             training, from its second second and 20th step on. Where it is more, windows start less often (`every_n_steps`
             means at most every so many), and storage and copies on other nodes rest between generations; what was more
@@ -43,7 +44,7 @@ class CheckpointArguments(TypedDict, total=False):
             generation to the next.
         replicas: copies of every rank's generations in the memory of other nodes; `auto` is one where the ranks are on
             several nodes, else none.
-        max_chunk: bytes per message of such a copy. A message of training waits for at most one of them.
+        max_chunk: bytes per message of such a copy, a number or text such as `4MiB`. A message of training waits for at most one of them.
         failure_domains: node and rack of every rank, by rank; `None` lets each rank find out its own, or read
             `MOE_CKPT_NODE` and `MOE_CKPT_RACK`.
         batches: `reposition` makes a resumed run fetch again the batches that it repeats. `log` is for data that cannot be
@@ -64,11 +65,11 @@ class CheckpointArguments(TypedDict, total=False):
     retention: Retention | None
     resume: Resume
     storage_options: dict[str, Any] | None
-    bandwidth: int | None
+    bandwidth: int | str | None
     overhead_target: float | None
     storage_at_least: timedelta
     replicas: int | Literal["auto"]
-    max_chunk: int
+    max_chunk: int | str
     failure_domains: Sequence[FailureDomain] | None
     batches: Batches
     deterministic_dataset: bool
@@ -140,7 +141,6 @@ def _check_rest(owner: object, whole: CheckpointArguments) -> None:
             f"`{_name(owner)}(storage_options={whole['storage_options']!r})` must be a dict: arguments of the file "
             "system of the URL."
         )
-    require_count(owner, "bandwidth", whole["bandwidth"], what="bytes per second", also=[None])
     target = whole["overhead_target"]
     if target is not None and not (isinstance(target, float) and 0 < target < 1):
         raise ConfigurationError(
@@ -149,7 +149,6 @@ def _check_rest(owner: object, whole: CheckpointArguments) -> None:
     if whole["storage_at_least"] <= timedelta(0):
         raise ConfigurationError(f"`{_name(owner)}(storage_at_least={whole['storage_at_least']})` must be positive.")
     require_count(owner, "replicas", whole["replicas"], what="copies", also=["auto", 0])
-    require_count(owner, "max_chunk", whole["max_chunk"], what="bytes")
     require_choice(owner, "batches", whole["batches"], ("reposition", "log"))
     if whole["stop_grace"] < timedelta(0):
         raise ConfigurationError(f"`{_name(owner)}(stop_grace={whole['stop_grace']})` must not be negative.")
@@ -188,6 +187,42 @@ def require_count(owner: object, name: str, value: object, *, what: str, also: S
         return
     others = "".join(f"{each!r} or " for each in also)
     raise ConfigurationError(f"`{type(owner).__name__}({name}={value!r})` must be {others}1 or more {what}.")
+
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{infix}b": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for infix, base in (("", 1000), ("i", 1024))
+}
+"""Bytes of each unit, in lower case."""
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def number_of_bytes(owner: object, name: str, value: object, *, also: Sequence[object] = ()) -> Any:
+    """Return the bytes that an argument says, as an integer, or the value itself if it is one of `also`.
+
+    Args:
+        owner: the object whose constructor took the argument.
+        name: name of the argument.
+        value: a whole number, or text such as `400MB` or `1.5 GiB`.
+        also: other values that are allowed.
+
+    Raises:
+        ConfigurationError: it is neither, or less than one byte; the message shows the call.
+    """
+    if any(value is each or value == each for each in also) and not isinstance(value, bool):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    found = _NUMBER.fullmatch(value) if isinstance(value, str) else None
+    unit = None if found is None else _UNITS.get(found[2].lower())
+    if found is not None and unit is not None and float(found[1]) * unit >= 1:
+        return round(float(found[1]) * unit)
+    others = "".join(f"{each!r} or " for each in also)
+    raise ConfigurationError(
+        f"`{_name(owner)}({name}={value!r})` must be {others}1 or more bytes: a whole number, or text such as '400MB' or "
+        "'1.5GiB' (kB, MB, GB, TB of 1000, KiB, MiB, GiB, TiB of 1024)."
+    )
 
 
 def require_choice(owner: object, name: str, value: object, choices: Sequence[str | None]) -> None:

@@ -362,6 +362,14 @@ _BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
             _flag("--quality-quick", "A few steps of a tiny model, which say nothing about quality."),
         ],
     ),
+    "selection": (
+        "Experts in turns, by load and by budget: how many are taken again, tokens at risk, bytes to another node.",
+        [
+            _several("--routers", ["even", "skewed", "steep"], "How tokens are spread"),
+            _number("--selection-steps", 50, "Steps of every fit."),
+            _option("--shares", "Of experts that a generation takes.", "X,X", default="0.25,0.4"),
+        ],
+    ),
     "persist": (
         "Time and CPU until a generation is durable beside a bare write, and what steps notice of it.",
         [

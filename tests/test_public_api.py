@@ -30,7 +30,7 @@ PUBLIC: dict[str, str] = {
     """,
     "lightning_moe_ckpt.metrics": """
         CapturedPerStep ExpertLoad ExpertTokens ExpertsTaken Generations LoadSkew MoementaryLostTokens
-        PersistedPerSecond PortionOfLostTokens StallPerStep StallShare TIERS WindowPosition load_skew
+        PersistedPerSecond PortionOfLostTokens StallPerStep StallShare TIERS TokensAtRisk WindowPosition load_skew
         moementary_lost_tokens portion_of_lost_tokens
     """,
     "lightning_moe_ckpt.operators": """

@@ -22,6 +22,7 @@ from lightning_moe_ckpt.benchmarks import (
     _quality,
     _recovery,
     _scale,
+    _selection,
 )
 from lightning_moe_ckpt.benchmarks._benchmark import Machine
 from lightning_moe_ckpt.inspection import Screen
@@ -31,6 +32,7 @@ _BENCHMARKS: dict[str, Any] = {
     "in-place": _in_place,
     "recovery": _recovery,
     "quality": _quality,
+    "selection": _selection,
     "persist": _persist,
     "overhead": _overhead,
     "differential": _differential,

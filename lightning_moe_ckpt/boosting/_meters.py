@@ -100,8 +100,8 @@ class HookedMeter:
         self._use = torch.maximum(self._use, (demand_BE / base_E.clamp(min=1)).amax(dim=0))
 
 
-Slots = Callable[[int, Tensor], Tensor]
-"""Slots `[E]` that experts have without boost, from the tokens of a forward and those that each expert kept."""
+BaseSlots = Callable[[int, Tensor], Tensor]
+"""BaseSlots `[E]` that experts have without boost, from the tokens of a forward and those that each expert kept."""
 
 
 class _DemandMeter(HookedMeter):
@@ -142,7 +142,7 @@ class _DemandMeter(HookedMeter):
         return torch.ceil(live_E.double() / self.factor - 1e-6)
 
 
-def _slots_of(layer: MoELayerSpec, block: Any, module: nn.Module, base: Capacity) -> Slots | None:
+def _slots_of(layer: MoELayerSpec, block: Any, module: nn.Module, base: Capacity) -> BaseSlots | None:
     """Return the capacity without boost as the library itself works it out; `None` where that is not known."""
     view = layer.live_capacity
     assert view is not None

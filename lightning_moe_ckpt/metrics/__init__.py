@@ -14,5 +14,6 @@ from lightning_moe_ckpt.metrics._lost import ExpertsTaken as ExpertsTaken
 from lightning_moe_ckpt.metrics._lost import ExpertTokens as ExpertTokens
 from lightning_moe_ckpt.metrics._lost import MoementaryLostTokens as MoementaryLostTokens
 from lightning_moe_ckpt.metrics._lost import PortionOfLostTokens as PortionOfLostTokens
+from lightning_moe_ckpt.metrics._lost import TokensAtRisk as TokensAtRisk
 from lightning_moe_ckpt.metrics._lost import moementary_lost_tokens as moementary_lost_tokens
 from lightning_moe_ckpt.metrics._lost import portion_of_lost_tokens as portion_of_lost_tokens

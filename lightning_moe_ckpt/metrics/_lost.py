@@ -122,15 +122,13 @@ class _LostTokens(_Newest):
 
     lost: Tensor
     processed: Tensor
+    dropped: Tensor
+    """int64: by layer, or in all."""
 
-    @override
-    def update(self, lost_E: Tensor, processed_E: Tensor) -> None:
-        """Replace what was seen before.
-
-        Raises:
-            ValueError: not int64 with one entry per expert.
-        """
-        self._replace(lost=lost_E, processed=processed_E)
+    def __init__(self, num_experts: int, num_dropped: int, **kwargs: Any) -> None:
+        super().__init__(num_experts, **kwargs)
+        zeros = torch.zeros(num_dropped, dtype=torch.int64)
+        self.add_state("dropped", zeros, dist_reduce_fx="max", persistent=True)
 
 
 class PortionOfLostTokens(_LostTokens):
@@ -143,10 +141,27 @@ class PortionOfLostTokens(_LostTokens):
         ConfigurationError: there is no expert.
     """
 
+    progress: Tensor
+
+    def __init__(self, num_experts: int, **kwargs: Any) -> None:
+        super().__init__(num_experts, 1, **kwargs)
+        self.add_state("progress", torch.ones((), dtype=torch.float64), dist_reduce_fx="max", persistent=True)
+
+    @override
+    def update(self, lost_E: Tensor, processed_E: Tensor, dropped: Tensor | int = 0, progress: float = 1.0) -> None:
+        """Replace what was seen before; see `portion_of_lost_tokens`.
+
+        Raises:
+            ValueError: not int64 with one entry per expert.
+        """
+        self._replace(lost=lost_E, processed=processed_E, dropped=torch.as_tensor(dropped).sum().view(1))
+        self.progress.fill_(progress)
+
     @override
     def compute(self) -> Tensor:
         """Return a float64 scalar, 0 before the first token."""
-        return torch.tensor(portion_of_lost_tokens(self.lost, self.processed), dtype=torch.float64)
+        value = portion_of_lost_tokens(self.lost, self.processed, dropped=self.dropped, progress=float(self.progress))
+        return torch.tensor(value, dtype=torch.float64)
 
 
 class MoementaryLostTokens(_LostTokens):
@@ -164,18 +179,60 @@ class MoementaryLostTokens(_LostTokens):
             raise ConfigurationError(
                 f"`MoementaryLostTokens(num_experts={list(num_experts)})` must have 1 or more for each layer."
             )
-        super().__init__(sum(num_experts), **kwargs)
+        super().__init__(sum(num_experts), len(num_experts), **kwargs)
         self.num_experts = tuple(num_experts)
+
+    @override
+    def update(self, lost_E: Tensor, processed_E: Tensor, dropped_L: Tensor | None = None) -> None:
+        """Replace what was seen before; see `moementary_lost_tokens`.
+
+        Raises:
+            ValueError: not int64 with one entry per expert, or per layer.
+        """
+        dropped = torch.zeros_like(self.dropped) if dropped_L is None else dropped_L
+        self._replace(lost=lost_E, processed=processed_E, dropped=dropped)
 
     @override
     def compute(self) -> Tensor:
         """Return a float64 scalar, 0 before the first token."""
-        value = moementary_lost_tokens(self.lost, self.processed, self.num_experts)
+        value = moementary_lost_tokens(self.lost, self.processed, self.num_experts, dropped_L=self.dropped)
         return torch.tensor(value, dtype=torch.float64)
 
 
-class ExpertsTaken(_Newest):
-    """Number of experts in a generation, by level: K of a partial policy, S of a selective one.
+class _ByLevel(_Newest):
+    """Metric of one number per level."""
+
+    vectors = ("number",)
+    number: Tensor
+
+    def __init__(self, levels: Sequence[str] = ("memory", "storage"), **kwargs: Any) -> None:
+        if not levels or len(set(levels)) != len(levels):
+            raise ConfigurationError(
+                f"`{type(self).__name__}(levels={list(levels)})` must name each level once, and at least one."
+            )
+        super().__init__(len(levels), **kwargs)
+        self.levels = tuple(levels)
+
+    @override
+    def update(self, numbers: Mapping[str, int]) -> None:
+        """Replace what was seen before.
+
+        Raises:
+            ValueError: not exactly the levels that were named.
+        """
+        if set(numbers) != set(self.levels):
+            name = type(self).__name__
+            raise ValueError(f"`{name}.update` got {sorted(numbers)}, the levels are {list(self.levels)}.")
+        self._replace(number=torch.tensor([numbers[level] for level in self.levels], dtype=torch.int64))
+
+    @override
+    def compute(self) -> dict[str, Tensor]:
+        """Return int64 scalars by level."""
+        return {level: self.number[i].clone() for i, level in enumerate(self.levels)}
+
+
+class ExpertsTaken(_ByLevel):
+    """Number of experts in the newest generation, by level: K of a partial policy, S of a selective one.
 
     Args:
         levels: names of what generations go to.
@@ -185,29 +242,14 @@ class ExpertsTaken(_Newest):
     """
 
     higher_is_better = None
-    vectors = ("number",)
-    number: Tensor
 
-    def __init__(self, levels: Sequence[str] = ("memory", "storage"), **kwargs: Any) -> None:
-        if not levels or len(set(levels)) != len(levels):
-            raise ConfigurationError(
-                f"`ExpertsTaken(levels={list(levels)})` must name each level once, and at least one."
-            )
-        super().__init__(len(levels), **kwargs)
-        self.levels = tuple(levels)
 
-    @override
-    def update(self, experts: Mapping[str, int]) -> None:
-        """Replace what was seen before: experts of the newest generation, per layer or in all, by level.
+class TokensAtRisk(_ByLevel):
+    """Tokens whose updates only live weights have, by level: what losing everything but that level would cost now.
 
-        Raises:
-            ValueError: not exactly the levels that were named.
-        """
-        if set(experts) != set(self.levels):
-            raise ValueError(f"`ExpertsTaken.update` got {sorted(experts)}, the levels are {list(self.levels)}.")
-        self._replace(number=torch.tensor([experts[level] for level in self.levels], dtype=torch.int64))
+    Args:
+        levels: names of what generations go to.
 
-    @override
-    def compute(self) -> dict[str, Tensor]:
-        """Return int64 scalars by level."""
-        return {level: self.number[i].clone() for i, level in enumerate(self.levels)}
+    Raises:
+        ConfigurationError: no level, or one named twice.
+    """

@@ -115,6 +115,8 @@ class Budgets:
         """Whether other nodes get all that memory takes, so that it must not take more than leaves meanwhile."""
         self.in_force: dict[str, int] = {}
         """By level; empty until ranks have agreed."""
+        self.capped: dict[str, int] = {}
+        """By name of the argument, bytes by which memory keeps a measured budget below what steps can hide."""
         self._local_rate = 0.0
         self._ring_nbytes: int | None = None
         """What a slot of the ring holds, once it is known: budgets that are measured later do not exceed it."""
@@ -172,7 +174,21 @@ class Budgets:
         # Copies to memory must be over by the next optimizer step, whenever the next generation is.
         steps = 1 if level == MEMORY else self._every_n_steps
         nbytes = max(1, int(self._rate(level) * self.clock.median * steps * BUDGET_SHARE))
-        return nbytes if self._ring_nbytes is None else min(nbytes, self._ring_nbytes)
+        if self._ring_nbytes is None:
+            return nbytes
+        self._note_cap(level, nbytes - self._ring_nbytes, self._ring_nbytes)
+        return min(nbytes, self._ring_nbytes)
+
+    def _note_cap(self, level: str, over: int, ring_nbytes: int) -> None:
+        name = _NAMES[level]
+        if over > 0 and name not in self.capped:
+            log.info(
+                "`%s='auto'`: steps could hide %.2f MiB, and memory was made for %.2f MiB, which is what counts. A restart "
+                "makes it anew",
+                *(name, (ring_nbytes + over) / 2**20, ring_nbytes / 2**20),
+            )
+        if over > 0 or name in self.capped:
+            self.capped[name] = max(over, 0)
 
     def _rate(self, level: str) -> float:
         leaves = level == STORAGE or self.copies_leave
@@ -207,6 +223,8 @@ class ExpertBudgets(Budgets):
     @property
     @override
     def reserve_nbytes(self) -> int:
+        if STORAGE not in self._config:
+            return 0
         # What is measured may grow up to what memory takes; gradients are of the experts that leave the node.
         given = self._config[STORAGE]
         remote = self._nbytes(MEMORY) if given == "auto" else min(self._nbytes(MEMORY), given)
@@ -214,7 +232,9 @@ class ExpertBudgets(Budgets):
 
     @property
     @override
-    def peer_nbytes(self) -> int:
+    def peer_nbytes(self) -> int | None:
+        if STORAGE not in self._config:
+            return None
         sizes, nbytes = self._sizes()[STORAGE], max(self._nbytes(STORAGE), self._least_nbytes)
         return int((min(nbytes, sizes.full) + sizes.behind(nbytes)) * (1 + RING_HEADROOM))
 
@@ -234,7 +254,8 @@ class ExpertBudgets(Budgets):
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
         smallest = [max(self._least(), min(column)) for column in zip(*rows, strict=True)]
         found = {level: self._unless_noise(level, n) for level, n in zip(self._config, smallest, strict=True)}
-        found[STORAGE] = min(found[STORAGE], found[MEMORY])
+        if STORAGE in found:
+            found[STORAGE] = min(found[STORAGE], found[MEMORY])
         if found != self.in_force:
             self.in_force = found
             said = ", ".join(f"{nbytes / 2**20:.2f} MiB to {level}" for level, nbytes in found.items())
@@ -269,7 +290,7 @@ class ExpertBudgets(Budgets):
         return max(each.nbytes for each in self._layouts)
 
     def _warn(self, level: str, budget: int, missing: int) -> None:
-        if level not in self._warned:
+        if level not in self._warned and STORAGE in self._config:
             self._warned.add(level)
             log.warning(
                 "`%s` of %d bytes has no room for an expert beside the dense part: one is taken all the same. Give %d "

@@ -73,6 +73,8 @@ class LossFigures:
     """Bytes of a generation of this rank in force, `local_budget` and `remote_budget`, where a policy has some."""
     bandwidths: dict[str, float] = field(default_factory=dict, compare=False)
     """Bytes per second of this rank from which these follow, where they are measured."""
+    capped: dict[str, int] = field(default_factory=dict, compare=False)
+    """Bytes by which the size of memory keeps a measured budget below what steps can hide, where it ever did."""
     taken: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
     """Experts of each layer that the newest generation takes, to `memory` and to `storage`."""
 
@@ -184,7 +186,7 @@ class LedgerKeeper:
         self.ledger = self.ledger.take(step, selection, levels=())
         self.coming, self._processed_E = self.ledger.processed - self._processed_E, self.ledger.processed
 
-    def figures(self, budgets: Mapping[str, int], rates: Mapping[str, float]) -> LossFigures:
+    def figures(self, budgets: Mapping[str, int], rates: Mapping[str, float], capped: Mapping[str, int]) -> LossFigures:
         """Return the figures on lost tokens for `Report`."""
         now = self.ledger
         return LossFigures(
@@ -198,6 +200,7 @@ class LedgerKeeper:
             accounting=now,
             budgets=dict(budgets),
             bandwidths=dict(rates),
+            capped=dict(capped),
             taken=self._taken,
         )
 

@@ -94,6 +94,8 @@ class Planner:
     ) -> None:
         if (refusal := policy.refusal(view.operators)) is not None:
             raise ConfigurationError(refusal)
+        if exchange.is_coordinator and (remark := policy.remark(view.operators)) is not None:
+            log.warning("%s", remark)
         self._policy, self._view, self._groups, self._exchange = policy, view, groups, exchange
         self._period = policy.least_steps(len(view.operators))
         low = autocast_dtype if "compute_dtypes" in policy.needs and may_probe else None
@@ -116,6 +118,7 @@ class Planner:
         self._step: int | None = None
         self._boundaries = 0
         self._kept: int | None = None
+        self._made_for: dict[str, int] = {}
         self._reserve_nbytes = 0
         self._room: list[int] = []
         """Bytes of experts of each position that ring slots are made for."""
@@ -254,7 +257,8 @@ class Planner:
 
     def loss_figures(self) -> LossFigures | None:
         """Return the figures on lost tokens for `Report`; `None` where restarts are exact."""
-        return None if self.tokens is None else self.tokens.figures(self._budgets.nbytes, self._budgets.rates)
+        budgets = self._budgets
+        return None if self.tokens is None else self.tokens.figures(budgets.nbytes, budgets.rates, budgets.capped)
 
     def close(self) -> None:
         """Stop measuring."""
@@ -314,6 +318,7 @@ class Planner:
                 [self._selection(each.record.plan) for each in layouts], max(each.slot_nbytes for each in layouts)
             )
             layout.reserve_nbytes = self._reserve_nbytes
+        self._made_for = dict(self._budgets.in_force)
         self._kept = self._policy.generations_kept(self._inputs())
         return layout
 
@@ -411,6 +416,7 @@ class Planner:
             layouts=() if tokens is None else tokens.layouts,
             bad=() if tokens is None else tokens.to_take_again,
             generations_kept=self._kept,
+            made_for=self._made_for,
         )
 
     def _budgets_changed(self, rows: Sequence[Sequence[int]]) -> bool:

@@ -33,12 +33,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_moe_ckpt.operators import OperatorSet
 from lightning_moe_ckpt.policies._balanced import Urgency, balanced
 from lightning_moe_ckpt.policies._expert_tables import (
     LEVELS,
     MAX_GENERATIONS,
     MEMORY,
     STORAGE,
+    ExpertLayout,
     ExpertTable,
     Selection,
     SortKey,
@@ -50,7 +52,7 @@ from lightning_moe_ckpt.policies._expert_tables import (
     taken_again,
     unsaved_order,
 )
-from lightning_moe_ckpt.policies._policy import ExpertPolicy, PlanInputs
+from lightning_moe_ckpt.policies._policy import Budget, ExpertPolicy, Measurement, PlanInputs
 from lightning_moe_ckpt.policies._token_ledger import TokenLedger
 
 log = logging.getLogger(__name__)
@@ -91,6 +93,26 @@ def next_k(k: int, *, last_k: int, plt: float, last_loss: float, plt_budget: flo
     return grown
 
 
+def largest_k(layouts: Sequence[ExpertLayout], nbytes: int, *, least: int) -> int:
+    """Return the most experts per layer of which one position has no more than `nbytes`, `least` or more.
+
+    Source: PEC (2024), Sec. 4.2: as many for snapshots as are taken before the next optimizer step.
+    """
+    most = max((each.num_experts for each in layouts), default=least)
+    found = least
+    while found < most and _nbytes_of_position(layouts, found + 1) <= nbytes:
+        found += 1
+    return found
+
+
+def _nbytes_of_position(layouts: Sequence[ExpertLayout], k: int) -> int:
+    """Return the bytes of the position that gives most, of K experts per layer."""
+    taken: defaultdict[tuple[int, int], int] = defaultdict(int)
+    for each in layouts:
+        taken[each.nbytes, len(set(each.rank_of))] += min(k, each.num_experts)
+    return sum(nbytes * -(-number // positions) for (nbytes, positions), number in taken.items())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicK:
     """Whether and when K follows what faults have cost."""
@@ -122,8 +144,8 @@ class PartialPolicy(ExpertPolicy):
 
     k: int = 1
     """Experts per layer that go to storage; a layer with fewer gives all."""
-    snapshot_k: int | None = None
-    """Experts per layer that go to memory, `k` or more; `None` for `k`."""
+    snapshot_k: int | Literal["auto"] | None = None
+    """Experts per layer that go to memory, `k` or more; `None` for `k`, `auto` for as many as steps can hide."""
     order: ExpertOrder = "sequential"
     """Which come first."""
     age_limit: int | None = None
@@ -138,7 +160,7 @@ class PartialPolicy(ExpertPolicy):
     def __post_init__(self) -> None:
         if self.k < 1:
             raise ValueError(f"`PartialPolicy(k={self.k})` must be one or more.")
-        if self.snapshot_k is not None and self.snapshot_k < self.k:
+        if isinstance(self.snapshot_k, int) and self.snapshot_k < self.k:
             raise ValueError(
                 f"`PartialPolicy(k={self.k}, snapshot_k={self.snapshot_k})`: what goes to storage goes to memory first, "
                 "so `snapshot_k` must be `k` or more."
@@ -151,15 +173,40 @@ class PartialPolicy(ExpertPolicy):
     @override
     def in_force(self, inputs: PlanInputs) -> PartialPolicy:
         """Return the policy with the K that faults have led to; memory goes on with what it was made for."""
-        ledger = inputs.ledger
+        ledger, snapshot_k = inputs.ledger, self.snapshot_k
+        if snapshot_k == "auto":
+            nbytes = (inputs.made_for or inputs.budgets).get(MEMORY, 0)
+            snapshot_k = largest_k(inputs.layouts, nbytes, least=self.k)
         if ledger is None or ledger.k is None:
-            return self
-        return replace(self, k=ledger.k, snapshot_k=max(self.memory_k, ledger.k, ledger.memory_k or 0))
+            return replace(self, snapshot_k=snapshot_k)
+        return replace(self, k=ledger.k, snapshot_k=max(snapshot_k or 0, ledger.k, ledger.memory_k or 0))
+
+    @property
+    @override
+    def needs(self) -> frozenset[Measurement]:
+        measured: set[Measurement] = {"bandwidths"} if self.snapshot_k == "auto" else set()
+        return super().needs | measured
+
+    @property
+    @override
+    def budgets(self) -> Mapping[str, Budget]:
+        return {MEMORY: "auto"} if self.snapshot_k == "auto" else {}
+
+    @override
+    def remark(self, operators: OperatorSet) -> str | None:
+        most = max((layer.num_experts for layer in operators.layers), default=0)
+        for name, value in (("k", self.k), ("snapshot_k", self.snapshot_k)):
+            if isinstance(value, int) and value > most:
+                return (
+                    f"`{self.callback}({name}={value})`: layers have {most} experts at most, so all of them are taken each "
+                    f"time. Give fewer, or use DenseCheckpoint, whose restarts are exact"
+                )
+        return None
 
     @property
     def memory_k(self) -> int:
         """Experts per layer that go to memory."""
-        return self.snapshot_k or self.k
+        return self.snapshot_k if isinstance(self.snapshot_k, int) else self.k
 
     @override
     def config(self) -> dict[str, Any]:

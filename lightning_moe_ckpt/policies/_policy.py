@@ -98,6 +98,8 @@ class PlanInputs:
     """Experts, by place over all layers, that are to be taken before all others: a stored copy turned out bad."""
     generations_kept: int | None = None
     """Generations that memory was made for; `None` before the first plan."""
+    made_for: Mapping[str, int] = field(default_factory=dict)
+    """Budgets that memory was made for; empty before the first plan."""
 
     @cached_property
     def tables(self) -> list[ExpertTable]:
@@ -162,6 +164,10 @@ class Policy(ABC):
 
     def refusal(self, operators: OperatorSet) -> str | None:
         """Return why nothing can be planned over these, with what to do instead; `None` if plans are possible."""
+        return None
+
+    def remark(self, operators: OperatorSet) -> str | None:
+        """Return which of its arguments have no effect over these, and what to do instead; `None` if all have."""
         return None
 
     def split_nbytes(self, inputs: PlanInputs) -> int:

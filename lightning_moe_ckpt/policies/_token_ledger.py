@@ -203,8 +203,12 @@ class TokenLedger:
         """Return tokens as a part of all that are routed in the training: what a fault that lost them adds to PLT."""
         from lightning_moe_ckpt.metrics import portion_of_lost_tokens  # as above
 
-        progress = self.steps / (self.steps + self.steps_left) if self.steps else 1.0
-        return portion_of_lost_tokens(tokens_E, self.processed, dropped=self.dropped, progress=progress)
+        return portion_of_lost_tokens(tokens_E, self.processed, dropped=self.dropped, progress=self.progress)
+
+    @property
+    def progress(self) -> float:
+        """Part of the planned training that was counted; 1 where its length is not known."""
+        return self.steps / (self.steps + self.steps_left) if self.steps else 1.0
 
     def unsaved(self, level: str) -> Tensor:
         """Return the tokens in the live weights that `level` lacks by `TierLedger.expected`, int64 `[E]`."""

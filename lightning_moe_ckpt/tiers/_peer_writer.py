@@ -200,6 +200,8 @@ class PeerWorker(TierWorker):
         super().__init__(PEER, markers, memories=replication.memories)
         self._room = room
         self._waited = 0.0
+        self._wire = 0
+        """Bytes that were sent for the newest generation, per copy: of gradients fewer than those of its segments."""
         self._replication, self._keep, self._num_kept = replication, resumed, keep
         self._sending: GenerationId | None = None
         self._held: dict[GenerationId, Released] = {}
@@ -345,6 +347,10 @@ class PeerWorker(TierWorker):
         return True
 
     @override
+    def _wire_nbytes(self, job: WriteJob) -> int:
+        return self._wire
+
+    @override
     def _take_waited(self) -> float:
         waited, self._waited = self._waited, self._replication.pacer.waited_seconds
         return self._waited - waited
@@ -358,7 +364,7 @@ class PeerWorker(TierWorker):
             if error.refused:
                 self._chain.refused(str(error))
             raise
-        nbytes = (stream.nbytes_sent - self._nbytes_before) // len(stream.holders)
+        self._wire = nbytes = (stream.nbytes_sent - self._nbytes_before) // len(stream.holders)
         if self._replication.ahead:
             self._chain.whole(marker, nbytes, drift)
         self._sending = None

@@ -44,6 +44,8 @@ _MOMENT = timedelta(seconds=1)
 """For a call to fail before the process ends: an upload that is aborted leaves nothing in the bucket."""
 
 _LEAST_SECONDS = 1e-6
+_SMOOTHING = 0.8
+"""Part of what was moved, and of its seconds, that counts a generation later."""
 
 _REMEMBERED = 32
 """Complete generations that `holds` knows of."""
@@ -157,7 +159,8 @@ class TierWorker(ABC):
         self.num_complete = self.nbytes_complete = 0
         """Generations completed here, and this rank's bytes of them."""
         self.rate: float | None = None
-        """Bytes per second at which the newest of them came here, while they were not made to wait."""
+        """Bytes per second that moved for the newest of them, while they were not made to wait; older ones count for less."""
+        self._moved = self._moving_seconds = 0.0
         self._markers, self._on_complete = markers, on_complete
         self._jobs: dict[GenerationId, WriteJob] = {}
         self._changed = threading.Condition()
@@ -305,6 +308,10 @@ class TierWorker(ABC):
         """Return what older generations hold of this rank's part. On the thread. Memory has all of it itself."""
         return (), ()
 
+    def _wire_nbytes(self, job: WriteJob) -> int:
+        """Return the bytes that a complete generation has moved. On the thread."""
+        return sum(entry.nbytes for entry in job.entries)
+
     def _take_waited(self) -> float:
         """Return the seconds since the last call in which the worker was made to wait. On the thread."""
         return 0.0
@@ -377,7 +384,11 @@ class TierWorker(ABC):
             self._complete.append(job.generation)
             self.num_complete += 1
             self.nbytes_complete += nbytes
-            self.rate = nbytes / max(job.seconds - self._take_waited(), _LEAST_SECONDS)
+            self._moved = _SMOOTHING * self._moved + self._wire_nbytes(job)
+            self._moving_seconds = _SMOOTHING * self._moving_seconds + max(
+                job.seconds - self._take_waited(), _LEAST_SECONDS
+            )
+            self.rate = self._moved / self._moving_seconds
         if self._on_complete is not None:
             self._on_complete(job.generation)
 

@@ -25,7 +25,7 @@ from launcher import run_world
 from rich.console import Console, RenderableType
 
 import lightning_moe_ckpt
-from lightning_moe_ckpt.benchmarks import _in_place, _native, _overhead, _recovery, _scale
+from lightning_moe_ckpt.benchmarks import _in_place, _native, _overhead, _recovery, _scale, _selection
 from lightning_moe_ckpt.benchmarks._benchmark import Machine, accelerator_for, rounds_of
 from lightning_moe_ckpt.benchmarks._breakdown import HookCost
 from lightning_moe_ckpt.benchmarks._in_place import Failure, FailureFigure
@@ -35,6 +35,7 @@ from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, OBJECT, STEP, Per
 from lightning_moe_ckpt.benchmarks._recovery import CASES, HostRestoreFigure, Recovery, RecoveryFigure
 from lightning_moe_ckpt.benchmarks._scale import MEASURED as MEASURED_BY_SCALE
 from lightning_moe_ckpt.benchmarks._scale import Growth, ScaleFigure, sizes_of
+from lightning_moe_ckpt.benchmarks._selection import SelectionFigure
 from lightning_moe_ckpt.benchmarks._variants import chosen_variants
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import ConfigurationError
@@ -89,6 +90,7 @@ TINY = {
         *("--differential-steps", "10", "--differential-every", "4", "--differential-dim", "32"),
         *("--differential-elements", "1000", "--differential-repeats", "1"),
     ),
+    "selection": ("--routers", "steep", "--shares", "0.5", "--selection-steps", "16"),
     "scale": ("--sizes", "16,32", "--scale-rounds", "1", "--scale-steps", "8"),
     "native": ("--slices", "50", "--repeats", "1", "--megabytes", "1", "--elements", "200000"),
 }
@@ -296,6 +298,18 @@ def test_costs_are_fitted_over_the_number_of_experts() -> None:
     assert all(measured.what in shown for measured in MEASURED_BY_SCALE)
     assert shown.count(" met ") == len(MEASURED_BY_SCALE), "each goal has its outcome"
     assert max(map(len, shown.splitlines())) <= 100
+
+
+@pytest.mark.soak
+def test_experts_that_are_chosen_by_load_come_again_and_are_sent_as_gradients() -> None:
+    """In turns none does, and a fault would lose more; all take the same number."""
+    figures = [SelectionFigure(**row) for row in _document("selection")["selection"]]
+    turns, by_load, by_budget = figures
+    assert turns.repeats == 0
+    assert min(by_load.repeats, by_budget.repeats) > 0.1
+    assert max(by_load.at_risk["memory"], by_budget.at_risk["memory"]) < turns.at_risk["memory"]
+    assert turns.wire_share == by_load.wire_share == 1 > by_budget.wire_share
+    assert "in turns" in _shown(_selection.table(figures))
 
 
 def test_growth_is_a_line_and_an_exponent() -> None:

@@ -264,7 +264,7 @@ def test_a_place_that_cannot_be_written_stops_all_ranks(tmp_path: Path, obstacle
         ({"window": "auot"}, "`SparseCheckpoint(window='auot')` must be 'auto'"),
         ({"window": 2.5}, "`SparseCheckpoint(window=2.5)` must be"),
         ({"max_window": 0}, "`SparseCheckpoint(max_window=0)` must be"),
-        ({"budget_nbytes": "1GB"}, "`SparseCheckpoint(budget_nbytes='1GB')` must be None or 1 or more bytes"),
+        ({"budget_nbytes": "1G"}, "`SparseCheckpoint(budget_nbytes='1G')` must be None or 1 or more bytes"),
         ({"over_budget": "wait"}, "`SparseCheckpoint(over_budget='wait')` must be 'stall' or 'dense'"),
         ({"storage_options": "key=1"}, "must be a dict"),
         (

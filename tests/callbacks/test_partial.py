@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,16 +43,16 @@ class Net(LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def fit(checkpoint: Any, *others: Any, experts: bool = True, net: Net | None = None) -> None:
+def fit(checkpoint: Any, *others: Any, experts: bool = True, net: Net | None = None, **options: Any) -> None:
     torch.manual_seed(1)
     data = DataLoader(TensorDataset(torch.arange(4.0 * 12 * FEATURES).view(-1, FEATURES).sin()), batch_size=4)
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",
         callbacks=[*others, checkpoint],
-        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **{"logger": False, **options},
     )
     trainer.fit(net if net is not None else Net(experts=experts), data)
 
@@ -99,6 +100,61 @@ def test_a_step_takes_a_fraction_of_a_snapshot_of_everything(tmp_path: Path) -> 
     assert monitor.latest["moe/experts_per_generation"] == 1
     assert (monitor.latest["moe/plt"], monitor.latest["moe/mlt"], monitor.latest["moe/partial_faults"]) == (0, 0, 0)
     assert 0 < monitor.latest["moe/unsaved_tokens/memory"] <= monitor.latest["moe/unsaved_tokens/storage"]
+
+
+def test_without_a_monitor_it_says_itself_what_would_be_lost(tmp_path: Path) -> None:
+    """In the rows of the Trainer's own logger, of the ledger; `metrics` has them as metrics of torchmetrics."""
+    logger = CSVLogger(str(tmp_path / "logs"))
+    checkpoint = PartialExpertCheckpoint(str(tmp_path / "run"), k=1)
+    fit(checkpoint, logger=logger, log_every_n_steps=4)
+    header, *rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    assert {"moe/plt", "moe/mlt", "moe/unsaved_tokens/memory", "moe/unsaved_tokens/storage"} <= set(header.split(","))
+    assert len(rows) == 3
+    assert float(checkpoint.metrics["moe/plt"].compute()) == 0
+    assert int(checkpoint.metrics["moe/unsaved_tokens"].compute()["memory"]) > 0
+
+
+@pytest.mark.parametrize(("options", "named"), [({"k": 99}, "k=99"), ({"snapshot_k": 77}, "snapshot_k=77"), ({}, "")])
+def test_more_experts_than_there_are_is_said(
+    tmp_path: Path, options: dict[str, int], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of them are taken, which is what DenseCheckpoint does, exactly."""
+    fit(PartialExpertCheckpoint(str(tmp_path), **options))  # type: ignore[arg-type]
+    said = [each.getMessage() for each in caplog.records if "experts at most" in each.getMessage()]
+    assert len(said) == bool(named)
+    assert all(f"PartialExpertCheckpoint({named})" in each and "DenseCheckpoint" in each for each in said)
+
+
+def test_as_many_experts_go_to_memory_as_steps_can_hide(tmp_path: Path) -> None:
+    """Small ones all of them: this machine copies kilobytes in no time."""
+    checkpoint = PartialExpertCheckpoint(str(tmp_path), k=1, snapshot_k="auto", overhead_target=None)
+    fit(checkpoint)
+    lost = checkpoint.report.lost
+    assert lost is not None
+    assert lost.taken == {"memory": (NUM_EXPERTS,), "storage": (1,)}
+
+
+# -- bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [(7, 7), ("7", 7), ("400MB", 400 * 10**6), ("1.5 GiB", 3 * 2**29), ("64kib", 2**16), (" 2 tb ", 2 * 10**12)],
+)
+def test_bytes_may_be_written_with_a_unit(given: int | str, wanted: int) -> None:
+    """The same for every argument that counts bytes."""
+    shared = PartialExpertCheckpoint("/ckpt", bandwidth=given, max_chunk=given)
+    own = SelectiveExpertCheckpoint("/ckpt", local_budget=given, remote_budget=given)
+    sparse = SparseCheckpoint("/ckpt", budget_nbytes=given)
+    found = [shared.bandwidth, shared.max_chunk, own.local_budget, own.remote_budget, sparse.budget_nbytes]
+    assert found == [wanted] * 5
+
+
+@pytest.mark.parametrize("wrong", ["400M", "MB", "-4MB", "0.2", "4 MB/s", True, 2.5, 0])
+def test_what_is_no_number_of_bytes_is_refused(wrong: Any) -> None:
+    """With what it may be."""
+    with pytest.raises(ConfigurationError, match=r"`PartialExpertCheckpoint\(max_chunk=.*'400MB' or '1.5GiB'"):
+        PartialExpertCheckpoint("/ckpt", max_chunk=wrong)
 
 
 # -- selective

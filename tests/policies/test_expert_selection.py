@@ -30,7 +30,7 @@ from lightning_moe_ckpt.policies import (
     TokenLedger,
 )
 from lightning_moe_ckpt.policies._balanced import balanced
-from lightning_moe_ckpt.policies._partial import spread
+from lightning_moe_ckpt.policies._partial import largest_k, spread
 from lightning_moe_ckpt.policies._selective import compute_s
 
 ORDERS = ("sequential", "load_aware")
@@ -502,6 +502,14 @@ def test_k_grows_for_both_levels_and_falls_for_storage() -> None:
         inputs = PlanInputs(operators=operators, ledger=ledger.with_k(k, memory_k=memory_k))
         grown = PartialPolicy(k=1, snapshot_k=snapshot_k).in_force(inputs)
         assert (grown.k, grown.memory_k) == wanted
+
+
+def test_the_largest_k_is_that_which_fits_in_what_the_busiest_position_can_hide() -> None:
+    """Experts of ten bytes, in three layers on two positions: with K = 3 one gives five of them."""
+    shapes = layouts(3, 8, 2)
+    found = [largest_k(shapes, nbytes, least=1) for nbytes in (0, 19, 20, 29, 30, 49, 50, 119, 120, 10**9)]
+    assert found == [1, 1, 1, 1, 2, 2, 3, 7, 8, 8]
+    assert largest_k(shapes, 0, least=4) == 4
 
 
 def test_places_over_all_layers() -> None:

@@ -70,11 +70,17 @@ def test_noise_changes_nothing_and_a_fall_does() -> None:
     assert agree(here)[STORAGE] == 1100
 
 
-def test_a_budget_that_grows_stays_within_the_ring() -> None:
-    """Which is made once, for the first estimate and a quarter more."""
+def test_a_budget_that_grows_stays_within_the_ring(caplog: pytest.LogCaptureFixture) -> None:
+    """Which is made once, for the first estimate and a quarter more. That is said once, and counted."""
+    caplog.set_level("INFO", logger="lightning_moe_ckpt.planning._budgets")
     here = measured(1e-3, None)
     here._local_rate, here._ring_nbytes = 2000.0, 2500
     before = agree(here)
+    caplog.clear()
     here.clock._seconds.extend([1000.0] * 32)
+    agree(here)
     assert before == {MEMORY: 1000, STORAGE: 1000}
     assert agree(here) == {MEMORY: 2000, STORAGE: 2000}
+    said = [each.getMessage().split("`")[1] for each in caplog.records if "could hide" in each.getMessage()]
+    assert said == ["local_budget='auto'", "remote_budget='auto'"]
+    assert here.capped == dict.fromkeys(["local_budget", "remote_budget"], int(2000.0 * 1000 * 0.8) - 2500)

@@ -103,7 +103,7 @@ def train_dense(model: LightningModule) -> None:
         "/ckpt", every_n_steps=2, k=1, snapshot_k=4, select="load_aware", plt_budget=0.03, keep=3
     )
     Trainer(strategy=strategy.MoEStrategy(), callbacks=[lossy]).fit(model)
-    assert_type(lossy.snapshot_k, int | None)
+    assert_type(lossy.snapshot_k, int | Literal["auto"] | None)
     chosen = callbacks.SelectiveExpertCheckpoint("/ckpt", every_n_steps=2, local_budget=2**20, remote_budget="auto")
     assert_type(chosen.local_budget, int | Literal["auto"])
     assert_type(callbacks.SelectiveExpertCheckpoint("/ckpt", delta="bf16", resync_every=9).resync_every, int)
@@ -158,6 +158,7 @@ def measure(counts_E: Tensor, report: Mapping[str, int]) -> dict[str, Tensor]:
     plt, mlt = metrics.PortionOfLostTokens(16), metrics.MoementaryLostTokens([8, 8])
     plt.update(counts_E, counts_E)
     mlt.update(counts_E, counts_E)
+    metrics.TokensAtRisk(("memory", "storage")).update({"memory": 1, "storage": 2})
     tokens, taken = metrics.ExpertTokens(16), metrics.ExpertsTaken(("memory", "storage"))
     tokens.update(counts_E, counts_E, counts_E)
     taken.update(report)

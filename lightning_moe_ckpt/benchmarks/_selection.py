@@ -1,0 +1,235 @@
+"""Measure what choosing experts by their load brings: real fits on two nodes, with experts in turns, by load and by budget.
+
+All take equally many bytes. A generation is taken at each step, and a step waits until it is stored, so that the choice
+depends on the policy and not on how busy the disk is. What is counted comes from the ledger that the engine itself keeps,
+step by step, and from what copies on the other node took on the wire.
+
+Sources: PEC (2024), Algorithm 1; MOETION (2024), Algorithms 1 and 3, Sec. 5.2 (experts stay chosen for a while) and 7.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.table import Table
+from typing_extensions import override
+
+from lightning_moe_ckpt.benchmarks._benchmark import Progress, table_of
+from lightning_moe_ckpt.benchmarks._fits import (
+    BenchModel,
+    ModelSize,
+    bench_folders,
+    bench_trainer,
+    own_memory,
+    patient_storage,
+    quiet_lightning,
+    random_tokens,
+)
+from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint, SelectiveExpertCheckpoint
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
+from lightning_moe_ckpt.testing import Attempt, AttemptFailed, run_lives
+
+Choice = Literal["in turns", "load-aware", "selective"]
+SYSTEMS: tuple[Choice, ...] = ("in turns", "load-aware", "selective")
+NODES = 2
+_STATE_NBYTES = 12
+"""Bytes per parameter: fp32 weights with both moments."""
+_SKIPPED = 10
+"""Steps at the start that do not count: nothing has a copy then."""
+_SKEWS = {"even": 0.0, "skewed": 0.15, "steep": 0.4}
+"""By which a router's logits fall from one expert to the next; what tokens add to them deviates by about 0.6."""
+_COLUMNS = (
+    *("router", "experts taken", "chosen", "taken again", "at risk, memory", "at risk, storage", "of turns"),
+    *("sent to the other node", "of whole bytes"),
+)
+_CAPTION = """\
+taken again: part of the experts of a generation that the one before it had; a choice by chance has as many as are taken
+at risk: tokens that only live weights have, mean over steps; losing the process costs those, or the node, where storage is all
+of turns: tokens at risk of memory, relative to those of experts in turns
+of whole bytes: sent as gradients where an expert stays chosen, relative to sending every state; in turns states are sent"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectionFigure:
+    """One policy, share and router."""
+
+    system: Choice
+    skew: str
+    """Name of the router's."""
+    k: int
+    """Experts of each layer, or the bytes of so many."""
+    taken: float
+    """Experts of each layer that a generation takes, on average."""
+    num_experts: int
+    repeats: float
+    """Part of these that the generation before took too."""
+    at_risk: dict[str, float]
+    """By level, mean tokens that are in live weights only."""
+    wire_nbytes: float
+    """Bytes per generation that a rank has sent to the other node."""
+    wire_share: float
+    """Relative to the bytes of the segments; 1 where no gradients are sent."""
+
+
+def measure(options: SimpleNamespace, progress: Progress) -> list[SelectionFigure]:
+    """Run the benchmark."""
+    size = ModelSize(num_blocks=2, model_dim=64, num_experts=16, expert_dim=96, batch_size=4)
+    ks = [max(1, round(each * size.num_experts)) for each in _shares(options.shares)]
+    cases = list(product(options.routers, ks, SYSTEMS))
+    figures = []
+    for done, (skew, k, system) in enumerate(cases):
+        progress(f"{skew}, {k} of {size.num_experts}, {system}", done, len(cases))
+        fit = SelectionFit(system=system, skew=skew, k=k, size=size, steps=options.selection_steps)
+        figures.append(_run(fit))
+    return figures
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        found = [float(each) for each in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < each <= 1 for each in found):
+        raise ConfigurationError(f"`--shares {text}` must be parts of all experts from 0 to 1, such as 0.25,0.4.")
+    return found
+
+
+def table(figures: Sequence[SelectionFigure]) -> Table:
+    """Return the figures for people."""
+    turns = {(each.skew, each.k): each for each in figures if each.system == "in turns"}
+    rows = []
+    for each in figures:
+        base = turns[each.skew, each.k].at_risk["memory"]
+        rows.append([
+            *(each.skew, f"{each.taken:.1f} of {each.num_experts}", each.system, f"{each.repeats:.2f}"),
+            *(f"{each.at_risk[level]:.0f}" for level in ("memory", "storage")),
+            *(f"{each.at_risk['memory'] / base:.2f}", f"{each.wire_nbytes / 1e6:.2f} MB", f"{each.wire_share:.0%}"),
+        ])  # fmt: skip
+    return table_of("Choosing experts by what is at risk", _COLUMNS, rows, _CAPTION)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionFit:
+    """One fit on two nodes of one process each; picklable."""
+
+    system: Choice
+    skew: str
+    k: int
+    """Experts of each layer, or the bytes of so many."""
+    size: ModelSize
+    steps: int
+    memory: str = ""
+    """Folder on a tmpfs with a folder per node."""
+
+    def __call__(self, attempt: Attempt) -> dict[str, Any]:
+        """Run it, and return what its ledger and its copies said."""
+        own_memory(f"{self.memory}/node{attempt.rank}", lost=False)
+        checkpoint = self._checkpoint(attempt.url)
+        watch = _Watch(checkpoint)
+        torch.manual_seed(0)
+        model = BenchModel(self.size)
+        _skew(model, _SKEWS[self.skew])
+        with quiet_lightning(), patient_storage():
+            trainer = bench_trainer(
+                devices=attempt.world_size, accelerator="cpu", callbacks=[watch, checkpoint], max_steps=self.steps
+            )
+            trainer.fit(model, random_tokens(self.size, attempt.world_size * (self.steps + 1)))
+        found, sent = checkpoint.report, checkpoint.report.deltas
+        wire = sent.nbytes + sent.whole_nbytes if sent is not None else 0
+        whole = sent.segments_nbytes + sent.whole_nbytes if sent is not None else 0
+        # Without gradients all of a segment goes to the other node.
+        return {"wire": wire or found.nbytes_captured, "whole": whole or found.nbytes_captured, **watch.figures()}
+
+    def _checkpoint(self, url: str) -> PartialExpertCheckpoint | SelectiveExpertCheckpoint:
+        if self.system == "selective":
+            budget = self._budget()
+            return SelectiveExpertCheckpoint(url, local_budget=budget, remote_budget=budget, overhead_target=None)
+        select: Literal["sequential", "load_aware"] = "sequential" if self.system == "in turns" else "load_aware"
+        return PartialExpertCheckpoint(url, k=self.k, select=select, plt_budget=None, overhead_target=None)
+
+    def _budget(self) -> int:
+        """Return the bytes of one rank with the dense part and `k` experts per layer, of which each rank writes its share."""
+        with torch.device("meta"):
+            model = BenchModel(self.size)
+        layers = [sum(p.numel() for _, p in layer.expert_parameters()) for layer in model.moe_layers()]
+        expert = layers[0] // self.size.num_experts
+        params = self.size.num_params() - sum(layers) + self.k * len(layers) * expert
+        # More than half an expert besides, for the journal and headers.
+        return _STATE_NBYTES * (params // NODES + expert * 6 // 10)
+
+
+def _skew(model: BenchModel, step: float) -> None:
+    """Make the logits of each router fall from expert to expert, from another one on in each layer."""
+    norms = [each for name, each in model.named_modules() if name.endswith("norm_moe")]
+    with torch.no_grad():
+        for i, (norm, layer) in enumerate(zip(norms, model.moe_layers(), strict=True)):
+            logits_E = -step * torch.arange(layer.num_experts).roll(3 * i)
+            # Of a normalised token all but the bias adds up to nothing.
+            dict(norm.named_parameters())["bias"].fill_(1.0)
+            layer.gate.weight.add_(logits_E[:, None] / layer.d_model)
+
+
+class _Watch(Callback):
+    """Read the engine's ledger at every step, once what was taken is stored."""
+
+    def __init__(self, checkpoint: PartialExpertCheckpoint | SelectiveExpertCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self._before = set[int]()
+        self._taken: list[int] = []
+        self._again: list[int] = []
+        self._at_risk: dict[str, list[int]] = {"memory": [], "storage": []}
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        ledger = self._checkpoint.accounting
+        if ledger is None or not ledger.generations or not self._checkpoint.wait_committed():
+            return
+        newest = set((ledger.taken == ledger.generations - 1).nonzero()[:, 0].tolist())
+        if trainer.global_step > _SKIPPED:
+            self._taken.append(len(newest))
+            self._again.append(len(newest & self._before))
+            for level, found in self._at_risk.items():
+                found.append(int(ledger.unsaved(level).sum()))
+        self._before = newest
+
+    def figures(self) -> dict[str, Any]:
+        """Return totals and means."""
+        at_risk = {level: statistics.fmean(found) for level, found in self._at_risk.items()}
+        return {"taken": sum(self._taken), "again": sum(self._again), "steps": len(self._taken), "at_risk": at_risk}
+
+
+def _run(fit: SelectionFit) -> SelectionFigure:
+    with bench_folders() as (folder, memory):
+        (folder / "run").mkdir()
+        try:
+            (attempt,) = run_lives(
+                replace(fit, memory=str(memory)),
+                url=(folder / "run").as_uri(),
+                workdir=folder,
+                world_size=NODES,
+                kills=[],
+                timeout=300,
+            )
+        except AttemptFailed as failed:
+            raise CheckpointError(f"{fit.system}, {fit.skew}: {failed}") from failed
+        ranks = [attempt.returned(rank) for rank in range(NODES)]
+    first, layers = ranks[0], fit.size.num_blocks
+    generations = fit.steps * NODES
+    return SelectionFigure(
+        system=fit.system,
+        skew=fit.skew,
+        k=fit.k,
+        taken=first["taken"] / first["steps"] / layers,
+        num_experts=fit.size.num_experts,
+        repeats=first["again"] / first["taken"],
+        at_risk={level: number / layers for level, number in first["at_risk"].items()},
+        wire_nbytes=sum(each["wire"] for each in ranks) / generations,
+        wire_share=sum(each["wire"] for each in ranks) / sum(each["whole"] for each in ranks),
+    )
