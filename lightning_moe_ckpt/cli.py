@@ -338,7 +338,7 @@ _BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
             _number("--recovery-dim", 128, "Its model dimension."),
             _number("--host-kills", 10, "Kills of a process whose state is read back from memory, without training."),
             _number("--host-megabytes", 50, "Of that state."),
-            _several("--systems", ["sparse", "dense", "dcp", "lightning"], "What is compared"),
+            _several("--systems", ["sparse", "dense", "partial", "selective", "dcp", "lightning"], "What is compared"),
             _option("--folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
     ),

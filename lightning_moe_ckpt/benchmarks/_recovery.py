@@ -59,6 +59,8 @@ from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile
 CASES: tuple[tuple[RecoverySystem, RecoveryLoss], ...] = (
     *(("sparse", loss) for loss in ("process", "node", "cluster")),
     *(("dense", loss) for loss in ("process", "node", "cluster")),
+    *(("partial", loss) for loss in ("process", "cluster")),
+    *(("selective", loss) for loss in ("process", "cluster")),
     ("dcp", "cluster"),
     ("lightning", "cluster"),
 )
@@ -66,18 +68,29 @@ CASES: tuple[tuple[RecoverySystem, RecoveryLoss], ...] = (
 _SYSTEMS = {
     "sparse": "SparseCheckpoint",
     "dense": "DenseCheckpoint",
+    "partial": "PartialExpertCheckpoint",
+    "selective": "SelectiveExpertCheckpoint",
     "dcp": "torch DCP, async",
     "lightning": "Lightning .ckpt",
 }
 _COLUMNS = (
-    *("checkpoints", "lost", "restored from", "saved per step", "in hooks per step", "step", "steps lost"),
+    *(
+        "checkpoints",
+        "lost",
+        "restored from",
+        "saved per step",
+        "in hooks per step",
+        "step",
+        "steps lost",
+        "tokens lost",
+    ),
     *("restored after", "of it restore", "re-run", "total", "range"),
 )
 _NOTE = """\
 before the kill: bytes saved per step by all ranks together, what the training thread spent on it, waits included, and the \
 mean step with it
 restored after: from the SIGKILL until the state is there, with new processes but without imports; re-run: steps lost, and \
-done again"""
+done again; tokens lost: over all experts, for good, where restarts are not exact"""
 _LOSSES = {"process": "process", "node": "node", "cluster": "all nodes"}
 _CYCLES = 3
 """Checkpoints that were due before the kill: the newest may still be on its way."""
@@ -105,6 +118,8 @@ class Recovery:
     """Time from the SIGKILL until the state was there; after the fork come process group, model, Trainer, and the restore."""
     restore_seconds: float | None
     """Part of `ready_seconds` that the checkpoint callback took; unknown for other systems."""
+    lost_tokens: int
+    """Tokens whose updates are in no weights any more, each as often as it was routed; 0 where restarts are exact."""
     start_seconds: float
     """Time from there to the first batch."""
     rerun_seconds: float
@@ -232,6 +247,7 @@ def _read(attempts: Sequence[AttemptResult], step: int, num_steps: int) -> Recov
         begin_seconds=own["begun"] - at,
         ready_seconds=own["ready"] - at,
         restore_seconds=own["restore_seconds"],
+        lost_tokens=own["lost_tokens"],
         start_seconds=own["started"] - own["ready"],
         rerun_seconds=done[step] - own["started"] if own["from"] < step else 0.0,
         total_seconds=done[step + 1] - at,
@@ -293,12 +309,13 @@ def _from_host(figures: Sequence[RecoveryFigure]) -> Iterator[str]:
 
 def _row(figure: RecoveryFigure) -> list[str]:
     low, high = figure.total_range
-    lost = _LOSSES[figure.loss] if figure.system in ("sparse", "dense") else "any"
+    lost = "any" if figure.system in ("dcp", "lightning") else _LOSSES[figure.loss]
     after = (figure.ready_seconds, figure.restore_seconds, figure.rerun_seconds, figure.total_seconds)
     return [
         *(_SYSTEMS[figure.system], lost, _sources(figure)),
         *(megabytes(figure.saved_nbytes), milliseconds(figure.hook_seconds), milliseconds(figure.step_seconds)),
-        *(f"{figure.rollback_steps:g}", *map(milliseconds, after), f"{milliseconds(low)} to {milliseconds(high)}"),
+        *(f"{figure.rollback_steps:g}", f"{figure.lost_tokens:.0f}" if figure.lost_tokens else ""),
+        *(*map(milliseconds, after), f"{milliseconds(low)} to {milliseconds(high)}"),
     ]
 
 

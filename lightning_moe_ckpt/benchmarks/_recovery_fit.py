@@ -26,11 +26,19 @@ from lightning_moe_ckpt.benchmarks._fits import (
     random_tokens,
 )
 from lightning_moe_ckpt.benchmarks._peers import DcpCheckpoint, MeteredCheckpoint
-from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
+from lightning_moe_ckpt.callbacks import (
+    DenseCheckpoint,
+    PartialExpertCheckpoint,
+    SelectiveExpertCheckpoint,
+    SparseCheckpoint,
+)
 from lightning_moe_ckpt.testing import Attempt
 from lightning_moe_ckpt.testing._records import JsonLines
 
-RecoverySystem = Literal["none", "sparse", "dense", "dcp", "lightning"]
+RecoverySystem = Literal["none", "sparse", "dense", "partial", "selective", "dcp", "lightning"]
+OWN = DenseCheckpoint | SparseCheckpoint | PartialExpertCheckpoint | SelectiveExpertCheckpoint
+_SHARE_K = 4
+"""Experts per layer that partial checkpoints take, of 16."""
 RecoveryLoss = Literal["process", "node", "cluster"]
 """A loss is that of one process, with it of its node's memory, or of the memory of every node."""
 
@@ -81,6 +89,12 @@ class RecoveryFit:
             return SparseCheckpoint(attempt.url, window=self.every, overhead_target=None)
         if self.system == "dense":
             return DenseCheckpoint(attempt.url, every_n_steps=self.every, overhead_target=None)
+        if self.system == "partial":
+            return PartialExpertCheckpoint(
+                attempt.url, every_n_steps=self.every, k=_SHARE_K, plt_budget=None, overhead_target=None
+            )
+        if self.system == "selective":
+            return SelectiveExpertCheckpoint(attempt.url, every_n_steps=self.every, overhead_target=None)
         if self.system == "dcp":
             return DcpCheckpoint(folder, every_n_steps=self.every, first_step=first)
         return MeteredCheckpoint(folder, every_n_train_steps=self.every) if self.system == "lightning" else None
@@ -142,7 +156,7 @@ def read_times(path: Path) -> dict[str, Any]:
 
 def _costs(checkpoint: Callback | None) -> tuple[float, int]:
     """Return seconds of the training thread and bytes saved so far; summed over the ranks, no byte counts twice."""
-    if isinstance(checkpoint, DenseCheckpoint | SparseCheckpoint):
+    if isinstance(checkpoint, OWN):
         return checkpoint.report.overhead_seconds, checkpoint.report.nbytes_captured
     if isinstance(checkpoint, DcpCheckpoint | MeteredCheckpoint):
         return checkpoint.seconds, checkpoint.nbytes
@@ -151,6 +165,7 @@ def _costs(checkpoint: Callback | None) -> tuple[float, int]:
 
 def _report(checkpoint: Callback | None) -> dict[str, Any]:
     known = ("resumed_from", "restored_from", "restore_seconds")
-    if not isinstance(checkpoint, DenseCheckpoint | SparseCheckpoint):
-        return {"resumed_from": None, "restored_from": {}, "restore_seconds": None}
-    return {name: getattr(checkpoint.report, name) for name in known}
+    if not isinstance(checkpoint, OWN):
+        return {"resumed_from": None, "restored_from": {}, "restore_seconds": None, "lost_tokens": 0}
+    lost = checkpoint.report.lost
+    return {**{name: getattr(checkpoint.report, name) for name in known}, "lost_tokens": lost.lost if lost else 0}

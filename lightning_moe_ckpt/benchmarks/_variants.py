@@ -50,6 +50,7 @@ class Variant:
 _POLICIES = [
     *(Variant("sparse", every, memory) for memory in (True, False) for every in (4, 8)),
     *(Variant("dense", every, memory) for memory in (True, False) for every in (1, 4)),
+    *(Variant(system, 1, memory) for memory in (True, False) for system in ("partial", "selective")),
 ]
 _PEERS = [
     *(Variant("dlrover", every, memory_only=True) for every in (1, 4)),
@@ -57,12 +58,7 @@ _PEERS = [
     *(Variant(system, 4) for system in ("lightning", "torch.save", "dcp")),
 ]
 _MORE = [
-    *(
-        Variant(system, every, memory)
-        for system in ("partial", "selective")
-        for every in (1, 4)
-        for memory in (True, False)
-    ),
+    *(Variant(system, 4, memory) for system in ("partial", "selective") for memory in (True, False)),
     Variant("monitored", 8),
     *(Variant("differential", 64, memory) for memory in (True, False)),
 ]
