@@ -11,7 +11,7 @@ import signal
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,7 @@ class _Script:
 
     def __init__(self, aborts: Sequence[Abort]) -> None:
         self.left, self._reached, self._failed = list(aborts), 0, False
+        self.on_recovery: Callable[[], None] | None = None
 
     def reach(self, place: str, *, after: bool = False) -> None:
         if not self.left or (self.left[0].place, self.left[0].after) != (place, after):
@@ -116,6 +117,8 @@ class _Script:
 
     def rejoin(self, timeout: float) -> None:
         """Nobody else is there."""
+        if self.on_recovery is not None:
+            self.on_recovery()
 
 
 _scripts: list[_Script] = []
@@ -165,11 +168,18 @@ def _storing_later(put_segment: Callable[..., Any], *args: Any) -> Any:
 
 
 def train_in_place(
-    setup: Setup, aborts: Sequence[Abort], life: Attempt, *, stores_later: bool = False, must_reach: bool = True
+    setup: Setup,
+    aborts: Sequence[Abort],
+    life: Attempt,
+    *,
+    stores_later: bool = False,
+    must_reach: bool = True,
+    on_recovery: Callable[[Path], None] | None = None,
 ) -> Mapping[str, Any]:
     """Run `setup` in this process, which is aborted and goes on as often as the script says.
 
-    With `stores_later` nothing arrives in storage before the last abort; with `must_reach` all places are come to.
+    With `stores_later` nothing arrives in storage before the last abort; with `must_reach` all places are come to. Before
+    it goes on, `on_recovery` gets the folder of the run.
     """
     from lightning_moe_ckpt.callbacks import _base
 
@@ -181,6 +191,7 @@ def train_in_place(
     for place in {each.place for each in aborts} & CALLS.keys():
         _aborting(place)
     vars(_base)["supervisor"] = lambda _: script
+    script.on_recovery = partial(on_recovery, life.workdir) if on_recovery is not None else None
     aborter = _Aborter()
     returned = train(_WithCallbacks(setup, [aborter], [LatePhase(aborter)]), life)  # type: ignore[arg-type]
     print(f"aborted {len(aborts) - len(script.left)} times")
