@@ -25,13 +25,28 @@ APART: tuple[type, ...] = (Trainer, Strategy, Logger, Profiler)
 """What is not reset: rows that a logger has are dropped when they come again, and a strategy gets other groups."""
 
 
-def tap_run_stage(trainer: Trainer, around: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Let `around` run all that training does, from the sanity check on, and return a function that undoes this."""
-    original = trainer._run_stage
-    trainer._run_stage = lambda: around(original)  # type: ignore[method-assign]
+Around = Callable[[Callable[[], Any]], Any]
+
+
+def tap_run(trainer: Trainer, meet: Around, stage: Around) -> Callable[[], None]:
+    """Let `meet` run the meeting of all ranks behind `on_fit_start`, once, and `stage` all that follows, from the sanity check on.
+
+    Returns:
+        A function that undoes this.
+    """
+    connector = trainer._checkpoint_connector
+    original, resume_end = trainer._run_stage, connector.resume_end
+    trainer._run_stage = lambda: stage(original)  # type: ignore[method-assign]
+
+    def meet_once() -> None:
+        del connector.resume_end
+        meet(resume_end)
+
+    connector.resume_end = meet_once  # type: ignore[method-assign]
 
     def remove() -> None:
-        trainer.__dict__.pop("_run_stage", None)
+        vars(trainer).pop("_run_stage", None)
+        vars(connector).pop("resume_end", None)
 
     return remove
 

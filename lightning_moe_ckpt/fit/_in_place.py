@@ -85,7 +85,9 @@ class InPlace:
         """Files, folders and rows with which it began, in a process that was there."""
         self._joined = False
         """Whether this process has joined others in the midst of a fit, of theirs or its own."""
-        self._remove = _lightning_in_place.tap_run_stage(trainer, self._run)
+        self._interrupted = False
+        """Whether another rank has failed before training began in this process."""
+        self._remove = _lightning_in_place.tap_run(trainer, self._meet, self._run)
 
     def begin(self, make: Callable[[], FitSession]) -> FitSession:
         """Return what `make` makes and begins; call in `on_fit_start`, before any other callback runs."""
@@ -164,11 +166,14 @@ class InPlace:
         while not self._survives(partial(reconnect, self._supervisor)):
             pass
 
+    def _meet(self, original: Callable[[], object]) -> None:
+        self._interrupted = not self._survives(original)
+
     def _run(self, original: Callable[[], object]) -> None:
-        stage = partial(self._run_stage, original, again=False)
-        while not self._survives(stage):
+        again = False
+        while self._interrupted or not self._survives(partial(self._run_stage, original, again=again)):
             self._recover()
-            stage = partial(self._run_stage, original, again=True)
+            self._interrupted, again = False, True
 
     def _run_stage(self, original: Callable[[], object], *, again: bool) -> None:
         if again:

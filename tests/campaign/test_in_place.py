@@ -76,9 +76,9 @@ BEGIN = ["open", "join_tiers", "load", "resume", "fit_start", "sanity", "loaders
 INSIDE = ["in_forward", "in_backward", "in_optimizer"]
 TOGETHER = ["reduce", "agree"]
 """Places that one rank alone does not come to."""
-RESUMED = ["resume", "position", "replayed"]
+RESUMED = ["load", "resume", "position", "replayed"]
 """Places that a rank comes to when there is a generation."""
-LAST = ["stop", "train_end"]
+LAST = ["end", "stop", "train_end"]
 """Places behind which nothing is trained again."""
 END = ["epoch_start", "epoch_end", "compute", "file", "epoch_metrics", "end"]
 
@@ -294,7 +294,15 @@ def test_a_rank_dies_before_there_is_a_generation(campaigns: Campaigns, setup: s
     check_killed(campaigns, {"sparse": SPARSE_3, "dense": DENSE_3}[setup], kill, same_seed=True)
 
 
-PLACES = [*PHASES, *INSIDE, *STEP, *BEGIN, *END, "generation_0", "hand_over"]
+PLACES = [
+    *PHASES,
+    *INSIDE,
+    *STEP,
+    *(each for each in BEGIN if each not in RESUMED),
+    *END[:-1],
+    "generation_0",
+    "hand_over",
+]
 TRACED_1 = Alone(sanity=2, checkpointing=SPARSE.checkpointing)
 TRACED_3 = Traced(world_size=3, sanity=2, checkpointing=DENSE.checkpointing)
 TRACED_EP3 = replace(
@@ -329,7 +337,7 @@ def deaths_at(place: str, ranks: Sequence[int], *, seed: int) -> list[Death]:
         Death(rank=rank, at=Abort(place=place, after=place in CALLS and draw.random() < 0.3), stops=(seed + i) % 2 == 1)
         for i, rank in enumerate(ranks)
     ]
-    before = Death(rank=draw.choice(ranks), at=Abort(place="after_backward", nth=6))
+    before = Death(rank=draw.choice(ranks), at=Abort(place="after_backward", nth=8))
     return [before, *found] if place in RESUMED else found
 
 
@@ -354,9 +362,10 @@ def draw_deaths(draw: random.Random, setup: Setup) -> list[Death]:
     """Up to four in a row, in recoveries too, of which the last may be one at the end of an epoch or of training."""
     there = places_of(setup)
     early = [each for each in there if each in {*PHASES, *INSIDE, *STEP, *TOGETHER, *BEGIN} - {*RESUMED}]
+    there = [each for each in there if each not in RESUMED]
     found = [draw_death(draw, setup, early) for _ in range(draw.randint(0, 3))]
     if found and found[-1].at.place not in BEGIN:
-        there += RESUMED
+        there += [each for each in RESUMED if each != "position"]  # between two epochs there is none
     return [*found, draw_death(draw, setup, [each for each in there if each not in {"generation_0", "epoch_start"}])]
 
 
