@@ -25,10 +25,9 @@ APART: tuple[type, ...] = (Trainer, Strategy, Logger, Profiler)
 """What is not reset: rows that a logger has are dropped when they come again, and a strategy gets other groups."""
 
 
-Around = Callable[[Callable[[], Any]], Any]
-
-
-def tap_run(trainer: Trainer, meet: Around, stage: Around) -> Callable[[], None]:
+def tap_run(
+    trainer: Trainer, meet: Callable[[Callable[[], Any]], Any], stage: Callable[[Callable[[], Any]], Any]
+) -> Callable[[], None]:
     """Let `meet` run the meeting of all ranks behind `on_fit_start`, once, and `stage` all that follows, from the sanity check on.
 
     Returns:
