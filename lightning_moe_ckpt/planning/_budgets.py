@@ -263,6 +263,11 @@ class ExpertBudgets(Budgets):
 
     # -- private
 
+    @override
+    def _note_cap(self, level: str, over: int, ring_nbytes: int) -> None:
+        if ring_nbytes < self._sizes()[level].full:  # else there is nothing more to take
+            super()._note_cap(level, over, ring_nbytes)
+
     @property
     def _segment_nbytes(self) -> int:
         """Of this rank's segment, once a budget is in force."""
