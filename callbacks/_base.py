@@ -62,7 +62,8 @@ class ReplayHooks(Callback):
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._run.after_backward()
+        if (replay := self._run.session.replay) is not None:
+            replay.frozen.fill_gradients()
 
     @override
     def on_before_optimizer_step(

@@ -152,21 +152,15 @@ class ClipTap:
 
     A frozen operator has no gradient in replay, so the norm of the original step cannot be computed again. The
     logged norm, and not a coefficient, gives the same bits.
-
-    `clipped` is called when hooks of the user and clipping are through with gradients, and the optimizer steps next.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        norm: Callable[[list[torch.nn.Parameter]], Tensor] | None = None,
-        *,
-        clipped: Callable[[], None],
-    ) -> None:
+    def __init__(self, trainer: Trainer, norm: Callable[[list[torch.nn.Parameter]], Tensor] | None = None) -> None:
         self.last: Tensor | None = None
         """Norm used by the newest optimizer step, on the device; `None` if nothing was clipped by norm."""
         self.override: Tensor | None = None
         """Norm to use in place of the computed one; `None` for none."""
+        self.clipped: Callable[[], None] | None = None
+        """Called when hooks of the user and clipping are through with gradients, and the optimizer steps next."""
         self._plugin = trainer.precision_plugin
         self._norm = norm if norm is not None else _total_norm
         self._previous = self._plugin.__dict__.get("clip_grad_by_norm")
@@ -174,7 +168,8 @@ class ClipTap:
 
         def tapped(model: LightningModule, optimizer: Any) -> None:
             after_closure(model, optimizer)
-            clipped()
+            if self.clipped is not None:
+                self.clipped()
 
         self._plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
         self._plugin._after_closure = tapped  # type: ignore[method-assign]

@@ -115,7 +115,7 @@ class FitSession:
             layers={layer.fqn for layer in self.session.layers},
         )
         self._ended = self._half_a_step = False
-        self._clip = _lightning.ClipTap(trainer, getattr(trainer.strategy, "grad_norm", None), clipped=self._clipped)
+        self._clip = _lightning.ClipTap(trainer, getattr(trainer.strategy, "grad_norm", None))
         self._found_inf = _lightning.FoundInf(trainer)
         self._step = trainer.global_step
         self._losses: list[torch.Tensor] = []
@@ -281,13 +281,10 @@ class FitSession:
         if start is not None:
             self.session.seal(start, step=self._step, disturbed=disturbed, room=lambda: self._recorder.room)
         outcome = self.session.replay_outcome(self._step + 1)
+        replay = self.session.replay
         self._clip.override = None if outcome is None else outcome["grad_norm"]
+        self._clip.clipped = None if replay is None else replay.frozen.drop_gradients
         self.session.forward_begins(self._last_step)
-
-    @clocked
-    def after_backward(self) -> None:
-        if self.session.replay is not None:
-            self.session.replay.frozen.fill_gradients()
 
     @clocked
     def replay_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -335,10 +332,6 @@ class FitSession:
         if not self._ended:
             self._say_half_a_step()
             self.session.end(self._step, self._recorder.take_end())
-
-    def _clipped(self) -> None:
-        if self.session.replay is not None:
-            self.session.replay.frozen.drop_gradients()
 
     def _say_half_a_step(self) -> None:
         """Warn where batches after the last step are lost: they are in gradients only, which no snapshot has."""

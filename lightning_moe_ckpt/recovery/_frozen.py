@@ -3,12 +3,13 @@
 A frozen operator takes part in forward, and hands gradients on to its inputs. What it saves is the gradient of its
 weights, a third of its work:
 
-* Of a matrix that no active operator has a part of, `requires_grad` is switched off. Vectors cost nothing, and routers
-  little: they go on, so that some gradient is always there, for those who wait for one (a loss scaler).
-* Of stacked experts, of which some are active, a layer sees the slices of the others detached. It may take slices in
+* In the place of a matrix that no active operator has a part of, the module that has it sees it detached, while it runs.
+  Vectors cost nothing, and routers little: they go on, so that some gradient is always there, for those who wait for one
+  (a loss scaler).
+* Of stacked experts, of which some are active, a module sees the slices of the others detached. It may take slices in
   Python, multiply them as a batch, or in groups; anything else computes the whole gradient, as ever.
 
-Nobody else can tell. The outputs of modules carry a graph as they always do, so that a loss has one, so that activation
+Nobody else can tell. Parameters stay what they are, `requires_grad` included, as users put hooks on them. The outputs of modules carry a graph as they always do, so that a loss has one, so that activation
 checkpoints and collectives in backward come on all ranks, and no hook of the user meets a gradient that is missing: what was
 not computed is zero.
 
@@ -19,7 +20,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +53,11 @@ class Frozen:
         for operator in operators:
             for fqn in dict.fromkeys(piece.fqn for piece in operator.slices):
                 self._operators[fqn].append(operator)
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+        """By identity of the parameter, which several may share."""
+        for owner in module.modules():
+            for name, param in owner.named_parameters(recurse=False, remove_duplicate=False):
+                self._owners[id(param)].append((owner, name))
         self._passive: list[nn.Parameter] = []
         """Parameters that take no step."""
         self._off: list[nn.Parameter] = []
@@ -62,6 +69,7 @@ class Frozen:
         """Freeze all operators but these; a parameter of which they have a part has to take its steps."""
         self.thaw()
         without_graph: set[str] = set()
+        shown: dict[nn.Module, dict[str, Callable[[], Tensor]]] = defaultdict(dict)
         for fqn, param in self._params.items():
             first = self._operators[fqn][0]
             live = [operator for operator in self._operators[fqn] if operator.name in active]
@@ -69,16 +77,23 @@ class Frozen:
                 self._passive.append(param)
             if not self._may_skip or not param.requires_grad:
                 continue
+            show: Callable[[], Tensor] | None = None
             if not live and (first.kind == "expert" or (first.kind == "dense" and param.ndim > 1)):
-                param.requires_grad_(False)
+                show = partial(_detached, param)
                 self._off.append(param)
                 without_graph.add(first.layer if first.layer is not None else fqn.rpartition(".")[0])
             elif live and first.kind == "expert" and param.ndim > 2:
-                self._detach_rows(fqn, param, live)
+                rows_E = _rows(fqn, param, live)
+                show = None if rows_E.all() else partial(StackedRows.of, param, rows_E)
+            if show is not None:
+                for owner, name in self._owners[id(param)]:
+                    shown[owner][name] = show
+        for owner, tensors in shown.items():
+            self._hooks += _showing(owner, tensors)
         self._keep_graphs(without_graph)
 
     def thaw(self) -> None:
-        """Give every parameter the user's own `requires_grad` back."""
+        """Freeze nothing any more; parameters get the user's own `requires_grad` of the boundary."""
         for hook in self._hooks:
             hook.remove()
         self._passive, self._off, self._hooks = [], [], []
@@ -115,25 +130,33 @@ class Frozen:
             module = self._module.get_submodule(fqn)
             self._hooks.append(module.register_forward_hook(lambda _, __, out: _with_graph(anchor, out)))
 
-    def _detach_rows(self, fqn: str, param: nn.Parameter, active: Iterable[Operator]) -> None:
-        row = max(1, param.numel() // len(param))
-        pieces = [piece for operator in active for piece in operator.slices if piece.fqn == fqn]
-        rows_E = torch.zeros(len(param), dtype=torch.bool)
-        for piece in pieces:
-            rows_E[piece.start // row : -(-piece.stop // row)] = True
-        if rows_E.all():
-            return
-        path, _, name = fqn.rpartition(".")
-        module = self._module.get_submodule(path)
 
-        def before(_: nn.Module, __: Any) -> None:
-            # Beside the registered parameter, which is found after what the module has of that name.
-            module.__dict__[name] = StackedRows.of(param, rows_E)
+def _detached(param: nn.Parameter) -> Tensor:
+    """Return a parameter without its graph, unless hooks of the user wait for its gradient."""
+    return param if param._backward_hooks else param.detach()  # noqa: SLF001  # no public way
 
-        def after(*_: Any) -> None:
+
+def _rows(fqn: str, param: Tensor, active: Iterable[Operator]) -> Tensor:
+    """Return which rows of a stack active operators have a part of: bool `[E]`."""
+    row = max(1, param.numel() // len(param))
+    rows_E = torch.zeros(len(param), dtype=torch.bool)
+    for piece in (piece for operator in active for piece in operator.slices if piece.fqn == fqn):
+        rows_E[piece.start // row : -(-piece.stop // row)] = True
+    return rows_E
+
+
+def _showing(module: nn.Module, tensors: Mapping[str, Callable[[], Tensor]]) -> list[RemovableHandle]:
+    """Have a module see other tensors under the names of its parameters while it runs."""
+
+    def before(_: nn.Module, __: Any) -> None:
+        for name, show in tensors.items():
+            module.__dict__[name] = show()  # registered parameters are found after what is here
+
+    def after(*_: Any) -> None:
+        for name in tensors:
             module.__dict__.pop(name, None)
 
-        self._hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
 
 
 def _with_graph(anchor: Tensor, out: Any) -> Any:

@@ -107,7 +107,8 @@ class CheckpointSession:
         self._capture: Capture | None = None
         self._engine = create_engine(device)
         self._found: RestoreSource | None = None
-        self._replay: Replay | None = None
+        self.replay: Replay | None = None
+        """What is frozen and loaded step by step; `None` if everything is active."""
         self._replay_layout: WindowLayout | None = None
         self._unsettled: Replay | None = None
         self._steps = self._replayed = self._mismatches = 0
@@ -221,7 +222,7 @@ class CheckpointSession:
         )
         self._unsettled = replay
         if not replay.dense:
-            self._replay, self._replay_layout = replay, layout
+            self.replay, self._replay_layout = replay, layout
         if self._planner.accepts(layout):
             # The next windows follow the restored plan, so that capture can go on during replay.
             self._planner.adopt(layout)
@@ -245,21 +246,16 @@ class CheckpointSession:
     @property
     def replaying(self) -> bool:
         """Whether some operators are still frozen."""
-        return self._replay is not None
+        return self.replay is not None
 
     def replay_outcome(self, step: int) -> Journal | None:
         """Return the original run's outcome of the step that ends at boundary `step`, while replaying it."""
-        return self._replay.outcome(step) if self._replay is not None else None
+        return self.replay.outcome(step) if self.replay is not None else None
 
     def freeze_again(self) -> None:
         """Freeze operators again, as hooks of the user may have changed what trains."""
-        if self._replay is not None:
-            self._replay.freeze()
-
-    @property
-    def replay(self) -> Replay | None:
-        """What is frozen and loaded step by step; `None` if everything is active."""
-        return self._replay
+        if self.replay is not None:
+            self.replay.freeze()
 
     def replayed(self, step: int, losses: list[Tensor]) -> Journal:
         """Compare a replayed step with its journal, then load the slot of its boundary.
@@ -267,14 +263,14 @@ class CheckpointSession:
         Returns:
             The start half that the original run took of that boundary.
         """
-        replay = made(self._replay)
+        replay = made(self.replay)
         self._replayed += 1
         self._mismatches += not replay.matches(step, losses)
         replay.load(step)
         self._unsettled = replay
         if replay.dense:
             replay.frozen.thaw()
-            self._replay = self._replay_layout = None
+            self.replay = self._replay_layout = None
             log.info("dense again at step %d after %d replayed steps", step, self._replayed)
         return replay.start(step)
 
@@ -330,7 +326,7 @@ class CheckpointSession:
         self._tiers.stepped(max(self.least_steps, self._planner.interval_steps), hooks, self.clock.validated)
         if not capture.window_open:
             self._plan()
-            use = self._use if self._replay is None else None
+            use = self._use if self.replay is None else None
             if capture.layout is None or not self._due(step) or not capture.open_window(step, use):
                 return
             self._last_window = step
@@ -339,7 +335,7 @@ class CheckpointSession:
 
     def _plan(self) -> None:
         with self._heap.keeping(when=made(self._capture).layout is None):
-            if self._replay is None and (layout := self._planner.first_layout()) is not None:
+            if self.replay is None and (layout := self._planner.first_layout()) is not None:
                 self._use(layout)
 
     def _use(self, layout: WindowLayout) -> None:
@@ -350,7 +346,7 @@ class CheckpointSession:
             log_plan(layout, self._dense_nbytes, again=again)
 
     def _due(self, step: int) -> bool:
-        if self._replay is not None and made(self._capture).layout is not self._replay_layout:
+        if self.replay is not None and made(self._capture).layout is not self._replay_layout:
             return False  # another plan could ask for the full state of an operator that is still frozen
         soon = self._last_window is not None and step - self._last_window < self._tiers.governor.gap_steps
         return not soon and self._policy.due(step, self._last_window, self._planner.interval_steps)
@@ -391,14 +387,14 @@ class CheckpointSession:
     def end(self, step: int, start: Journal) -> None:
         """Leave a dense generation of the last boundary, as training ended normally."""
         made(self._capture).abort_window()
-        if self._replay is None and (self._steps > 0 or self._found is None):
+        if self.replay is None and (self._steps > 0 or self._found is None):
             self.stop(step, start, timeout=self._config.commit_timeout.total_seconds())
         self._report_failures()
 
     @property
     def dense_possible(self) -> bool:
         """Whether this incarnation has taken steps that end in a dense state; none does in replay."""
-        return self._replay is None and self._steps > 0
+        return self.replay is None and self._steps > 0
 
     def stop(self, step: int, start: Journal, *, timeout: float) -> bool:
         """Leave a dense generation of boundary `step`, at which training stops. Collective.
@@ -456,9 +452,9 @@ class CheckpointSession:
         """Release threads, hooks and shared memory; of that, what is newer than what is stored stays, or all of it."""
         self._heap.thaw()
         self._planner.close()
-        if self._replay is not None:
-            self._replay.frozen.thaw()
-            self._replay = None
+        if self.replay is not None:
+            self.replay.frozen.thaw()
+            self.replay = None
         if self._capture is not None:
             self._capture.close()
         self._tiers.close()

@@ -354,7 +354,7 @@ class EveryOther(WeightAveraging):
 def overflow_one_expert(module: LightningModule, expert: int = 1) -> None:
     """Make one expert's gradient infinite, as an fp16 overflow inside it would; nothing if none is computed."""
     for name, parameter in module.named_parameters():
-        if parameter.grad is None or not parameter.requires_grad:
+        if parameter.grad is None or not parameter.grad.any():
             continue
         if f".experts.{expert}." in name:
             parameter.grad.view(-1)[0] = float("inf")

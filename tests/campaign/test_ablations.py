@@ -32,7 +32,7 @@ def _no_found_inf(life: Any, step: int) -> Any:
 
 
 def _outcome_without(life: Any, step: int, name: str) -> Any:
-    outcome = life._replay.outcome(step) if life._replay is not None else None
+    outcome = life.replay.outcome(step) if life.replay is not None else None
     return None if outcome is None else {**outcome, name: None}
 
 
