@@ -25,6 +25,7 @@ from demo_report import RunRecords, compare, draw, figures, recoveries
 from lightning_moe_ckpt import MoEStrategy
 from lightning_moe_ckpt.callbacks import (
     DenseCheckpoint,
+    DifferentialCheckpoint,
     PartialExpertCheckpoint,
     SelectiveExpertCheckpoint,
     SparseCheckpoint,
@@ -286,6 +287,7 @@ def test_each_example_runs_with_each_policy(example: str, main: Callable[..., An
         found[path.stem] = own
     assert found == {
         "dense": [DenseCheckpoint],
+        "differential": [DifferentialCheckpoint],
         "partial": [PartialExpertCheckpoint],
         "selective": [SelectiveExpertCheckpoint],
         "sparse": [SparseCheckpoint],

@@ -39,9 +39,9 @@ def _one_is_older(
     return {**chosen, **older}, missing
 
 
-def _forget_a_step(self: TokenLedger, tokens_E: Any) -> TokenLedger:
+def _forget_a_step(self: TokenLedger, *args: Any, **kwargs: Any) -> TokenLedger:
     """Tokens of one step are not counted."""
-    return self if self.generations == 4 else ADD(self, tokens_E)
+    return self if self.generations == 4 else ADD(self, *args, **kwargs)
 
 
 def _never_the_fifth(self: PartialPolicy, *args: Any) -> Selection:

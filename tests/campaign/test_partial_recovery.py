@@ -48,7 +48,7 @@ def test_two_levels_use_memory_of_surviving_nodes_and_lose_fewer_tokens(
     nodes = (1,) if lost == "a node" else (0, 1, 2)
     machines = Machines(folder, (0, 1, 2), lost=(nodes,), replicas=0)
     # By load where one is lost: ranks of one position each, so that loads, layers and ranks decide together.
-    select = "load_aware" if lost == "a node" else "sequential"
+    select = "sequential"
     found = restarts(campaigns, two_level_setup(3, 3, select=select), machines, KILL)
     promise = found.require(1)
     plt, stored_only = found.require_accounting().plt, found.tally(memory=False).plt

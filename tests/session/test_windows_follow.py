@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,15 @@ from lightning_moe_ckpt.planning import _budgets
 REMEMBERED, STEPS = 6, 60
 
 
-class _Sleeps(LightningModule):
-    """Takes 10 ms a step, and four times as long from `slower_from` on."""
+class _Layers(LightningModule):
+    """Twelve matrices."""
 
-    def __init__(self, slower_from: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(12)))
-        self._slower_from = slower_from
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        time.sleep(0.04 if self.global_step >= self._slower_from else 0.01)
         loss: Tensor = self.layers(batch).square().mean()
         return loss
 
@@ -39,14 +36,14 @@ class _Sleeps(LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def _windows(folder: Path, caplog: pytest.LogCaptureFixture, *, slower_from: int, steps: int) -> list[int]:
+def _windows(folder: Path, caplog: pytest.LogCaptureFixture, *, steps: int) -> list[int]:
     """Train up to a step, and return the windows of the plans that came into force, in order."""
     caplog.clear()
     data: Any = DataLoader(torch.randn(STEPS, 32), batch_size=1)  # type: ignore[arg-type]  # a tensor is a dataset
     silent: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     callbacks: Any = [SparseCheckpoint(folder / "run", overhead_target=None)]
     with caplog.at_level("INFO"):
-        Trainer(max_steps=steps, accelerator="cpu", callbacks=callbacks, **silent).fit(_Sleeps(slower_from), data)
+        Trainer(max_steps=steps, accelerator="cpu", callbacks=callbacks, **silent).fit(_Layers(), data)
     return [int(found) for found in re.findall(r"plan [0-9a-f]+: (\d+) segments", caplog.text)]
 
 
@@ -54,6 +51,9 @@ def test_slower_steps_make_windows_shorter(tmp_path: Path, caplog: pytest.LogCap
     """What was planned when steps were short stays as long as they are, and goes when they are long, after a restart too."""
     monkeypatch.setattr(_budgets, "measure_bandwidth", lambda *_: 4e6)  # in 10 ms a quarter of the state
     monkeypatch.setattr(_budgets, "_REMEMBERED_STEPS", REMEMBERED)
-    first = _windows(tmp_path, caplog, slower_from=STEPS, steps=STEPS // 3)
-    restarted = _windows(tmp_path, caplog, slower_from=0, steps=STEPS)
+    monkeypatch.setattr(_budgets.StepClock, "median", 0.01)
+    first = _windows(tmp_path, caplog, steps=STEPS // 3)
+    monkeypatch.setattr(_budgets.StepClock, "median", 0.04)
+    restarted = _windows(tmp_path, caplog, steps=STEPS)
+    assert len(first) == 1
     assert first[0] > 5 > restarted[-1]
