@@ -136,7 +136,8 @@ class Leaving(Store):
     "operate", [partial(dist.broadcast, src=0), partial(dist.send, dst=1)], ids=["collective", "point_to_point"]
 )
 def test_an_operation_that_is_lost_is_left(operate: partial[object]) -> None:
-    """Half of a message is sent when the connection ends: gloo waits for the other half. The group is destroyed later."""
+    """Half of a message is sent when the connection ends: gloo waits for the other half, or has just noticed, but not for
+    the time-out. The group is destroyed later."""
 
     def work(rank: int) -> None:
         signals = agent_store()
@@ -145,7 +146,7 @@ def test_an_operation_that_is_lost_is_left(operate: partial[object]) -> None:
         if rank == 0:
             stopped = int(signals.get("stops"))
             thread = later(abort.abort)
-            with pytest.raises(RuntimeError, match="has not returned"):
+            with pytest.raises(RuntimeError, match=r"has not returned|Connection closed by peer"):
                 operate(message)
             thread.join()
             os.kill(stopped, signal.SIGCONT)
