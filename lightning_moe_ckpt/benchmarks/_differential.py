@@ -154,7 +154,7 @@ def _fit(name: str, make: Callable[[str], Checkpoint] | None, options: SimpleNam
 
 def _applied(options: SimpleNamespace) -> list[DifferentialFigure]:
     numel = options.differential_elements
-    state_U8, layout = _laid_out(
+    state_U8, layout = laid_out(
         {
             "full/w/0/present": torch.ones(1, dtype=torch.uint8),
             "full/w/0/step": torch.ones(1),
@@ -162,7 +162,7 @@ def _applied(options: SimpleNamespace) -> list[DifferentialFigure]:
         }
     )
     said = {"outcome": {"consumed": {"settings": [asdict(_SETTINGS)], "others": {}}}}
-    difference = Difference(*_laid_out({"delta/w/0/gradient": torch.randn(numel)}), said)
+    difference = Difference(*laid_out({"delta/w/0/gradient": torch.randn(numel)}), said)
     param = torch.nn.Parameter(torch.rand(numel))
     param.grad = torch.randn(numel)
     optimizer = torch.optim.AdamW([param], lr=1e-3, foreach=False)
@@ -187,7 +187,8 @@ def _applied(options: SimpleNamespace) -> list[DifferentialFigure]:
     return figures
 
 
-def _laid_out(tensors: dict[str, Tensor]) -> tuple[Tensor, SegmentLayout]:
+def laid_out(tensors: dict[str, Tensor]) -> tuple[Tensor, SegmentLayout]:
+    """A file with these tensors: its bytes, as in memory, and its layout."""
     kinds = [(each.dtype, tuple(each.shape)) for each in tensors.values()]
     layout = SegmentLayout.of_columns([*tensors], kinds, metadata={})
     memory_U8 = torch.zeros(layout.nbytes, dtype=torch.uint8)

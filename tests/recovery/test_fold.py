@@ -9,23 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from lightning_moe_ckpt.benchmarks._differential import laid_out
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.recovery._fold import Difference, fold
-from lightning_moe_ckpt.storage import SegmentLayout
 from lightning_moe_ckpt.tiers._delta import StepSettings
 
 NUMEL = 5000
 STATE = ("exp_avg", "exp_avg_sq")
-
-
-def laid_out(tensors: dict[str, Tensor]) -> tuple[Tensor, SegmentLayout]:
-    """A file with these tensors."""
-    kinds = [(each.dtype, tuple(each.shape)) for each in tensors.values()]
-    layout = SegmentLayout.of_columns([*tensors], kinds, metadata={})
-    memory_U8 = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    for name, each in tensors.items():
-        layout.view(memory_U8, name).copy_(each)
-    return memory_U8, layout
 
 
 def state_of(optimizer: Optimizer, param: nn.Parameter, journal: int) -> dict[str, Tensor]:
