@@ -95,17 +95,16 @@ def train_on_a_new_machine(setup: Setup, life: Attempt) -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("setup", [PLAIN, pytest.param(EXPERTS, marks=pytest.mark.soak)], ids=["1", "3"])
 def test_where_memory_is_lost_storage_has_whole_batches(campaigns: Campaigns, setup: Setup) -> None:
-    """The base of step 10 is 7. When that begins, storage gets the batch of 8 and 9."""
+    """The base of step 10 is 7, unless a batch was let pass by. When it begins, storage gets the batch of 8 and 9."""
     kill = Kill(phase="forward", step=10, settle=20.0)
     _, last = campaigns.check(
         replace(setup, batches=14), kill, fit=partial(train_on_a_new_machine, replace(setup, batches=14))
     )
     assert "MiB from storage" in last.log()
     assert "from host" not in last.log()
-    begun = begun_at(last)
-    base = 7 if begun >= 7 else 1
-    assert begun in {1, 3, 5, 6, 7, 9}, "storage that is slower than steps lets a base pass by, with what follows on it"
-    assert applied([last]) == ([] if begun == base else [begun - base])
+    length = sum(applied([last]))
+    assert length in {0, 2, 4, 5}, "whole batches: two steps, or what the next base ends"
+    assert begun_at(last) - length < 10, "where storage, slower than steps, lets a batch pass by, a base comes sooner"
 
 
 def test_what_memory_has_dropped_comes_from_storage(campaigns: Campaigns) -> None:
