@@ -114,7 +114,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    left = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
+    left = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]  # type: ignore[no-untyped-call]
     for mode in reversed(left):
         mode.__exit__(None, None, None)
     assert not left, f"{item.nodeid} leaves {left} behind"
