@@ -345,12 +345,13 @@ def test_ranks_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
 def test_two_nodes_replace_the_dead_of_one(tmp_path: Path) -> None:
     """Each has its supervisor; the one that had no failure tells its ranks, too.
 
-    A node whose supervisor is killed is waited for, and takes part again when it is back.
+    A node whose supervisor is killed is waited for, and takes part again when it is back. So does one that was asked to
+    leave, as by a scheduler that wants its machine: it says goodbye, and nobody has to notice.
     """
     port = free_port()
     meeting = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two", "--local-addr", "127.0.0.1"]
     meeting += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2"]
-    events = ("kill:1:20:0", "kill:2:40:1", "slow:0:60:2", "slow:2:60:2")
+    events = ("kill:1:20:0", "kill:2:40:1", "slow:0:60:2", "slow:2:60:2", "slow:0:90:3", "slow:2:90:3")
 
     def node(name: str) -> Job:
         return Job(tmp_path / "job", 2, 200, *events, torchrun=meeting, name=name)
@@ -360,12 +361,18 @@ def test_two_nodes_replace_the_dead_of_one(tmp_path: Path) -> None:
     os.kill(lost.pid, signal.SIGKILL)
     os.waitpid(lost.pid, 0)
     first.wait_until(lambda: " to come back" in first.output)
-    back = node("console2")
+    asked = node("console2")
+    first.wait_until_step(90)
+    os.kill(asked.pid, signal.SIGTERM)
+    left = asked.end()
+    assert left.code == 128 + signal.SIGTERM
+    first.wait_until(lambda: first.output.count("all ranks are started anew") == 2)
+    back = node("console3")
     ended = [first.end(), back.end()]
     assert [each.code for each in ended] == [0, 0], "\n".join(each.output for each in ended)
-    found = Ended(0, "".join([lost.output, *(each.output for each in ended)]))
+    found = Ended(0, "".join([lost.output, left.output, *(each.output for each in ended)]))
     assert found.totals() == dict.fromkeys(range(4), sum(range(200)) * 10)
-    assert sum(len(found.pids(rank)) for rank in range(4)) == 4 + 2 + 4
+    assert sum(len(found.pids(rank)) for rank in range(4)) == 4 + 2 + 4 + 4
     said = ended[0].sentences()
     assert [
         each for each in said if re.fullmatch(r"node \d \(.*\) is gone: .* for 2 s; all ranks are started anew", each)
