@@ -326,7 +326,7 @@ _LOOKING = [
 
 # -- benchmarks
 
-_POLICIES = ["sparse", "partial", "dynamic", "selective", "ablation"]
+_POLICIES = ["sparse", "differential", "bf16", "partial", "dynamic", "selective", "ablation"]
 _BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
     "recovery": (
         "Steps and seconds lost per kind of failure, beside torch DCP and Lightning's .ckpt.",
@@ -368,6 +368,18 @@ _BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
             _several("--routers", ["even", "skewed", "steep"], "How tokens are spread"),
             _number("--selection-steps", 50, "Steps of every fit."),
             _option("--shares", "Of experts that a generation takes.", "X,X", default="0.25,0.4"),
+        ],
+    ),
+    "papers": (
+        "Figures of the papers, repeated on two cores: ours beside theirs, and whether the shape is the same.",
+        [
+            _option(
+                "--figure",
+                "One of the figures, or all; repeat for several (default: lists them).",
+                "KEY",
+                multiple=True,
+            ),
+            _flag("--full", "Three seeds, and longer runs."),
         ],
     ),
     "persist": (

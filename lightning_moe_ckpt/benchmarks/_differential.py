@@ -16,7 +16,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,6 +61,10 @@ class DifferentialFigure:
     """Stored of a step, on average."""
     folder_nbytes: int = 0
     """Largest size of the folder."""
+    folder_sizes: list[int] = field(default_factory=list)
+    """Its size at every step."""
+    dense_nbytes: int = 0
+    """Of a full snapshot."""
     reserved_nbytes: int = 0
     """Memory for what was taken."""
     length: int = 0
@@ -80,9 +85,9 @@ def measure(options: SimpleNamespace, show: Progress) -> list[DifferentialFigure
     figures: list[DifferentialFigure] = []
     for number, (name, make) in enumerate(kinds.items()):
         show(name, number, len(kinds) + 1)
-        figures.append(_fit(name, make, options))
+        figures.append(fit_of(name, make, options))
     show("differences", len(kinds), len(kinds) + 1)
-    return figures + _applied(options)
+    return figures + applied(options)
 
 
 def table(figures: Sequence[DifferentialFigure]) -> RenderableType:
@@ -110,28 +115,36 @@ def table(figures: Sequence[DifferentialFigure]) -> RenderableType:
     )
 
 
-class _Watch(Callback):
-    """Notes times between steps, and the largest size of a folder."""
+class StepTimes(Callback):
+    """Notes times between steps, and the size of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._last = folder, 0.0
         self.seconds: list[float] = []
-        self.largest = 0
+        self.sizes: list[int] = []
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         now = time.perf_counter()
         self.seconds.append(now - self._last)
-        if trainer.global_step % 8 == 0:
-            sizes = [path.stat().st_size for path in self._folder.rglob("*.safetensors") if path.exists()]
-            self.largest = max(self.largest, sum(sizes))
+        self.sizes.append(_size_of(self._folder))
         self._last = time.perf_counter()
 
 
-def _fit(name: str, make: Callable[[str], Checkpoint] | None, options: SimpleNamespace) -> DifferentialFigure:
+def _size_of(folder: Path) -> int:
+    """Return the bytes of segments; files may go meanwhile."""
+    total = 0
+    for path in folder.rglob("*.safetensors"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
+
+
+def fit_of(name: str, make: Callable[[str], Checkpoint] | None, options: SimpleNamespace) -> DifferentialFigure:
+    """Run one fit; `make` gets the URL of its checkpoints."""
     size, steps = replace(ModelSize(), model_dim=options.differential_dim), options.differential_steps
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-") as folder, quiet_lightning():
-        watch, checkpoint = _Watch(Path(folder)), None if make is None else make(f"{folder}/run")
+        watch, checkpoint = StepTimes(Path(folder)), None if make is None else make(f"{folder}/run")
         trainer = bench_trainer(
             accelerator=accelerator_for(options.accelerator),
             max_steps=steps,
@@ -147,12 +160,15 @@ def _fit(name: str, make: Callable[[str], Checkpoint] | None, options: SimpleNam
             seconds=seconds,
             step_nbytes=report.nbytes_captured / report.steps,
             durable_nbytes=report.nbytes_persisted / report.steps,
-            folder_nbytes=watch.largest,
+            folder_nbytes=max(watch.sizes),
+            folder_sizes=watch.sizes,
+            dense_nbytes=report.dense_nbytes,
             reserved_nbytes=report.reserved_nbytes.get("host", 0),
         )
 
 
-def _applied(options: SimpleNamespace) -> list[DifferentialFigure]:
+def applied(options: SimpleNamespace, lengths: Sequence[int] = _LENGTHS) -> list[DifferentialFigure]:
+    """Apply so many differences to a state in each of three ways."""
     numel = options.differential_elements
     state_U8, layout = laid_out(
         {
@@ -176,7 +192,7 @@ def _applied(options: SimpleNamespace) -> list[DifferentialFigure]:
             optimizer.step()
 
     figures: list[DifferentialFigure] = []
-    for length in _LENGTHS:
+    for length in lengths:
         ways = {
             "one pass": lambda length=length: fold(state_U8, layout, [difference] * length),
             "a pass each": lambda length=length: one_at_a_time(length),

@@ -114,8 +114,13 @@ class BenchModel(LightningModule):
         self.size = size
         self.embed = nn.Embedding(size.vocabulary, size.model_dim)
         self.position = nn.Embedding(size.context, size.model_dim)
-        self.blocks = nn.Sequential(*(_Block(size) for _ in range(size.num_blocks)))
+        self.blocks = self.blocks_of(size)
         self.head = nn.Linear(size.model_dim, size.vocabulary)
+
+    @staticmethod
+    def blocks_of(size: ModelSize) -> nn.Sequential:
+        """Return new blocks, of whose experts this rank has its share."""
+        return nn.Sequential(*(_Block(size) for _ in range(size.num_blocks)))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """Return cross-entropy plus the experts' balancing loss."""

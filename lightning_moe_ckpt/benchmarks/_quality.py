@@ -23,7 +23,7 @@ import numpy as np
 from rich.table import Table
 
 from lightning_moe_ckpt.benchmarks._benchmark import Machine, Progress, accelerator_for, table_of, write_document
-from lightning_moe_ckpt.benchmarks._quality_fit import CASES, QUICK, Loss, Scale
+from lightning_moe_ckpt.benchmarks._quality_fit import CASES, EXACT, QUICK, Loss, Scale
 from lightning_moe_ckpt.benchmarks._quality_runs import TOLERANCE, QualityFigure, QualityRun, judge, run_all
 
 _LOSSES = {"nothing": "", "process": "process", "node": "process, memory"}
@@ -92,7 +92,7 @@ def _row(figure: QualityFigure) -> list[str]:
 def _difference(figure: QualityFigure) -> str:
     if figure.system == "none":
         return ""
-    if figure.system == "sparse" and figure.verdict == "pass":
+    if figure.system in EXACT and figure.verdict == "pass":
         return "identical bits"
     low, high = min(figure.difference), max(figure.difference)
     return f"{figure.median_difference:+.2%} ({low:+.2%} to {high:+.2%})"
@@ -128,6 +128,8 @@ _STYLES = {
     "none": ("0.7", "-"),
     "control": ("0.4", ":"),
     "sparse": ("black", "--"),
+    "differential": ("black", "-."),
+    "bf16": ("tab:purple", "-"),
     "partial": ("tab:orange", "-"),
     "dynamic": ("tab:blue", "-"),
     "selective": ("tab:green", "-"),

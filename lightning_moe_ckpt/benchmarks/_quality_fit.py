@@ -37,25 +37,32 @@ from lightning_moe_ckpt.benchmarks._fits import (
 )
 from lightning_moe_ckpt.callbacks import (
     CapacityBoost,
+    CheckpointArguments,
+    DifferentialCheckpoint,
     PartialExpertCheckpoint,
     SelectiveExpertCheckpoint,
     SparseCheckpoint,
 )
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.policies import DifferentialMode, ExpertOrder
 from lightning_moe_ckpt.testing import Attempt
 from lightning_moe_ckpt.testing._records import JsonLines, Record
 
-System = Literal["none", "control", "sparse", "partial", "dynamic", "selective", "ablation"]
-"""`control` is `none` with weights that differ by a rounding at the start: what chaos alone does to the loss."""
+System = Literal["none", "control", "sparse", "differential", "bf16", "partial", "dynamic", "selective", "ablation"]
+"""`control` is `none` with weights that differ by a rounding at the start: what chaos alone does to the loss. `bf16` is
+`differential` with gradients that are kept rounded."""
+EXACT: tuple[System, ...] = ("sparse", "differential")
+"""Those whose restarts have equal bits."""
 Loss = Literal["nothing", "process", "node"]
 """A fault takes the process; with it, for `node`, the memory of its node, so that storage is all there is."""
-QualityCheckpoint = PartialExpertCheckpoint | SelectiveExpertCheckpoint | SparseCheckpoint
+QualityCheckpoint = DifferentialCheckpoint | PartialExpertCheckpoint | SelectiveExpertCheckpoint | SparseCheckpoint
 _STATE_NBYTES = 12
 """Bytes per parameter: fp32 weights with both moments."""
 _WINDOW = 6
 """Window of sparse checkpoints."""
+_BASE_EVERY = 50
+"""Steps between two full snapshots of differential ones, as TierCheck has it."""
 _SNAPSHOT_K = 2
-"""Experts per layer that partial generations take to memory, where storage gets one; or the bytes of so many."""
 _PLT_BUDGET = 0.05
 """Budget of Dynamic-K, as PEC has it."""
 _NUDGE = 1e-6
@@ -79,17 +86,37 @@ class Case:
     loss: Loss = "nothing"
     boosted: bool = False
     """Whether it has `CapacityBoost`."""
+    k: int = 1
+    """Experts per layer that partial generations take to storage."""
+    snapshot_k: int = _SNAPSHOT_K
+    """Those that they take to memory; or the bytes of so many."""
+    every: int = 1
+    """Steps between two partial generations."""
+    select: ExpertOrder = "sequential"
+    """Which come first."""
+    kills: tuple[int, ...] | None = None
+    """Steps at which faults strike; `None` for those that are drawn once per seed."""
 
     @property
     def is_partial(self) -> bool:
-        """Whether restarts are not exact."""
+        """Whether a restart takes experts back to older steps than the rest."""
         return self.system in ("partial", "dynamic", "selective", "ablation")
+
+    def kill_steps(self, scale: Scale, seed: int) -> list[int]:
+        """Return the steps at which faults strike."""
+        if self.loss == "nothing":
+            return []
+        return scale.kill_steps(seed) if self.kills is None else list(self.kills)
 
 
 CASES = (
     Case(system="none"),
     Case(system="control"),
     Case(system="sparse", loss="node"),
+    Case(system="differential", loss="node"),
+    Case(system="differential", loss="process"),
+    Case(system="bf16", loss="node"),
+    Case(system="bf16", loss="process"),
     Case(system="partial", loss="node"),
     Case(system="partial", loss="process"),
     Case(system="dynamic", loss="node"),
@@ -117,8 +144,6 @@ class Scale:
     val_every: int = 30
     """Steps between two points of the curve."""
     val_crops: int = 128
-    every: int = 1
-    """Steps between two partial generations."""
     keep: int = 2
     """Generations that storage keeps, besides what they refer to."""
     size: ModelSize = _SIZE
@@ -198,19 +223,29 @@ class QualityFit:
         return {}
 
     def _checkpoint(self, url: str) -> QualityCheckpoint | None:
-        scale, keep, system = self.scale, self.scale.keep, self.case.system
+        case, scale, system = self.case, self.scale, self.case.system
+        shared: CheckpointArguments = {"keep": scale.keep, "overhead_target": None}
         if system == "sparse":
-            return SparseCheckpoint(url, window=_WINDOW, keep=keep, overhead_target=None)
+            return SparseCheckpoint(url, window=_WINDOW, **shared)
+        if system in ("differential", "bf16"):
+            mode: DifferentialMode = "bf16" if system == "bf16" else "lossless"
+            return DifferentialCheckpoint(url, every_n_steps=_BASE_EVERY, mode=mode, keep=scale.keep)
         if system == "selective":
-            local, remote, every = scale.budget(_SNAPSHOT_K), scale.budget(1), scale.every
+            local, remote = scale.budget(case.snapshot_k), scale.budget(case.k)
             return SelectiveExpertCheckpoint(
-                url, every_n_steps=every, local_budget=local, remote_budget=remote, keep=keep, overhead_target=None
+                url, every_n_steps=case.every, local_budget=local, remote_budget=remote, **shared
             )
-        if self.case.is_partial:
-            every = scale.ablation_every if system == "ablation" else scale.every
+        if case.is_partial:
+            every = scale.ablation_every if system == "ablation" else case.every
             limit = _PLT_BUDGET if system == "dynamic" else None
             return PartialExpertCheckpoint(
-                url, every_n_steps=every, snapshot_k=_SNAPSHOT_K, plt_budget=limit, keep=keep, overhead_target=None
+                url,
+                every_n_steps=every,
+                k=case.k,
+                snapshot_k=case.snapshot_k,
+                select=case.select,
+                plt_budget=limit,
+                **shared,
             )
         return None
 
@@ -232,12 +267,13 @@ class QualityRecord(Callback):
         self, fit: QualityFit, checkpoint: QualityCheckpoint | None, boost: CapacityBoost | None, *, resumed: bool
     ) -> None:
         self._scale, self._is_partial = fit.scale, fit.case.is_partial
+        exact = fit.case.loss == "nothing" or fit.case.system in EXACT
         self._checkpoint, self._boost = checkpoint, boost
         # A replayed step has weights that are not all there yet, and was validated by the attempt that took it.
-        self._done = {line["step"] for line in lines_of(fit.record, "validation")} if not self._is_partial else set()
+        self._done = {line["step"] for line in lines_of(fit.record, "validation")} if exact else set()
         self._lines = JsonLines(fit.record)
         self._crops_NT = validation_text(fit.scale.size, fit.scale.val_crops)
-        self._look_at_once = resumed and self._is_partial
+        self._look_at_once = resumed and not exact
         # What others have right after a recovery is held against what the fault-free run has at that step.
         self._beside = set(fit.scale.kill_steps(fit.seed)) if fit.case.system == "none" else set()
 
@@ -273,8 +309,9 @@ class QualityRecord(Callback):
 
     def _validate(self, what: str, trainer: Trainer, module: LightningModule) -> None:
         assert isinstance(module, TextModel)
-        bits = module.bits_per_byte(self._crops_NT)
-        self._lines.write({"what": what, "step": trainer.global_step, "bits": bits})
+        lost = self._checkpoint.report.lost if self._checkpoint is not None else None
+        line = {"what": what, "step": trainer.global_step, "bits": module.bits_per_byte(self._crops_NT)}
+        self._lines.write(line if lost is None else {**line, "plt": lost.plt, "k": lost.k})
 
 
 def _figures(checkpoint: QualityCheckpoint | None) -> Record:

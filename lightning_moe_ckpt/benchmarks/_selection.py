@@ -32,9 +32,10 @@ from lightning_moe_ckpt.benchmarks._fits import (
     quiet_lightning,
     random_tokens,
 )
-from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint, SelectiveExpertCheckpoint
+from lightning_moe_ckpt.callbacks import CheckpointArguments, PartialExpertCheckpoint, SelectiveExpertCheckpoint
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
-from lightning_moe_ckpt.testing import Attempt, AttemptFailed, run_lives
+from lightning_moe_ckpt.strategy import MoEStrategy
+from lightning_moe_ckpt.testing import Attempt, AttemptFailed, Kill, run_lives
 
 Choice = Literal["in turns", "load-aware", "selective"]
 SYSTEMS: tuple[Choice, ...] = ("in turns", "load-aware", "selective")
@@ -87,7 +88,7 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[SelectionFigur
     for done, (skew, k, system) in enumerate(cases):
         progress(f"{skew}, {k} of {size.num_experts}, {system}", done, len(cases))
         fit = SelectionFit(system=system, skew=skew, k=k, size=size, steps=options.selection_steps)
-        figures.append(_run(fit))
+        figures.append(figure_of(fit))
     return figures
 
 
@@ -125,34 +126,56 @@ class SelectionFit:
     """Experts of each layer, or the bytes of so many."""
     size: ModelSize
     steps: int
+    snapshot_k: int | None = None
+    """Experts of each layer that memory gets, `k` if `None`; not of `selective`."""
+    expert_parallel: int = 1
+    delta: Literal["lossless"] | None = "lossless"
+    """Whether gradients may be sent where an expert stays chosen; of `selective`."""
+    replicas: int | Literal["auto"] = "auto"
     memory: str = ""
-    """Folder on a tmpfs with a folder per node."""
+    """Folder on a tmpfs with a folder per node; that of one that is killed loses what it has."""
 
     def __call__(self, attempt: Attempt) -> dict[str, Any]:
         """Run it, and return what its ledger and its copies said."""
-        own_memory(f"{self.memory}/node{attempt.rank}", lost=False)
+        own_memory(f"{self.memory}/node{attempt.rank}", lost=attempt.index > 0 and attempt.rank == NODES - 1)
         checkpoint = self._checkpoint(attempt.url)
         watch = _Watch(checkpoint)
-        torch.manual_seed(0)
-        model = BenchModel(self.size)
-        _skew(model, _SKEWS[self.skew])
         with quiet_lightning(), patient_storage():
             trainer = bench_trainer(
-                devices=attempt.world_size, accelerator="cpu", callbacks=[watch, checkpoint], max_steps=self.steps
+                devices=attempt.world_size,
+                accelerator="cpu",
+                strategy=MoEStrategy(expert_parallel=self.expert_parallel),
+                callbacks=attempt.callbacks(watch, checkpoint) if attempt.kill is not None else [watch, checkpoint],
+                max_steps=self.steps,
             )
+            torch.manual_seed(0)
+            model = _SkewedModel(self.size, _SKEWS[self.skew])
             trainer.fit(model, random_tokens(self.size, attempt.world_size * (self.steps + 1)))
         found, sent = checkpoint.report, checkpoint.report.deltas
+        plt = found.lost.plt if found.lost is not None else 0.0
         wire = sent.nbytes + sent.whole_nbytes if sent is not None else 0
         whole = sent.segments_nbytes + sent.whole_nbytes if sent is not None else 0
         # Without gradients all of a segment goes to the other node.
-        return {"wire": wire or found.nbytes_captured, "whole": whole or found.nbytes_captured, **watch.figures()}
+        return {
+            "wire": wire or found.nbytes_captured,
+            "whole": whole or found.nbytes_captured,
+            "plt": plt,
+            **watch.figures(),
+        }
 
     def _checkpoint(self, url: str) -> PartialExpertCheckpoint | SelectiveExpertCheckpoint:
+        shared: CheckpointArguments = {"replicas": self.replicas, "overhead_target": None}
         if self.system == "selective":
             budget = self._budget()
-            return SelectiveExpertCheckpoint(url, local_budget=budget, remote_budget=budget, overhead_target=None)
-        select: Literal["sequential", "load_aware"] = "sequential" if self.system == "in turns" else "load_aware"
-        return PartialExpertCheckpoint(url, k=self.k, select=select, plt_budget=None, overhead_target=None)
+            return SelectiveExpertCheckpoint(url, local_budget=budget, remote_budget=budget, delta=self.delta, **shared)
+        return PartialExpertCheckpoint(
+            url,
+            k=self.k,
+            snapshot_k=self.snapshot_k,
+            select="sequential" if self.system == "in turns" else "load_aware",
+            plt_budget=None,
+            **shared,
+        )
 
     def _budget(self) -> int:
         """Return the bytes of one rank with the dense part and `k` experts per layer, of which each rank writes its share."""
@@ -165,15 +188,25 @@ class SelectionFit:
         return _STATE_NBYTES * (params // NODES + expert * 6 // 10)
 
 
-def _skew(model: BenchModel, step: float) -> None:
-    """Make the logits of each router fall from expert to expert, from another one on in each layer."""
-    norms = [each for name, each in model.named_modules() if name.endswith("norm_moe")]
-    with torch.no_grad():
-        for i, (norm, layer) in enumerate(zip(norms, model.moe_layers(), strict=True)):
-            logits_E = -step * torch.arange(layer.num_experts).roll(3 * i)
-            # Of a normalised token all but the bias adds up to nothing.
-            dict(norm.named_parameters())["bias"].fill_(1.0)
-            layer.gate.weight.add_(logits_E[:, None] / layer.d_model)
+class _SkewedModel(BenchModel):
+    """The logits of each router fall from expert to expert, from another one on in each layer."""
+
+    def __init__(self, size: ModelSize, step: float) -> None:
+        super().__init__(replace(size, num_blocks=0))
+        self.size, self._step = size, step
+
+    @override
+    def configure_model(self) -> None:
+        if len(self.blocks):
+            return
+        self.blocks = self.blocks_of(self.size)
+        norms = [each for name, each in self.named_modules() if name.endswith("norm_moe")]
+        with torch.no_grad():
+            for i, (norm, layer) in enumerate(zip(norms, self.moe_layers(), strict=True)):
+                logits_E = -self._step * torch.arange(layer.num_experts).roll(3 * i)
+                # Of a normalised token all but the bias adds up to nothing.
+                dict(norm.named_parameters())["bias"].fill_(1.0)
+                layer.gate.weight.add_(logits_E[:, None] / layer.d_model)
 
 
 class _Watch(Callback):
@@ -205,21 +238,31 @@ class _Watch(Callback):
         return {"taken": sum(self._taken), "again": sum(self._again), "steps": len(self._taken), "at_risk": at_risk}
 
 
-def _run(fit: SelectionFit) -> SelectionFigure:
+def run_fit(fit: SelectionFit, kill: Kill | None = None) -> list[dict[str, Any]]:
+    """Run a fit, and again after `kill`; return what the last attempt said, by rank.
+
+    Raises:
+        CheckpointError: it did not end as scripted.
+    """
     with bench_folders() as (folder, memory):
         (folder / "run").mkdir()
         try:
-            (attempt,) = run_lives(
+            *_, last = run_lives(
                 replace(fit, memory=str(memory)),
                 url=(folder / "run").as_uri(),
                 workdir=folder,
                 world_size=NODES,
-                kills=[],
+                kills=[] if kill is None else [kill],
                 timeout=300,
             )
         except AttemptFailed as failed:
             raise CheckpointError(f"{fit.system}, {fit.skew}: {failed}") from failed
-        ranks = [attempt.returned(rank) for rank in range(NODES)]
+        return [last.returned(rank) for rank in range(NODES)]
+
+
+def figure_of(fit: SelectionFit) -> SelectionFigure:
+    """Run a fit, and return what was counted."""
+    ranks = run_fit(fit)
     first, layers = ranks[0], fit.size.num_blocks
     generations = fit.steps * NODES
     return SelectionFigure(

@@ -81,6 +81,7 @@ TINY = {
         *("--quality-quick", "--quality-seeds", "1"),
         *("--quality-out", str(Path(tempfile.gettempdir()) / "moe-ckpt-test-quality")),
     ),
+    "papers": ("--figure", "pec-5a"),
     "persist": (
         *("--generation-megabytes", "1", "--segments", "2", "--persist-rounds", "2", "--persist-steps", "12"),
         *("--persist-dim", "32"),

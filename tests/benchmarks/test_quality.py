@@ -37,14 +37,15 @@ def test_runs_are_killed_resumed_and_written_down(tmp_path: Path) -> None:
 
     def work() -> tuple[int, str]:
         with redirect_stdout(io.StringIO()) as out:
-            status = main([*argv, "--quality-policies", "sparse", "--quality-policies", "ablation"])
+            status = main([*argv, *(f"--quality-policies={each}" for each in ("sparse", "bf16", "ablation"))])
         return status, out.getvalue()
 
     status, out = _alone(work)
     assert status == 0
     rows = json.loads(out)["quality"]
-    assert [row["system"] for row in rows] == ["none", "control", "sparse", "ablation"]
-    clean, control, sparse, lossy = (row["runs"][0] for row in rows)
+    assert [row["system"] for row in rows] == ["none", "control", "sparse", "bf16", "bf16", "ablation"]
+    clean, control, sparse, *rounded, lossy = (row["runs"][0] for row in rows)
+    assert all(len(each["curve"]) == len(clean["curve"]) for each in rounded)
     assert (sparse["identical"], sparse["curve"], rows[2]["verdict"]) == (True, clean["curve"], "pass")
     assert control["curve"] != clean["curve"], "a rounding is seen"
     assert 0 < clean["dropped"] < 1, "the capacity binds"
@@ -72,7 +73,7 @@ def _run(
 ) -> QualityRun:
     return QualityRun(
         system=system, loss=loss, boosted=False, seed=seed, curve=[(10, 4.0), (20, final)], resumed=[], killed_at=[5],
-        identical=identical, skew=0.1, dropped=0.1, plt=0.01, mlt=0.02, k=None, lossy_faults=1, lost=1, processed=100,
+        identical=identical, skew=0.1, dropped=0.1, plt=0.01, mlt=0.02, k=None, lossy_faults=1, after_faults=[], lost=1, processed=100,
         captured=0.2, persisted=0.1, boosted_steps=0, repaid=0, seconds=1.0,
     )  # fmt: skip
 
@@ -82,6 +83,8 @@ def _run(
     [
         ("sparse", 3.0, True, "pass"),
         ("sparse", 3.0, False, "FAIL"),
+        ("differential", 3.0, False, "FAIL"),
+        ("bf16", 3.0 * (1 + 1.1 * TOLERANCE), None, "FAIL"),
         ("partial", 3.0 * (1 + 0.9 * TOLERANCE), None, "pass"),
         ("partial", 3.0 * (1 + 1.1 * TOLERANCE), None, "FAIL"),
         ("ablation", 3.0 * (1 + 1.1 * TOLERANCE), None, "fails, as it should"),
@@ -119,6 +122,6 @@ def test_faults_are_the_same_for_all_policies_of_a_seed() -> None:
         assert len(steps) == scale.faults
         assert 0 < steps[0] < steps[-1] < scale.steps
     assert {case.system for case in CASES} == {
-        *("none", "control", "sparse", "partial", "dynamic", "selective", "ablation")
+        *("none", "control", "sparse", "differential", "bf16", "partial", "dynamic", "selective", "ablation")
     }
     assert {case.boosted for case in CASES if case.system == "selective"} == {False, True}

@@ -1,0 +1,415 @@
+"""Small fits of what figures of the papers are of; rows by name."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_moe_ckpt.benchmarks import _differential, _overhead
+from lightning_moe_ckpt.benchmarks._benchmark import accelerator_for
+from lightning_moe_ckpt.benchmarks._fits import (
+    BenchModel,
+    HandOver,
+    ModelSize,
+    TurnTaker,
+    bench_folders,
+    bench_trainer,
+    own_memory,
+    patient_storage,
+    quiet_lightning,
+    random_tokens,
+)
+from lightning_moe_ckpt.benchmarks._papers_plans import Rows, Way
+from lightning_moe_ckpt.benchmarks._quality_fit import Case, Scale, TextModel, training_text, validation_text
+from lightning_moe_ckpt.benchmarks._quality_runs import TOLERANCE, QualityRun, run_all
+from lightning_moe_ckpt.benchmarks._selection import NODES, Choice, SelectionFit, figure_of, run_fit
+from lightning_moe_ckpt.benchmarks._variants import VARIANTS
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, DifferentialCheckpoint, SelectiveExpertCheckpoint
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.testing import Kill
+
+T = TypeVar("T")
+
+# -- trainings that are killed: the text of `bench quality`
+
+_CLEAN, _CONTROL = Case(system="none"), Case(system="control")
+_SMALL = ModelSize(
+    num_blocks=2, model_dim=48, num_experts=8, expert_dim=96, batch_size=8, capacity_factor=2.5, balance=0.0
+)
+
+
+def _killed(cases: Sequence[Case], scale: Scale, way: Way) -> dict[Case, QualityRun]:
+    """Return runs by case."""
+    accelerator = accelerator_for(way.accelerator)
+    runs = run_all(cases, [way.seed], scale, jobs=2, folder=None, accelerator=accelerator, progress=lambda *_: None)
+    return dict(zip(cases, runs, strict=True))
+
+
+def _changes(found: Mapping[Case, QualityRun]) -> tuple[dict[Case, float], float]:
+    """Return how much higher the final loss is than without faults, in percent, by case, and the margin."""
+    clean = found[_CLEAN].final
+    change = {case: 100 * (run.final / clean - 1) for case, run in found.items() if case != _CLEAN}
+    return change, max(100 * TOLERANCE, abs(change.pop(_CONTROL)))
+
+
+def loss_by_plt(way: Way) -> Rows:
+    """One fault, by K and by steps between checkpoints: PEC, Fig. 2."""
+    scale = Scale(steps=way.steps(240, 480), size=_SMALL, faults=1)
+    cases = {
+        f"K={k}, I={every}": Case(
+            system="partial", loss="node", k=k, snapshot_k=k, every=every, kills=(scale.steps * 3 // 4,)
+        )
+        for every in (1, 32)
+        for k in (1, 2, 4)
+    }
+    found = _killed([_CLEAN, _CONTROL, *cases.values()], scale, way)
+    change, margin = _changes(found)
+    rows = {f"PLT, {name}": 100 * found[case].plt for name, case in cases.items()}
+    rows |= {f"loss, {name}": change[case] for name, case in cases.items()}
+    few = [abs(change[case]) for case in cases.values() if found[case].plt < 0.075]
+    return {**rows, "largest change of loss, PLT below 7.5 %": max(few), "margin": margin}
+
+
+def dynamic_k(way: Way) -> Rows:
+    """Eight faults, with K as it is asked for and with Dynamic-K: PEC, Fig. 5d."""
+    scale = Scale(steps=way.steps(400, 800), size=_SMALL, faults=8, val_every=100, val_crops=8)
+    cases = {name: Case(system=name, loss="node", snapshot_k=1) for name in ("partial", "dynamic")}
+    found = _killed([*cases.values()], scale, way)
+    rows: Rows = {}
+    for fault in range(scale.faults):
+        for name in cases:
+            plt, k = found[cases[name]].after_faults[fault]
+            rows[f"PLT, fault {fault + 1}, {name}"] = 100 * plt
+            if name == "dynamic":
+                rows[f"K, fault {fault + 1}"] = float(k or 0)
+    return rows | {"limit of PLT": 5.0}
+
+
+def order_of_experts(way: Way) -> Rows:
+    """One fault, early, midway or late, by the order in which experts are taken: PEC, Fig. 6."""
+    scale = Scale(steps=way.steps(240, 480), size=_SMALL)
+    cases = {
+        (part, select): Case(
+            system="partial", loss="node", snapshot_k=1, select=select, kills=(scale.steps * part // 100,)
+        )
+        for part in (25, 50, 75)
+        for select in ("sequential", "load_aware")
+    }
+    found = _killed([_CLEAN, _CONTROL, *cases.values()], scale, way)
+    change, margin = _changes(found)
+    rows: Rows = {f"loss, fault at {part} %, {select}": change[case] for (part, select), case in cases.items()}
+    rows |= {f"PLT, fault at {part} %, {select}": 100 * found[case].plt for (part, select), case in cases.items()}
+    apart = [change[cases[part, "load_aware"]] - change[cases[part, "sequential"]] for part in (25, 50, 75)]
+    return {
+        **rows,
+        "largest change of loss": max(change.values()),
+        "load-aware, above sequential": statistics.median(apart),
+        "margin": margin,
+    }
+
+
+def loss_after_faults(way: Way) -> Rows:
+    """Four faults at every-step selective checkpoints, and how long they are seen: MOETION, Fig. 8."""
+    scale = Scale(steps=way.steps(300, 450), val_every=10, val_crops=32)
+    case = Case(system="selective", loss="node")
+    found = _killed([_CLEAN, _CONTROL, case], scale, way)
+    clean, run = found[_CLEAN], found[case]
+    beside = dict([*clean.curve, *clean.resumed])
+    spikes = [bits - beside[step] for step, bits in run.resumed]
+    (change,), margin = list(_changes(found)[0].values()), _changes(found)[1]
+    curve, faultless = dict(run.curve), dict(clean.curve)
+    later = [curve[s] / faultless[s] - 1 for fault in run.killed_at for s in curve if fault + 20 <= s < fault + 40]
+    return {
+        "highest spike, in units of loss": max(spikes),
+        "highest spike": 100 * max(bits / beside[step] - 1 for step, bits in run.resumed),
+        "20 to 40 steps after a fault": 100 * statistics.median(later),
+        "at the end": change,
+        "margin": margin,
+    }
+
+
+def convergence(way: Way) -> Rows:
+    """Four faults under differences, by how gradients are kept: TierCheck, Exp8."""
+    scale = Scale(steps=way.steps(240, 450), size=_SMALL)
+    cases = {
+        "lossless": Case(system="differential", loss="process"),
+        "bf16": Case(system="bf16", loss="process"),
+    }
+    found = _killed([_CLEAN, _CONTROL, *cases.values()], scale, way)
+    change, margin = _changes(found)
+    bits = {name: 100 * found[case].captured for name, case in cases.items()}
+    rows: Rows = {f"loss, {name}": change[case] for name, case in cases.items()}
+    return {**rows, **{f"bytes per step, {name}": value for name, value in bits.items()}, "margin": margin}
+
+
+# -- two nodes: the fits of `bench selection`
+
+
+def snapshot_k(way: Way) -> Rows:
+    """PLT after one of two nodes is lost, by experts that memory gets: PEC, Fig. 7."""
+    size = replace(_SMALL, num_blocks=3, capacity_factor=0.0, balance=0.01)
+    steps = way.steps(40, 80)
+    kill = Kill(phase="after_backward", step=steps * 3 // 4, rank=NODES - 1, settle=60.0)
+    rows: Rows = {}
+    for k in (1, 2, 4, 8):
+        fit = SelectionFit(
+            system="in turns", skew="even", k=1, snapshot_k=k, expert_parallel=2, replicas=0, size=size, steps=steps
+        )
+        rows[f"PLT, snapshot-K={k}, persist-K=1"] = 100 * run_fit(fit, kill)[0]["plt"]
+    return rows
+
+
+_TWO_NODES = ModelSize(num_blocks=2, model_dim=64, num_experts=16, expert_dim=96, batch_size=4)
+
+
+def at_risk(way: Way) -> Rows:
+    """Tokens that only live weights have, by how experts are chosen: MOETION, Fig. 11."""
+    choices: dict[str, Choice] = {"in turns": "in turns", "by load": "load-aware", "by budget": "selective"}
+    rows: Rows = {}
+    for k in (4, 6):
+        found = {
+            name: figure_of(SelectionFit(system=how, skew="skewed", k=k, size=_TWO_NODES, steps=way.steps(40, 100)))
+            for name, how in choices.items()
+        }
+        tokens = 2 * NODES * _TWO_NODES.batch_size * _TWO_NODES.context  # of a layer and step
+        rows |= {
+            f"tokens at risk, {name}, {k} of 16": 100 * each.at_risk["memory"] / tokens for name, each in found.items()
+        }
+        turns = found["in turns"].at_risk["memory"]
+        rows |= {
+            f"{name}, of turns, {k} of 16": found[name].at_risk["memory"] / turns
+            for name in choices
+            if name != "in turns"
+        }
+    return rows
+
+
+def breakdown(way: Way) -> Rows:
+    """Bytes to the other node, by what makes them fewer: MOETION, Fig. 10."""
+    fit = SelectionFit(system="in turns", skew="skewed", k=16, size=_TWO_NODES, steps=way.steps(40, 100))
+    cases = {
+        "everything": fit,
+        "selective, 6 of 16": replace(fit, system="selective", k=6, delta=None),
+        "+ gradients for states": replace(fit, system="selective", k=6),
+    }
+    found = {name: figure_of(each).wire_nbytes / 1e6 for name, each in cases.items()}
+    everything, selective, gradients = found.values()
+    return {
+        **found,
+        "selective, of everything": selective / everything,
+        "gradients, of selective": gradients / selective,
+    }
+
+
+# -- single fits, each in a process of its own
+
+
+def _alone(work: Callable[[], T]) -> T:
+    """Return what `work` returns in a process that is forked for it: fits leave threads behind, and other figures fork."""
+
+    def turn(hand_over: HandOver[T]) -> None:
+        hand_over(work())
+
+    with TurnTaker(turn) as taker:
+        return taker.take()
+
+
+def _trained(model: LightningModule, steps: int, data: Any, *callbacks: Callback) -> None:
+    with quiet_lightning(), patient_storage():
+        trainer = bench_trainer(accelerator="cpu", strategy="auto", callbacks=[*callbacks], max_steps=steps)
+        trainer.fit(model, data)
+
+
+@contextmanager
+def _dropping(model: TextModel, share: float) -> Iterator[None]:
+    """Take the experts' output from a share of tokens in training, drawn anew each time: what is over capacity has none."""
+
+    def drop(module: nn.Module, _: Any, out_BTD: Tensor) -> Tensor:
+        kept_BT = torch.rand(out_BTD.shape[:-1]) >= share
+        return out_BTD * kept_BT.unsqueeze(-1) if module.training else out_BTD
+
+    hooks = [layer.register_forward_hook(drop) for layer in model.moe_layers()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def loss_by_drops(way: Way) -> Rows:
+    """Loss where a share of tokens passes experts by: MOETION, Table 1."""
+    size, steps = replace(_SMALL, capacity_factor=0.0, balance=0.01), way.steps(300, 600)
+
+    def work(share: float) -> float:
+        seed_everything(way.seed, verbose=False)
+        model = TextModel(size, steps)
+        with _dropping(model, share):
+            _trained(model, steps, training_text(size, steps + 1, way.seed))
+        return model.bits_per_byte(validation_text(size, 128))
+
+    shares = (0, 1, 3, 5, 7, 10)
+    losses = {share: _alone(lambda share=share: work(share / 100)) for share in shares}  # type: ignore[misc]
+    return {f"loss above none, {share} % dropped": 100 * (losses[share] / losses[0] - 1) for share in shares[1:]}
+
+
+class _Loads(Callback):
+    """Takes the tokens of every expert at each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[Tensor] = []
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        assert isinstance(pl_module, TextModel)
+        self.steps.append(torch.stack([layer.read_and_reset_counts() for layer in pl_module.moe_layers()]))
+
+
+def popularity(way: Way) -> Rows:
+    """Shares of experts in the tokens of a layer, step by step: MOETION, Fig. 3."""
+    size, steps = replace(_SMALL, num_experts=16, capacity_factor=0.0), way.steps(400, 800)
+
+    def work() -> Tensor:
+        seed_everything(way.seed, verbose=False)
+        loads = _Loads()
+        _trained(TextModel(size, steps), steps, training_text(size, steps + 1, way.seed), loads)
+        return torch.stack(loads.steps).float()
+
+    loads_NLE = _alone(work)
+    share_NLE = loads_NLE / loads_NLE.sum(-1, keepdim=True)
+    busiest = Counter((layer, int(e)) for row in share_NLE.argmax(-1) for layer, e in enumerate(row))
+    return {
+        "four busiest of 16, most of any step": 100 * float(share_NLE.topk(4).values.sum(-1).max()),
+        "two busiest of 16, most of any step": 100 * float(share_NLE.topk(2).values.sum(-1).max()),
+        "busiest, times the average": 16 * float(share_NLE.amax(-1).mean()),
+        "experts that were busiest of a layer": len(busiest) / size.num_blocks,
+        "correlation with the next step": _correlation(share_NLE, 1),
+        f"correlation with {steps // 2} steps later": _correlation(share_NLE, steps // 2),
+    }
+
+
+def _correlation(share_NLE: Tensor, apart: int) -> float:
+    centred_NLE = share_NLE - share_NLE.mean(-1, keepdim=True)
+    return float(torch.cosine_similarity(centred_NLE[:-apart], centred_NLE[apart:], dim=-1).mean())
+
+
+class _Durable(Callback):
+    """Waits at every step until what was taken before it is stored. It goes before the checkpoint callback in the list."""
+
+    def __init__(self, checkpoint: CheckpointCallback) -> None:
+        self._checkpoint = checkpoint
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
+        self._checkpoint.wait_committed()
+
+
+def size_by_experts(way: Way) -> Rows:
+    """Bytes and time until they are durable, by the number of experts: MOETION, Fig. 9."""
+    rows: Rows = {}
+    steps, taken = way.steps(12, 24), 2
+    for number in (2, 4, 8, 16, 32):
+        size = ModelSize(num_blocks=2, model_dim=128, num_experts=number, expert_dim=512, batch_size=2)
+        for name in ("everything", "selective"):
+            found = _alone(lambda name=name, size=size: _durable_fit(name, size, taken, steps))  # type: ignore[misc]
+            rows[f"MB, {number} experts, {name}"], rows[f"ms, {number} experts, {name}"] = found
+    for what in ("MB", "ms"):
+        everything, selective = (rows[f"{what}, 32 experts, {name}"] for name in ("everything", "selective"))
+        rows[f"{what}, 32 experts, times less"] = everything / selective
+    least, most = (rows[f"MB, {number} experts, selective"] for number in (4, 32))
+    return {**rows, "MB, selective, 32 over 4 experts": most / least}
+
+
+def _durable_fit(name: str, size: ModelSize, taken: int, steps: int) -> tuple[float, float]:
+    """Return megabytes of a generation, and milliseconds that a step gets longer by until it is durable."""
+    budget = Scale(size=size).budget(taken)
+    with bench_folders() as (folder, memory):
+        own_memory(memory, lost=False)
+        url = f"{folder}/run"
+        checkpoint: CheckpointCallback
+        if name == "everything":
+            checkpoint = DenseCheckpoint(url, every_n_steps=1, overhead_target=None)
+        else:
+            checkpoint = SelectiveExpertCheckpoint(url, local_budget=budget, remote_budget=budget, overhead_target=None)
+        durable, bare = _differential.StepTimes(folder), _differential.StepTimes(folder)
+        _trained(BenchModel(size), steps, random_tokens(size, steps + 1), bare)
+        _trained(BenchModel(size), steps, random_tokens(size, steps + 1), _Durable(checkpoint), durable, checkpoint)
+        report = checkpoint.report
+        median = [statistics.median(each.seconds[4:]) for each in (durable, bare)]
+        return report.nbytes_captured / report.steps / 1e6, 1e3 * (median[0] - median[1])
+
+
+# -- what `bench overhead` and `bench differential` measure
+
+_INTERVALS = {"differences": "differential64-memory", "dense in memory": "dense4-memory", "torch.save": "torch.save4"}
+_BOUND = 0.035
+"""Part of a step that checkpoints may cost."""
+
+
+def interval(way: Way) -> Rows:
+    """Steps between two checkpoints that slow training down by 3.5 %: TierCheck, Exp3."""
+    options = SimpleNamespace(
+        accelerator=way.accelerator, variants=",".join(_INTERVALS.values()), breakdown=False, ranks=1,
+        rounds=5 if way.full else 3, steps=16, settle=8, warm_up=28, precision="32-true", blocks=2, dim=128, experts=16,
+        batch_size=16, url=None,
+    )  # fmt: skip
+    none, *figures = _overhead.measure(options, lambda *_: None)
+    rows: Rows = {"step": 1e3 * none.mean_seconds}
+    for name, figure in zip(_INTERVALS, figures, strict=True):
+        every = VARIANTS[figure.variant].every if name != "differences" else 1
+        share = figure.added_seconds * every / none.mean_seconds
+        rows[f"a checkpoint, {name}"] = 100 * share
+        rows[f"steps between two, {name}"] = float(max(1, -(-share // _BOUND)))
+    return rows
+
+
+@cache
+def _options(**options: Any) -> SimpleNamespace:
+    usual = {"accelerator": None, "differential_dim": 128, "differential_steps": 60, "differential_repeats": 1}
+    return SimpleNamespace(**{**usual, **options})
+
+
+def fused_replay(way: Way) -> Rows:
+    """Seconds to get over so many steps, in one pass, one by one, by torch's optimizer and by training: TierCheck, Exp7."""
+    size = ModelSize()
+    options = _options(differential_elements=size.num_params(), differential_repeats=3 if way.full else 1)
+    bare = _alone(lambda: _differential.fit_of("none", None, options)).seconds
+    rows: Rows = {}
+    for figure in _alone(lambda: _differential.applied(options, (20, 50, 100))):
+        rows[f"{figure.length} steps, {figure.what}"] = 1e3 * figure.seconds
+    for length in (20, 50, 100):
+        rows[f"{length} steps, trained again"] = 1e3 * length * bare
+    fused, single, again = (rows[f"100 steps, {way}"] for way in ("one pass", "a pass each", "trained again"))
+    return {**rows, "less than one by one": 100 * (1 - fused / single), "trained again, times one pass": again / fused}
+
+
+def storage(way: Way) -> Rows:
+    """Size of the folder, in full states, where everything is kept and where differences are reclaimed: TierCheck, Exp9."""
+    options = _options(differential_steps=way.steps(210, 410))
+    kinds: dict[str, Callable[[str], _differential.Checkpoint]] = {
+        "kept all": lambda url: DenseCheckpoint(url, every_n_steps=20, keep=100, overhead_target=None),
+        "lossless": lambda url: DifferentialCheckpoint(url, every_n_steps=50, batch=5, keep=1),
+        "bf16": lambda url: DifferentialCheckpoint(url, every_n_steps=50, batch=5, keep=1, mode="bf16"),
+    }
+    rows: Rows = {}
+    for name, make in kinds.items():
+        figure = _alone(lambda name=name, make=make: _differential.fit_of(name, make, options))  # type: ignore[misc]
+        sizes = [nbytes / figure.dense_nbytes for nbytes in figure.folder_sizes]
+        if name == "kept all":
+            rows["kept all, at step 100"], rows["kept all, at the end"] = sizes[99], sizes[-1]
+            continue
+        half = len(sizes) // 2
+        rows[f"{name}, largest"], rows[f"{name}, least"] = max(sizes), min(sizes[60:])
+        rows[f"{name}, largest of the first half"] = max(sizes[:half])
+        rows[f"{name}, largest of the second half"] = max(sizes[half:])
+    return rows
