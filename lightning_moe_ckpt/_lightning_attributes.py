@@ -56,6 +56,8 @@ _CONTAINERS = (list, dict, set, deque)
 _MOST_TEXT = 1_000
 _LIBRARIES = ("lightning", "pytorch_lightning", "lightning_moe_ckpt", "torch", "torchdata")
 _UNKNOWN = object()
+_SAY_HOOKED = frozenset({"_output_capturing_hooks_installed", "_is_hooked"})
+"""Flags of transformers that say that a module has its hooks. Hooks are not restored: a new process has to install its own."""
 
 
 class MovedAttributes:
@@ -129,7 +131,7 @@ class MovedAttributes:
         back = {name: first[name] for name in self.take() if name not in moved and name in first}
         for name, value in {**back, **moved}.items():
             owner, _, attribute = name.rpartition(".")
-            if owner in self._owners:
+            if owner in self._owners and attribute not in _SAY_HOOKED:
                 setattr(self._owners[owner], attribute, value)
 
     def _attributes(self) -> Iterator[tuple[str, Any]]:
@@ -229,7 +231,7 @@ def _not_users(owner: object) -> frozenset[str]:
     kinds[Callback] = Callback()
     own = {name for kind, bare in kinds.items() if isinstance(owner, kind) for name in vars(bare)}
     if isinstance(owner, nn.Module):
-        own |= vars(nn.Module()).keys() - {"training"}
+        own |= (vars(nn.Module()).keys() - {"training"}) | _SAY_HOOKED
     return frozenset(own)
 
 

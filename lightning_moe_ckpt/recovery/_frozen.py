@@ -1,15 +1,12 @@
 """Keep operators frozen while steps are done again: their weights compute no gradient, and take no step.
 
 A frozen operator takes part in forward, and hands gradients on to its inputs. What it saves is the gradient of its
-weights, a third of its work:
+weights, a third of its work. While a module runs, it sees other tensors in the place of such parameters, see `FrozenView`:
+products with them leave the gradient out. Whatever else is done with them computes the whole gradient, as ever, which is then
+dropped. Vectors cost nothing, and routers little: they go on.
 
-* In the place of a matrix that no active operator has a part of, the module that has it sees it detached, while it runs.
-  Vectors cost nothing, and routers little: they go on, so that some gradient is always there, for those who wait for one
-  (a loss scaler).
-* Of stacked experts, of which some are active, a module sees the slices of the others detached. It may take slices in
-  Python, multiply them as a batch, or in groups; anything else computes the whole gradient, as ever.
-
-Nobody else can tell. Parameters stay what they are, `requires_grad` included, as users put hooks on them. The outputs of modules carry a graph as they always do, so that a loss has one, so that activation
+Nobody else can tell. Parameters stay what they are, `requires_grad` included, as users put hooks on them; those with hooks are
+not left out. All that comes of a weight has a graph as it always does, so that a loss has one, so that activation
 checkpoints and collectives in backward come on all ranks, and no hook of the user meets a gradient that is missing: what was
 not computed is zero.
 
@@ -18,10 +15,8 @@ Source: MoEvement (2024), Sec. 3.3 (frozen operators); we differ in freezing sli
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -68,8 +63,7 @@ class Frozen:
     def freeze(self, active: Collection[str]) -> None:
         """Freeze all operators but these; a parameter of which they have a part has to take its steps."""
         self.thaw()
-        without_graph: set[str] = set()
-        shown: dict[nn.Module, dict[str, Callable[[], Tensor]]] = defaultdict(dict)
+        shown: dict[nn.Module, dict[str, tuple[nn.Parameter, Tensor | None]]] = defaultdict(dict)
         for fqn, param in self._params.items():
             first = self._operators[fqn][0]
             live = [operator for operator in self._operators[fqn] if operator.name in active]
@@ -77,20 +71,19 @@ class Frozen:
                 self._passive.append(param)
             if not self._may_skip or not param.requires_grad:
                 continue
-            show: Callable[[], Tensor] | None = None
+            rows_E = None
             if not live and (first.kind == "expert" or (first.kind == "dense" and param.ndim > 1)):
-                show = partial(_detached, param)
                 self._off.append(param)
-                without_graph.add(first.layer if first.layer is not None else fqn.rpartition(".")[0])
             elif live and first.kind == "expert" and param.ndim > 2:
                 rows_E = _rows(fqn, param, live)
-                show = None if rows_E.all() else partial(StackedRows.of, param, rows_E)
-            if show is not None:
-                for owner, name in self._owners[id(param)]:
-                    shown[owner][name] = show
+                if rows_E.all():
+                    continue
+            else:
+                continue
+            for owner, name in self._owners[id(param)]:
+                shown[owner][name] = param, rows_E
         for owner, tensors in shown.items():
             self._hooks += _showing(owner, tensors)
-        self._keep_graphs(without_graph)
 
     def thaw(self) -> None:
         """Freeze nothing any more; parameters get the user's own `requires_grad` of the boundary."""
@@ -117,24 +110,6 @@ class Frozen:
         for param, gradient in dropped:
             param.grad = gradient
 
-    # -- private
-
-    def _keep_graphs(self, modules: Iterable[str]) -> None:
-        """Have modules, and those around them, give outputs with a graph, as they do in training.
-
-        Not the root: that is the user's `LightningModule`, whose step returns a loss and what goes with it.
-        """
-        anchor = torch.zeros((), requires_grad=True)
-        around = {fqn[:end] for fqn in modules for end in (*(m.start() for m in re.finditer(r"\.", fqn)), len(fqn))}
-        for fqn in sorted(around - {""}):
-            module = self._module.get_submodule(fqn)
-            self._hooks.append(module.register_forward_hook(lambda _, __, out: _with_graph(anchor, out)))
-
-
-def _detached(param: nn.Parameter) -> Tensor:
-    """Return a parameter without its graph, unless hooks of the user wait for its gradient."""
-    return param if param._backward_hooks else param.detach()  # noqa: SLF001  # no public way
-
 
 def _rows(fqn: str, param: Tensor, active: Iterable[Operator]) -> Tensor:
     """Return which rows of a stack active operators have a part of: bool `[E]`."""
@@ -145,12 +120,14 @@ def _rows(fqn: str, param: Tensor, active: Iterable[Operator]) -> Tensor:
     return rows_E
 
 
-def _showing(module: nn.Module, tensors: Mapping[str, Callable[[], Tensor]]) -> list[RemovableHandle]:
+def _showing(module: nn.Module, tensors: Mapping[str, tuple[nn.Parameter, Tensor | None]]) -> list[RemovableHandle]:
     """Have a module see other tensors under the names of its parameters while it runs."""
 
     def before(_: nn.Module, __: Any) -> None:
-        for name, show in tensors.items():
-            module.__dict__[name] = show()  # registered parameters are found after what is here
+        for name, (param, active_E) in tensors.items():
+            # `functional_call` puts others in their place; hooks of the user wait for the gradient of all rows.
+            if module._parameters.get(name) is param and not _has_hooks(param):  # noqa: SLF001  # no public way
+                module.__dict__[name] = FrozenView.of(param, active_E)  # found before registered parameters
 
     def after(*_: Any) -> None:
         for name in tensors:
@@ -159,15 +136,64 @@ def _showing(module: nn.Module, tensors: Mapping[str, Callable[[], Tensor]]) -> 
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
 
 
-def _with_graph(anchor: Tensor, out: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return out
-    if type(out) in (tuple, list):
-        return type(out)(_with_graph(anchor, each) for each in out)
-    if not isinstance(out, Tensor) or out.requires_grad or not (out.is_floating_point() or out.is_complex()):
+def _has_hooks(param: nn.Parameter) -> bool:
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # noqa: SLF001  # no public way
+
+
+class FrozenView(Tensor):
+    """A parameter, or a part of one, of which nothing, or only some rows of a stack `[E, ...]`, gets a gradient in products.
+
+    Products with a stack of which some rows are active compute the gradients of runs of these; that of the others is zero.
+    """
+
+    active_E: Tensor | None  # noqa: N815  # shape suffix
+    """bool, on the CPU; `None` where nothing is active."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, active_E: Tensor | None) -> FrozenView:
+        """Return an alias of a tensor, in its graph."""
+        alias = tensor.as_subclass(cls)
+        alias.active_E = active_E if active_E is not None and active_E.any() else None
+        return alias
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute as for a plain tensor, but for what is known to pay."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's own documentation has it
+            # Transforms of `torch.func` take no function with a backward of its own.
+            if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # noqa: SLF001  # no public way
+                return func(*args, **kwargs)
+            first = args[0] if args else None
+            if isinstance(first, cls):
+                if first.active_E is None and func in _PARTS:
+                    return _all_frozen(func(*args, **kwargs))
+                if first.active_E is not None and func in _SLICES and not kwargs:
+                    return _SLICES[func](first, func(*args), *args[1:])
+            if func not in _PRODUCTS:
+                return func(*args, **kwargs)
+            if func in _BATCHES and len(args) > 1 and isinstance(args[1], cls) and args[1].active_E is not None:
+                return _product(func, *args, **kwargs)
+            return _with_graph(func(*map(_inactive, args), **{name: _inactive(each) for name, each in kwargs.items()}))
+
+
+def _inactive(each: Any) -> Any:
+    return each.detach() if isinstance(each, FrozenView) and each.active_E is None else each
+
+
+def _all_frozen(out: Any) -> Any:
+    if isinstance(out, Tensor):
+        return FrozenView.of(out, None)
+    return tuple(map(_all_frozen, out)) if isinstance(out, tuple | list) else out
+
+
+def _with_graph(out: Any) -> Any:
+    """Give what comes of a product a graph, as it has in training."""
+    if not isinstance(out, Tensor) or out.requires_grad:
         return out
     # Of a view that a function returns, autograd forbids changes in place.
-    return _Graph.apply(anchor, [out.clone() if out._is_view() else out])  # type: ignore[no-untyped-call]  # noqa: SLF001  # no public way
+    anchor, held = torch.zeros((), requires_grad=True), [out.clone() if out._is_view() else out]  # noqa: SLF001  # no public way
+    return _Graph.apply(anchor, held)  # type: ignore[no-untyped-call]
 
 
 class _Graph(torch.autograd.Function):
@@ -182,48 +208,23 @@ class _Graph(torch.autograd.Function):
         return None, None
 
 
-class StackedRows(Tensor):
-    """A stack of matrices `[E, ...]`, of which some get a gradient; that of the others is zero.
-
-    Slices of the others are detached, and products with the whole stack compute the gradients of runs of active rows.
-    """
-
-    active_E: Tensor  # noqa: N815  # shape suffix
-    """bool, on the CPU."""
-
-    @classmethod
-    def of(cls, stack: Tensor, active_E: Tensor) -> StackedRows:
-        """Return an alias of a stack, in its graph."""
-        alias = stack.as_subclass(cls)
-        alias.active_E = active_E
-        return alias
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute as for a plain tensor, but for what is known to pay."""
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's own documentation has it
-            if func in _SLICES and isinstance(args[0], cls):
-                return _SLICES[func](args[0], func(*args, **kwargs), *args[1:], **kwargs)
-            if func in _PRODUCTS and len(args) > 1 and isinstance(args[1], cls) and args[0].ndim == _PRODUCTS[func]:
-                return _product(func, *args, **kwargs)
-            return func(*args, **kwargs)
+def _item(stack: FrozenView, out: Tensor, index: Any) -> Tensor:
+    assert stack.active_E is not None
+    number = type(index) is int or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype != torch.bool)
+    return FrozenView.of(out, None) if number and not stack.active_E[int(index)] else out
 
 
-def _item(stack: StackedRows, out: Tensor, index: Any) -> Tensor:
-    single = isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype != torch.bool)
-    return out.detach() if single and not stack.active_E[int(index)] else out
-
-
-def _unbound(stack: StackedRows, out: tuple[Tensor, ...], dim: int = 0) -> tuple[Tensor, ...]:
+def _unbound(stack: FrozenView, out: tuple[Tensor, ...], dim: int = 0) -> tuple[Tensor, ...]:
+    assert stack.active_E is not None
     if dim != 0:
         return out
-    return tuple(each if active else each.detach() for each, active in zip(out, stack.active_E.tolist(), strict=True))
+    rows = zip(out, stack.active_E.tolist(), strict=True)
+    return tuple(each if active else FrozenView.of(each, None) for each, active in rows)
 
 
-def _transposed(stack: StackedRows, out: Tensor, *dims: int, **_: int) -> Tensor:
-    same = len(dims) == 0 or (0 not in dims and -stack.ndim not in dims)
-    return StackedRows.of(out, stack.active_E) if same and stack.ndim == 3 else out
+def _transposed(stack: FrozenView, out: Tensor, *dims: int) -> Tensor:
+    same = 0 not in dims and -stack.ndim not in dims
+    return FrozenView.of(out, stack.active_E) if same and stack.ndim == 3 else out
 
 
 _SLICES: dict[Any, Callable[..., Any]] = {
@@ -234,13 +235,21 @@ _SLICES: dict[Any, Callable[..., Any]] = {
     torch.transpose: _transposed,
     Tensor.mT.__get__: _transposed,  # type: ignore[attr-defined]  # a getter
 }
+_PARTS: frozenset[Any] = frozenset(_SLICES) | {
+    Tensor.T.__get__,  # type: ignore[attr-defined]  # a getter
+    *(Tensor.t, torch.t, Tensor.view, Tensor.reshape, Tensor.permute, Tensor.flatten, Tensor.unsqueeze, Tensor.squeeze),
+    *(Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.contiguous, Tensor.expand),
+    *(Tensor.to, Tensor.float, Tensor.bfloat16, Tensor.half, Tensor.type_as),
+}
+"""Functions of which nothing is active if nothing of their argument is."""
 
 
-def _product(func: Any, x: Tensor, stack: StackedRows, offs: Tensor | None = None, *rest: Any, **kwargs: Any) -> Any:
+def _product(func: Any, x: Tensor, stack: FrozenView, offs: Tensor | None = None, *rest: Any, **kwargs: Any) -> Any:
     w, device = stack.as_subclass(Tensor), x.device.type
     others = [*rest, *kwargs.values()]  # a bias, or a type of the output
     if (
         any(each is not None for each in others)
+        or (x.ndim, w.ndim) != (_BATCHES[func], 3)
         or (offs is None) == (func is _GROUPED)
         or (offs is None and len(x) != len(w))
     ):
@@ -299,5 +308,10 @@ def _runs(active_E: Tensor) -> list[tuple[int, int]]:
 
 _GROUPED: Any = getattr(torch, "_grouped_mm", None)
 _BATCHED = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
-_PRODUCTS: dict[Any, int] = dict.fromkeys(_BATCHED, 3) | ({} if _GROUPED is None else {_GROUPED: 2})
-"""Dimensions of the first factor."""
+_BATCHES: dict[Any, int] = dict.fromkeys(_BATCHED, 3) | ({} if _GROUPED is None else {_GROUPED: 2})
+"""Products with stacks, and the dimensions of the first factor."""
+_PRODUCTS: frozenset[Any] = frozenset(_BATCHES) | {
+    *(nn.functional.linear, torch.mm, Tensor.mm, Tensor.__rmatmul__, torch.addmm, torch.baddbmm, torch.einsum),
+    *(torch.embedding, torch.conv1d, torch.conv2d, torch.conv3d, nn.functional.bilinear),
+}
+"""Functions whose gradients are worth to be left out."""

@@ -136,3 +136,12 @@ def test_what_cannot_be_kept_is_named_once(caplog: pytest.LogCaptureFixture) -> 
             run.counting.history.append(1.0)
             run.moved.take()
     assert [each.getMessage().split("`")[1] for each in caplog.records] == ["callback.Counting.history"]
+
+
+def test_a_flag_that_says_that_hooks_are_there_is_not_set_where_they_are_not() -> None:
+    """Hugging Face installs hooks that capture outputs at the first forward of a process, and leaves a flag on the module."""
+    before, after = Run(), Run()
+    before.module._output_capturing_hooks_installed = True
+    assert not before.moved.take()
+    after.moved.restore({"module._output_capturing_hooks_installed": True})  # as versions before this one wrote
+    assert not hasattr(after.module, "_output_capturing_hooks_installed")

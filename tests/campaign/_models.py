@@ -337,15 +337,15 @@ class TinyMixtral(nn.Module):
 
     def __init__(self, *, never_routed: bool) -> None:
         super().__init__()
-        self.model = tiny_mixtral(use_cache=False)
+        self.model = tiny_mixtral(use_cache=False, output_router_logits=True)
         if never_routed:
             for layer in self.model.model.layers:
                 layer.mlp.gate.register_forward_hook(_avoid_last_expert)
 
     @override
     def forward(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
-        logits_BSV = self.model(input_ids=tokens_BS).logits
-        return logits_BSV, logits_BSV.new_zeros(())
+        out = self.model(input_ids=tokens_BS)
+        return out.logits, out.aux_loss
 
 
 def _avoid_last_expert(router: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,7 +18,9 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.recovery._frozen import StackedRows
+from lightning_moe_ckpt.operators import discover
+from lightning_moe_ckpt.recovery import Frozen
+from lightning_moe_ckpt.recovery._frozen import FrozenView
 
 Kind = Literal["stacked", "transformers", "dense"]
 WINDOW, FAILS_AT, STEPS = 6, 15, 18
@@ -158,6 +160,12 @@ USES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "batch, autocast": (_under_autocast, True),
     "groups": (_in_groups, True),
     "groups, transposed": (lambda x, w: _in_groups(x, w.transpose(-2, -1)), True),
+    "by keyword": (lambda x, w: torch.stack(torch.unbind(input=x @ w.transpose(dim0=1, dim1=2))), False),
+    "transposed over experts, by keyword": (
+        lambda x, w: x[:1].expand(48, -1, -1)[..., :EXPERTS] @ w.transpose(dim0=0, dim1=1),
+        False,
+    ),
+    "of four dimensions": (lambda x, w: x @ w.view(EXPERTS, 1, 48, 48), False),
     "all at once": (lambda x, w: torch.einsum("enk,ekm->enm", x, w), False),
     "elementwise": (lambda x, w: x[:, :1] * w.sum(-1, keepdim=True).mT, False),
 }
@@ -176,7 +184,7 @@ def test_rows_of_a_stack_without_a_gradient_change_no_other_bit(use: str, active
     found: list[list[Tensor]] = []
     for partly in (False, True):
         inputs, stack = x.clone().requires_grad_(), w.clone().requires_grad_()
-        out = compute(inputs, StackedRows.of(stack, active_E) if partly else stack)
+        out = compute(inputs, FrozenView.of(stack, active_E) if partly else stack)
         assert type(out) is Tensor
         torch.autograd.backward(out, torch.linspace(-1, 1, out.numel()).view_as(out).to(out.dtype))
         assert inputs.grad is not None
@@ -186,3 +194,66 @@ def test_rows_of_a_stack_without_a_gradient_change_no_other_bit(use: str, active
     *rows, others = found[1]
     assert all(torch.equal(a, b) for a, b in zip(whole, rows, strict=True))
     assert leaves_out == (not others.any()) or active == "11111"
+
+
+class _Returns(nn.Module):
+    """Gives what has no graph in training beside what has one, and sees other weights where `functional_call` runs it."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("seen", torch.zeros(()))
+
+    @override
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        y = x @ self.weight.t()
+        if torch.is_grad_enabled():
+            y.retain_grad()  # refused where nothing has a gradient
+        return y, mask, y.detach().mean(), self.seen, self.weight.sum()
+
+
+class _Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(_Returns() for _ in range(4))
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, list[bool]]:
+        mask, graphs = torch.zeros(8), []
+        for part in self.parts:
+            doubled = {"weight": 2 * part.get_parameter("weight")}
+            more: Any = torch.func.functional_call(part, doubled, (x, mask))
+            x, mask, *others = part(x + 0.1 * more[0], mask)
+            graphs += [each.requires_grad for each in (x, mask, *others)]
+        return x, graphs
+
+
+@pytest.mark.parametrize("hooks", ["none", "gradient", "accumulated"])
+def test_modules_cannot_tell_that_they_are_frozen(hooks: str) -> None:
+    """What has a graph in training has one, and nothing else; hooks on parameters get whole gradients; others' weights are seen."""
+    torch.manual_seed(0)
+    model, met = _Chain(), list[Tensor]()
+    for param in model.parameters() if hooks == "gradient" else ():
+        param.register_hook(lambda gradient: met.append(gradient.clone()))  # type: ignore[no-untyped-call]
+    for param in model.parameters() if hooks == "accumulated" else ():
+        param.register_post_accumulate_grad_hook(lambda param: met.append(param.grad.clone()))  # type: ignore[no-untyped-call]
+    operators = discover(model, ep_size=1)
+    frozen = Frozen(model, operators, may_skip=True, as_user=lambda: None)
+    active = operators.operators[0]
+    found = []
+    for freezes in (False, True):
+        if freezes:
+            frozen.freeze({active.name})
+        model.zero_grad()
+        met.clear()
+        out, graphs = model(torch.linspace(-1, 1, 24).view(3, 8))
+        out.square().mean().backward()
+        gradient = model.get_parameter(active.slices[0].fqn).grad
+        assert gradient is not None
+        found.append((graphs, [out.detach(), gradient.clone(), *met]))
+    frozen.thaw()
+    assert found[0][0] == found[1][0]
+    assert len(found[0][1]) == len(found[1][1])
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
