@@ -326,7 +326,7 @@ _LOOKING = [
 
 # -- benchmarks
 
-_POLICIES = ["sparse", "differential", "bf16", "partial", "dynamic", "selective", "ablation"]
+_POLICIES = ["sparse", "differential", "bf16", "compressed", "feedback", "partial", "dynamic", "selective", "ablation"]
 _BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
     "recovery": (
         "Steps and seconds lost per kind of failure, beside torch DCP and Lightning's .ckpt.",

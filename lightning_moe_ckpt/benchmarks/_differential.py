@@ -81,6 +81,9 @@ def measure(options: SimpleNamespace, show: Progress) -> list[DifferentialFigure
         "differential, bf16": lambda url: DifferentialCheckpoint(
             url, every_n_steps=options.differential_every, mode="bf16"
         ),
+        "differential, compressed": lambda url: DifferentialCheckpoint(
+            url, every_n_steps=options.differential_every, mode="compressed"
+        ),
     }
     figures: list[DifferentialFigure] = []
     for number, (name, make) in enumerate(kinds.items()):
@@ -140,14 +143,18 @@ def _size_of(folder: Path) -> int:
     return total
 
 
-def fit_of(name: str, make: Callable[[str], Checkpoint] | None, options: SimpleNamespace) -> DifferentialFigure:
+def fit_of(
+    name: str, make: Callable[[str], Checkpoint] | None, options: SimpleNamespace, size: ModelSize | None = None
+) -> DifferentialFigure:
     """Run one fit; `make` gets the URL of its checkpoints."""
-    size, steps = replace(ModelSize(), model_dim=options.differential_dim), options.differential_steps
+    size = size or replace(ModelSize(), model_dim=options.differential_dim)
+    steps = options.differential_steps
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-") as folder, quiet_lightning():
         watch, checkpoint = StepTimes(Path(folder)), None if make is None else make(f"{folder}/run")
         trainer = bench_trainer(
             accelerator=accelerator_for(options.accelerator),
             max_steps=steps,
+            enable_checkpointing=checkpoint is not None,
             callbacks=[watch, *([] if checkpoint is None else [checkpoint])],
         )
         trainer.fit(BenchModel(size), random_tokens(size, steps))

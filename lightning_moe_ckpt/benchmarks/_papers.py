@@ -380,7 +380,7 @@ _ALL = [
         measure=runs.convergence,
         claims=[
             Claim("lossless: the very loss", ("loss, lossless",), lambda x: x[0] == 0),
-            no_more("bf16: within the margin", "loss, bf16", "margin"),
+            *(no_more(f"{mode}: within the margin", f"loss, {mode}", "margin") for mode in ("bf16", "compressed")),
         ],
         note="the paper has a slightly lower final loss with faults than without.",
     ),
@@ -397,7 +397,7 @@ _ALL = [
             *(
                 Claim(f"{mode}: bounded, the second half has no larger peak (to 10 %)",
                       (f"{mode}, largest of the second half", f"{mode}, largest of the first half"), lambda x: x[0] <= 1.1 * x[1])
-                for mode in ("lossless", "bf16")
+                for mode in ("lossless", "bf16", "compressed")
             ),
         ],
         note="a lossless difference is a third of a state and one in bf16 a sixth, where the paper's have 1 % of the elements: "

@@ -145,6 +145,8 @@ def convergence(way: Way) -> Rows:
     cases = {
         "lossless": Case(system="differential", loss="process"),
         "bf16": Case(system="bf16", loss="process"),
+        "compressed": Case(system="compressed", loss="process"),
+        "error feedback": Case(system="feedback", loss="process"),
     }
     found = _killed([_CLEAN, _CONTROL, *cases.values()], scale, way)
     change, margin = _changes(found)
@@ -227,7 +229,10 @@ def _alone(work: Callable[[], T]) -> T:
 
 def _trained(model: LightningModule, steps: int, data: Any, *callbacks: Callback) -> None:
     with quiet_lightning(), patient_storage():
-        trainer = bench_trainer(accelerator="cpu", strategy="auto", callbacks=[*callbacks], max_steps=steps)
+        saves = any(isinstance(each, CheckpointCallback) for each in callbacks)
+        trainer = bench_trainer(
+            accelerator="cpu", strategy="auto", callbacks=[*callbacks], max_steps=steps, enable_checkpointing=saves
+        )
         trainer.fit(model, data)
 
 
@@ -400,10 +405,13 @@ def storage(way: Way) -> Rows:
         "kept all": lambda url: DenseCheckpoint(url, every_n_steps=20, keep=100, overhead_target=None),
         "lossless": lambda url: DifferentialCheckpoint(url, every_n_steps=50, batch=5, keep=1),
         "bf16": lambda url: DifferentialCheckpoint(url, every_n_steps=50, batch=5, keep=1, mode="bf16"),
+        "compressed": lambda url: DifferentialCheckpoint(url, every_n_steps=50, batch=5, keep=1, mode="compressed"),
     }
+    # Parts of more than 100,000 elements: smaller ones are not sparse.
+    size = ModelSize(num_blocks=2, model_dim=512, num_experts=4, expert_dim=256, batch_size=2)
     rows: Rows = {}
     for name, make in kinds.items():
-        figure = _alone(lambda name=name, make=make: _differential.fit_of(name, make, options))  # type: ignore[misc]
+        figure = _alone(lambda name=name, make=make: _differential.fit_of(name, make, options, size))  # type: ignore[misc]
         sizes = [nbytes / figure.dense_nbytes for nbytes in figure.folder_sizes]
         if name == "kept all":
             rows["kept all, at step 100"], rows["kept all, at the end"] = sizes[99], sizes[-1]

@@ -130,6 +130,8 @@ _STYLES = {
     "sparse": ("black", "--"),
     "differential": ("black", "-."),
     "bf16": ("tab:purple", "-"),
+    "compressed": ("tab:brown", "-"),
+    "feedback": ("tab:brown", "-."),
     "partial": ("tab:orange", "-"),
     "dynamic": ("tab:blue", "-"),
     "selective": ("tab:green", "-"),

@@ -48,9 +48,21 @@ from lightning_moe_ckpt.policies import DifferentialMode, ExpertOrder
 from lightning_moe_ckpt.testing import Attempt
 from lightning_moe_ckpt.testing._records import JsonLines, Record
 
-System = Literal["none", "control", "sparse", "differential", "bf16", "partial", "dynamic", "selective", "ablation"]
-"""`control` is `none` with weights that differ by a rounding at the start: what chaos alone does to the loss. `bf16` is
-`differential` with gradients that are kept rounded."""
+System = Literal[
+    "none",
+    "control",
+    "sparse",
+    "differential",
+    "bf16",
+    "compressed",
+    "feedback",
+    "partial",
+    "dynamic",
+    "selective",
+    "ablation",
+]
+"""`control` is `none` with weights that differ by a rounding at the start: what chaos alone does to the loss. `bf16`,
+`compressed` and, with error feedback, `feedback` are `differential` with gradients that are not kept as they are."""
 EXACT: tuple[System, ...] = ("sparse", "differential")
 """Those whose restarts have equal bits."""
 Loss = Literal["nothing", "process", "node"]
@@ -60,6 +72,12 @@ _STATE_NBYTES = 12
 """Bytes per parameter: fp32 weights with both moments."""
 _WINDOW = 6
 """Window of sparse checkpoints."""
+_MODES: dict[System, DifferentialMode] = {
+    "differential": "lossless",
+    "bf16": "bf16",
+    "compressed": "compressed",
+    "feedback": "compressed",
+}
 _BASE_EVERY = 50
 """Steps between two full snapshots of differential ones, as TierCheck has it."""
 _SNAPSHOT_K = 2
@@ -117,6 +135,9 @@ CASES = (
     Case(system="differential", loss="process"),
     Case(system="bf16", loss="node"),
     Case(system="bf16", loss="process"),
+    Case(system="compressed", loss="node"),
+    Case(system="compressed", loss="process"),
+    Case(system="feedback", loss="process"),
     Case(system="partial", loss="node"),
     Case(system="partial", loss="process"),
     Case(system="dynamic", loss="node"),
@@ -227,9 +248,11 @@ class QualityFit:
         shared: CheckpointArguments = {"keep": scale.keep, "overhead_target": None}
         if system == "sparse":
             return SparseCheckpoint(url, window=_WINDOW, **shared)
-        if system in ("differential", "bf16"):
-            mode: DifferentialMode = "bf16" if system == "bf16" else "lossless"
-            return DifferentialCheckpoint(url, every_n_steps=_BASE_EVERY, mode=mode, keep=scale.keep)
+        if system in _MODES:
+            feeds_back = system == "feedback"
+            return DifferentialCheckpoint(
+                url, every_n_steps=_BASE_EVERY, mode=_MODES[system], error_feedback=feeds_back, keep=scale.keep
+            )
         if system == "selective":
             local, remote = scale.budget(case.snapshot_k), scale.budget(case.k)
             return SelectiveExpertCheckpoint(

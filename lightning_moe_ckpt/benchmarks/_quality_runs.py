@@ -47,6 +47,8 @@ _NAMES = {
     "sparse": "SparseCheckpoint",
     "differential": "DifferentialCheckpoint",
     "bf16": "DifferentialCheckpoint, bf16",
+    "compressed": "DifferentialCheckpoint, compressed",
+    "feedback": "DifferentialCheckpoint, compressed, error feedback",
     "partial": "PEC",
     "dynamic": "PEC, Dynamic-K",
     "selective": "MOETION",

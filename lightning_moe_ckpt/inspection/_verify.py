@@ -20,6 +20,7 @@ from math import prod
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.inspection._assemble import BUFFER, PARAM
 from lightning_moe_ckpt.recovery import Replicas, Version, is_differential, stored_index
+from lightning_moe_ckpt.snapshot import PACKED
 from lightning_moe_ckpt.storage import (
     Backend,
     Commit,
@@ -279,7 +280,7 @@ def disagreements(markers: Sequence[RankMarker]) -> list[str]:
         for record in _tensor_records(marker):
             if record.kind == BUFFER:
                 stored.add(record.fqn)
-            else:
+            elif record.state_key != PACKED:  # as many bytes as its part needs
                 found[record.kind, record.fqn, record.state_key].add((record.dtype, record.global_shape))
             if record.kind == "full" and record.state_key == PARAM:
                 stored.add(record.fqn)

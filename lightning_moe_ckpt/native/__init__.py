@@ -22,11 +22,15 @@ from lightning_moe_ckpt.native._engine import PreparedTable as PreparedTable
 from lightning_moe_ckpt.native._engine import Ticket as Ticket
 from lightning_moe_ckpt.native._engine import copy_through as copy_through
 from lightning_moe_ckpt.native._files import append as append
+from lightning_moe_ckpt.native._gradient import MAX_PART_NUMEL as MAX_PART_NUMEL
 from lightning_moe_ckpt.native._gradient import CompressedGradient as CompressedGradient
 from lightning_moe_ckpt.native._gradient import GradientCompression as GradientCompression
 from lightning_moe_ckpt.native._gradient import QuantizedGradient as QuantizedGradient
 from lightning_moe_ckpt.native._gradient import SparseGradient as SparseGradient
 from lightning_moe_ckpt.native._gradient import decompress_gradient as decompress_gradient
+from lightning_moe_ckpt.native._gradient import pack_gradient as pack_gradient
+from lightning_moe_ckpt.native._gradient import packed_nbytes as packed_nbytes
+from lightning_moe_ckpt.native._gradient import unpack_gradient as unpack_gradient
 from lightning_moe_ckpt.native._library import Library as Library
 from lightning_moe_ckpt.native._library import NativeError as NativeError
 from lightning_moe_ckpt.native._library import PartStatus as PartStatus

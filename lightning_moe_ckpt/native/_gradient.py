@@ -33,6 +33,7 @@ ABS_MASK = 0x7FFFFFFF
 INF_BITS = 0x7F800000
 HALF_NAN = 0x7E00
 HALF_MAX = 65504.0
+_WORD_NBYTES, _KEPT_NBYTES = 4, 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +154,11 @@ def sample_rank(numel: int, how: GradientCompression) -> tuple[int, int]:
     return samples, min(samples - 1, int(samples * (1 - how.keep_ratio)))
 
 
+def capacity_of(numel: int, how: GradientCompression) -> int:
+    """Return the elements that a sparse part of so many has room for."""
+    return min(numel, max(math.ceil(numel * how.capacity_ratio), 1))
+
+
 def empty_quantized(gradient: Tensor) -> QuantizedGradient:
     device = gradient.device
     return QuantizedGradient(
@@ -164,7 +170,7 @@ def empty_quantized(gradient: Tensor) -> QuantizedGradient:
 
 
 def empty_part(numel: int, device: torch.device, how: GradientCompression) -> SparsePart:
-    capacity, tiles = min(numel, max(math.ceil(numel * how.capacity_ratio), 1)), -(-numel // TILE_NUMEL)
+    capacity, tiles = capacity_of(numel, how), -(-numel // TILE_NUMEL)
     return SparsePart(
         torch.empty(capacity, dtype=torch.float16, device=device),
         torch.empty(capacity, dtype=torch.int32, device=device),
@@ -190,6 +196,50 @@ def decompress_gradient(compressed: CompressedGradient) -> Tensor:
         dense[part.indices[:kept].long()] = part.values[:kept].float()
         parts.append(dense)
     return torch.cat(parts).view(compressed.shape)
+
+
+# -- in the bytes of a record, which are as many at every step
+
+
+def packed_nbytes(numel: int, how: GradientCompression | None = None) -> int:
+    """Return the bytes of a packed gradient: a word and INT8, or a word, indices and values, of as many as there is room for."""
+    how = how or GradientCompression()
+    return _WORD_NBYTES + (numel if numel < max(how.small_numel, 1) else _KEPT_NBYTES * capacity_of(numel, how))
+
+
+def pack_gradient(compressed: CompressedGradient) -> Tensor:
+    """Return a compressed gradient of one part as uint8 `[packed_nbytes]`, on its device; unused room is zero.
+
+    The word is the scale in float32, or, of a sparse one, how many are kept in int32; then come int8 values, or all
+    indices in int32 and all values in float16.
+    """
+    if isinstance(compressed, QuantizedGradient):
+        return torch.cat([compressed.scale.view(torch.uint8), compressed.values.view(torch.uint8)])
+    (part,) = compressed.parts
+    kept = part.tiles[-1:]
+    used = torch.arange(part.values.numel(), device=kept.device) < kept
+    columns = [kept, torch.where(used, part.indices, 0), torch.where(used, part.values, 0)]
+    return torch.cat([each.view(torch.uint8) for each in columns])
+
+
+def unpack_gradient(packed_U8: Tensor, numel: int) -> Tensor:
+    """Return float32 `[numel]`, with zeros for elements that were not kept.
+
+    Raises:
+        ValueError: it is no packed gradient of so many elements.
+    """
+    word, rest, shape = packed_U8[:_WORD_NBYTES], packed_U8[_WORD_NBYTES:], torch.Size([numel])
+    nothing = torch.zeros(2, dtype=torch.int64)
+    if len(packed_U8) != packed_nbytes(numel):
+        raise ValueError(f"{len(packed_U8)} bytes are no compressed gradient of {numel} elements.")
+    if len(rest) == numel:
+        quantized = QuantizedGradient(rest.view(torch.int8), word.view(torch.float32), nothing[:1], shape)
+        return decompress_gradient(quantized)
+    capacity, kept = len(rest) // _KEPT_NBYTES, word.view(torch.int32)
+    indices, values = rest[: 4 * capacity].view(torch.int32), rest[4 * capacity :].view(torch.float16)
+    if not 0 <= int(kept) <= capacity or bool((indices < 0).any() | (indices >= numel).any()):
+        raise ValueError(f"A compressed gradient of {numel} elements keeps {int(kept)}, or others than it has.")
+    return decompress_gradient(SparseGradient((SparsePart(values, indices, kept, nothing, numel),), shape))
 
 
 class QuantizeJob(c.Structure):

@@ -161,6 +161,7 @@ class DifferentialPolicy(Policy):
     every_n_steps: int = 64
     batch: int = 8
     mode: DifferentialMode = "lossless"
+    error_feedback: bool = False
 
     kind = "differential"
 
@@ -168,7 +169,9 @@ class DifferentialPolicy(Policy):
     @override
     def chains(self) -> Chains:  # type: ignore[override]
         """How generations follow each other."""
-        return Chains(every_n_steps=self.every_n_steps, batch=self.batch, mode=self.mode)
+        return Chains(
+            every_n_steps=self.every_n_steps, batch=self.batch, mode=self.mode, error_feedback=self.error_feedback
+        )
 
     @override
     def least_steps(self, num_operators: int) -> int:

@@ -31,8 +31,9 @@ Measurement = Literal["tokens", "popularity", "bandwidths", "compute_dtypes"]
 """What can be measured: tokens that each expert has learned from and every tier has saved; popularity of experts; what
 steps can hide, from their time and from bandwidths; the precision in which parameters are consumed."""
 
-DifferentialMode = Literal["lossless", "bf16"]
-"""Gradients as the optimizer consumed them, or rounded to bfloat16."""
+DifferentialMode = Literal["lossless", "bf16", "compressed"]
+"""Gradients as the optimizer consumed them, rounded to bfloat16, or compressed: INT8 where they are small, else the
+hundredth of the elements that is largest."""
 
 Budget = int | Literal["auto"]
 """Bytes of one rank and generation, or `auto` for what steps can hide."""
@@ -63,6 +64,8 @@ class Chains:
     """Differentials that storage gets together, in one generation."""
     mode: DifferentialMode = "lossless"
     """How gradients are kept."""
+    error_feedback: bool = False
+    """Whether what compression leaves out of a gradient is added to the next one."""
 
     @property
     def links_kept(self) -> int:

@@ -17,14 +17,16 @@ from torch import Tensor
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.journal import Journal
-from lightning_moe_ckpt.native import AdamState, AdamStep, replay_adam
+from lightning_moe_ckpt.native import AdamState, AdamStep, replay_adam, unpack_gradient
 from lightning_moe_ckpt.operators import RecordKind
-from lightning_moe_ckpt.snapshot import GRADIENT, PARAM, PRESENT, is_average, step_settings
+from lightning_moe_ckpt.snapshot import GRADIENT, PACKED, PARAM, PRESENT, is_average, step_settings
 from lightning_moe_ckpt.storage import SegmentLayout
 
 _FULL, _DELTA = f"{RecordKind.FULL.value}/", f"{RecordKind.DELTA.value}/"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _COUNT = "step"
+_UNPACKED = 8
+"""Compressed gradients of a part that are whole in memory at a time."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -69,8 +71,14 @@ def _fold_part(
 ) -> None:
     """Apply the differences of one part of a parameter, whose tensors have `names` in the state."""
     newest = differences[-1]
+    packed = f"{_DELTA}{part}/{PACKED}"
+    if packed in newest.layout.spans and len(differences) > _UNPACKED:
+        for i in range(0, len(differences), _UNPACKED):
+            _fold_part(state_U8, layout, part, names, differences[i : i + _UNPACKED])
+        return
+    gradient = packed if packed in newest.layout.spans else f"{_DELTA}{part}/{GRADIENT}"
     live = {name.rpartition("/")[2]: layout.view(state_U8, name) for name in names}
-    if f"{_DELTA}{part}/{GRADIENT}" not in newest.layout.spans:
+    if gradient not in newest.layout.spans:
         for key, tensor in live.items():
             tensor.copy_(newest.view(f"{_DELTA}{part}/{key}"))
         return
@@ -82,7 +90,10 @@ def _fold_part(
         settings = step_settings(each.journal, fqn)
         if settings is not None:
             number = int(count) + len(steps) + 1
-            steps.append(settings.step(each.view(f"{_DELTA}{part}/{GRADIENT}"), number))
+            found = each.view(gradient)
+            steps.append(
+                settings.step(unpack_gradient(found, live[PARAM].numel()) if gradient == packed else found, number)
+            )
     if steps:
         replay_adam(AdamState(live[PARAM], *(live[key] for key in _MOMENTS if key in live)), steps)
         count += len(steps)

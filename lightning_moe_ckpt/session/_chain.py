@@ -36,6 +36,7 @@ from lightning_moe_ckpt.tiers import STORAGE
 
 log = logging.getLogger(__name__)
 
+_DTYPES = {"lossless": torch.float32, "bf16": torch.bfloat16, "compressed": torch.uint8}
 _BASE_SLOTS = 2
 """Free slots that differences leave to bases."""
 
@@ -53,14 +54,16 @@ class ChainCapture(CaptureSession):
         super().__init__(**arguments)
         exact = chains.mode == "lossless"
         view.repeatable, whole = repeatable(view, exact=exact)
-        view.difference_dtype = torch.float32 if exact else torch.bfloat16
+        view.difference_dtype = _DTYPES[chains.mode]
         log_whole(whole, len(view.params))
         if not exact:
             log.warning(
-                "restarts are not exact: gradients are kept as bfloat16, and what is restored differs by their rounding from "
-                "what was trained. `DifferentialCheckpoint(mode='lossless')` keeps them as they are."
+                "restarts are not exact: gradients are kept %s, and what is restored differs by what that leaves out from what "
+                "was trained. `DifferentialCheckpoint(mode='lossless')` keeps them as they are.",
+                "as bfloat16" if chains.mode == "bf16" else "compressed",
             )
-        self._chains, self._recorder = chains, DifferentialRecorder(view)
+        self._chains = chains
+        self._recorder = DifferentialRecorder(view, error_feedback=chains.error_feedback)
         self._num_votes += 1
         self._differential: WindowLayout | None = None
         """Of differences, cut as `_cut_as` is."""
@@ -137,6 +140,12 @@ class ChainCapture(CaptureSession):
     @override
     def capture(self, step: int, outcome: Journal) -> None:
         self._reads_gradients = self._link
+        if not self._link:
+            self._recorder.based()
+        elif self._chains.mode == "compressed":
+            assert self._differential is not None
+            with self._stalls.measure_both("compression"):
+                self._recorder.compress(self._differential.steps[0])
         super().capture(step, {**outcome, "consumed": self._recorder.settings()} if self._link else outcome)
 
     @override
@@ -184,6 +193,7 @@ class ChainCapture(CaptureSession):
         assert self._layout is not None
         self._await_copies()
         self._link, self._base = False, step
+        self._recorder.based()
         window.is_link, window.layout = False, self._layout
         window.ring.whole(window.generation)
         if window.spoiled or self._pending is None:

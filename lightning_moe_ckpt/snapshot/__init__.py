@@ -35,6 +35,7 @@ from lightning_moe_ckpt.snapshot._layout import StateView as StateView
 from lightning_moe_ckpt.snapshot._layout import StepLayout as StepLayout
 from lightning_moe_ckpt.snapshot._layout import WindowLayout as WindowLayout
 from lightning_moe_ckpt.snapshot._layout import is_average as is_average
+from lightning_moe_ckpt.snapshot._parts import PACKED as PACKED
 from lightning_moe_ckpt.snapshot._parts import Field as Field
 from lightning_moe_ckpt.snapshot._parts import ParameterParts as ParameterParts
 from lightning_moe_ckpt.snapshot._parts import Shard as Shard

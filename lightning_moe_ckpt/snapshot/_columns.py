@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt.native import Column, CopyTable
 from lightning_moe_ckpt.snapshot._layout import GRADIENT, PRESENT, FileLayout, StepLayout
-from lightning_moe_ckpt.snapshot._parts import Form, PartColumns
+from lightning_moe_ckpt.snapshot._parts import PACKED, Form, PartColumns, numel_of
 
 _ZEROS_U8 = torch.zeros(2**20, dtype=torch.uint8)
 _STATE_U8 = torch.zeros(4096, dtype=torch.uint8)
@@ -48,7 +48,7 @@ class StepColumns:
         self._dtypes = [torch.uint8]
         first_base: list[int] = []
         first_row: list[int] = []
-        rows: list[tuple[int, bool, bool]] = []
+        rows: list[tuple[int, bool, bool, bool]] = []
         known: dict[tuple[Form, ...], int] = {}
         parts = PartColumns.of([each for file in files for each in file.table.parts])
         for fqn, forms in parts.kinds:
@@ -57,20 +57,24 @@ class StepColumns:
             first_row.append(known.setdefault(tuple(forms), len(rows)))
             if first_row[-1] == len(rows):
                 self._dtypes += [dtype for _, dtype, _ in forms if dtype not in self._dtypes]
-                rows += [(self._dtypes.index(dtype), whole, key == PRESENT) for key, dtype, whole in forms]
+                rows += [
+                    (self._dtypes.index(dtype), whole, key == PRESENT, key == PACKED) for key, dtype, whole in forms
+                ]
         self.fqns = tuple(dict.fromkeys(fqn for fqn, _ in parts.kinds))
         """Parameters of which there is something."""
-        self.gradients = tuple(fqn for fqn, key in self._bases if key == GRADIENT)
+        self.gradients = tuple(fqn for fqn, key in self._bases if key in (GRADIENT, PACKED))
         """Those of which it is the gradient."""
         # From here on by part, then by tensor, in C.
         count = parts.tensors
         number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         self._base = np.repeat(_column(first_base)[parts.kind], count) + number
         row = np.repeat(_column(first_row)[parts.kind], count) + number
-        self._dtype, per_element, is_flag = np.array(rows, np.int64).reshape(-1, 3).T[:, row]
-        flags = is_flag.astype(bool)
+        self._dtype, per_element, *is_of = np.array(rows, np.int64).reshape(-1, 4).T[:, row]
+        flags, packed = (each.astype(bool) for each in is_of)
         self._start = np.repeat(parts.start, count) * per_element
         self._numel = np.where(per_element, np.repeat(parts.numel, count), 1)
+        if packed.any():
+            self._pack(packed, np.repeat(parts.numel, count))
         self._itemsize = _column(dtype.itemsize for dtype in self._dtypes)[self._dtype]
         self._headers = [torch.frombuffer(bytearray(file.segment.header), dtype=torch.uint8) for file in files]
         self._header_offset = _column(file.start for file in files)
@@ -81,6 +85,16 @@ class StepColumns:
         offset, nbytes, gap = np.concatenate(places, axis=1)
         has_gap = (gap > 0) & ~np.isin(offset, self._offset[flags])
         self._gap_offset, self._gap = (offset + nbytes)[has_gap], gap[has_gap]
+
+    def _pack(self, packed: Column, numel: Column) -> None:
+        """Let compressed parts of a parameter follow each other in its base, in the order in which they are stored."""
+        form: Form = (PACKED, torch.uint8, False)
+        self._numel[packed] = _column(numel_of(form, int(each)) for each in numel[packed])
+        ends: dict[int, int] = {}
+        for i in np.flatnonzero(packed).tolist():
+            base = int(self._base[i])
+            self._start[i] = ends.get(base, 0)
+            ends[base] = int(self._start[i] + self._numel[i])
 
     def has_state(self) -> dict[str, bool]:
         """Return whether the optimizer has state of each parameter yet."""

@@ -27,9 +27,18 @@ from torch.optim import Adam, AdamW, Optimizer
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
-from lightning_moe_ckpt.native import Copy, CopyEngine, Ticket
+from lightning_moe_ckpt.native import (
+    MAX_PART_NUMEL,
+    Copy,
+    CopyEngine,
+    Ticket,
+    compress_gradients,
+    decompress_gradient,
+    pack_gradient,
+)
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.snapshot._layout import StateView, StepLayout
+from lightning_moe_ckpt.snapshot._parts import PACKED
 from lightning_moe_ckpt.snapshot._writer import versions
 from lightning_moe_ckpt.tiers import Gradients, PartGradient, StepSettings
 
@@ -95,8 +104,11 @@ class _StepRecorder:
 class DifferentialRecorder(_StepRecorder):
     """Offer the gradients of each step of the optimizer to the view as what DELTA records are copied from."""
 
-    def __init__(self, view: StateView) -> None:
+    def __init__(self, view: StateView, *, error_feedback: bool = False) -> None:
         super().__init__(view, view.repeatable)
+        self._feeds_back = error_feedback
+        self._left_out: dict[str, Tensor] = {}
+        """By part, what compression has left out of gradients since the last base."""
         self._taken: list[_Consumed] = []
         self._steps: dict[str, StepSettings] = {}
 
@@ -111,6 +123,34 @@ class DifferentialRecorder(_StepRecorder):
         self._taken = list(consumed.values())
         self._steps = {fqn: each.settings for fqn, each in consumed.items()}
         return found is not None and len(self._view.consumed) == len(consumed)
+
+    def based(self) -> None:
+        """Note that the boundary is taken whole: nothing has been left out of that."""
+        self._left_out.clear()
+
+    def compress(self, layout: StepLayout) -> None:
+        """Put compressed gradients of the parts that this rank writes in the place of those of the newest step.
+
+        Source: TierCheck (2026), Sec. 3.2. Without error feedback, as there, what is left out of a gradient is lost.
+        """
+        gradients = self._view.consumed
+        own = [
+            part for part, forms in layout.durable.table.parts if forms[0][0] == PACKED and part.piece.fqn in gradients
+        ]
+        flat = [gradients[part.piece.fqn].view(-1)[part.piece.start : part.piece.stop] for part in own]
+        if self._feeds_back:
+            flat = [
+                each + self._left_out[part.prefix] if part.prefix in self._left_out else each
+                for part, each in zip(own, flat, strict=True)
+            ]
+        compressed = compress_gradients(flat)
+        gradients.clear()
+        packed: dict[str, list[Tensor]] = {}
+        for part, each, found in zip(own, flat, compressed, strict=True):
+            packed.setdefault(part.piece.fqn, []).append(pack_gradient(found))
+            if self._feeds_back:
+                self._left_out[part.prefix] = each - decompress_gradient(found).view(-1)
+        gradients.update({fqn: torch.cat(parts) for fqn, parts in packed.items()})
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the newest step for the journal of its boundary, which `step_settings` reads."""
@@ -276,6 +316,8 @@ def _why_not_repeatable(view: StateView, fqn: str, *, exact: bool) -> str:
             isinstance(value, Tensor) for value in (group["lr"], *group["betas"])
         ),
     }
+    if not exact and param.numel() > MAX_PART_NUMEL:
+        return f"they have more than {MAX_PART_NUMEL} elements"
     if not exact:
         return (
             "" if view.keeps_gradient(fqn) else f"they are {str(param.dtype).removeprefix('torch.')}, and not float32"

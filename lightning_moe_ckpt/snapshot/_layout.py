@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_moe_ckpt.operators import Operator, OperatorSet, RecordKind, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Audience, all_names
-from lightning_moe_ckpt.snapshot._parts import Field, Form, PartTable, PartText, Shard
+from lightning_moe_ckpt.snapshot._parts import PACKED, Field, Form, PartTable, PartText, Shard
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import SegmentLayout, SpelledRows, TensorKind, dtype_code
 from lightning_moe_ckpt.tiers import aligned_gradient, gradient_nbytes
@@ -130,9 +130,10 @@ class StateView:
         self.repeatable = frozenset[str]()
         """Parameters whose steps can be repeated: DELTA records of them have the gradient."""
         self.difference_dtype = torch.float32
-        """Type in which they have it."""
+        """Type in which they have it; `uint8` stands for compressed."""
         self.consumed: dict[str, Tensor] = {}
-        """Gradients as the newest step of the optimizer consumed them, of repeatable parameters that had one."""
+        """Gradients as the newest step of the optimizer consumed them, of repeatable parameters that had one; if they are
+        compressed, those of the parts that this rank writes, one behind the other."""
         self.repeated: dict[tuple[int, int | None] | None, list[Shard]] = {}
         """Parts that steps of a window share, by identity of the slice, which is of an operator, and writer."""
         self._texts: dict[int, PartText] = {}
@@ -173,7 +174,9 @@ class StateView:
         state = [(entry.key, entry.dtype, entry.per_element) for entry in self.schema.entries(param)]
         averages = [(key, average.dtype, True) for key, average in self.averages.of(fqn).items()]
         if kind is RecordKind.DELTA and fqn in self.repeatable:
-            return [(GRADIENT, self.difference_dtype, True), *averages]
+            packed = self.difference_dtype is torch.uint8
+            gradient = (PACKED, torch.uint8, False) if packed else (GRADIENT, self.difference_dtype, True)
+            return [gradient, *averages]
         return [(PRESENT, torch.uint8, False), (PARAM, param.dtype, True), *state, *averages]
 
     def table(self, parts: Iterable[Shard]) -> PartTable:
@@ -183,7 +186,7 @@ class StateView:
 
     def is_state(self, key: str) -> bool:
         """Return whether a field is part of the optimizer's state, of which there may be none yet."""
-        return key not in (PARAM, PRESENT, GRADIENT) and key not in self.averages.names
+        return key not in (PARAM, PRESENT, GRADIENT, PACKED) and key not in self.averages.names
 
     def states(self, fqns: Iterable[str]) -> list[Tensor]:
         """Return optimizer state and averages of these parameters, as far as there are any."""
@@ -197,7 +200,7 @@ class StateView:
 
     def tensor(self, fqn: str, key: str) -> Tensor | None:
         """Return a parameter, an average, gradient or state of it; `None` if there is no such gradient or state."""
-        if key == GRADIENT:
+        if key in (GRADIENT, PACKED):
             return self.consumed.get(fqn)
         if key in self.averages.names:
             return self.averages.of(fqn)[key]
@@ -300,7 +303,7 @@ class FileLayout:
             whole = f"[{','.join(map(str, piece.global_shape))}],{piece.global_start},{piece.stop - piece.start}"
             there = "true" if part.kind is RecordKind.COMPUTE or has_state[piece.fqn] else "false"
             rows += [
-                f'[{name},{head},{_quoted(key)},"{dtype_code(dtype)}",{whole if per_element else "[],0,1"},{offset},{nbytes},'
+                f'[{name},{head},{_quoted(key)},"{dtype_code(dtype)}",{_place(key, whole if per_element else "[],0,1", nbytes)},{offset},{nbytes},'
                 f"{there if is_state(key) else 'true'}]"
                 for (key, dtype, per_element), (name, (offset, nbytes)) in zip(forms, places_by_name, strict=False)
             ]
@@ -395,6 +398,11 @@ class WindowLayout:
     def slot_nbytes(self) -> int:
         """Bytes of the largest step and what lies behind it, of those still to come too."""
         return max(self.reserve_nbytes, *(step.nbytes for step in self.steps))
+
+
+def _place(key: str, place: str, nbytes: int) -> str:
+    """Return shape, start and length of a record; what is compressed has no element for each of the parameter's."""
+    return f"[{nbytes}],0,{nbytes}" if key == PACKED else place
 
 
 def as_memoryview(buffer_U8: Tensor) -> memoryview:

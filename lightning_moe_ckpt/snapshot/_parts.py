@@ -14,9 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lightning_moe_ckpt.native import Column
+from lightning_moe_ckpt.native import Column, packed_nbytes
 from lightning_moe_ckpt.operators import ParamSlice, RecordKind
 from lightning_moe_ckpt.storage import TensorKind
+
+PACKED = "packed"
+"""Key of a compressed gradient: bytes, of which a part has `packed_nbytes` of its elements."""
 
 
 class Shard(NamedTuple):
@@ -37,6 +40,12 @@ class Shard(NamedTuple):
 Form = tuple[str, torch.dtype, bool]
 """A tensor that every part of a parameter has: `param`, `present` or a key of the optimizer's state; its type; and whether
 it has an element for each of the parameter's."""
+
+
+def numel_of(form: Form, numel: int) -> int:
+    """Return the elements of a tensor of a part that has `numel`."""
+    key, _, per_element = form
+    return packed_nbytes(numel) if key == PACKED else numel if per_element else 1
 
 
 class Field(NamedTuple):
@@ -117,7 +126,7 @@ class PartTable:
             if text is None:
                 prefix, numel = part.prefix, part.piece.stop - part.piece.start
                 names = [f"{prefix}/{key}" for key, _, _ in forms]
-                text = part, names, [(dtype, (numel if per_element else 1,)) for _, dtype, per_element in forms]
+                text = part, names, [(form[1], (numel_of(form, numel),)) for form in forms]
                 if part.kind is RecordKind.COMPUTE:
                     texts[id(part)] = text
             self.names += text[1]

@@ -122,6 +122,18 @@ def test_faults_are_the_same_for_all_policies_of_a_seed() -> None:
         assert len(steps) == scale.faults
         assert 0 < steps[0] < steps[-1] < scale.steps
     assert {case.system for case in CASES} == {
-        *("none", "control", "sparse", "differential", "bf16", "partial", "dynamic", "selective", "ablation")
+        *(
+            "none",
+            "control",
+            "sparse",
+            "differential",
+            "bf16",
+            "compressed",
+            "feedback",
+            "partial",
+            "dynamic",
+            "selective",
+            "ablation",
+        )
     }
     assert {case.boosted for case in CASES if case.system == "selective"} == {False, True}

@@ -11,6 +11,14 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_moe_ckpt.benchmarks._differential import laid_out
 from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.native import (
+    compress_gradients,
+    decompress_gradient,
+    pack_gradient,
+    packed_nbytes,
+    unpack_gradient,
+)
+from lightning_moe_ckpt.recovery import _fold
 from lightning_moe_ckpt.recovery._fold import Difference, fold
 from lightning_moe_ckpt.tiers._delta import StepSettings
 
@@ -77,3 +85,43 @@ def test_differences_of_something_else_are_refused() -> None:
     silent = difference(torch.zeros(NUMEL), None, 1)
     with pytest.raises(Corrupt, match="does not say how `w` was stepped"):
         fold(memory_U8, layout, [Difference(silent.segment, silent.layout, {})])
+
+
+@pytest.mark.parametrize("numel", [1, 99_999, 100_000, 200_003])
+def test_what_is_packed_is_what_was_compressed(numel: int) -> None:
+    """In as many bytes at every step, whatever the gradient has; nothing else passes for it."""
+    for gradient in (torch.randn(numel), torch.zeros(numel), torch.ones(numel)):
+        (compressed,) = compress_gradients([gradient])
+        packed_U8 = pack_gradient(compressed)
+        assert packed_U8.numel() == packed_nbytes(numel)
+        assert torch.equal(unpack_gradient(packed_U8, numel), decompress_gradient(compressed))
+    with pytest.raises(ValueError, match="no compressed gradient"):
+        unpack_gradient(packed_U8, 2 * numel)
+    packed_U8[:4] = 255
+    if numel >= 100_000:
+        with pytest.raises(ValueError, match="keeps -1"):
+            unpack_gradient(packed_U8, numel)
+
+
+def test_compressed_differences_are_applied_in_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the steps that the decompressed gradients make, however many are unpacked at a time."""
+    torch.manual_seed(0)
+    param, other = (nn.Parameter(torch.zeros(NUMEL)) for _ in range(2))
+    optimizer, same = (AdamW([each], lr=0.1) for each in (param, other))
+    memory_U8, layout = laid_out(state_of(optimizer, param, 0))
+    settings = StepSettings(0.1, 0.9, 0.999, 1e-8, 0.01, decoupled=True, maximize=False)
+    differences = []
+    for number in range(1, 6):
+        gradient = torch.randn(NUMEL)
+        parts = {f"delta/w/{a}+{b - a}/packed": gradient[a:b] for a, b in ((0, 1000), (1000, NUMEL))}
+        compressed = compress_gradients(list(parts.values()))
+        tensors = dict(zip(parts, map(pack_gradient, compressed), strict=True))
+        tensors |= {"buffer/count": torch.tensor([number]), "journal": torch.full((64,), number, dtype=torch.uint8)}
+        said = {"outcome": {"consumed": {"settings": [asdict(settings)], "others": {}}}}
+        differences.append(Difference(*laid_out(tensors), said))
+        other.grad = torch.cat([decompress_gradient(each) for each in compressed])
+        same.step()
+    monkeypatch.setattr(_fold, "_UNPACKED", 2)
+    fold(memory_U8, layout, differences)
+    for name, want in state_of(same, other, 5).items():
+        assert torch.equal(layout.view(memory_U8, name), want), name

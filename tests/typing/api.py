@@ -99,6 +99,7 @@ def train_dense(model: LightningModule) -> None:
     assert_type(chains.ends_batch(2), bool)
     mode: policies.DifferentialMode = "bf16"
     assert_type(callbacks.DifferentialCheckpoint("/ckpt", mode=mode).mode, policies.DifferentialMode)
+    assert_type(callbacks.DifferentialCheckpoint("/ckpt", mode="compressed", error_feedback=True).error_feedback, bool)
     lossy = callbacks.PartialExpertCheckpoint(
         "/ckpt", every_n_steps=2, k=1, snapshot_k=4, select="load_aware", plt_budget=0.03, keep=3
     )

@@ -1,0 +1,64 @@
+"""Compressed gradients lie where the layout says, part by part, also where a rank writes several parts of a parameter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from session._partial_model import rank_of_world
+
+from lightning_moe_ckpt.native import compress_gradients, decompress_gradient, unpack_gradient
+from lightning_moe_ckpt.operators import RecordKind
+from lightning_moe_ckpt.parallel import set_current_groups
+from lightning_moe_ckpt.policies import Plan, all_names
+from lightning_moe_ckpt.snapshot import PACKED, DifferentialRecorder, PlanRecord, columns_of, lay_out
+
+
+@pytest.fixture(autouse=True)
+def _groups() -> Iterator[None]:
+    yield
+    set_current_groups(None)
+
+
+@pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (3, 1), (3, 3)])
+def test_every_part_that_a_rank_writes_is_in_its_place(world_size: int, ep_size: int) -> None:
+    """With error feedback the second step has what the first one left out, until a base has everything."""
+    torch.manual_seed(0)
+    for rank in range(world_size):
+        view, groups = rank_of_world(rank, world_size, ep_size)
+        view.repeatable, view.difference_dtype = frozenset(view.params), torch.uint8
+        record = PlanRecord(plan=Plan.of_everything(all_names(view.operators), RecordKind.DELTA), config={})
+        (layout,) = lay_out(record, view, groups, 1024).steps
+        recorder = DifferentialRecorder(view, error_feedback=True)
+        left_out: dict[str, torch.Tensor] = {}
+        for number in range(3):
+            for param in view.params.values():
+                param.grad = torch.randn_like(param)
+            recorder.step_begins()
+            view.schema.optimizer.step()
+            assert recorder.boundary()
+            if number == 2:
+                recorder.based()
+                left_out.clear()
+            recorder.compress(layout)
+            slot_U8 = torch.full((layout.nbytes,), 7, dtype=torch.uint8)
+            table = columns_of(layout).table(dict.fromkeys(view.params, True))
+            rows = zip(table.source, table.start, table.numel, table.offset, strict=True)
+            for source, start, numel, offset in rows:
+                bytes_U8 = table.sources[source].reshape(-1)[start : start + numel].view(torch.uint8)
+                slot_U8[offset : offset + len(bytes_U8)] = bytes_U8
+            fields = [field for field in layout.durable.own if field.key == PACKED]
+            for field in fields:
+                piece = field.part.piece
+                gradient = view.params[piece.fqn].grad
+                assert gradient is not None
+                whole = gradient.view(-1)[piece.start : piece.stop] + left_out.get(field.name, 0)
+                (compressed,) = compress_gradients([whole])
+                found = unpack_gradient(layout.durable.segment.view(slot_U8, field.name), piece.numel)
+                assert torch.equal(found, decompress_gradient(compressed)), (number, field.name)
+                left_out[field.name] = whole - found
+            recorder.release()
+        recorder.close()
+        assert max(Counter(field.part.piece.fqn for field in fields).values()) > 1, "experts of one parameter"
