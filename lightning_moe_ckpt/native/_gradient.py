@@ -222,24 +222,28 @@ def pack_gradient(compressed: CompressedGradient) -> Tensor:
     return torch.cat([each.view(torch.uint8) for each in columns])
 
 
-def unpack_gradient(packed_U8: Tensor, numel: int) -> Tensor:
-    """Return float32 `[numel]`, with zeros for elements that were not kept.
+def unpack_gradient(packed_U8: Tensor, numel: int) -> CompressedGradient:
+    """Return what `pack_gradient` was given, flat and without a copy.
 
     Raises:
         ValueError: it is no packed gradient of so many elements.
     """
     word, rest, shape = packed_U8[:_WORD_NBYTES], packed_U8[_WORD_NBYTES:], torch.Size([numel])
-    nothing = torch.zeros(2, dtype=torch.int64)
     if len(packed_U8) != packed_nbytes(numel):
         raise ValueError(f"{len(packed_U8)} bytes are no compressed gradient of {numel} elements.")
     if len(rest) == numel:
-        quantized = QuantizedGradient(rest.view(torch.int8), word.view(torch.float32), nothing[:1], shape)
-        return decompress_gradient(quantized)
-    capacity, kept = len(rest) // _KEPT_NBYTES, word.view(torch.int32)
+        unknown = torch.zeros(1, dtype=torch.int64)
+        return QuantizedGradient(rest.view(torch.int8), word.view(torch.float32), unknown, shape)
+    capacity, kept = len(rest) // _KEPT_NBYTES, int(word.view(torch.int32))
     indices, values = rest[: 4 * capacity].view(torch.int32), rest[4 * capacity :].view(torch.float16)
-    if not 0 <= int(kept) <= capacity or bool((indices < 0).any() | (indices >= numel).any()):
-        raise ValueError(f"A compressed gradient of {numel} elements keeps {int(kept)}, or others than it has.")
-    return decompress_gradient(SparseGradient((SparsePart(values, indices, kept, nothing, numel),), shape))
+    used = indices[: max(kept, 0)]
+    bounds = [-1, *used[:1].tolist(), *used[-1:].tolist(), numel]
+    if not 0 <= kept <= capacity or bounds != sorted(bounds) or bool((used.diff() <= 0).any()):
+        raise ValueError(f"A compressed gradient of {numel} elements keeps {kept}, not all of them its own.")
+    borders = torch.arange(-(-numel // TILE_NUMEL) + 1, dtype=torch.int32) * TILE_NUMEL
+    tiles = torch.searchsorted(used, borders, out_int32=True)
+    part = SparsePart(values, indices, tiles, torch.tensor([kept, 0]), numel)
+    return SparseGradient((part,), shape)
 
 
 class QuantizeJob(c.Structure):

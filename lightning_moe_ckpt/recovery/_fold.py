@@ -25,8 +25,6 @@ from lightning_moe_ckpt.storage import SegmentLayout
 _FULL, _DELTA = f"{RecordKind.FULL.value}/", f"{RecordKind.DELTA.value}/"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _COUNT = "step"
-_UNPACKED = 8
-"""Compressed gradients of a part that are whole in memory at a time."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -72,10 +70,6 @@ def _fold_part(
     """Apply the differences of one part of a parameter, whose tensors have `names` in the state."""
     newest = differences[-1]
     packed = f"{_DELTA}{part}/{PACKED}"
-    if packed in newest.layout.spans and len(differences) > _UNPACKED:
-        for i in range(0, len(differences), _UNPACKED):
-            _fold_part(state_U8, layout, part, names, differences[i : i + _UNPACKED])
-        return
     gradient = packed if packed in newest.layout.spans else f"{_DELTA}{part}/{GRADIENT}"
     live = {name.rpartition("/")[2]: layout.view(state_U8, name) for name in names}
     if gradient not in newest.layout.spans:

@@ -34,7 +34,7 @@ import xxhash
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.native import AdamState, AdamStep, replay_adam
+from lightning_moe_ckpt.native import AdamState, AdamStep, CompressedGradient, replay_adam
 from lightning_moe_ckpt.storage import SegmentLayout, dtype_code, dtype_of
 from lightning_moe_ckpt.tiers._delta_plan import (
     LITERAL,
@@ -73,7 +73,7 @@ class StepSettings:
     decoupled: bool
     maximize: bool
 
-    def step(self, gradient: Tensor, number: int) -> AdamStep:
+    def step(self, gradient: Tensor | CompressedGradient, number: int) -> AdamStep:
         """Return the arguments of step `number` with `gradient`."""
         return AdamStep(gradient=gradient, step=number, **asdict(self))
 

@@ -56,7 +56,8 @@ def test_every_part_that_a_rank_writes_is_in_its_place(world_size: int, ep_size:
                 assert gradient is not None
                 whole = gradient.view(-1)[piece.start : piece.stop] + left_out.get(field.name, 0)
                 (compressed,) = compress_gradients([whole])
-                found = unpack_gradient(layout.durable.segment.view(slot_U8, field.name), piece.numel)
+                packed_U8 = layout.durable.segment.view(slot_U8, field.name)
+                found = decompress_gradient(unpack_gradient(packed_U8, piece.numel))
                 assert torch.equal(found, decompress_gradient(compressed)), (number, field.name)
                 left_out[field.name] = whole - found
             recorder.release()

@@ -522,6 +522,9 @@ def replay(state: native.AdamState, gradient: Tensor) -> Tensor:
     else:
         assert_type(first, native.QuantizedGradient)
     native.replay_adam(state, [native.AdamStep(gradient=first, step=1, lr=1e-3)])
+    if gradient.numel() < native.MAX_PART_NUMEL:
+        assert_type(native.packed_nbytes(gradient.numel(), how), int)
+        assert_type(native.unpack_gradient(native.pack_gradient(first), gradient.numel()), native.CompressedGradient)
     native.append(file=1, chunk=memoryview(b"record"), position=0)
     assert_type(native.Ranges([(0, 4)]).digest(memoryview(b"record"), b","), tuple[bytes | memoryview, str])
     return native.decompress_gradient(first)
