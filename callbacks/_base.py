@@ -129,7 +129,7 @@ class CheckpointCallback(Checkpoint):
         self.bandwidth: int | None = number_of_bytes(self, "bandwidth", whole["bandwidth"], also=[None])
         self.overhead_target, self.storage_at_least = whole["overhead_target"], whole["storage_at_least"]
         self.replicas, self.max_chunk = whole["replicas"], int(number_of_bytes(self, "max_chunk", whole["max_chunk"]))
-        self.failure_domains = whole["failure_domains"]
+        self.redundancy, self.failure_domains = whole["redundancy"], whole["failure_domains"]
         self.deterministic_dataset = whole["deterministic_dataset"]
         self._run: FitSession | None = None
         self._report: Report | None = None
@@ -280,6 +280,7 @@ class CheckpointCallback(Checkpoint):
             overhead_target=self.overhead_target,
             storage_at_least=self.storage_at_least,
             replicas=self.replicas,
+            redundancy=self.redundancy,
             max_chunk=self.max_chunk,
             failure_domains=self.failure_domains,
             freeze_heap=self.freeze_heap,

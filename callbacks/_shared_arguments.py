@@ -44,6 +44,9 @@ class CheckpointArguments(TypedDict, total=False):
             generation to the next.
         replicas: copies of every rank's generations in the memory of other nodes; `auto` is one where the ranks are on
             several nodes, else none.
+        redundancy: whether holders of a copy take what they have in common with its owner (what data parallelism replicates)
+            from their own state, at the same boundary, so that it is not sent; `auto` if that is measured to be faster than
+            the network, and shared memory has room. Costs memory and copies on the node, and no exactness.
         max_chunk: bytes per message of such a copy, a number or text such as `4MiB`. A message of training waits for at most one of them.
         failure_domains: node and rack of every rank, by rank; `None` lets each rank find out its own, or read
             `MOE_CKPT_NODE` and `MOE_CKPT_RACK`.
@@ -69,6 +72,7 @@ class CheckpointArguments(TypedDict, total=False):
     overhead_target: float | None
     storage_at_least: timedelta
     replicas: int | Literal["auto"]
+    redundancy: bool | Literal["auto"]
     max_chunk: int | str
     failure_domains: Sequence[FailureDomain] | None
     batches: Batches
@@ -86,6 +90,7 @@ DEFAULTS: CheckpointArguments = {
     "overhead_target": 0.03,
     "storage_at_least": timedelta(minutes=10),
     "replicas": "auto",
+    "redundancy": "auto",
     "max_chunk": DEFAULT_MAX_CHUNK,
     "failure_domains": None,
     "batches": "reposition",
@@ -149,6 +154,8 @@ def _check_rest(owner: object, whole: CheckpointArguments) -> None:
     if whole["storage_at_least"] <= timedelta(0):
         raise ConfigurationError(f"`{_name(owner)}(storage_at_least={whole['storage_at_least']})` must be positive.")
     require_count(owner, "replicas", whole["replicas"], what="copies", also=["auto", 0])
+    if whole["redundancy"] not in (True, False, "auto"):
+        raise ConfigurationError(f"`{_name(owner)}(redundancy={whole['redundancy']!r})` must be True, False or 'auto'.")
     require_choice(owner, "batches", whole["batches"], ("reposition", "log"))
     if whole["stop_grace"] < timedelta(0):
         raise ConfigurationError(f"`{_name(owner)}(stop_grace={whole['stop_grace']})` must not be negative.")

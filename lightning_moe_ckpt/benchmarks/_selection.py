@@ -164,7 +164,8 @@ class SelectionFit:
         }
 
     def _checkpoint(self, url: str) -> PartialExpertCheckpoint | SelectiveExpertCheckpoint:
-        shared: CheckpointArguments = {"replicas": self.replicas, "overhead_target": None}
+        # All of it is sent, as where experts are on one node each: what gradients save is told.
+        shared: CheckpointArguments = {"replicas": self.replicas, "overhead_target": None, "redundancy": False}
         if self.system == "selective":
             budget = self._budget()
             return SelectiveExpertCheckpoint(url, local_budget=budget, remote_budget=budget, delta=self.delta, **shared)

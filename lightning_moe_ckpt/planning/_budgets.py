@@ -113,6 +113,8 @@ class Budgets:
         """Bytes per second that leave the node while they are not made to wait; `None` as long as nothing did."""
         self.copies_leave = False
         """Whether other nodes get all that memory takes, so that it must not take more than leaves meanwhile."""
+        self.local_share = 1.0
+        """Part of what is copied to memory that this rank writes; the rest is taken for others."""
         self.in_force: dict[str, int] = {}
         """By level; empty until ranks have agreed."""
         self.capped: dict[str, int] = {}
@@ -192,10 +194,10 @@ class Budgets:
 
     def _rate(self, level: str) -> float:
         leaves = level == STORAGE or self.copies_leave
-        rate = self.remote_rate() if leaves else None
+        rate, local = self.remote_rate() if leaves else None, self._local_rate * self.local_share
         if rate is None:
-            return self._local_rate
-        return rate if level == STORAGE else min(rate, self._local_rate)
+            return local
+        return rate if level == STORAGE else min(rate, local)
 
 
 class ExpertBudgets(Budgets):

@@ -47,11 +47,12 @@ from lightning_moe_ckpt.snapshot import (
     columns_of,
     lay_out,
     record_nbytes,
+    share_written,
     split_operators,
     why_no_deltas,
 )
 from lightning_moe_ckpt.storage import BadCopies
-from lightning_moe_ckpt.tiers import PEER, STORAGE, PeerRoom, TierWorker
+from lightning_moe_ckpt.tiers import PEER, STORAGE, Mirroring, PeerRoom, TierWorker
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ class Planner:
         self._sizes: tuple[dict[str, torch.dtype], dict[str, tuple[int, int]]] | None = None
         self._layouts: OrderedDict[tuple[str, int], WindowLayout] = OrderedDict()
         self._deltas: Deltas | None = None
+        self.mirroring = Mirroring()
         self._current: WindowLayout | None = None
         self._next: Future[WindowLayout] | None = None
         self._step: int | None = None
@@ -165,6 +167,8 @@ class Planner:
         remote = tiers.get(PEER) or tiers[STORAGE]
         self._budgets.remote_rate = lambda: remote.rate
         self._budgets.copies_leave = PEER in tiers and self.tokens is None
+        self.mirroring = taken = remote.mirroring
+        self._budgets.local_share = 1 / (1 + len(taken.owners) * share_written(self._view, self._groups, taken.groups))
         self._view.gradient_dtype = self._deltas.dtype if self._deltas is not None and PEER in tiers else None
         if self.tokens is not None:
             self.tokens.joined(tiers)
@@ -314,10 +318,7 @@ class Planner:
             nothing, positions = self.tokens.ledger.blank(), {rank for each in inputs.layouts for rank in each.rank_of}
             turns = [replace(inputs, index=turn, ledger=nothing, coming=None, bad=()) for turn in range(len(positions))]
             layouts = [layout, *(self._make(turn, dtypes) for turn in turns)]
-            self._reserve(
-                [self._selection(each.record.plan) for each in layouts], max(each.slot_nbytes for each in layouts)
-            )
-            layout.reserve_nbytes = self._reserve_nbytes
+            layout.reserve_nbytes = self._reserve(layouts)
         self._made_for = dict(self._budgets.in_force)
         self._kept = self._policy.generations_kept(self._inputs())
         return layout
@@ -482,7 +483,7 @@ class Planner:
         key = (record.to_json(), self._journal.nbytes)
         layout = self._layouts.get(key)
         if layout is None:
-            layout = lay_out(record, self._view, self._groups, key[1])
+            layout = lay_out(record, self._view, self._groups, key[1]).mirrored(self.mirroring)
             for step in layout.steps:
                 columns_of(step)  # made here, which is not the training thread where plans are made while it trains
             if record.plan.partial:
@@ -491,10 +492,13 @@ class Planner:
                 self._layouts.popitem(last=False)
         return layout
 
-    def _reserve(self, turns: Sequence[Selection], slot_nbytes: int) -> None:
-        """Make rings for the first round, and for what later budgets may take."""
-        self._room = [max(column) for column in zip(*map(self._nbytes_by_position, turns), strict=True)]
-        self._reserve_nbytes = max(self._budgets.reserve_nbytes, slot_nbytes)
+    def _reserve(self, turns: Sequence[WindowLayout]) -> int:
+        """Return the bytes of slots for the first round, and for what later budgets may take."""
+        sizes = [self._nbytes_by_position(self._selection(each.record.plan)) for each in turns]
+        self._room = [max(column) for column in zip(*sizes, strict=True)]
+        later = self._budgets.reserve_nbytes
+        self._reserve_nbytes = max(max(each.slot_nbytes, later + each.mirrors_nbytes[1]) for each in turns)
+        return self._reserve_nbytes
 
     def _has_room(self, plan: Plan) -> bool:
         """Return whether no position gives more than slots are made for, which they are for equal turns."""

@@ -141,7 +141,7 @@ class CaptureSession:
             )
             return False
         self._layout = layout
-        self._tiers.planned(self._exchange, self._ring, len(layout.steps))
+        self._tiers.planned(self._exchange, self._ring, layout)
         return True
 
     def forget_layout(self) -> None:
@@ -434,7 +434,7 @@ class CaptureSession:
         if not self._fitted(layout):
             return None, False
         self._layout = layout
-        self._tiers.planned(self._exchange, self._ring, len(layout.steps))
+        self._tiers.planned(self._exchange, self._ring, layout)
         return following, True
 
     def _fitted(self, layout: WindowLayout) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_moe_ckpt.planning import LossFigures
 from lightning_moe_ckpt.session._pacing import Overhead
-from lightning_moe_ckpt.tiers import DeltaFigures
+from lightning_moe_ckpt.tiers import DeltaFigures, RedundancyFigures
 
 if TYPE_CHECKING:
     from lightning_moe_ckpt.recovery import RestoreSource
@@ -86,6 +86,8 @@ class Report:
     """Shares of training's time, with what tiers slow steps down by; steps of a replay and the first ones do not count."""
     deltas: DeltaFigures | None = None
     """What copies on other nodes took on the wire, where gradients may be sent for experts that stay chosen."""
+    redundancy: RedundancyFigures | None = None
+    """What was sent to other nodes, and what was not since they have it anyway; `None` without copies there."""
     lost: LossFigures | None = None
     """What restarts have cost, under a policy whose restarts are not exact; up to the newest window."""
 
@@ -146,6 +148,7 @@ def tier_figures(tiers: Tiers, found: RestoreSource | None) -> dict[str, Any]:
         "generations": (found.tiers if found is not None else {}) | tiers.newest(),
         "generations_skipped": tiers.skipped(),
         "generations_failed": tiers.failed(),
+        "redundancy": next((each.redundancy for each in tiers.workers if each.redundancy is not None), None),
         "deltas": next((worker.deltas for worker in tiers.workers if worker.deltas is not None), None),
     }
 

@@ -205,6 +205,7 @@ class CheckpointSession:
             dense_nbytes=self._dense_nbytes,
             resumed=resumed,
             plan=self._planner,
+            device=next(iter(self._view.params.values())).device,
         )
         workers = [HostWorker(self._memory, markers), self._storage, *peers]
         paced = None if self._policy.chains else self._config  # differences are taken at every step
@@ -220,7 +221,7 @@ class CheckpointSession:
             may_skip=self._may_skip,
             as_user=self._as_user,
         )
-        self._unsettled = replay
+        self._unsettled, layout = replay, layout.mirrored(self._planner.mirroring)
         if not replay.dense:
             self.replay, self._replay_layout = replay, layout
         if self._planner.accepts(layout):

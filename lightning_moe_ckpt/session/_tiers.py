@@ -172,14 +172,14 @@ class Tiers:
 
     # -- plans and steps
 
-    def planned(self, exchange: Exchange, ring: SegmentRing, num_segments: int) -> None:
-        """Tell tiers that generations have so many segments, in slots of `ring`, from here on. Collective.
+    def planned(self, exchange: Exchange, ring: SegmentRing, layout: WindowLayout) -> None:
+        """Tell tiers that generations are laid out so, in slots of `ring`, from here on. Collective.
 
         Raises:
             ConfigurationError: on every rank, if one has no room for what a tier keeps of that.
         """
         for worker in self.workers:
-            worker.planned(exchange, ring, num_segments)
+            worker.planned(exchange, ring, len(layout.steps), layout.mirrors_nbytes[0])
 
     def stepped(self, period_steps: int, hooks: float | None, validated: float = 0.0) -> None:
         """Tell tiers that a step has ended, and how many steps generations are apart; the rest as in `Governor.stepped`."""

@@ -22,6 +22,7 @@ from lightning_moe_ckpt.snapshot._lay_out import expect_header_fits as expect_he
 from lightning_moe_ckpt.snapshot._lay_out import lay_out as lay_out
 from lightning_moe_ckpt.snapshot._lay_out import log_plan as log_plan
 from lightning_moe_ckpt.snapshot._lay_out import record_nbytes as record_nbytes
+from lightning_moe_ckpt.snapshot._lay_out import share_written as share_written
 from lightning_moe_ckpt.snapshot._lay_out import split_operators as split_operators
 from lightning_moe_ckpt.snapshot._layout import GRADIENT as GRADIENT
 from lightning_moe_ckpt.snapshot._layout import JOURNAL as JOURNAL

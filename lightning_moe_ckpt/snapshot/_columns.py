@@ -30,7 +30,7 @@ def columns_of(layout: StepLayout) -> StepColumns:
     """Return the columns of a boundary, made once while its layout is in use; from any thread."""
     found = _known.get(layout)
     if found is None:
-        found = _known[layout] = StepColumns(layout.files)
+        found = _known[layout] = StepColumns([*layout.files, *layout.mirrors.values()])
     return found
 
 
@@ -38,7 +38,7 @@ class StepColumns:
     """The tensors of one boundary by column, one row per field of its files.
 
     Args:
-        files: of the boundary.
+        files: of the boundary, and what is taken of those of other ranks.
     """
 
     def __init__(self, files: Sequence[FileLayout]) -> None:

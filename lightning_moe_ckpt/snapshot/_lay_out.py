@@ -11,7 +11,7 @@ Source: PEC/MoC (2024), Sec. 3.2 (adaptive data-parallel sharding).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 
 import torch
@@ -126,6 +126,13 @@ def record_nbytes(view: StateView, groups: ParallelGroups) -> dict[str, tuple[in
         nbytes = [sum([length * width(fqn) for fqn, length in lengths]) for width in (full, compute)]
         sizes[op.name] = -(-nbytes[0] // holders), -(-nbytes[1] // holders)
     return sizes
+
+
+def share_written(view: StateView, groups: ParallelGroups, regions: Collection[str]) -> float:
+    """Return the part of what this rank writes of everything that records of some regions have."""
+    sizes = record_nbytes(view, groups)
+    written = [sizes[op.name][0] for op in view.operators if op.holders in regions]
+    return sum(written) / max(1, sum(full for full, _ in sizes.values()))
 
 
 def split_operators(view: StateView, groups: ParallelGroups, limit: int) -> OperatorSet:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from json.encoder import encode_basestring_ascii as _quoted
 
@@ -25,7 +25,7 @@ from lightning_moe_ckpt.policies import Audience, all_names
 from lightning_moe_ckpt.snapshot._parts import PACKED, Field, Form, PartTable, PartText, Shard
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import SegmentLayout, SpelledRows, TensorKind, dtype_code
-from lightning_moe_ckpt.tiers import aligned_gradient, gradient_nbytes
+from lightning_moe_ckpt.tiers import Mirroring, aligned_gradient, gradient_nbytes
 
 REGIONS = ("world", "expert_data")
 JOURNAL = "journal"
@@ -280,6 +280,22 @@ class FileLayout:
         """What this rank writes, an object for each tensor."""
         return self.table.fields
 
+    def mirror(self, writer: int, regions: Collection[str], *, start: int) -> FileLayout | None:
+        """Return the layout of what `writer` has of these regions in its file, with equal gaps; `None` if that is nothing."""
+        parts = {
+            region: [part for part in self.parts[region] if part.writer == writer] if region in regions else []
+            for region in REGIONS
+        }
+        groups = replace(self.groups, rank=writer)
+        return FileLayout(parts, self.view, groups, None, start=start) if any(parts.values()) else None
+
+    def run(self, regions: Collection[str]) -> tuple[int, int] | None:
+        """Return first byte, and the byte after the last, of what this rank writes of regions; of one it must be the first."""
+        count = sum(len(self.written(region, self.groups.rank).names) for region in REGIONS if region in regions)
+        if count == 0:
+            return None
+        return int(self.segment.offsets[0]), int(self.segment.offsets[count - 1] + self.segment.sizes[count - 1])
+
     def written(self, region: str, writer: int) -> PartTable:
         """Return what `writer` stores in `region`."""
         found = self._written.get((region, writer))
@@ -326,30 +342,48 @@ class FileLayout:
 
 
 class StepLayout:
-    """Layout of one boundary on this rank: its files, one behind the other, then gradients of experts.
+    """Layout of one boundary on this rank: its files, one behind the other, then mirrors, then gradients of experts.
 
     Args:
         files: the durable one first.
+        mirroring: what it takes of durable files of other ranks, and they of its own.
     """
 
-    def __init__(self, *files: FileLayout) -> None:
+    def __init__(self, *files: FileLayout, mirroring: Mirroring | None = None) -> None:
         self.files = list(files)
         self.durable, self.view, self.groups = files[0], files[0].view, files[0].groups
-        self.files_nbytes = files[-1].stop
+        self.files_nbytes = self._stop = files[-1].stop
         """Bytes of all files."""
+        self.mirrors: dict[int, FileLayout] = {}
+        """Of other ranks."""
+        for owner, regions in (Mirroring() if mirroring is None else mirroring).owners.items():
+            if (mirror := self.durable.mirror(owner, regions, start=self._stop)) is not None:
+                self.mirrors[owner], self._stop = mirror, mirror.stop
+        self.mirrored = None if mirroring is None else self.durable.run(mirroring.groups)
+        """Run of the durable file that holders of copies take from their own state."""
         self.gradients = self._places_of_gradients()
         """Places of the experts that leave the node."""
 
     @property
     def gradients_at(self) -> int:
         """Offset of what lies behind the files."""
-        return aligned_gradient(self.files_nbytes)
+        return aligned_gradient(self._stop)
+
+    @property
+    def mirrors_nbytes(self) -> int:
+        """Bytes of what is taken for other ranks."""
+        return self._stop - self.files_nbytes
+
+    def mirrors_in(self, slot: memoryview) -> dict[int, memoryview]:
+        """Return what was taken for other ranks in the memory of its step, without a copy."""
+        runs = {owner: (each.start, each.run(REGIONS)) for owner, each in self.mirrors.items()}
+        return {owner: slot[start + run[0] : start + run[1]] for owner, (start, run) in runs.items() if run is not None}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files and of the gradients behind them."""
+        """Bytes of the files, of the mirrors and of the gradients behind them."""
         if not self.gradients:
-            return self.files_nbytes
+            return self._stop
         last = self.gradients[-1]
         assert self.view.gradient_dtype is not None
         return self.gradients_at + last.offset + gradient_nbytes(last.part.piece.numel, self.view.gradient_dtype)
@@ -376,6 +410,18 @@ class WindowLayout:
     steps: list[StepLayout]
     reserve_nbytes: int = 0
     """Bytes of the largest step that plans after this one may have, where they differ."""
+
+    def mirrored(self, mirroring: Mirroring) -> WindowLayout:
+        """Return the same plan with what ranks take for each other."""
+        if not mirroring or self.record.plan.is_differential:
+            return self
+        return replace(self, steps=[StepLayout(*step.files, mirroring=mirroring) for step in self.steps])
+
+    @property
+    def mirrors_nbytes(self) -> tuple[int, int]:
+        """Bytes of what is taken for other ranks, in the steps with least and with most of it."""
+        sizes = [step.mirrors_nbytes for step in self.steps]
+        return min(sizes), max(sizes)
 
     @cached_property
     def missing(self) -> frozenset[str]:

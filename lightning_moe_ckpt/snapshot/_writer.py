@@ -246,7 +246,10 @@ class SegmentWriter:
             )
             for file, records in zip(self.layout.files, self._copies.records, strict=True)
         ]
-        return SealedSegment(files=files, view=self._memory, step_record=step_record)
+        mirrors = self.layout.mirrors_in(as_memoryview(self.view))
+        return SealedSegment(
+            files=files, view=self._memory, step_record=step_record, mirrors=mirrors, mirrored=self.layout.mirrored
+        )
 
     def _local(self, name: str) -> Tensor:
         return self.layout.durable.segment.view(self._durable_U8, name)

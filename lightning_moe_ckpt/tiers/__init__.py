@@ -22,6 +22,8 @@ from lightning_moe_ckpt.tiers._host_writer import RING_HEADROOM as RING_HEADROOM
 from lightning_moe_ckpt.tiers._host_writer import HostWorker as HostWorker
 from lightning_moe_ckpt.tiers._host_writer import Rings as Rings
 from lightning_moe_ckpt.tiers._host_writer import claim_memory as claim_memory
+from lightning_moe_ckpt.tiers._mirrors import Mirroring as Mirroring
+from lightning_moe_ckpt.tiers._mirrors import RedundancyFigures as RedundancyFigures
 from lightning_moe_ckpt.tiers._peer_writer import PeerRoom as PeerRoom
 from lightning_moe_ckpt.tiers._peer_writer import join_peers as join_peers
 from lightning_moe_ckpt.tiers._placement import FailureDomain as FailureDomain

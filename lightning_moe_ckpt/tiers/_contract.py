@@ -38,6 +38,8 @@ class SessionConfig:
     """Bytes per second that this rank may write to storage; `None` for no cap."""
     replicas: int | Literal["auto"] = "auto"
     """Copies of each rank's generations in memory of other nodes; `auto` is one where there are several nodes."""
+    redundancy: bool | Literal["auto"] = "auto"
+    """Whether holders take what they have in common with an owner from their own state; `auto` if that is faster."""
     max_chunk: int = DEFAULT_MAX_CHUNK
     """Bytes of one message of a copy, the same on all ranks."""
     failure_domains: Sequence[FailureDomain] | None = None

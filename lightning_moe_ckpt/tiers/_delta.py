@@ -132,7 +132,9 @@ class EncodedDelta:
         return sum(view.numel() for view in self.payload)
 
 
-def encode_delta(base: Baseline, segment_U8: Tensor, gradients: Gradients, *, audit: bool = False) -> EncodedDelta:
+def encode_delta(
+    base: Baseline, segment_U8: Tensor, gradients: Gradients, *, audit: bool = False, mirrored: Run | None = None
+) -> EncodedDelta:
     """Encode a segment by the optimizer step that led to it.
 
     Args:
@@ -140,11 +142,12 @@ def encode_delta(base: Baseline, segment_U8: Tensor, gradients: Gradients, *, au
         segment_U8: all bytes of the file; neither they nor the gradients may change until all is sent.
         gradients: gradients of the step.
         audit: whether the whole segment is sent too.
+        mirrored: run of the segment that the receiver has from elsewhere.
     """
     now = Baseline.of(segment_U8)
     settings: dict[StepSettings, int] = {}
-    codes = bytes(_codes(base, now, gradients, settings))
-    plan = plan_delta(base.header, now.header, codes, gradients.dtype, whole=audit)
+    codes = bytes(_codes(base, now, gradients, settings, mirrored or (0, 0)))
+    plan = plan_delta(base.header, now.header, codes, gradients.dtype, whole=audit, mirrored=mirrored)
     literal = [segment_U8[start:stop] for start, stop in plan.literal]
     stepped = [gradients.area[start:stop] for start, stop in _gradient_runs(plan, gradients)]
     exact = audit or gradients.dtype is torch.float32
@@ -165,17 +168,18 @@ class DeltaDecoder:
         recipe: the recipe that `encode_delta` returned.
         base_U8: memory that begins with the previous segment.
         out_U8: memory for the segment and the gradients behind it, as large as the sender's.
+        mirrored: run of it that is filled already, and not sent.
 
     Raises:
         Corrupt: the recipe is damaged, or was made for another previous segment.
     """
 
-    def __init__(self, recipe: bytes, base_U8: Tensor, out_U8: Tensor) -> None:
+    def __init__(self, recipe: bytes, base_U8: Tensor, out_U8: Tensor, mirrored: Run | None = None) -> None:
         base_header = SegmentLayout.header_in(base_U8.numpy().data)
         document, codes, compressed = _unpack(recipe, out_U8.numel())
         self._settings, self.dtype, self._wanted, audit = _read(document)
         header = decompress(compressed, base_header, out_U8.numel())
-        self.plan = plan_delta(base_header, header, codes, self.dtype, whole=audit)
+        self.plan = plan_delta(base_header, header, codes, self.dtype, whole=audit, mirrored=mirrored)
         self._base, self._out = base_U8, out_U8
         self._received = self._num_stepped = 0
         self._digest = xxhash.xxh3_128()
@@ -281,12 +285,15 @@ def _digest(views: Sequence[Tensor]) -> xxhash.xxh3_128:
     return digest
 
 
-def _codes(base: Baseline, now: Baseline, gradients: Gradients, settings: dict[StepSettings, int]) -> Iterator[int]:
+def _codes(
+    base: Baseline, now: Baseline, gradients: Gradients, settings: dict[StepSettings, int], mirrored: Run
+) -> Iterator[int]:
     """Yield the code of each part's encoding; fill `settings` with the numbered settings in use."""
     before, index = index_of(base.header), index_of(now.header)
     for prefix, present in zip(index.prefixes, now.present, strict=True):
         part = gradients.parts.get(prefix)
-        if part is None or not same_part(before, index, prefix):
+        there = index.layout.spans[f"{prefix}/param"].offset
+        if part is None or mirrored[0] <= there < mirrored[1] or not same_part(before, index, prefix):
             yield LITERAL
         elif part.settings is None:
             yield UNCHANGED if present == _present(base, before, prefix) else LITERAL

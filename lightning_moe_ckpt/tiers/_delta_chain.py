@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_moe_ckpt.policies import Deltas
 from lightning_moe_ckpt.storage import GenerationId, RankMarker
 from lightning_moe_ckpt.tiers._delta import Baseline, EncodedDelta, encode_delta
+from lightning_moe_ckpt.tiers._delta_plan import Run
 from lightning_moe_ckpt.tiers._sealed import SealedSegment
 
 log = logging.getLogger(__name__)
@@ -94,12 +95,13 @@ class DeltaChain:
         """Return the marker of `newest`, if what is being sent is encoded as a difference from it."""
         return self._newest.marker if self._newest and self._sending and self._sending.by_delta else None
 
-    def encode(self, segment: SealedSegment, view_U8: Tensor) -> EncodedDelta | None:
+    def encode(self, segment: SealedSegment, view_U8: Tensor, mirrored: Run | None = None) -> EncodedDelta | None:
         """Return the delta for the segment that is sent next and is digested; `None` if it has to be sent as it is.
 
         Args:
             segment: the segment, as the tier takes it.
             view_U8: all its bytes.
+            mirrored: run of it that holders have filled.
         """
         sending = _Sent(generation=segment.generation, baseline=Baseline.of(view_U8), nbytes=view_U8.numel())
         self._sending = sending
@@ -110,7 +112,7 @@ class DeltaChain:
         if gradients is None:
             return None
         sending.audit = self._deltas.kind == "bf16" and self._rounded + 1 >= self._deltas.resync_every
-        delta = encode_delta(base.baseline, view_U8, gradients, audit=sending.audit)
+        delta = encode_delta(base.baseline, view_U8, gradients, audit=sending.audit, mirrored=mirrored)
         sending.exact = delta.exact
         return delta
 

@@ -142,7 +142,9 @@ class DeltaPlan:
 
 
 @lru_cache(_REMEMBERED)
-def plan_delta(base_header: bytes, header: bytes, codes: bytes, dtype: torch.dtype, *, whole: bool) -> DeltaPlan:
+def plan_delta(
+    base_header: bytes, header: bytes, codes: bytes, dtype: torch.dtype, *, whole: bool, mirrored: Run | None = None
+) -> DeltaPlan:
     """Plan where every byte of a segment comes from.
 
     Args:
@@ -151,6 +153,7 @@ def plan_delta(base_header: bytes, header: bytes, codes: bytes, dtype: torch.dty
         codes: code of each part's encoding, in the order of the file.
         dtype: type of the gradients.
         whole: whether the whole segment is sent too.
+        mirrored: run of the segment that the receiver has; parts in it have the code for being sent whole, and are not.
 
     Raises:
         Corrupt: the codes do not fit the two headers.
@@ -165,6 +168,7 @@ def plan_delta(base_header: bytes, header: bytes, codes: bytes, dtype: torch.dty
     known = set() if whole else {f"{prefix}/{key}" for prefix in encoded for key in index.spans(prefix)}
     names = frozenset(index.layout.spans) - known
     literal = [(0, index.layout.nbytes)] if whole else list(_runs(index.layout, names))
+    literal = list(_without(literal, mirrored or (0, 0)))
     literal_nbytes = sum(stop - start for start, stop in literal)
     stepped = list(_stepped(base, index, encoded, dtype, literal_nbytes))
     payload_nbytes = stepped[-1].end if stepped else literal_nbytes
@@ -202,6 +206,16 @@ def _runs(layout: SegmentLayout, names: frozenset[str]) -> Iterator[Run]:
             start = -1
     if start >= 0:
         yield start, stop
+
+
+def _without(runs: Sequence[Run], hole: Run) -> Iterator[Run]:
+    """Yield what is left of runs outside of another."""
+    for start, stop in runs:
+        for left, right in ((start, min(stop, hole[0])), (max(start, hole[1]), stop)):
+            if left < right and hole[0] < hole[1]:
+                yield left, right
+        if hole[0] >= hole[1]:
+            yield start, stop
 
 
 def _kept(base: SegmentIndex, index: SegmentIndex, encoded: dict[str, int]) -> Iterator[tuple[int, int, int]]:

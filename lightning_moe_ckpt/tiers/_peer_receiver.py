@@ -28,6 +28,8 @@ from torch import Tensor, split
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt
 from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, GenerationId, RankMarker, digest_of
 from lightning_moe_ckpt.tiers._delta import DeltaDecoder
+from lightning_moe_ckpt.tiers._delta_plan import Run
+from lightning_moe_ckpt.tiers._mirrors import MirrorStore
 from lightning_moe_ckpt.tiers._peer_wire import (
     MAX_REASON_NBYTES,
     NUMBERS,
@@ -181,6 +183,10 @@ class _Incoming:
     step: int = -1
     out: Tensor | None = None
     """Memory of the current segment."""
+    left: int = 0
+    """Bytes of it that are still to come, if it is not delta-encoded."""
+    filled: tuple[int, Run] | None = None
+    """Boundary, and run of its segment that is filled from this rank's own state."""
     decoder: DeltaDecoder | None = None
     """Rebuilds the current segment if it is delta-encoded."""
 
@@ -191,12 +197,21 @@ class _Incoming:
         fits = self.out is not None and offset + nbytes <= self.out.numel()
         return self.out[offset : offset + nbytes] if self.out is not None and fits else None
 
-    def arrived(self, end: int, nbytes: int) -> bool:
-        """Note that the bytes up to `end` have arrived; return whether the segment is complete."""
+    def mirrored(self, step: int, run: Run) -> Run | None:
+        """Return the run that is not sent of a segment, if there is one. Raises `Corrupt` if it is not filled."""
+        if run == (0, 0):
+            return None
+        if self.filled != (step, run):
+            raise Corrupt(f"bytes {run[0]} to {run[1]} of a segment of {self.generation} were to be here, and are not.")
+        return run
+
+    def arrived(self, nbytes: int) -> bool:
+        """Note that the next bytes have arrived; return whether the segment is complete."""
         if self.decoder is not None:
             self.decoder.arrived(nbytes)
             return self.decoder.whole
-        return self.out is not None and end == self.out.numel()
+        self.left -= nbytes
+        return self.left == 0
 
     @property
     def drift(self) -> tuple[float, ...]:
@@ -214,12 +229,22 @@ class _Incoming:
 
 
 class ReplicaReceiver:
-    """Receive and keep the replicas of one owner, on a thread of its own; `max_chunk` is the owner's."""
+    """Receive and keep the replicas of one owner, on a thread of its own; `max_chunk` is the owner's.
+
+    `mirrors` has what this rank has captured for it.
+    """
 
     def __init__(
-        self, group: dist.ProcessGroup, owner: int, *, run_id: str, store: ReplicaStore, max_chunk: int
+        self,
+        group: dist.ProcessGroup,
+        owner: int,
+        *,
+        run_id: str,
+        store: ReplicaStore,
+        max_chunk: int,
+        mirrors: MirrorStore | None = None,
     ) -> None:
-        self.owner = owner
+        self.owner, self._mirrors = owner, mirrors
         self._group, self._run_id, self._store = group, run_id, store
         self._wire = Wire(group, owner, to_holder=False, max_chunk=max_chunk)
         self._incoming: _Incoming | None = None
@@ -252,6 +277,7 @@ class ReplicaReceiver:
     def _receive_until_close(self) -> None:
         handlers: dict[MessageKind, Callable[..., None]] = {
             MessageKind.BEGIN: self._begin,
+            MessageKind.MIRROR: self._fill,
             MessageKind.SEGMENT: self._begin_segment,
             MessageKind.DELTA: self._begin_delta,
             MessageKind.CHUNK: self._take_chunk,
@@ -277,19 +303,37 @@ class ReplicaReceiver:
         self._incoming = _Incoming(generation=generation, num_segments=num_segments, base=base)
         self._wire.send(Message(MessageKind.READY))
 
-    def _begin_segment(self, step: int, nbytes: int) -> None:
+    def _fill(self, step: int, start: int, stop: int) -> None:
+        incoming = self._expect(MessageKind.MIRROR)
+        slot = self._slot(incoming, step, MessageKind.MIRROR)
+        if not 0 < start < stop <= slot.numel():
+            raise self._unexpected(MessageKind.MIRROR)
+        reason: str | None = "nothing is captured here for others."
+        if self._mirrors is not None:
+            reason = self._mirrors.copy(self.owner, incoming.generation, step, slot[start:stop])
+        incoming.filled = None if reason is not None else (step, (start, stop))
+        if reason is not None:
+            log.info("rank %d sends all of a segment: %s", self.owner, reason)
+            self._answer_refused(reason)
+            return
+        self._wire.send(Message(MessageKind.READY))
+
+    def _begin_segment(self, step: int, nbytes: int, *run: int) -> None:
         incoming = self._expect(MessageKind.SEGMENT)
-        slot = self._slot(incoming, step, MessageKind.SEGMENT)
-        if not 0 < nbytes <= slot.numel():
+        slot, (start, stop) = self._slot(incoming, step, MessageKind.SEGMENT), run
+        known = run == (0, 0) or incoming.filled == (step, run)
+        if not (known and stop <= nbytes <= slot.numel() and nbytes > stop - start):
             raise self._unexpected(MessageKind.SEGMENT)
         incoming.step, incoming.out, incoming.decoder = step, slot[:nbytes], None
+        incoming.left = nbytes - (stop - start)
 
-    def _begin_delta(self, step: int, nbytes: int) -> None:
+    def _begin_delta(self, step: int, nbytes: int, start: int, stop: int) -> None:
         incoming = self._expect(MessageKind.DELTA)
         slot = self._slot(incoming, step, MessageKind.DELTA)
         recipe = self._wire.receive_bytes(nbytes, slot.numel())  # no recipe is larger than its segment
         try:
-            incoming.decoder = DeltaDecoder(recipe, self._base(incoming), slot)
+            mirrored = incoming.mirrored(step, (start, stop))
+            incoming.decoder = DeltaDecoder(recipe, self._base(incoming), slot, mirrored)
         except Corrupt as error:
             log.info("a segment of rank %d cannot be rebuilt, it comes whole: %s", self.owner, error)
             self._answer_refused(str(error))
@@ -320,7 +364,7 @@ class ReplicaReceiver:
         if place is None:
             raise self._unexpected(MessageKind.CHUNK)
         self._wire.receive_into(place)
-        if incoming.arrived(offset + nbytes, nbytes):
+        if incoming.arrived(nbytes):
             assert incoming.out is not None
             # Digest now, while the owner waits for its next step.
             incoming.segments[incoming.step] = (incoming.out, digest_of(incoming.out.numpy().data))

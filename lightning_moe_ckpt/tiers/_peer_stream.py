@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +29,7 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers._delta import EncodedDelta
+from lightning_moe_ckpt.tiers._delta_plan import Run
 from lightning_moe_ckpt.tiers._peer_wire import (
     MAX_REASON_NBYTES,
     Message,
@@ -118,6 +120,12 @@ class Pacer:
                 self._dealt_at = -1
             self._transfers = deque(each for each in self._transfers if each.name != name)
 
+    def more(self, nbytes: int) -> None:
+        """Note that the current transfer takes so many bytes more than was expected."""
+        with self._changed:
+            self._transfers[0].known += nbytes
+            self._dealt_at = -1
+
     def resize(self, nbytes: int) -> None:
         """Set the bytes that the available segments of the current transfer take."""
         with self._changed:
@@ -202,16 +210,36 @@ class ReplicaStream:
         self._missing |= self._hear(MessageKind.READY)[0]
         self._expect_active()
 
-    def send(self, step: int, view_U8: Tensor, wanted: Callable[[], bool]) -> bool:
+    def send(self, step: int, view_U8: Tensor, wanted: Callable[[], bool], *, mirrored: Run | None = None) -> bool:
         """Send the segment of boundary `step` at the pacer's speed; return `False` if it stopped being wanted.
+
+        Args:
+            step: the boundary.
+            view_U8: its bytes.
+            wanted: whether it is still.
+            mirrored: run that every holder has filled, see `fill`, and that does not begin the segment.
 
         Raises:
             NotReplicated: no holder is left.
         """
-        self._tell(Message(MessageKind.SEGMENT, (step, view_U8.numel())))
-        return self._send_chunks([view_U8], wanted)
+        start, stop = mirrored or (0, 0)
+        self._tell(Message(MessageKind.SEGMENT, (step, view_U8.numel(), start, stop)))
+        parts = [(0, view_U8[:start]), (stop, view_U8[stop:])]
+        return self._send_chunks([each for each in parts if each[1].numel()], wanted)
 
-    def offer(self, step: int, delta: EncodedDelta) -> str | None:
+    def fill(self, step: int, run: Run) -> str | None:
+        """Ask every holder to fill a run of the segment of boundary `step` from what it has captured itself.
+
+        Returns:
+            The reason of a refusal, after which the run must be sent; `None` if all have filled it.
+
+        Raises:
+            NotReplicated: no holder is left.
+        """
+        self._tell(Message(MessageKind.MIRROR, (step, *run)))
+        return self._refusal()
+
+    def offer(self, step: int, delta: EncodedDelta, *, mirrored: Run | None = None) -> str | None:
         """Ask whether every holder can rebuild the segment of boundary `step` from the generation `base`.
 
         Returns:
@@ -220,15 +248,15 @@ class ReplicaStream:
         Raises:
             NotReplicated: no holder is left.
         """
-        self._tell(Message(MessageKind.DELTA, (step, len(delta.recipe))), as_payload(delta.recipe))
+        numbers = (step, len(delta.recipe), *(mirrored or (0, 0)))
+        self._tell(Message(MessageKind.DELTA, numbers), as_payload(delta.recipe))
         self.nbytes_sent += len(delta.recipe) * len(self._active)
-        refused, _ = self._hear(MessageKind.READY)
-        self._expect_active()
-        return "; ".join(refused.values()) or None
+        return self._refusal()
 
     def send_delta(self, delta: EncodedDelta, wanted: Callable[[], bool]) -> bool:
         """Send the payload of an accepted offer; returns and raises like `send`."""
-        return self._send_chunks(delta.payload, wanted)
+        begins = [0, *accumulate(view.numel() for view in delta.payload)]
+        return self._send_chunks(list(zip(begins, delta.payload, strict=False)), wanted)
 
     def finish(self, marker: bytes, *, like: bytes | None = None) -> tuple[float, ...]:
         """Send the marker and wait until every holder has checked its copy against it.
@@ -280,17 +308,21 @@ class ReplicaStream:
             with self._losing(wire):
                 sending.wait()
 
-    def _send_chunks(self, views: Sequence[Tensor], wanted: Callable[[], bool]) -> bool:
-        """Send views in chunks, none of which has bytes of two views."""
-        position = 0
-        for view_U8 in views:
+    def _refusal(self) -> str | None:
+        refused, _ = self._hear(MessageKind.READY)
+        self._expect_active()
+        return "; ".join(refused.values()) or None
+
+    def _send_chunks(self, views: Sequence[tuple[int, Tensor]], wanted: Callable[[], bool]) -> bool:
+        """Send views, each with its place, in chunks, none of which has bytes of two views."""
+        for position, view_U8 in views:
             sent = 0
             while sent < view_U8.numel():
                 nbytes = self._pacer.take(min(self._max_chunk, view_U8.numel() - sent), wanted)
                 if nbytes == 0:
                     return False
-                self._tell(Message(MessageKind.CHUNK, (position, nbytes)), view_U8[sent : sent + nbytes])
-                sent, position = sent + nbytes, position + nbytes
+                self._tell(Message(MessageKind.CHUNK, (position + sent, nbytes)), view_U8[sent : sent + nbytes])
+                sent += nbytes
                 self.nbytes_sent += nbytes * len(self._active)
                 self._expect_active()
         return True

@@ -8,8 +8,10 @@ memory that keeps the bytes, and a slow holder holds up the sender's thread with
 owner                                                 holder
 BEGIN generation, sizes, what to keep  ->
                                            <-  READY, or REFUSED reason
-SEGMENT step, nbytes                   ->
-or DELTA step, nbytes, recipe          ->             (the segment is rebuilt from what the holder has)
+MIRROR step, start, stop               ->             (the holder fills this run of the segment from its own state)
+                                           <-  READY, or REFUSED reason: the run is sent
+SEGMENT step, nbytes, start, stop      ->             (all but the run from start to stop, which is empty without MIRROR)
+or DELTA step, nbytes, start, stop, recipe ->         (the rest is rebuilt from what the holder has)
                                            <-  READY, or REFUSED reason: SEGMENT comes next
 CHUNK offset, nbytes, bytes            ->             (of the last SEGMENT or DELTA; until it is whole)
 MARKER nbytes, how, bytes              ->             (how: 1 after a DELTA, encoded as a difference)
@@ -47,8 +49,8 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.storage import GenerationId
 
-_MAGIC = 0x4D6F45_0003
-"""Begins every header: the protocol and its version, 3, in which generations name their process."""
+_MAGIC = 0x4D6F45_0004
+"""Begins every header: the protocol and its version, 4, in which holders may take a run from their own state."""
 _NUM_FIELDS = 16
 """Integers of 8 bytes in a header."""
 MAX_REASON_NBYTES = 2**16
@@ -86,10 +88,11 @@ class MessageKind(IntEnum):
     WHOLE = 8
     REFUSED = 9
     DELTA = 10
+    MIRROR = 11
 
 
 _LENGTHS = {
-    MessageKind.BEGIN: (11,), MessageKind.SEGMENT: (2,), MessageKind.DELTA: (2,), MessageKind.CHUNK: (2,), MessageKind.MARKER: (2,), MessageKind.REFUSED: (1,),
+    MessageKind.BEGIN: (11,), MessageKind.SEGMENT: (4,), MessageKind.DELTA: (4,), MessageKind.MIRROR: (3,), MessageKind.CHUNK: (2,), MessageKind.MARKER: (2,), MessageKind.REFUSED: (1,),
     MessageKind.WHOLE: (2, 4),
 }  # fmt: skip
 """Allowed counts of numbers by kind; other kinds have none."""

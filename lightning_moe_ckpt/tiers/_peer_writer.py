@@ -37,6 +37,15 @@ from lightning_moe_ckpt.policies import Audience, Deltas
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers._contract import DEFAULT_MAX_CHUNK, PEER, SessionConfig
 from lightning_moe_ckpt.tiers._delta_chain import DeltaChain, DeltaFigures
+from lightning_moe_ckpt.tiers._delta_plan import Run
+from lightning_moe_ckpt.tiers._mirrors import (
+    Mirroring,
+    MirrorStore,
+    RedundancyFigures,
+    mirroring_of,
+    mirrors_pay,
+    nbytes_of,
+)
 from lightning_moe_ckpt.tiers._peer_receiver import COPIES, ReplicaReceiver, ReplicaStore
 from lightning_moe_ckpt.tiers._peer_stream import NotReplicated, Pacer, ReplicaStream
 from lightning_moe_ckpt.tiers._peer_wire import cut
@@ -49,12 +58,16 @@ from lightning_moe_ckpt.tiers._placement import (
 from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim, RankMemory
 from lightning_moe_ckpt.tiers._ring import SegmentRing
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
-from lightning_moe_ckpt.tiers._shm import expect_room, shared_directory
+from lightning_moe_ckpt.tiers._shm import expect_room, has_room, shared_directory
 from lightning_moe_ckpt.tiers._survival import survival_summary
 from lightning_moe_ckpt.tiers._writer import Announced, Released, TierWorker, WriteJob
 
 log = logging.getLogger(__name__)
 
+_STRIKES = 2
+"""Generations refused without one that was right in between, after which holders take nothing from their own state."""
+_RING_GENERATIONS = 2
+"""Generations of a ring beside those that it keeps, roughly: one that is captured and one that is read."""
 _GOODBYE = timedelta(seconds=5)
 """How long the end waits for the goodbyes of those whose copies are kept here: they come at once or not at all."""
 
@@ -120,7 +133,7 @@ class Replication:
         directory: Path | None = None,
     ) -> None:
         self._group, self.started, self.ahead = group, False, ahead
-        self.pacer = Pacer()
+        self.pacer, self.mirrors = Pacer(), MirrorStore()
         self.stream = ReplicaStream(group, holders, max_chunk=max_chunk, pacer=self.pacer)
         self.stores: dict[int, ReplicaStore] = {}
         self.receivers: list[ReplicaReceiver] = []
@@ -128,7 +141,9 @@ class Replication:
             memory = RankMemory(tag, owner, url=url, directory=directory, kind="replica")
             store = ReplicaStore(memory, resumed, keep=keep, ahead=ahead, offered=offered)
             self.stores[owner] = store
-            self.receivers.append(ReplicaReceiver(group, owner, run_id=run_id, store=store, max_chunk=max_chunk))
+            self.receivers.append(
+                ReplicaReceiver(group, owner, run_id=run_id, store=store, max_chunk=max_chunk, mirrors=self.mirrors)
+            )
 
     @property
     def memories(self) -> list[RankMemory]:
@@ -201,7 +216,7 @@ class PeerWorker(TierWorker):
         self._room = room
         self._waited = 0.0
         self._wire = 0
-        """Bytes that were sent for the newest generation, per copy: of gradients fewer than those of its segments."""
+        """Bytes that the newest generation took, per copy: of gradients fewer than those of its segments."""
         self._replication, self._keep, self._num_kept = replication, resumed, keep
         self._sending: GenerationId | None = None
         self._held: dict[GenerationId, Released] = {}
@@ -212,19 +227,20 @@ class PeerWorker(TierWorker):
         self._follows = False
         """Whether the generation begun last is of the boundary behind that of the one before."""
         self._chain = DeltaChain(deltas or Deltas())
-        self._nbytes_before = 0
-        """Sent before the generation under way."""
+        self._nbytes_before = self._nbytes_mirrored = 0
+        """Sent before the generation under way, and not sent of it since holders have it."""
+        self._figures, self._strikes = RedundancyFigures(), 0
 
     # -- called from the training thread
 
     @override
-    def planned(self, exchange: Exchange, ring: SegmentRing, num_segments: int) -> None:
+    def planned(self, exchange: Exchange, ring: SegmentRing, num_segments: int, spare_nbytes: int = 0) -> None:
         """Reserve memory for the copies kept here and begin to receive, with the first plan.
 
         Holders follow a later plan by themselves, when its first generation comes.
         """
         room = self._room()
-        self._slot_nbytes = ring.slot_nbytes if room is None else room.slot_nbytes
+        self._slot_nbytes = ring.slot_nbytes - spare_nbytes if room is None else room.slot_nbytes
         self._num_kept = self._num_kept if room is None else room.keep
         if self._replication.started:
             return
@@ -258,6 +274,11 @@ class PeerWorker(TierWorker):
     def deltas(self) -> DeltaFigures | None:
         return self._chain.figures if self._replication.ahead else None
 
+    @property
+    @override
+    def redundancy(self) -> RedundancyFigures | None:
+        return self._figures
+
     @override
     def stepped(self, period_steps: int) -> None:
         self._period_steps = period_steps
@@ -273,16 +294,20 @@ class PeerWorker(TierWorker):
         num_segments = announced.num_segments
         num_steps = max(num_segments, self._period_steps)
         self._replication.pacer.begin(num_segments=num_segments, num_steps=num_steps, name=announced.generation)
+        self._replication.mirrors.begin(announced.generation)
         super().begin(announced)
 
     @override
     def add(self, generation: GenerationId, segment: SealedSegment) -> None:
-        self._replication.pacer.expect(segment.of(self.audiences).view.nbytes, name=generation)
+        nbytes = segment.of(self.audiences).view.nbytes - nbytes_of(self._run(segment))
+        self._replication.pacer.expect(nbytes, name=generation)
+        self._replication.mirrors.add(segment)
         super().add(generation, segment)
 
     @override
     def abandon(self, generation: GenerationId) -> None:
         super().abandon(generation)
+        self._replication.mirrors.end(generation)  # whoever waits for what is still to be captured waits in vain
         self._replication.pacer.wake()
 
     @override
@@ -303,6 +328,7 @@ class PeerWorker(TierWorker):
     @override
     def close(self) -> None:
         self._closing.set()
+        self._replication.mirrors.close()
         self._replication.pacer.wake()
         super().close()  # what is held stays held: this incarnation may end because another rank died, and it is for the next
         self._replication.end(_GOODBYE.total_seconds())
@@ -311,7 +337,12 @@ class PeerWorker(TierWorker):
         with self._changed:
             given = [(held, self._held.pop(held)) for held in list(self._held) if which(held)]
         for held, on_released in given:
+            self._replication.mirrors.end(held)
             on_released(held)
+
+    def _run(self, segment: SealedSegment) -> Run | None:
+        """Return the run of a segment that holders are to fill themselves."""
+        return segment.mirrored if self._strikes < _STRIKES else None
 
     # -- the thread
 
@@ -324,7 +355,7 @@ class PeerWorker(TierWorker):
     def _put(self, job: WriteJob, segment: SealedSegment) -> list[SegmentEntry]:
         entries, stream = segment.digested(), self._replication.stream
         if self._sending is None:
-            self._sending, self._nbytes_before = job.generation, stream.nbytes_sent
+            self._sending, self._nbytes_before, self._nbytes_mirrored = job.generation, stream.nbytes_sent, 0
             stream.begin(
                 job.generation,
                 keep=self._keep,
@@ -332,15 +363,28 @@ class PeerWorker(TierWorker):
                 num_segments=job.announced.num_segments,
                 slot_nbytes=max(self._slot_nbytes, segment.view.nbytes),
             )
-        view_U8 = torch.frombuffer(segment.view, dtype=torch.uint8)
-        if not (self._replication.ahead and self._send_delta(job, segment, view_U8)):
-            stream.send(segment.step, view_U8, lambda: self._wanted(job))
+        view_U8, run = torch.frombuffer(segment.view, dtype=torch.uint8), self._filled(segment)
+        if not (self._replication.ahead and self._send_delta(job, segment, view_U8, run)):
+            stream.send(segment.step, view_U8, lambda: self._wanted(job), mirrored=run)
+        self._nbytes_mirrored += nbytes_of(run)
         return entries
 
-    def _send_delta(self, job: WriteJob, segment: SealedSegment, view_U8: Tensor) -> bool:
+    def _filled(self, segment: SealedSegment) -> Run | None:
+        """Let holders fill the run of a segment that they have in common with this rank, and return it; `None` if one cannot."""
+        run = self._run(segment)
+        if run is None:
+            return None
+        refusal = self._replication.stream.fill(segment.step, run)
+        if refusal is None:
+            return run
+        log.info("boundary %d of %s is sent whole: %s", segment.step, segment.generation, refusal)
+        self._replication.pacer.more(nbytes_of(run))
+        return None
+
+    def _send_delta(self, job: WriteJob, segment: SealedSegment, view_U8: Tensor, run: Run | None) -> bool:
         """Send a segment as a delta; return `False` if that cannot be done, and nothing was sent."""
-        stream, delta = self._replication.stream, self._chain.encode(segment, view_U8)
-        if delta is None or not self._chain.offered(stream.offer(segment.step, delta)):
+        stream, delta = self._replication.stream, self._chain.encode(segment, view_U8, run)
+        if delta is None or not self._chain.offered(stream.offer(segment.step, delta, mirrored=run)):
             return False
         self._replication.pacer.resize(delta.payload_nbytes)
         stream.send_delta(delta, lambda: self._wanted(job))
@@ -363,15 +407,35 @@ class PeerWorker(TierWorker):
         except NotReplicated as error:
             if error.refused:
                 self._chain.refused(str(error))
+                self._refused(str(error))
             raise
-        self._wire = nbytes = (stream.nbytes_sent - self._nbytes_before) // len(stream.holders)
+        nbytes, mirrored = (stream.nbytes_sent - self._nbytes_before) // len(stream.holders), self._nbytes_mirrored
+        self._wire, self._strikes = nbytes + mirrored, 0 if mirrored else self._strikes
+        self._figures = RedundancyFigures(
+            nbytes_sent=self._figures.nbytes_sent + nbytes, nbytes_mirrored=self._figures.nbytes_mirrored + mirrored
+        )
         if self._replication.ahead:
             self._chain.whole(marker, nbytes, drift)
         self._sending = None
         with self._changed:
             if job.on_released is not None:
                 self._held[job.generation], job.on_released = job.on_released, None
-        log.info("%s is replicated to ranks %s: %.1f MiB", job.generation, stream.holders, nbytes / 2**20)
+        log.info(
+            "%s is replicated to ranks %s: %.1f MiB, and %.1f MiB that are there anyway",
+            *(job.generation, stream.holders, nbytes / 2**20, mirrored / 2**20),
+        )
+
+    def _refused(self, reason: str) -> None:
+        """Note that a holder has other bytes than this rank, in what may come from its own state."""
+        if not self._nbytes_mirrored:
+            return
+        self._strikes += 1
+        if self._strikes == _STRIKES:
+            log.warning(
+                "state that ranks %s should have in common with this one differs there, or is captured at another moment: "
+                "everything is sent from here on. Training that keeps replicas apart cannot be resumed exactly. %s",
+                *(self._replication.stream.holders, reason),
+            )
 
     @override
     def _end(self, job: WriteJob) -> None:
@@ -379,6 +443,8 @@ class PeerWorker(TierWorker):
         self._replication.pacer.end(job.generation)
         if sending is not None:
             self._replication.stream.abandon()
+        if job.generation not in self._held:  # its memory is about to be used again
+            self._replication.mirrors.end(job.generation)
         super()._end(job)
 
 
@@ -392,6 +458,7 @@ def join_peers(
     dense_nbytes: int,
     resumed: GenerationId | None,
     plan: PeerPlan,
+    device: torch.device,
 ) -> list[PeerWorker]:
     """Return the worker of this rank's part in the peer tier; none if no rank keeps copies of others. Collective.
 
@@ -404,6 +471,7 @@ def join_peers(
         dense_nbytes: bytes of a snapshot of everything on this rank.
         resumed: the generation that this incarnation goes on from.
         plan: what is sent and kept.
+        device: where the state is that is captured.
 
     Raises:
         ConfigurationError: on every rank: there are too few nodes, or the memory of one has no room.
@@ -417,11 +485,20 @@ def join_peers(
     if group is None or replicas == 0:
         return []
     here = [rank for rank, each in enumerate(domains) if each.node == domains[groups.rank].node]
+    held_nbytes, keep = sum(map(placement.held_nbytes, here)), plan.generations_kept
     with exchange.raise_together():  # what the ranks of this node reserve, as far as it is known before the first plan
-        expect_room(shared_directory(), COPIES * sum(map(placement.held_nbytes, here)))
+        expect_room(shared_directory(), COPIES * held_nbytes)
     if exchange.is_coordinator:
         log.info("%s", survival_summary(placement))
-    deltas = plan.deltas()
+    mirroring = mirroring_of(placement, groups.rank, groups.ep_size)
+    if config.redundancy == "auto":
+        room = exchange.all_agree(has_room(shared_directory(), (COPIES + _RING_GENERATIONS + keep) * held_nbytes))
+        mirrors = room and mirrors_pay(group, placement, exchange, device, replicas)
+    else:
+        mirrors = config.redundancy
+    if not mirrors:
+        mirroring = Mirroring()
+    deltas = None if mirroring.everything else plan.deltas()
     replication = Replication(
         group,
         run_id=markers.run_id,
@@ -429,7 +506,7 @@ def join_peers(
         url=claim.url,
         resumed=resumed,
         offered=claim.offered,
-        keep=plan.generations_kept,
+        keep=keep,
         holders=placement.holders[groups.rank],
         owners=placement.owners(groups.rank),
         max_chunk=config.max_chunk,
@@ -437,9 +514,8 @@ def join_peers(
     )
     for memory in replication.memories:
         memory.saw(claim.seen)
-    keep, room = plan.generations_kept, plan.peer_room
-    worker = PeerWorker(replication, markers, resumed=resumed, keep=keep, room=room, deltas=deltas)
-    worker.audiences = plan.peer_audiences
+    worker = PeerWorker(replication, markers, resumed=resumed, keep=keep, room=plan.peer_room, deltas=deltas)
+    worker.audiences, worker.mirroring = plan.peer_audiences, mirroring
     return [worker]
 
 

@@ -94,6 +94,10 @@ class SealedSegment:
     """Their bytes, all together."""
     step_record: StepRecord | None = None
     """With it, who has the durable file of the boundary before can rebuild this one."""
+    mirrors: Mapping[int, memoryview] = field(default_factory=dict)
+    """Bytes that segments of other ranks have in common with the state here, by rank; see `_mirrors`."""
+    mirrored: tuple[int, int] | None = None
+    """First byte, and the byte after the last, of those that holders of copies have captured for this rank."""
 
     @classmethod
     def of_file(cls, file: SealedFile) -> SealedSegment:

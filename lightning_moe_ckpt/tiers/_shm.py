@@ -324,6 +324,11 @@ def expect_room(directory: Path, nbytes: int) -> None:
         raise _no_room(directory, nbytes, free)
 
 
+def has_room(directory: Path, nbytes: int) -> bool:
+    """Return whether `directory` has room for so many bytes."""
+    return _free_nbytes(directory) >= nbytes
+
+
 def _free_nbytes(directory: Path) -> int:
     try:
         stats = os.statvfs(directory)

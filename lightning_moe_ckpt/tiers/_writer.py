@@ -26,6 +26,7 @@ from lightning_moe_ckpt.policies import AUDIENCES, Audience
 from lightning_moe_ckpt.process import guard_forks
 from lightning_moe_ckpt.storage import BadCopies, GenerationId, RankMarker, ReferencedEntry, SegmentEntry
 from lightning_moe_ckpt.tiers._delta_chain import DeltaFigures
+from lightning_moe_ckpt.tiers._mirrors import Mirroring, RedundancyFigures
 from lightning_moe_ckpt.tiers._rank_memory import RankMemory
 from lightning_moe_ckpt.tiers._ring import SegmentRing
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
@@ -160,6 +161,8 @@ class TierWorker(ABC):
         """Generations completed here, and this rank's bytes of them."""
         self.rate: float | None = None
         """Bytes per second that moved for the newest of them, while they were not made to wait; older ones count for less."""
+        self.mirroring = Mirroring()
+        """What ranks take for each other instead of sending it."""
         self._moved = self._moving_seconds = 0.0
         self._markers, self._on_complete = markers, on_complete
         self._jobs: dict[GenerationId, WriteJob] = {}
@@ -186,6 +189,11 @@ class TierWorker(ABC):
     @property
     def deltas(self) -> DeltaFigures | None:
         """Return what generations took on the wire; `None` unless they may be delta-encoded."""
+        return None
+
+    @property
+    def redundancy(self) -> RedundancyFigures | None:
+        """Return what was sent to other nodes, and what they have anyway; `None` for other tiers."""
         return None
 
     @property
@@ -263,8 +271,17 @@ class TierWorker(ABC):
         with self._changed:
             return self._changed.wait_for(lambda: not any(map(WriteJob.is_whole, self._jobs.values())), timeout)
 
-    def planned(self, exchange: Exchange, ring: SegmentRing, num_segments: int) -> None:  # noqa: B027  # not for every tier
-        """Prepare for generations of so many segments, in slots of `ring`. Collective. May raise together."""
+    def planned(  # noqa: B027  # not for every tier
+        self, exchange: Exchange, ring: SegmentRing, num_segments: int, spare_nbytes: int = 0
+    ) -> None:
+        """Prepare for generations of so many segments, in slots of `ring`. Collective. May raise together.
+
+        Args:
+            exchange: between the ranks.
+            ring: of this rank.
+            num_segments: of a generation.
+            spare_nbytes: bytes of a slot that are never this rank's segment.
+        """
 
     def stepped(self, period_steps: int) -> None:  # noqa: B027  # of interest to paced tiers
         """Note that a step of training has ended; generations are so many steps apart. Takes constant time."""

@@ -32,6 +32,8 @@ KILL_STEP = 9
 KILL = Kill(phase="forward", step=KILL_STEP, rank=1)
 LOST = 1
 """Node of the killed rank."""
+SENT = (("redundancy", False),)
+"""Also what other nodes hold anyway, where every rank has every expert."""
 
 
 class Follows(Callback):
@@ -78,8 +80,14 @@ def followed_setup(world_size: int, expert_parallel: int, **options: Any) -> Set
     """Every expert stays chosen."""
     setup = selective_setup(world_size, expert_parallel)
     assert setup.checkpointing is not None
-    everything = replace(setup.checkpointing, local_budget=10**8, remote_budget=10**8)
+    everything = replace(setup.checkpointing, local_budget=10**8, remote_budget=10**8, arguments=SENT)
     return replace(setup, checkpointing=everything, **options)
+
+
+def sent(setup: Setup, *, redundancy: bool = False) -> Setup:
+    """With, or without, what other nodes hold anyway."""
+    assert setup.checkpointing is not None
+    return replace(setup, checkpointing=replace(setup.checkpointing, arguments=(("redundancy", redundancy),)))
 
 
 def lost_and_restored(campaigns: Campaigns, setup: Setup, machines: Machines, **options: Any) -> Restarts:
@@ -101,7 +109,8 @@ LISTS = followed_setup(3, 1, model="lists", strategy="ddp", options=(("num_exper
 CASES: dict[str, tuple[Setup, tuple[int, ...], dict[str, Any], float]] = {
     "every expert, spread over ranks": (followed_setup(3, 3), (0, 1, 2), {}, 0.6),
     "lists under DDP, amsgrad": (LISTS, (0, 1, 2), {"optimizer": ADAM}, 0.9),
-    "four of six experts leave the node": (selective_setup(3, 1, local=5, remote=4), (0, 1, 2), {}, 0.8),
+    "four of six experts leave the node": (sent(selective_setup(3, 1, local=5, remote=4)), (0, 1, 2), {}, 0.8),
+    "the dense part is there": (sent(followed_setup(3, 3), redundancy=True), (0, 1, 2), {}, 0.6),
     "four ranks": (followed_setup(4, 2), (0, 0, 1, 1), {}, 0.6),
 }
 LONG = {"every expert, spread over ranks", "lists under DDP, amsgrad", "four ranks"}

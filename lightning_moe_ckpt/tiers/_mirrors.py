@@ -1,0 +1,209 @@
+"""Do not send what the other node holds anyway: data-parallel replicas take it from their own state.
+
+Every part of a record is written by one of the ranks that hold it. Where the rank that keeps copies of another's segments
+holds the same parameters and optimizer state (all ranks hold what is not sharded, those of one data-parallel group the same
+experts), it captures the owner's parts of them beside its own, at the same boundary. Such a *mirror* has the bytes that the
+owner's segment has there, so only the rest is sent: header, buffers and journal, and experts that the holder does not have.
+
+A copy that was put together like this is byte for byte the owner's: it is published only if its digest is that in the owner's
+marker. So restores, and what survives the loss of a node, are as with copies that were sent whole. If replicas turn out to
+differ, or a holder has no mirror, the owner sends everything.
+
+Captures take `replicas` times the mirrored bytes more on every rank, and nothing of that passes the network. MOETION lets every
+node keep all that is replicated; here it is kept `replicas + 1` times, on different nodes, however many there are.
+
+Source: MOETION (arXiv 2412.15411v1), Sec. 5.1; PEC (2024), Sec. 3.2, for what is cut among ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.native import measure_bandwidth
+from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.tiers._placement import ReplicaPlacement
+from lightning_moe_ckpt.tiers._sealed import SealedSegment
+
+log = logging.getLogger(__name__)
+
+_PROBE_NBYTES = 4 * 2**20
+_PROBE_TAG = 70
+_PAYS = 2.0
+"""By how much copies from own state must be faster than the network: training may wait for them, and not for the network."""
+
+_CLOSE_TIMEOUT = 5.0
+"""Seconds for a copy under way to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mirroring:
+    """What one rank captures for others, and what others capture for it."""
+
+    owners: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """By owner, groups of ranks (as `ParallelGroups.ranks` names them) whose records are captured for it."""
+    groups: frozenset[str] = frozenset()
+    """Those whose records all holders of this rank's copies capture."""
+    everything: bool = False
+    """Whether that is all parameters and optimizer state, on all ranks."""
+
+    def __bool__(self) -> bool:
+        return bool(self.owners or self.groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RedundancyFigures:
+    """Bytes of copies on other nodes, of this rank and per copy."""
+
+    nbytes_sent: int = 0
+    nbytes_mirrored: int = 0
+    """Not sent, since holders took them from their own state."""
+
+    @property
+    def share(self) -> float:
+        """Part that was not sent; 0 if there are no copies."""
+        return self.nbytes_mirrored / max(1, self.nbytes_sent + self.nbytes_mirrored)
+
+
+def mirroring_of(placement: ReplicaPlacement, rank: int, ep_size: int) -> Mirroring:
+    """Return what `rank` mirrors under a placement; pure, so that owners and holders agree."""
+
+    def common(owner: int) -> frozenset[str]:
+        holders = placement.holders[owner]
+        same_experts = all(holder % ep_size == owner % ep_size for holder in holders)
+        return frozenset(("world", "expert_data") if same_experts else ("world",)) if holders else frozenset()
+
+    return Mirroring(
+        owners={owner: common(owner) for owner in placement.owners(rank)},
+        groups=common(rank),
+        everything=ep_size == 1 or all("expert_data" in common(each) for each in range(len(placement.holders))),
+    )
+
+
+def mirrors_pay(
+    group: dist.ProcessGroup, placement: ReplicaPlacement, exchange: Exchange, device: torch.device, replicas: int
+) -> bool:
+    """Measure whether ranks copy from their own state so much faster than holders receive that mirrors pay. Collective."""
+    wire = _wire_rate(group, placement, exchange.rank)
+    # A rank without holders or owners has no wire to measure; it leaves the decision to the others.
+    own = [int(wire) or 2**62, int(measure_bandwidth(_PROBE_NBYTES, device))]
+    slowest_wire, slowest_copies = (min(column) for column in zip(*exchange.gather(own), strict=True))
+    pays: bool = slowest_copies > _PAYS * replicas * slowest_wire
+    if exchange.is_coordinator:
+        log.info(
+            "copies from own state run at %.0f MiB/s, to other nodes at %.0f: what is replicated there is %s",
+            *(slowest_copies / 2**20, slowest_wire / 2**20, "not sent" if pays else "sent"),
+        )
+    return pays
+
+
+def _wire_rate(group: dist.ProcessGroup, placement: ReplicaPlacement, rank: int) -> float:
+    """Return bytes per second to the holders and from the owners of this rank, all at once."""
+    payload, seconds = torch.zeros(_PROBE_NBYTES, dtype=torch.uint8), 0.0
+    holders, owners = placement.holders[rank], placement.owners(rank)
+    for _ in range(2):  # the first round also pays for connections
+        received = [torch.empty_like(payload) for _ in owners]
+        began = time.perf_counter()
+        works = [group.send([payload], holder, _PROBE_TAG) for holder in holders]
+        works += [group.recv([each], owner, _PROBE_TAG) for each, owner in zip(received, owners, strict=True)]
+        for work in works:
+            work.wait()
+        seconds = time.perf_counter() - began
+    return payload.numel() / seconds if holders or owners else 0.0
+
+
+class MirrorStore:
+    """Captured mirrors, until the copies that they are part of have them.
+
+    The training thread brings segments, threads that receive copies take from them, and whoever releases a generation's memory
+    ends it here before.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._segments: dict[GenerationId, dict[int, SealedSegment]] = {}
+        """Of generations under way or kept, by boundary."""
+        self._newest: GenerationId | None = None
+        self._readers: Counter[GenerationId] = Counter()
+        self._closed = False
+
+    def begin(self, generation: GenerationId) -> None:
+        """Expect the segments of a generation."""
+        with self._changed:
+            self._segments[generation], self._newest = {}, generation
+            self._changed.notify_all()
+
+    def add(self, segment: SealedSegment) -> None:
+        """Note a segment of a generation that has begun; of others it is of no use."""
+        with self._changed:
+            if segment.generation in self._segments:
+                self._segments[segment.generation][segment.step] = segment
+                self._changed.notify_all()
+
+    def end(self, generation: GenerationId) -> None:
+        """Forget a generation; its memory is not read any more once this returns. Repeating this is allowed."""
+        with self._changed:
+            self._segments.pop(generation, None)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._readers[generation])
+            del self._readers[generation]
+
+    def close(self) -> None:
+        """Let nobody wait any more, and forget everything."""
+        with self._changed:
+            self._closed = True
+            self._segments.clear()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._readers.total(), _CLOSE_TIMEOUT)
+
+    def copy(self, owner: int, generation: GenerationId, step: int, out_U8: Tensor) -> str | None:
+        """Fill memory with the mirror of a segment of another rank, and wait for it if it is still to be captured.
+
+        All ranks begin the same generations in the same order, so whoever is asked early gets there, gives the generation up, or
+        goes on to a later one.
+
+        Returns:
+            Why there is none; `None` if there is.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_decided(generation, step))
+            segment = self._segments.get(generation, {}).get(step)
+            view = None if segment is None else segment.mirrors.get(owner)
+            if segment is None or view is None or view.nbytes != out_U8.numel():
+                found = "none" if view is None else f"one of {view.nbytes} bytes"
+                return f"of the {out_U8.numel()} bytes that it should hold of boundary {step} of {generation} there is {found}."
+            self._readers[generation] += 1
+        try:
+            segment.files[0].wait()
+            out_U8.copy_(torch.frombuffer(view, dtype=torch.uint8))
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            with self._changed:
+                self._readers[generation] -= 1
+                self._changed.notify_all()
+        return None
+
+    def _is_decided(self, generation: GenerationId, step: int) -> bool:
+        """Return whether a mirror is here, or will never be; the caller holds the lock."""
+        if self._closed:
+            return True
+        under_way = self._segments.get(generation)
+        if under_way is not None:
+            return step in under_way
+        return self._newest is not None and generation <= self._newest
+
+
+def nbytes_of(run: Sequence[int] | None) -> int:
+    """Return the bytes of a run."""
+    return 0 if run is None else run[1] - run[0]
