@@ -30,6 +30,9 @@ LEVELS = (MEMORY, STORAGE)
 MAX_GENERATIONS = 16
 """Most generations that memory keeps, each of which has all of the dense part."""
 
+STARVED = 4
+"""Rounds of a level after which an expert comes before others although storage has the newest copy that there is."""
+
 PEER = "peer"
 """A third level, of what is saved: copies on other nodes, under policies that send them no more than storage gets."""
 
@@ -68,14 +71,28 @@ class ExpertTable(ExpertLayout):
     """Generations since each expert was last taken to memory: 1 if the newest one has it. See `max_age`."""
     waited: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By level: generations of that level, which may take few of all, since the newest that has each expert."""
+    stored: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
+    """By level: whether storage has completed a copy of each expert that is as new as the level's, which the level may drop."""
     again: tuple[bool, ...] = ()
     """Whether a stored copy of each expert turned out bad, so that it comes before all others; empty if none did."""
 
     def __post_init__(self) -> None:
-        by_level = (self.unsaved, self.saved_at, self.skipped, self.waited)
+        by_level = (self.unsaved, self.saved_at, self.skipped, self.waited, self.stored)
         rows = [self.age, self.again or self.age, *(row for each in by_level for row in each.values())]
         if self.num_experts < 1 or any(len(row) != self.num_experts for row in rows):
             raise ValueError(f"`ExpertTable(layer={self.layer!r})` needs {self.num_experts} entries in every row.")
+
+    def due_age(self, level: str, ages: Sequence[int], expert: int, respite: int) -> int:
+        """Return the age by which an expert's turn comes: of those that a level may drop, so many generations later.
+
+        Args:
+            level: that has copies of such ages.
+            ages: by expert.
+            expert: whose.
+            respite: generations.
+        """
+        rows = self.stored.get(level)
+        return ages[expert] - respite if rows is not None and rows[expert] else ages[expert]
 
 
 Experts = tuple[tuple[int, ...], ...]
@@ -184,9 +201,16 @@ def sequential_order(table: ExpertTable, level: str, turn: Sequence[int]) -> Sor
 
 
 def unsaved_order(table: ExpertTable, level: str, turn: Sequence[int]) -> SortKey:
-    """Return a key: most unsaved tokens first, then as `sequential_order`."""
+    """Return a key: most unsaved tokens times generations since it was saved first, then as `sequential_order`.
+
+    By tokens alone the most popular expert is taken each time, though it has as many again a generation later, and others
+    gather theirs. With a rate of `w` tokens per generation `a` generations leave `w a` unsaved, and what a place is worth is
+    `w a (a + 1) / 2` (Whittle's index of weighted age, Kadota et al., IEEE/ACM ToN 2018, Sec. IV; MOETION takes `w a`). An
+    expert with few tokens so has its turn, too.
+    """
     unsaved, otherwise = table.unsaved[level], sequential_order(table, level, turn)
-    return lambda expert: (-unsaved[expert], *otherwise(expert))
+    waited = table.waited.get(level) or (0,) * table.num_experts
+    return lambda expert: (-unsaved[expert] * (waited[expert] + 1), *otherwise(expert))
 
 
 def first(experts: Iterable[int], number: int, order: SortKey) -> list[int]:

@@ -4,12 +4,13 @@
 Among experts saved at once the order goes round: from position to position, and each layer is one generation ahead of
 the layer before it. Without skips that is PEC's interleaved schedule, in which ranks write equally much.
 
-*Load-aware*: those with most unsaved tokens first, as many from every position as from any other (to one) over all layers.
+*Load-aware*: those with most unsaved tokens first, by the time that they gathered in (`unsaved_order`), as many from every position as from any other (to one) over all layers.
 
 Two levels: storage gets `k` experts, memory `snapshot_k`. What is due in storage is taken to memory first of all, so that
 storage goes round in E / k generations whatever memory does; the rest of memory's places go by what memory lacks. Before
 both come experts of which a stored copy turned out bad, and those that would get older than `max_age` generations:
-memory keeps that many, and so has a copy of every expert. Where a round takes more generations than memory keeps at
+memory keeps that many, and so has a copy of every expert. By load, one of which storage has a copy as new may wait for
+`STARVED` rounds: nothing is lost if memory drops it, and places go to what is at risk. Where a round takes more generations than memory keeps at
 most, it lacks some: these are restored from storage.
 
 Where storage skips generations, whose turn it is has an element of chance (a function of the index): regular turns and
@@ -39,6 +40,7 @@ from lightning_moe_ckpt.policies._expert_tables import (
     LEVELS,
     MAX_GENERATIONS,
     MEMORY,
+    STARVED,
     STORAGE,
     ExpertLayout,
     ExpertTable,
@@ -288,14 +290,19 @@ class PartialPolicy(ExpertPolicy):
 
     def _late_of_all(self, now: _Turn, tables: Sequence[ExpertTable], limit: int) -> set[tuple[int, int]]:
         """Return the `(layer, expert)` that would get too old, as far as their layers or their positions have room."""
-        ages = [(table.age[e], i, e) for i, table in enumerate(tables) for e in range(table.num_experts)]
+        wait, rounds = max(map(self._wait, tables)), max(map(self._round, tables))
+        respite = max(0, STARVED * rounds + _SPARE + wait - limit) if self.age_limit is None else 0
+        ages = [
+            (table.due_age(MEMORY, table.age, e, respite), i, e)
+            for i, table in enumerate(tables)
+            for e in range(table.num_experts)
+        ]
         groups = defaultdict[tuple[str, int], list[tuple[int, int, int]]](list)
         for age, i, e in sorted(ages, reverse=True):
             groups["layer", i].append((age, i, e))
             groups["position", tables[i].rank_of[e]].append((age, i, e))
         rates = [Fraction(min(self.memory_k, table.num_experts)) for table in tables]
         everywhere = sum(rates, start=Fraction(0)) / len(set(tables[0].rank_of))
-        wait, rounds = max(map(self._wait, tables)), max(map(self._round, tables))
         limit -= wait
         if now.behind:
             limit -= jitter(now.phase, limit - rounds)

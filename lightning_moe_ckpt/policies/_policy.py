@@ -245,7 +245,7 @@ class ExpertPolicy(PeriodicPolicy):
 
     @abstractmethod
     def max_age(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> int:
-        """Return the largest age that an expert reaches: it is taken then, whatever else is chosen.
+        """Return the largest age that an expert reaches of which storage has nothing as new: it is taken then.
 
         Memory that keeps this many whole generations holds every expert; beside them there is the one being written.
         """

@@ -6,7 +6,8 @@ than the budget, however unevenly tokens are spread.
 
 What memory has not seen for too long is taken before, and so is what some level outside the node (storage, copies on other
 nodes) has not had for too many of the generations that it took; chance decides whose turn is first, so that a level that
-takes each so many generations does not meet others' turns every time.
+takes each so many generations does not meet others' turns every time. Experts of which storage has as new a copy as there is wait
+longer (`STARVED` rounds): MOETION knows no limit of age, and forced turns took half of the places of a budget of a quarter.
 
 Source: MOETION (2024), Sec. 4.3, Algorithm 1. We differ in the position-wise budget and in experts of several sizes.
 """
@@ -26,6 +27,7 @@ from lightning_moe_ckpt.policies._expert_tables import (
     MAX_GENERATIONS,
     MEMORY,
     PEER,
+    STARVED,
     STORAGE,
     ExpertTable,
     Selection,
@@ -142,17 +144,28 @@ class SelectivePolicy(ExpertPolicy):
         if behind:
             # Earlier by chance: a level that takes each so many generations must not meet the late ones every time.
             limit -= jitter(index, limit - rounds)
-        ages = [((i, e), tables[i].age[e]) for i, row in enumerate(held) for e in row]
+        respite = self._respite(tables, budgets[MEMORY], limit)
+        ages = [
+            ((i, e), tables[i].due_age(MEMORY, tables[i].age, e, respite)) for i, row in enumerate(held) for e in row
+        ]
         return _overdue(tables, ages, limit, _usable(tables, budgets[MEMORY]))
+
+    def _respite(self, tables: Sequence[ExpertTable], budget: int, limit: int) -> int:
+        """Return by how many generations turns of experts come later of which storage has the newest copy there is."""
+        return max(0, STARVED * _rounds(tables, budget) + _SPARE - limit) if self.age_limit is None else 0
 
     def _waiting(
         self, tables: Sequence[ExpertTable], held: ExpertRows, levels: Sequence[str], budgets: Mapping[str, int]
     ) -> list[tuple[int, int]]:
         """Return experts that levels outside the node have not had for too long, level by level, the longest first."""
         limit, found = self.max_wait(tables, budgets), dict[tuple[int, int], None]()
+        respite = self._respite(tables, budgets[STORAGE], limit)
         for level in levels:
             waited = [
-                ((i, e), tables[i].waited[level][e]) for i, row in enumerate(held) for e in row if tables[i].waited
+                ((i, e), tables[i].due_age(level, tables[i].waited[level], e, respite))
+                for i, row in enumerate(held)
+                for e in row
+                if tables[i].waited
             ]
             found |= dict.fromkeys(_overdue(tables, waited, limit, _usable(tables, budgets[STORAGE])))
         return list(found)

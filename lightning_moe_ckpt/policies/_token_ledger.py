@@ -241,6 +241,11 @@ class TokenLedger:
         saved_at = {level: self._by_layer(step_E) for level, (_, step_E) in expected.items()}
         skipped = {level: self._by_layer(ledger.skipped.long()) for level, ledger in self.saved.items()}
         waited = {level: self._by_layer(ledger.waited()) for level, ledger in self.saved.items()}
+        stored_E = self.saved[STORAGE].step
+        stored = {
+            level: self._by_layer(((stored_E >= step_E) & (stored_E != NEVER)).long())
+            for level, (_, step_E) in expected.items()
+        }
         age = self._by_layer(self.generations - self.taken)
         return [
             ExpertTable(
@@ -252,6 +257,7 @@ class TokenLedger:
                 skipped={level: tuple(map(bool, rows[i])) for level, rows in skipped.items()},
                 age=age[i],
                 waited={level: rows[i] for level, rows in waited.items()},
+                stored={level: tuple(map(bool, rows[i])) for level, rows in stored.items()},
                 again=tuple(map(bool, first[i])) if again else (),
             )
             for i, layout in enumerate(layouts)

@@ -22,18 +22,24 @@ TURN = 4
 
 
 @pytest.mark.parametrize(
-    ("world_size", "expert_parallel"),
-    [(1, 1), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((3, 1), (4, 2)))],
+    ("world_size", "expert_parallel", "select"),
+    [
+        (1, 1, "sequential"),
+        *(pytest.param(*each, "sequential", marks=pytest.mark.soak) for each in ((3, 1), (4, 2))),
+        *(pytest.param(*each, "load_aware", marks=pytest.mark.soak) for each in ((4, 1), (4, 2), (4, 4))),
+    ],
 )
 def test_after_a_kill_every_operator_is_as_old_as_promised(
-    campaigns: Campaigns, folder: Path, world_size: int, expert_parallel: int
+    campaigns: Campaigns, folder: Path, world_size: int, expert_parallel: int, select: str
 ) -> None:
     """From host memory: each expert as of its turn, the rest as of the last boundary; and tokens are counted rightly."""
     machines = Machines(folder, (0,) * world_size)
-    found = restarts(campaigns, two_level_setup(world_size, expert_parallel), machines, KILL)
+    setup = two_level_setup(world_size, expert_parallel, select=select)
+    found = restarts(campaigns, setup, machines, KILL)
     promise = found.require(1)
     assert len(set(promise.experts.values())) > 1, "experts are of different ages"
-    found.require_turns(1, within=TURN)
+    if select == "sequential":
+        found.require_turns(1, within=TURN)
     assert found.require_accounting().plt > 0
 
 
@@ -47,9 +53,10 @@ def test_two_levels_use_memory_of_surviving_nodes_and_lose_fewer_tokens(
     """
     nodes = (1,) if lost == "a node" else (0, 1, 2)
     machines = Machines(folder, (0, 1, 2), lost=(nodes,), replicas=0)
-    # By load where one is lost: ranks of one position each, so that loads, layers and ranks decide together.
-    select = "sequential"
-    found = restarts(campaigns, two_level_setup(3, 3, select=select), machines, KILL)
+    # By load where one is lost: ranks of one position each, so that loads and ranks decide together. One expert of each node
+    # then goes to memory: with fewer, those that storage lacks may all be of the node that is lost, whatever the loads.
+    by_load = {"select": "load_aware", "snapshot_k": 3} if lost == "a node" else {}
+    found = restarts(campaigns, two_level_setup(3, 3, **by_load), machines, KILL)
     promise = found.require(1)
     plt, stored_only = found.require_accounting().plt, found.tally(memory=False).plt
     print(f"PLT after the loss of {lost}: two levels {plt:.2%}, storage alone {stored_only:.2%}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -30,8 +30,9 @@ from lightning_moe_ckpt.policies import (
     TokenLedger,
 )
 from lightning_moe_ckpt.policies._balanced import balanced
+from lightning_moe_ckpt.policies._expert_tables import STARVED
 from lightning_moe_ckpt.policies._partial import largest_k, spread
-from lightning_moe_ckpt.policies._selective import compute_s
+from lightning_moe_ckpt.policies._selective import _rounds, compute_s
 
 ORDERS = ("sequential", "load_aware")
 
@@ -211,6 +212,18 @@ def longest_wait(rows: Sequence[Sequence[int]], num_experts: int) -> int:
     return longest
 
 
+def dropped(found: Sequence[Selection], layer: int, num_experts: int, kept: int) -> list[tuple[int, int]]:
+    """Generation and expert of which memory, which keeps so many, has dropped a copy that is newer than that of storage."""
+    lost = []
+    for now, expert in product(range(len(found)), range(num_experts)):
+        taken = [i for i in range(now + 1) if expert in found[i].memory[layer]]
+        stored = [i for i in range(now + 1) if expert in found[i].storage[layer]]
+        newest = max(taken, default=-1)
+        if newest <= now - kept and newest > max(stored, default=-1):
+            lost.append((now, expert))
+    return lost
+
+
 def test_sequential_is_the_interleaved_schedule() -> None:
     """From rank to rank, the next layer one expert ahead: every rank writes one expert per generation (PEC, Figure 1)."""
     found, _ = run(PartialPolicy(k=1), layouts(2, 4, 2), 4)
@@ -235,14 +248,17 @@ def test_sequential_takes_every_expert_within_one_round(positions: int, each: in
 def test_memory_holds_every_expert(  # noqa: PLR0917  # one argument per dimension
     positions: int, each: int, k: int, more: int, order: Any, data: st.DataObject
 ) -> None:
-    """Whatever loads and storage do: the newest `max_age` generations have each expert of every layer."""
+    """Whatever loads and storage do: what memory drops, which keeps `max_age` generations, storage has as new."""
     num_experts = positions * each
     loads = data.draw(st.lists(st.integers(0, 1000), min_size=2 * num_experts, max_size=2 * num_experts))
     skipped = data.draw(st.sets(st.integers(1, 40)))
     policy = PartialPolicy(k=k, snapshot_k=k + more, order=order)
     found, limit = run(policy, layouts(2, num_experts, positions), 40, loads=loads, skips=skipped.__contains__)
+    lost = [dropped(found, layer, num_experts, limit) for layer in range(2)]
+    assert lost == [[], []]
+    longest = max(limit, STARVED * (-(-num_experts // min(k + more, num_experts)) + positions) + 2)
     for layer in range(2):
-        assert longest_wait([chosen.memory[layer] for chosen in found], num_experts) <= limit
+        assert longest_wait([chosen.memory[layer] for chosen in found], num_experts) <= longest
 
 
 @settings(deadline=None, max_examples=25)
@@ -253,10 +269,13 @@ def test_selective_forgets_no_expert_either(
     """Though layers without risk and experts without tokens would never have a turn."""
     num_experts = positions * each
     loads = data.draw(st.lists(st.integers(0, 1000), min_size=2 * num_experts, max_size=2 * num_experts))
-    budgets = {MEMORY: memory, STORAGE: storage}
-    found, limit = run(SelectivePolicy(), layouts(2, num_experts, positions), 40, loads=loads, budgets=budgets)
+    budgets, skipped = {MEMORY: memory, STORAGE: storage}, data.draw(st.sets(st.integers(1, 60)))
+    shapes = layouts(2, num_experts, positions)
+    found, limit = run(SelectivePolicy(), shapes, 60, loads=loads, budgets=budgets, skips=skipped.__contains__)
+    longest = max(limit, STARVED * -(-2 * each // (memory // 10)) + 2)
     for layer in range(2):
-        assert longest_wait([chosen.memory[layer] for chosen in found], num_experts) <= limit
+        assert dropped(found, layer, num_experts, limit) == []
+        assert longest_wait([chosen.memory[layer] for chosen in found], num_experts) <= longest
 
 
 def test_what_storage_skipped_comes_next() -> None:
@@ -470,10 +489,12 @@ def test_every_expert_reaches_a_level_that_takes_each_so_many_generations(  # on
     found, taken = run_remotely(shapes, 40 * every, budgets=budgets, loads=loads, every=levels)
     tables = [table([0] * 8, positions=2)] * 2
     for layer in range(2):
-        assert longest_wait([each.memory[layer] for each in found], 8) <= policy.max_age(tables, budgets)
+        # Where a generation has one place, what storage waits for takes it now and then.
+        longest = max(policy.max_age(tables, budgets), STARVED * _rounds(tables, local) + 2 + every)
+        assert longest_wait([each.memory[layer] for each in found], 8) <= longest
         for got in taken.values():
             wait = longest_wait([each.storage[layer] for each in got], 8)
-            assert wait <= 2 * policy.max_wait(tables, budgets)
+            assert wait <= 2 * max(policy.max_wait(tables, budgets), STARVED * _rounds(tables, remote) + 2)
 
 
 # -- what is refused
