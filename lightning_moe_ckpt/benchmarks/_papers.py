@@ -167,7 +167,8 @@ _ALL = [
             no_more("Dynamic-K loses no more than K=1", "PLT, fault 8, dynamic", "PLT, fault 8, partial"),
             ascending("K grows on the way", "K, fault 1", "K, fault 8"),
         ],
-        note="K is doubled here before the limit is met, if another such fault would exceed it, and falls when it would not.",
+        note="a fault doubles K once here, there as often as it takes: where faults come one upon another, the limit is passed by a "
+        "part of the last loss. K is doubled before the limit is met, if another such fault would exceed it.",
     ),
     Figure(
         key="pec-6",
