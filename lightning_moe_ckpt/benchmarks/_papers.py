@@ -343,7 +343,7 @@ _ALL = [
             "steps between two, dense in memory": 11,
             "steps between two, torch.save": 21,
         },
-        units={"step": "ms", "a checkpoint": "%"},
+        units={"steps": "", "step": "ms", "a checkpoint": "%"},
         measure=runs.interval,
         is_drawn=False,
         claims=[
