@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -15,6 +15,8 @@ from lightning_moe_ckpt._lightning import callbacks_of
 from lightning_moe_ckpt._lightning_callbacks import averaging_callbacks
 from lightning_moe_ckpt._lightning_data import loaders_of
 from lightning_moe_ckpt.parallel import ordered_hook
+
+_LIBRARIES = ("lightning", "lightning_moe_ckpt")
 
 
 def inexact_reasons(trainer: Trainer, module: LightningModule, *, replays: bool) -> list[str]:
@@ -32,18 +34,24 @@ def inexact_reasons(trainer: Trainer, module: LightningModule, *, replays: bool)
     return found
 
 
+def gradients_are_seen(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> bool:
+    """Return whether code of the user is called when gradients are there, which then has to find all of them.
+
+    Args:
+        trainer: has the callbacks.
+        module: what it trains.
+        skip: callbacks that are not the user's.
+    """
+    hooks = ("on_after_backward", "on_before_optimizer_step")
+    return any(is_overridden(hook, module) for hook in (*hooks, "configure_gradient_clipping")) or any(
+        is_overridden(hook, callback, Callback)
+        for callback in callbacks_of(trainer)
+        if not isinstance(callback, skip) and type(callback).__module__.partition(".")[0] not in _LIBRARIES
+        for hook in hooks
+    )
+
+
 def _of_replay(module: LightningModule) -> Iterator[str]:
-    if is_overridden("configure_gradient_clipping", module):
-        yield (
-            "the module overrides `configure_gradient_clipping`: unless it calls `self.clip_gradients`, "
-            "the clipping of a replayed step is not recorded"
-        )
-    if is_overridden("on_before_optimizer_step", module):
-        yield (
-            "the module overrides `on_before_optimizer_step`: parts that are frozen in replay have zeros there, so a norm "
-            "over all gradients, or random numbers drawn for each, differ in a replayed step. Clip by the Trainer's "
-            "`gradient_clip_val`, draw elsewhere, or use DenseCheckpoint"
-        )
     averaged = [name for name, each in module.named_modules() if isinstance(each, AveragedModel)]
     if averaged:
         yield (

@@ -93,7 +93,8 @@ class FitSession:
             groups=_groups_of(trainer.strategy),
             autocast_dtype=_AUTOCAST.get(str(trainer.precision)),
             # `DistributedDataParallel` would wait for ever for gradients that are switched off.
-            may_skip=not isinstance(trainer.model, DistributedDataParallel),
+            may_skip=not isinstance(trainer.model, DistributedDataParallel)
+            and not _lightning_exactness.gradients_are_seen(trainer, module, own_callbacks),
             compiled=_lightning.is_compiled(module),
             extra=_lightning.checkpoint_extra(trainer, module),
             averages=averages_of(trainer),

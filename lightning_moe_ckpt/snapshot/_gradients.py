@@ -19,7 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -101,10 +101,49 @@ class _StepRecorder:
         return versions(list(self._params.values()))
 
 
+class _DataAccess:
+    """Count how often `.data` of some parameters was asked for, or set: what is changed through it has no other trace."""
+
+    _all: ClassVar[list[_DataAccess]] = []
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self.ids, self.count = set(map(id, params)), 0
+        self._all.append(self)
+        torch.nn.Parameter.data = property(_get_data, _set_data)  # type: ignore[assignment]
+
+    def close(self) -> None:
+        """Stop to count."""
+        if self in self._all:
+            self._all.remove(self)
+            if not self._all:
+                del torch.nn.Parameter.data  # what `Tensor` has is seen again
+
+    @classmethod
+    def note(cls, param: Tensor) -> None:
+        """Count an access."""
+        for each in cls._all:
+            each.count += id(param) in each.ids
+
+
+_DATA: Any = Tensor.data
+
+
+def _get_data(param: Tensor) -> Tensor:
+    _DataAccess.note(param)
+    data: Tensor = _DATA.__get__(param)
+    return data
+
+
+def _set_data(param: Tensor, data: Tensor) -> None:
+    _DataAccess.note(param)
+    _DATA.__set__(param, data)
+
+
 class DifferentialRecorder(_StepRecorder):
     """Offer the gradients of each step of the optimizer to the view as what DELTA records are copied from."""
 
     def __init__(self, view: StateView, *, error_feedback: bool = False) -> None:
+        self._accesses = _DataAccess(view.params[fqn] for fqn in view.repeatable)
         super().__init__(view, view.repeatable)
         self._feeds_back = error_feedback
         self._left_out: dict[str, Tensor] = {}
@@ -171,10 +210,15 @@ class DifferentialRecorder(_StepRecorder):
         return versions([each.gradient for each in taken]) == [each.version for each in taken]
 
     @override
+    def close(self) -> None:
+        super().close()
+        self._accesses.close()
+
+    @override
     def _now(self) -> list[int]:
         """Steps are repeated on all of the state."""
         params = list(self._params.values())
-        return versions([*params, *self._view.schema.watch(params).tensors])
+        return [*versions([*params, *self._view.schema.watch(params).tensors]), self._accesses.count]
 
 
 class GradientRecorder(_StepRecorder):

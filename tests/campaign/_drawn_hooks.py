@@ -237,14 +237,15 @@ class KeepsGradients(LightningModule):
 
 
 class ScalesGradients(LightningModule):
-    """Edits the gradient of each parameter."""
+    """Edits the gradient of each parameter, by how long it is."""
 
     @override
     def on_after_backward(self) -> None:
         super().on_after_backward()
         for param in self.parameters():
             if param.grad is not None:
-                param.grad.mul_(0.5)
+                length = float(param.grad.float().norm())
+                param.grad.mul_(0.5 if not length < float("inf") else 0.5 + 0.25 / (1 + length))
 
 
 class Clamps(LightningModule):

@@ -62,7 +62,7 @@ class _Transformer(nn.Module):
 
 
 class _Counted(LightningModule):
-    """Counts the operations of each optimizer step, and reads gradients as users do: without a look whether they are there."""
+    """Counts the operations of each optimizer step, and reads gradients behind it, without a look whether they are there."""
 
     def __init__(self, kind: Kind, fails_at: int | None) -> None:
         super().__init__()
@@ -90,14 +90,6 @@ class _Counted(LightningModule):
         if batch_idx >= FAILS_AT - 2 * WINDOW:  # in every run: it has its own ways to compute some functions
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self.flops[self.global_step] = self._counter.get_total_flops()
-        self._look()
-
-    @override
-    def on_after_backward(self) -> None:
-        self._look()
-
-    @override
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
         self._look()
 
     def _look(self) -> None:
