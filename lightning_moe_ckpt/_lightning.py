@@ -213,6 +213,19 @@ class BatchTap:
         self._plugin.__dict__.pop("convert_input", None)
 
 
+class StepTap:
+    """Let `around` run every training step, until `remove`."""
+
+    def __init__(self, trainer: Trainer, around: Callable[[Callable[[], Any]], Any]) -> None:
+        self._strategy = trainer.strategy
+        step = trainer.strategy.training_step
+        trainer.strategy.training_step = lambda *args, **kwargs: around(lambda: step(*args, **kwargs))  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Restore the strategy's own method."""
+        self._strategy.__dict__.pop("training_step", None)
+
+
 class FoundInf:
     """Read, and in replay overwrite, the gradient scaler's overflow flag of the current step.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +31,7 @@ from lightning_moe_ckpt.fit._batches import Batches, BatchLog, Logged
 from lightning_moe_ckpt.fit._recorder import BoundaryRecorder, JournalPart
 from lightning_moe_ckpt.fit._state import LayerState, Trained
 from lightning_moe_ckpt.fit._stops import Stops
-from lightning_moe_ckpt.journal import Unread
+from lightning_moe_ckpt.journal import Unread, capture_rng, restore_rng
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
 from lightning_moe_ckpt.policies import Policy
@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Low precisions that forward casts to; otherwise it uses parameters as they are."""
+
+_UNUSED = "not have been used in the graph"
+"""Of the error that `torch.autograd.grad` raises for a parameter that a module saw without a gradient."""
 
 _UNSUPPORTED: dict[type[Callback], str] = {
     StochasticWeightAveraging: "StochasticWeightAveraging puts another scheduler in the place of yours when it begins; a run "
@@ -118,6 +121,7 @@ class FitSession:
         self._ended = self._half_a_step = False
         self._clip = _lightning.ClipTap(trainer, getattr(trainer.strategy, "grad_norm", None))
         self._found_inf = _lightning.FoundInf(trainer)
+        self._step_tap = _lightning.StepTap(trainer, self._training_step)
         self._step = trainer.global_step
         self._losses: list[torch.Tensor] = []
         self._found: float | Unread | None = None
@@ -170,6 +174,7 @@ class FitSession:
         self._recorder.close()
         self._findings.remove()
         self._clip.remove()
+        self._step_tap.remove()
         self._taps.remove()
         self._note.remove()
         try:
@@ -364,6 +369,27 @@ class FitSession:
             self._stops.leave(self._step, "training had ended")
 
     # -- private
+
+    def _training_step(self, step: Callable[[], Any]) -> Any:
+        """Run the user's step; once more in replay, with nothing left out, if it asks for a gradient that is."""
+        replay = self.session.replay
+        if replay is None or not replay.frozen.leaves_out:
+            return step()
+        buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
+        random = capture_rng()
+        try:
+            return step()
+        except RuntimeError as error:
+            if _UNUSED not in str(error):
+                raise
+            log.info("the step asks for gradients of frozen parts (%s): they are computed from here on", error)
+        replay.frozen.leave_nothing_out()
+        restore_rng(random)
+        with torch.no_grad():
+            for name, buffer in self._module.named_buffers():
+                if not torch.equal(buffer, buffers[name]):
+                    buffer.copy_(buffers[name])
+        return step()
 
     def _release_files(self) -> None:
         """Release held files once the next batch begins, not when replay ends: validation in between is not the original's."""

@@ -53,6 +53,7 @@ class Frozen:
         for owner in module.modules():
             for name, param in owner.named_parameters(recurse=False, remove_duplicate=False):
                 self._owners[id(param)].append((owner, name))
+        self._active: Collection[str] = ()
         self._passive: list[nn.Parameter] = []
         """Parameters that take no step."""
         self._off: list[nn.Parameter] = []
@@ -63,6 +64,7 @@ class Frozen:
     def freeze(self, active: Collection[str]) -> None:
         """Freeze all operators but these; a parameter of which they have a part has to take its steps."""
         self.thaw()
+        self._active = active
         shown: dict[nn.Module, dict[str, tuple[nn.Parameter, Tensor | None]]] = defaultdict(dict)
         for fqn, param in self._params.items():
             first = self._operators[fqn][0]
@@ -91,6 +93,16 @@ class Frozen:
             hook.remove()
         self._passive, self._off, self._hooks = [], [], []
         self._as_user()
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether gradients stay away."""
+        return bool(self._off)
+
+    def leave_nothing_out(self) -> None:
+        """Let all gradients be computed from here on; what is frozen takes no step all the same."""
+        self._may_skip = False
+        self.freeze(self._active)
 
     def fill_gradients(self) -> None:
         """Call after backward: gradients that were not computed are zero from here on."""

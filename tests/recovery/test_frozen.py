@@ -64,8 +64,9 @@ class _Transformer(nn.Module):
 class _Counted(LightningModule):
     """Counts the operations of each optimizer step, and reads gradients behind it, without a look whether they are there."""
 
-    def __init__(self, kind: Kind, fails_at: int | None) -> None:
+    def __init__(self, kind: Kind, fails_at: int | None, *, asks: bool) -> None:
         super().__init__()
+        self._asks = asks
         self.model: nn.Module = _Transformer() if kind == "transformers" else _Blocks(kind)
         self.head = nn.Linear(48, 64)
         self.flops: dict[int, int] = {}
@@ -78,7 +79,12 @@ class _Counted(LightningModule):
         if self.global_step == self._fails_at:
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # else it goes on in other tests
             raise RuntimeError("fails here")
-        return nn.functional.cross_entropy(self.head(self.model(batch[:, :-1])).flatten(0, 1), batch[:, 1:].flatten())
+        logits = self.head(self.model(nn.functional.dropout(batch[:, :-1].float(), 0.1).long().clamp(max=63)))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        if self._asks:
+            (gradient,) = torch.autograd.grad(loss, self.model.inner[0].weight, retain_graph=True)  # type: ignore[index, union-attr]
+            loss = loss * gradient.norm().clamp(0.5, 2).detach()
+        return loss
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -102,9 +108,9 @@ class _Counted(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def _fit(folder: Path, kind: Kind, *, fails_at: int | None = None, save: bool = True) -> _Counted:
+def _fit(folder: Path, kind: Kind, *, fails_at: int | None = None, save: bool = True, asks: bool = False) -> _Counted:
     seed_everything(3)
-    module = _Counted(kind, fails_at)
+    module = _Counted(kind, fails_at, asks=asks)
     callbacks: list[Callback] = [SparseCheckpoint(str(folder / "run"), window=WINDOW)] if save else []
     silent: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     trainer = Trainer(max_steps=STEPS, callbacks=callbacks, accelerator="cpu", default_root_dir=str(folder), **silent)
@@ -129,6 +135,15 @@ def test_replayed_steps_compute_no_gradient_of_what_is_frozen(kind: Kind, tmp_pa
     )
     assert shares == sorted(shares, reverse=True), "more and more is active"
     assert shares[-1] == 0
+
+
+def test_a_step_that_asks_for_gradients_of_weights_is_replayed(tmp_path: Path) -> None:
+    """A frozen matrix has none to give: the step is done once more with all of them, and draws the same numbers."""
+    alone = _fit(tmp_path / "alone", "dense", save=False, asks=True)
+    _fit(tmp_path, "dense", fails_at=FAILS_AT, asks=True)
+    resumed = _fit(tmp_path, "dense", asks=True)
+    for (name, want), got in zip(alone.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(want, got), name
 
 
 EXPERTS, ENDS = 5, (3, 3, 20, 29, 37)
