@@ -95,9 +95,7 @@ class FitSession:
             schema=StateSchema.of(self._optimizer),
             groups=_groups_of(trainer.strategy),
             autocast_dtype=_AUTOCAST.get(str(trainer.precision)),
-            # `DistributedDataParallel` would wait for ever for gradients that are switched off.
-            may_skip=not isinstance(trainer.model, DistributedDataParallel)
-            and not _lightning_exactness.gradients_are_seen(trainer, module, own_callbacks),
+            may_skip=_may_leave_out(trainer, module, own_callbacks),
             compiled=_lightning.is_compiled(module),
             extra=_lightning.checkpoint_extra(trainer, module),
             averages=averages_of(trainer),
@@ -422,6 +420,12 @@ def _refuse_unsupported(trainer: Trainer, policy: Policy) -> None:
             f"{type(finetuning[0]).__name__} adds parameters to the optimizer while training, and a generation of "
             "experts from before and after that has no meaning. Use SparseCheckpoint or DenseCheckpoint."
         )
+
+
+def _may_leave_out(trainer: Trainer, module: LightningModule, own_callbacks: tuple[type[Callback], ...]) -> bool:
+    """Return whether gradients may stay away; `DistributedDataParallel` would wait for them for ever."""
+    seen = _lightning_exactness.gradients_are_seen(trainer, module, own_callbacks)
+    return not seen and not isinstance(trainer.model, DistributedDataParallel)
 
 
 def _warn_if_short(trainer: Trainer, least_steps: int) -> None:
