@@ -12,6 +12,7 @@ Source: TierCheck (2026), Sec. 5.3, Exp#7 (fused replay, 3.5 times as fast) and 
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -135,11 +136,13 @@ class StepTimes(Callback):
 
 
 def _size_of(folder: Path) -> int:
-    """Return the bytes of segments; files may go meanwhile."""
+    """Return the bytes of segments; files and folders may go meanwhile."""
     total = 0
-    for path in folder.rglob("*.safetensors"):
-        with suppress(FileNotFoundError):
-            total += path.stat().st_size
+    for here, _, names in os.walk(folder):  # passes over folders that are gone
+        for name in names:
+            if name.endswith(".safetensors"):
+                with suppress(FileNotFoundError):
+                    total += Path(here, name).stat().st_size
     return total
 
 
