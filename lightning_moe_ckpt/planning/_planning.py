@@ -45,13 +45,14 @@ from lightning_moe_ckpt.snapshot import (
     StateView,
     WindowLayout,
     columns_of,
+    expert_nbytes,
     lay_out,
     record_nbytes,
     share_written,
     split_operators,
     why_no_deltas,
 )
-from lightning_moe_ckpt.storage import BadCopies
+from lightning_moe_ckpt.storage import BadCopies, SlotClass
 from lightning_moe_ckpt.tiers import PEER, STORAGE, Mirroring, PeerRoom, TierWorker
 
 log = logging.getLogger(__name__)
@@ -129,14 +130,21 @@ class Planner:
 
     @property
     def generations_kept(self) -> int:
-        """Generations that memory keeps; it is made for what is said after the first plan."""
+        """Generations that other nodes keep; their memory is made for what is said after the first plan."""
         return self._policy.generations_kept(self._inputs()) if self._kept is None else self._kept
 
-    @property
-    def kept(self) -> dict[str, int]:
-        """What memory keeps: generations, `keep`, and beside those differences to the ones before, `links`."""
-        links = 0 if self._policy.chains is None else self._policy.chains.links_kept
-        return {"keep": self.generations_kept, "links": links}
+    def links(self, layout: WindowLayout) -> SlotClass | None:
+        """Return the bytes of a difference between generations of a layout, and how many memory has room for."""
+        chains = self._policy.chains
+        return None if chains is None else SlotClass(self.differential(layout).slot_nbytes, chains.links_kept)
+
+    def experts_kept(self, layout: WindowLayout) -> dict[str, int]:
+        """Return what this rank writes of experts of which memory keeps the newest copy, in bytes; none of exact plans."""
+        if not layout.record.plan.partial:
+            return {}
+        everything = Selection.everything(self.tokens.layouts if self.tokens is not None else ())
+        record = PlanRecord(plan=everything.plan(self._view.operators), config={})
+        return expert_nbytes(lay_out(record, self._view, self._groups, self._journal.nbytes).steps[0].durable)
 
     @property
     def peer_audiences(self) -> frozenset[Audience]:

@@ -28,7 +28,7 @@ MEMORY, STORAGE = "memory", "storage"
 LEVELS = (MEMORY, STORAGE)
 
 MAX_GENERATIONS = 16
-"""Most generations that memory keeps, each of which has all of the dense part."""
+"""Most generations that other nodes keep, each of which has all of the dense part."""
 
 STARVED = 4
 """Rounds of a level after which an expert comes before others although storage has the newest copy that there is."""

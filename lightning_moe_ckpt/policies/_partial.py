@@ -8,10 +8,10 @@ the layer before it. Without skips that is PEC's interleaved schedule, in which 
 
 Two levels: storage gets `k` experts, memory `snapshot_k`. What is due in storage is taken to memory first of all, so that
 storage goes round in E / k generations whatever memory does; the rest of memory's places go by what memory lacks. Before
-both come experts of which a stored copy turned out bad, and those that would get older than `max_age` generations:
-memory keeps that many, and so has a copy of every expert. By load, one of which storage has a copy as new may wait for
-`STARVED` rounds: nothing is lost if memory drops it, and places go to what is at risk. Where a round takes more generations than memory keeps at
-most, it lacks some: these are restored from storage.
+both come experts of which a stored copy turned out bad, and those that would get older than `max_age` generations.
+Memory keeps the newest copy of each; other nodes that many generations, and so a copy of every expert. By load, one of which
+storage has a copy as new may wait for `STARVED` rounds: nothing is lost if other nodes drop it, and places go to what is at risk.
+Where a round takes more generations than they keep at most, they lack some: where a node is lost these are restored from storage.
 
 Where storage skips generations, whose turn it is has an element of chance (a function of the index): regular turns and
 regular skips can be in step, and then the same experts would never reach storage.

@@ -178,7 +178,7 @@ class Policy(ABC):
         return 0
 
     def generations_kept(self, inputs: PlanInputs) -> int:
-        """Return how many generations memory keeps: together they hold every operator, if so many can."""
+        """Return how many generations other nodes keep: together they hold every operator, if so many can."""
         return 1
 
     def copies_kept(self, inputs: PlanInputs) -> int | None:
@@ -247,7 +247,7 @@ class ExpertPolicy(PeriodicPolicy):
     def max_age(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> int:
         """Return the largest age that an expert reaches of which storage has nothing as new: it is taken then.
 
-        Memory that keeps this many whole generations holds every expert; beside them there is the one being written.
+        Nodes that keep this many whole generations hold every expert; beside them there is the one being written.
         """
 
     def in_force(self, inputs: PlanInputs) -> ExpertPolicy:

@@ -276,7 +276,7 @@ class RestoreAttempt:
     def _copies(self, which: Which) -> list[Replica]:
         version, source = which
         copies = self._inventory.copies(version, self._transport.rank)
-        return [each for each in copies if source in (None, each.source)]
+        return [each for each in copies if (each.whole if source is None else source == each.source)]
 
     def _add_markers(self, versions: Iterable[Version]) -> None:
         """Read markers of commits that were not needed before, and index what they name."""

@@ -62,6 +62,8 @@ class Item:
     owner: int
     file: str
     """Name of the file in memory; empty for storage."""
+    whole: bool = field(default=True, compare=False)
+    """Whether all of the part is there, and not some experts only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,10 @@ class Stock:
     def plain(self) -> list[object]:
         """Return plain values, for an exchange."""
         commits = {version: Version(commit, "").plain() for version, commit in self.seen.items()}
-        rows = [[*each.version.plain(), each.owner, each.file, commits.get(each.version, [])] for each in self.items]
+        rows = [
+            [*each.version.plain(), each.owner, each.file, each.whole, commits.get(each.version, [])]
+            for each in self.items
+        ]
         return [self.memory, *rows]
 
     @classmethod
@@ -85,8 +90,8 @@ class Stock:
         """Invert `plain`."""
         assert isinstance(value, list)
         memory, *rows = value
-        items = tuple(Item(Version.from_plain(row[:4]), row[4], row[5]) for row in rows)
-        seen = {Version.from_plain(row[:4]): Version.from_plain(row[6]).generation for row in rows if row[6]}
+        items = tuple(Item(Version.from_plain(row[:4]), *row[4:7]) for row in rows)
+        seen = {Version.from_plain(row[:4]): Version.from_plain(row[7]).generation for row in rows if row[7]}
         return cls(memory, items, seen)
 
 
@@ -103,6 +108,8 @@ class Replica:
     """Ranks that can read it: the owner itself, or ranks on the peer's node."""
     version: Version
     """What it is a copy of."""
+    whole: bool = True
+    """Whether it has all of the part, and not some experts only."""
 
     def __str__(self) -> str:
         if self.source != "peer":
@@ -178,22 +185,24 @@ class Inventory:
         Args:
             alive: versions that the run's log allows.
         """
-        items = [item for stock in self.stocks for item in stock.items]
+        items = [item for stock in self.stocks for item in stock.items if item.whole]
         owned = [{item.version for item in items if item.owner == rank} for rank in range(len(self.stocks))]
         return sorted(self.committed.union(set.intersection(*owned)).intersection(alive), reverse=True)
 
     def copies(self, version: Version, owner: int) -> list[Replica]:
         """Return copies of one rank's part of a version, cheapest first; peers in an order of the owner's own."""
-        readers: dict[tuple[str, str], list[int]] = {}
+        readers: dict[tuple[str, str, bool], list[int]] = {}
         for rank, stock in enumerate(self.stocks):
             for item in stock.items:
                 if (item.version, item.owner) == (version, owner):
-                    readers.setdefault((stock.memory, item.file), []).append(rank)
+                    readers.setdefault((stock.memory, item.file, item.whole), []).append(rank)
         own = self.stocks[owner].memory
-        host = [Replica("host", own, file, (owner,), version) for memory, file in readers if memory == own]
+        host = [
+            Replica("host", own, file, (owner,), version, whole) for memory, file, whole in readers if memory == own
+        ]
         peers = [
-            Replica("peer", memory, file, tuple(_rotated(ranks, owner)), version)
-            for (memory, file), ranks in readers.items()
+            Replica("peer", memory, file, tuple(_rotated(ranks, owner)), version, whole)
+            for (memory, file, whole), ranks in readers.items()
             if memory != own
         ]
         return [*host, *_rotated(peers, owner), *([stored(version, owner)] if version in self.in_storage else [])]
@@ -211,7 +220,7 @@ class Reader:
     def __init__(self, run_id: str, memory: Tier, storage: Tier) -> None:
         self._run_id, self._memory, self._storage = run_id, memory, storage
         self._holdings = {
-            Item(Version(each.generation, each.plan_hash), each.owner, each.file): each
+            Item(Version(each.generation, each.plan_hash), each.owner, each.file, each.whole): each
             for tier in (memory, storage)
             for each in _holdings(tier)
         }

@@ -52,8 +52,7 @@ FLUSH_TIMEOUT = timedelta(seconds=30)
 class CaptureSession:
     """Capture windows for one incarnation of a run.
 
-    `name` names a generation by its step. `make_ring` allocates a ring for a slot size in bytes and a window length in
-    steps; `renew_ring` allocates another one like that in use, which has lost its name. `gradients` records what led to
+    `name` names a generation by its step. `make_ring` allocates a ring for windows of a layout; `renew_ring` allocates another one like that in use, which has lost its name. `gradients` records what led to
     each boundary, for tiers that want it.
     """
 
@@ -65,7 +64,7 @@ class CaptureSession:
         engine: CopyEngine,
         tiers: Tiers,
         stalls: StallMeter,
-        make_ring: Callable[[int, int], SegmentRing],
+        make_ring: Callable[[WindowLayout], SegmentRing],
         renew_ring: Callable[[], SegmentRing],
         plans: Planner,
         gradients: GradientRecorder | None = None,
@@ -131,10 +130,10 @@ class CaptureSession:
         assert self._window is None
         if self._ring is None:
             with self._exchange.raise_together():
-                self._ring = self._make_ring(layout.slot_nbytes, len(layout.steps))
+                self._ring = self._make_ring(layout)
         elif self._layout is None and not self._fitted(layout):
             return False
-        elif not self._ring.fits(layout.slot_nbytes, len(layout.steps)):
+        elif not self._fits(layout):
             log.warning(
                 "a new plan needs %d segments of %d bytes, more than the ring has; the old plan stays in force",
                 *(len(layout.steps), layout.slot_nbytes),
@@ -204,7 +203,7 @@ class CaptureSession:
             return
         layout = window.layout.steps[step - window.first]
         try:
-            slot = ring.acquire(window.generation, step)
+            slot = ring.acquire(window.generation, step, layout.nbytes if window.is_link else None)
         except RingFull as error:
             self._spoil(str(error))
             return
@@ -338,7 +337,7 @@ class CaptureSession:
         """Return this rank's integers for the exchange before a window."""
         assert self._layout is not None
         assert self._ring is not None
-        fits = following is None or self._ring.fits(following.slot_nbytes, len(following.steps))
+        fits = following is None or self._fits(following)
         window = max(len(self._layout.steps), len(following.steps) if following is not None and fits else 0)
         room, named = self._ring.can_begin(window), self._ring.is_named
         return [int(room and named), self._journal_nbytes, int(self._spoiled_last), int(fits), int(not named)]
@@ -439,12 +438,13 @@ class CaptureSession:
 
     def _fitted(self, layout: WindowLayout) -> bool:
         """Return whether all ranks have a ring for a plan that may need more than the one before. Collective."""
-        assert self._ring is not None
         # Storage may still read the old ring; its memory goes when the last segment of it does.
-        return self._replace_ring(
-            lambda: self._make_ring(layout.slot_nbytes, len(layout.steps)),
-            wanted=not self._ring.fits(layout.slot_nbytes, len(layout.steps)),
-        )
+        return self._replace_ring(lambda: self._make_ring(layout), wanted=not self._fits(layout))
+
+    def _fits(self, layout: WindowLayout) -> bool:
+        """Return whether windows of a layout fit into this rank's ring."""
+        assert self._ring is not None
+        return self._ring.fits(layout.slot_nbytes, len(layout.steps))
 
     def _restore_names(self) -> str | None:
         """Make rings again whose name is gone: a later incarnation would not find them. Collective.

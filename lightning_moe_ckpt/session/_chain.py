@@ -4,8 +4,8 @@ A difference is taken where everything before it is there: the boundary before w
 newest step of the optimizer leads from it to this one, and the last base is not too long ago. Otherwise a base is taken,
 which needs nothing else. So nothing that goes wrong is ever built on.
 
-What memory has of a chain is dropped from its old end when storage has it on all ranks and room is needed; some slots
-stay free for bases, also for those of the next incarnation, which finds the memory as this one leaves it.
+What memory has of a chain is dropped from its old end when storage has it on all ranks and room is needed. Bases have
+slots of their own, of which one is free when a difference begins: what that turns out to lack may have to be taken whole.
 
 Source: TierCheck (2026), Sec. 3.2 and 3.4.
 """
@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from typing_extensions import override
 
-from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.errors import CheckpointError, RingFull
 from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.policies import Chains
 from lightning_moe_ckpt.session._capture import FLUSH_TIMEOUT, JOURNAL_NBYTES, SPOILED, CaptureSession
@@ -37,8 +37,6 @@ from lightning_moe_ckpt.tiers import STORAGE
 log = logging.getLogger(__name__)
 
 _DTYPES = {"lossless": torch.float32, "bf16": torch.bfloat16, "compressed": torch.uint8}
-_BASE_SLOTS = 2
-"""Free slots that differences leave to bases."""
 
 
 class ChainCapture(CaptureSession):
@@ -99,8 +97,17 @@ class ChainCapture(CaptureSession):
     def _has_room(self) -> bool:
         """Return whether this rank has room, having dropped what storage has."""
         assert self._ring is not None
-        self._ring.make_room(1 + _BASE_SLOTS, self._tiers.everywhere.get(STORAGE))
-        return self._ring.can_begin(1 + (_BASE_SLOTS if self._link else 0))
+        if not self._link or self._differential is None:
+            return self._ring.can_begin(1)
+        nbytes = self._differential.slot_nbytes
+        self._ring.make_room(nbytes, self._tiers.everywhere.get(STORAGE))
+        return self._ring.can_begin(1) and self._ring.free(nbytes) > 0
+
+    @override
+    def _fits(self, layout: WindowLayout) -> bool:
+        assert self._ring is not None
+        nbytes = self._plans.differential(layout).slot_nbytes
+        return self._ring.fits(layout.slot_nbytes, len(layout.steps), link_nbytes=nbytes)
 
     @override
     def _has_room_now(self) -> bool:
@@ -198,7 +205,11 @@ class ChainCapture(CaptureSession):
         window.ring.whole(window.generation)
         if window.spoiled or self._pending is None:
             return
-        assert self._slot is not None
+        try:
+            self._slot = window.ring.acquire(window.generation, step)
+        except RingFull as error:
+            self._spoil(str(error))
+            return
         layout = self._layout.steps[0]
         writer = SegmentWriter(layout, self._slot.view, self._engine, self._arrivals, self._copies_of(layout))
         self._pending = self._pending.again(writer)

@@ -40,6 +40,7 @@ from lightning_moe_ckpt.snapshot import (
     log_plan,
 )
 from lightning_moe_ckpt.tiers import (
+    PEER,
     STORAGE,
     HostWorker,
     Markers,
@@ -178,7 +179,7 @@ class CheckpointSession:
         )
         resumed = self._found.generation if self._found is not None else None
         with self._exchange.raise_together():
-            older = sum(self._planner.kept.values()) > 1
+            older = not self._policy.exact or self._policy.chains is not None
             self._memory = claim_memory(runs.claim, markers.rank, resumed, dense_nbytes=self._dense_nbytes, older=older)
         self._rings = Rings(self._memory, self._engine)
         in_turns = () if self._policy.exact else self._operators
@@ -515,9 +516,16 @@ class CheckpointSession:
     def _dense_nbytes(self) -> int:
         return dense_nbytes(self._view, self._groups)
 
-    def _make_ring(self, slot_nbytes: int, window: int) -> SegmentRing:
-        readers, busy = sum(worker.readers for worker in self._tiers.workers), self.least_steps <= window
-        ring = made(self._rings).make(slot_nbytes, window, readers=readers, back_to_back=busy, **self._planner.kept)
+    def _make_ring(self, layout: WindowLayout) -> SegmentRing:
+        workers, window = self._tiers.workers, len(layout.steps)
+        ring = made(self._rings).make(
+            *(layout.slot_nbytes, window),
+            readers=sum(worker.readers for worker in workers),
+            back_to_back=self.least_steps <= window,
+            links=self._planner.links(layout),
+            experts=self._planner.experts_kept(layout),
+            copies=1 + any(worker.name == PEER for worker in workers),  # one completes what other nodes have
+        )
         sizes = ", ".join(f"{name} {nbytes / 2**20:.1f} MiB" for name, nbytes in self._tiers.reserved().items())
         journals_nbytes = ring.num_slots * self._planner.journal_nbytes
         log.info("shared memory: %s; of it journals %.1f MiB", sizes, journals_nbytes / 2**20)

@@ -19,6 +19,7 @@ from lightning_moe_ckpt.snapshot._identity import stored_facts as stored_facts
 from lightning_moe_ckpt.snapshot._lay_out import dense_layout as dense_layout
 from lightning_moe_ckpt.snapshot._lay_out import dense_nbytes as dense_nbytes
 from lightning_moe_ckpt.snapshot._lay_out import expect_header_fits as expect_header_fits
+from lightning_moe_ckpt.snapshot._lay_out import expert_nbytes as expert_nbytes
 from lightning_moe_ckpt.snapshot._lay_out import lay_out as lay_out
 from lightning_moe_ckpt.snapshot._lay_out import log_plan as log_plan
 from lightning_moe_ckpt.snapshot._lay_out import record_nbytes as record_nbytes

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
+from itertools import islice
 
 import torch
 
@@ -164,6 +165,18 @@ def expert_loads(view: StateView, groups: ParallelGroups, names: Iterable[str]) 
         for part in _cut(template, view, holders, turn=expert):
             loads[part.writer] += part.piece.numel * width(part.piece.fqn)
     return loads
+
+
+def expert_nbytes(file: FileLayout) -> dict[str, int]:
+    """Return from where to where the records of each expert reach that this rank writes into a file, in bytes."""
+    extents: dict[str, tuple[int, int]] = {}
+    places = iter(file.segment.places)
+    for part, forms in file.table.parts:
+        for offset, nbytes in islice(places, len(forms)):
+            first, _ = extents.setdefault(part.operator, (offset, 0))
+            extents[part.operator] = first, offset + nbytes
+    experts = {operator.name for operator in file.view.operators if operator.kind == "expert"}
+    return {name: stop - first for name, (first, stop) in extents.items() if name in experts}
 
 
 def _step(files: Sequence[Parts], view: StateView, groups: ParallelGroups, journal_nbytes: int) -> StepLayout:

@@ -25,8 +25,10 @@ from lightning_moe_ckpt.storage._json import DIGEST_NAME as DIGEST_NAME
 from lightning_moe_ckpt.storage._json import digest_of as digest_of
 from lightning_moe_ckpt.storage._log import Lineage as Lineage
 from lightning_moe_ckpt.storage._memory import RING_HEADER_NBYTES as RING_HEADER_NBYTES
+from lightning_moe_ckpt.storage._memory import ExpertSlot as ExpertSlot
 from lightning_moe_ckpt.storage._memory import MemoryMarker as MemoryMarker
 from lightning_moe_ckpt.storage._memory import RingHeader as RingHeader
+from lightning_moe_ckpt.storage._memory import SlotClass as SlotClass
 from lightning_moe_ckpt.storage._memory import lacking_memory as lacking_memory
 from lightning_moe_ckpt.storage._names import MAX_MARKER_NBYTES as MAX_MARKER_NBYTES
 from lightning_moe_ckpt.storage._names import GenerationId as GenerationId

@@ -1,7 +1,7 @@
-"""Documents of the memory tiers: a ring's header page, and one marker file beside the ring per whole generation.
+"""Documents of the memory tiers: a ring's header page, and one marker file beside the ring per generation.
 
 ```text
-<name>.ring                              one page of header, then equal slots
+<name>.ring                              one page of header, then slots: equal ones for segments, then smaller ones
 <name>.ring.<step>.i<incarnation>-<nonce>.done  a line that says in which slots the segments lie, then the rank's marker
 ```
 
@@ -10,20 +10,27 @@ Both contain the ring's nonce, so a marker is never matched with a later ring of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.storage._entries import GENERATION
+from lightning_moe_ckpt.storage._entries import GENERATION, RecordColumns
 from lightning_moe_ckpt.storage._json import INTEGER, TEXT, decode, digest_of, encode, keys, many, maybe
 from lightning_moe_ckpt.storage._names import GenerationId
 from lightning_moe_ckpt.storage._records import RankMarker
 
 RING_HEADER_NBYTES = 4096
 """Size of the header page; the slots begin after it."""
+
+
+class SlotClass(NamedTuple):
+    """Slots of one size."""
+
+    nbytes: int
+    slots: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +41,27 @@ class RingHeader:
     """Different in every ring."""
     slot_nbytes: int
     num_slots: int
+    small: tuple[SlotClass, ...] = ()
+    """Further slots behind those: of differences, or of one expert each."""
     origin: str
     """Digest of the run's URL, by which rings of replaced runs are recognized."""
 
     @property
+    def classes(self) -> tuple[SlotClass, ...]:
+        return (SlotClass(self.slot_nbytes, self.num_slots), *self.small)
+
+    @property
     def nbytes(self) -> int:
-        return RING_HEADER_NBYTES + self.slot_nbytes * self.num_slots
+        return RING_HEADER_NBYTES + sum(each.nbytes * each.slots for each in self.classes)
+
+    def extent(self, slot: int) -> tuple[int, int]:
+        """Return the first byte behind the header, and the bytes, of a slot. Raises `LookupError` if there is none."""
+        start, index = 0, slot
+        for nbytes, slots in self.classes:
+            if 0 <= index < slots:
+                return start + index * nbytes, nbytes
+            start, index = start + nbytes * slots, index - slots
+        raise LookupError(f"slot {slot} of {sum(each.slots for each in self.classes)}")
 
     def to_bytes(self) -> bytes:
         return encode("ring", _RING.body(self)).ljust(RING_HEADER_NBYTES, b"\0")
@@ -50,18 +72,46 @@ class RingHeader:
         return decode(page[: page.find(b"\n") + 1], _RING, kind="ring", where=where)
 
 
-_RING = keys(RingHeader, nonce=TEXT, slot_nbytes=INTEGER, num_slots=INTEGER, origin=TEXT)
+_SMALL = many(keys(SlotClass, nbytes=INTEGER, slots=INTEGER))
+_RING = keys(RingHeader, nonce=TEXT, slot_nbytes=INTEGER, num_slots=INTEGER, small=_SMALL, origin=TEXT)
+
+
+class ExpertSlot(NamedTuple):
+    """Where a ring has the records of one operator of a generation of which it keeps no more."""
+
+    operator: str
+    step: int
+    start: int
+    """First byte, in the files of the step one behind the other."""
+    nbytes: int
+    slot: int
+
+    @classmethod
+    def all_of(cls, marker: RankMarker, operators: Collection[str]) -> list[ExpertSlot]:
+        """Return where a generation's files have these operators, as far as they do; in no slot yet."""
+        found: dict[str, ExpertSlot] = {}
+        for entry in marker.segments:
+            base, columns = marker.slot_offset(entry), RecordColumns.of(entry.records).by_offset()
+            for operator, offset, nbytes in zip(columns.operator, columns.offset, columns.nbytes, strict=True):
+                if operator in operators:
+                    start = base + offset
+                    first = found.setdefault(operator, cls(operator, entry.step, start, 0, -1))
+                    found[operator] = first._replace(nbytes=max(first.nbytes, start + nbytes - first.start))
+        return list(found.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryMarker:
-    """Statement that the slots of a ring hold all segments of a generation."""
+    """Statement that the slots of a ring hold all segments of a generation, or some of its experts."""
 
     ring: str
     """The ring's nonce."""
     slots: Mapping[int, int]
-    """Slot of each segment, by the segment's step."""
+    """Slot of each segment, by the segment's step; none where there are only `experts`."""
+    experts: tuple[ExpertSlot, ...] = ()
+    """What is left of the generation, whose dense part newer ones have."""
     marker: RankMarker
+    """Names the records that are there."""
     seen: GenerationId | None = None
     """Newest commit that the writing process knew of. Storage without that commit has another past."""
 
@@ -74,7 +124,8 @@ class MemoryMarker:
         data = self.marker.parts()
         slots = [{"step": step, "slot": self.slots[step]} for step in sorted(self.slots)]
         seen = maybe(GENERATION).body(self.seen)
-        body = {"ring": self.ring, "slots": slots, "marker": digest_of(*data), "seen": seen}
+        experts = _EXPERTS.body(self.experts)
+        body = {"ring": self.ring, "slots": slots, "experts": experts, "marker": digest_of(*data), "seen": seen}
         return [encode("memory", body), *data]
 
     @classmethod
@@ -86,13 +137,49 @@ class MemoryMarker:
         if digest_of(memoryview(data)[end:]) != body["marker"]:
             raise Corrupt(f"{where}: the marker in it is not the one that was written. Another copy may be good.")
         marker = RankMarker.from_bytes(data, where, start=end)
-        if tuple(slots) != marker.steps or len(set(slots.values())) != len(slots):
+        experts: tuple[ExpertSlot, ...] = body["experts"]
+        taken = [*slots.values(), *(each.slot for each in experts)]
+        steps = () if experts else marker.steps
+        if tuple(slots) != steps or len(set(taken)) != len(taken) or {e.step for e in experts} - {*marker.steps}:
             raise Corrupt(f"{where}: its slots are not those of its segments. Another copy may be good.")
-        return cls(ring=body["ring"], slots=slots, marker=marker, seen=body["seen"])
+        return cls(ring=body["ring"], slots=slots, experts=experts, marker=marker, seen=body["seen"])
+
+    def only(self, experts: Collection[ExpertSlot]) -> MemoryMarker:
+        """Return the statement that no more than these experts are left of the generation."""
+        names = {each.operator for each in experts}
+        segments = [
+            replace(entry, records=tuple(each for each in entry.records if each.operator in names))
+            for entry in self.marker.segments
+        ]
+        marker = replace(self.marker, segments=tuple(segments), module=None)
+        return replace(self, slots={}, experts=tuple(experts), marker=marker)
+
+    def places(self, header: RingHeader) -> dict[str, list[tuple[int, int, int]]]:
+        """Return which bytes of each file, by key, are where: from, to, and the first byte behind the ring's header.
+
+        Raises:
+            LookupError: the ring has no such slot.
+        """
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        for entry in self.marker.segments:
+            base = self.marker.slot_offset(entry)
+            end = base + entry.nbytes
+            held = [(each.start, each.nbytes, each.slot) for each in self.experts if each.step == entry.step]
+            if not self.experts:
+                held = [(0, header.extent(self.slots[entry.step])[1], self.slots[entry.step])]
+            found[entry.key] = [
+                (first - base, min(first + nbytes, end) - base, header.extent(slot)[0] + first - start)
+                for start, nbytes, slot in held
+                if (first := max(start, base)) < min(start + nbytes, end)
+            ]
+        return found
 
 
+_EXPERTS = many(keys(ExpertSlot, operator=TEXT, step=INTEGER, start=INTEGER, nbytes=INTEGER, slot=INTEGER))
 _SLOT = keys(lambda step, slot: (step, slot), step=INTEGER, slot=INTEGER)
-_MEMORY_MARKER = keys(dict[str, Any], ring=TEXT, slots=many(_SLOT), marker=TEXT, seen=maybe(GENERATION))
+_MEMORY_MARKER = keys(
+    dict[str, Any], ring=TEXT, slots=many(_SLOT), experts=_EXPERTS, marker=TEXT, seen=maybe(GENERATION)
+)
 
 _MEMORY = Path("/proc/meminfo")
 

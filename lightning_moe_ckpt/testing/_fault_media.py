@@ -180,7 +180,7 @@ def flip_memory_bit(directory: Path, tag: str, kind: MemoryKind, rank: int, draw
     descriptor = open_shared(path, os.O_RDWR)
     try:
         header = RingHeader.from_bytes(os.pread(descriptor, RING_HEADER_NBYTES, 0), str(path))
-        start = RING_HEADER_NBYTES + file.slots[segment.step] * header.slot_nbytes + file.marker.slot_offset(segment)
+        start = RING_HEADER_NBYTES + file.places(header)[segment.key][0][2]
         bit = draws.randrange(8 * segment.nbytes)
         byte = os.pread(descriptor, 1, start + bit // 8)
         os.pwrite(descriptor, bytes([byte[0] ^ 1 << bit % 8]), start + bit // 8)

@@ -35,7 +35,7 @@ from lightning_moe_ckpt.tiers._rank_memory import RankMemory as RankMemory
 from lightning_moe_ckpt.tiers._readers import HostTier as HostTier
 from lightning_moe_ckpt.tiers._readers import ObjectTier as ObjectTier
 from lightning_moe_ckpt.tiers._ring import SegmentRing as SegmentRing
-from lightning_moe_ckpt.tiers._ring import Slot as Slot
+from lightning_moe_ckpt.tiers._ring_state import Slot as Slot
 from lightning_moe_ckpt.tiers._scrubber import BadCopy as BadCopy
 from lightning_moe_ckpt.tiers._scrubber import Scrubber as Scrubber
 from lightning_moe_ckpt.tiers._sealed import Markers as Markers

@@ -56,7 +56,7 @@ class SessionConfig:
 
 @dataclass(frozen=True, order=True, kw_only=True, slots=True)
 class Holding:
-    """A complete copy of one rank's part of a generation, in one tier."""
+    """A copy of one rank's part of a generation, in one tier."""
 
     generation: GenerationId
     plan_hash: str
@@ -66,6 +66,8 @@ class Holding:
     """Bytes of all its segments together."""
     exact: bool = True
     """Whether these are the owner's bytes, and not rebuilt from rounded gradients."""
+    whole: bool = True
+    """Whether all of the part is there, and not some experts only."""
     file: str = ""
     """For copies in memory: name of the file, which tells several copies of one part apart."""
     seen: GenerationId | None = field(default=None, compare=False)

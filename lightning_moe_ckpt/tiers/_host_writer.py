@@ -7,18 +7,23 @@ marker beside the ring that a restarted process looks for.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
 from weakref import ref
 
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import CopyEngine
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry, SlotClass
 from lightning_moe_ckpt.tiers._contract import HOST
 from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim, RankMemory, log_unused_memory
 from lightning_moe_ckpt.tiers._ring import SegmentRing, slots_needed
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.tiers._shm import expect_room, shared_directory
+from lightning_moe_ckpt.tiers._slots import slot_classes
 from lightning_moe_ckpt.tiers._writer import Announced, TierWorker, WriteJob
 
 log = logging.getLogger(__name__)
@@ -28,6 +33,9 @@ _DENSE_GENERATIONS = 3
 
 _LAG = 2
 """Boundaries that may pass until all ranks know that a generation is complete, where windows follow each other."""
+
+_BASES_IN_LINE = 1
+"""Windows of everything that storage may still have to read beside the one that it reads, where differences follow on them."""
 
 RING_HEADROOM = 0.25
 """By how much segments of a later plan may exceed those of the first one."""
@@ -68,7 +76,15 @@ class Rings:
         self._registered: ref[Tensor] | None = None  # holds on to nobody's memory
 
     def make(
-        self, slot_nbytes: int, window: int, *, readers: int, back_to_back: bool, keep: int = 1, links: int = 0
+        self,
+        slot_nbytes: int,
+        window: int,
+        *,
+        readers: int,
+        back_to_back: bool,
+        links: SlotClass | None = None,
+        experts: Mapping[str, int] = MappingProxyType({}),
+        copies: int = 1,
     ) -> SegmentRing:
         """Return a ring for windows of `window` segments of up to `slot_nbytes`.
 
@@ -77,8 +93,9 @@ class Rings:
             window: segments per generation.
             readers: tiers that read from it at their own pace.
             back_to_back: whether the next window begins as soon as one is full.
-            keep: generations that it keeps.
-            links: further ones, of one slot, that are differences to those before.
+            links: differences between windows of everything: the bytes of one, and how many it keeps.
+            experts: operators of which the newest copy is kept, with their bytes.
+            copies: of each of them that there is room for.
 
         Raises:
             ConfigurationError: there is no room; the message says how many bytes are missing.
@@ -86,9 +103,13 @@ class Rings:
         # Later plans order operators differently, which packs a little differently.
         slot_nbytes += int(slot_nbytes * RING_HEADROOM)
         lag = _LAG if back_to_back else 0
-        slots = slots_needed(window, readers=readers, lag=lag, keep=keep) + links
+        small = slot_classes(nbytes for nbytes in experts.values() for _ in range(copies))
+        if links is not None:
+            link_nbytes = int(links.nbytes * (1 + RING_HEADROOM))
+            small, lag = slot_classes([link_nbytes] * (links.slots + lag)), _BASES_IN_LINE
+        slots = slots_needed(window, readers=readers, lag=lag)
         self._unregister()
-        return self._register(self._memory.make(slot_nbytes, slots, keep=keep))
+        return self._register(self._memory.make(slot_nbytes, slots, small=small, experts=experts))
 
     def renew(self) -> SegmentRing:
         """Return another one of the same size, see `RankMemory.renew`. Copies to the one before must be done."""
@@ -120,7 +141,8 @@ class HostWorker(TierWorker):
     @override
     def begin(self, announced: Announced) -> None:
         assert self._memory.ring is not None
-        self._rings[announced.generation] = self._memory.ring
+        self._rings[announced.generation] = ring = self._memory.ring
+        ring.on_retired = lambda: self._queue.put(partial(self._condense, ring))
         super().begin(announced)
 
     @override
@@ -135,7 +157,14 @@ class HostWorker(TierWorker):
     @property
     @override
     def generations_kept(self) -> int | None:
-        return None if self._memory.ring is None else self._memory.ring.keep
+        return None if self._memory.ring is None or self._memory.ring.experts else self._memory.ring.keep
+
+    def _condense(self, ring: SegmentRing) -> None:
+        """Make room, and keep the newest copies of experts. On the thread."""
+        try:
+            ring.condense()
+        except (CheckpointError, OSError) as error:
+            log.error("memory has older copies of some experts than it should: %s", error)
 
     @override
     def close(self) -> None:

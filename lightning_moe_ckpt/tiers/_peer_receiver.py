@@ -44,7 +44,8 @@ from lightning_moe_ckpt.tiers._peer_wire import (
     numbers_of_copy,
 )
 from lightning_moe_ckpt.tiers._rank_memory import RankMemory
-from lightning_moe_ckpt.tiers._ring import SegmentRing, Slot
+from lightning_moe_ckpt.tiers._ring import SegmentRing
+from lightning_moe_ckpt.tiers._ring_state import Slot
 
 log = logging.getLogger(__name__)
 

@@ -15,15 +15,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
-from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, digest_of, full_records
-from lightning_moe_ckpt.tiers._ring import SegmentRing, read_header, read_statement
+from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, SlotClass, digest_of, full_records
+from lightning_moe_ckpt.tiers._ring import SegmentRing
+from lightning_moe_ckpt.tiers._ring_state import read_header, read_statement
 from lightning_moe_ckpt.tiers._shm import (
     FileId,
     MemoryKind,
@@ -136,32 +138,42 @@ class RankMemory:
             if self._is_own(name):
                 remove_shared(path)
 
-    def make(self, slot_nbytes: int, num_slots: int, *, keep: int = 1) -> SegmentRing:
+    def make(
+        self,
+        slot_nbytes: int,
+        num_slots: int,
+        *,
+        keep: int = 1,
+        small: Sequence[SlotClass] = (),
+        experts: Mapping[str, int] = MappingProxyType({}),
+    ) -> SegmentRing:
         """Return the ring to use from now on: a claimed one if it fits, else a new one; without room, the previous one.
 
         Args:
             slot_nbytes: bytes of the largest segment.
             num_slots: see `slots_needed`.
             keep: number of generations to keep that are complete on all ranks.
+            small: further slots.
+            experts: operators of which the newest copy is kept, see `SegmentRing.experts`.
 
         Raises:
             ConfigurationError: there is no room; the message says how many bytes are missing.
         """
-        claimed = next((ring for ring in self._kept if _suits(ring, slot_nbytes, num_slots)), None)
+        claimed = next((ring for ring in self._kept if _suits(ring, slot_nbytes, num_slots, small)), None)
         before, self.ring = self.ring, None
         if before is not None:
             self._kept.append(before)
         if claimed is not None:
             self._kept.remove(claimed)
             log.info("ring %s of an earlier incarnation goes on being used", claimed.path)
-        self._close([ring for ring in self._kept if not (ring.complete and ring.is_named)])
+        self._close([ring for ring in self._kept if not ((ring.complete or ring.published) and ring.is_named)])
         try:
-            self.ring = claimed if claimed is not None else self._create(slot_nbytes, num_slots)
+            self.ring = claimed if claimed is not None else self._create(slot_nbytes, num_slots, small)
         except ConfigurationError:
             # Its memory may have been given up for a second attempt: then it has no name, and `renew` makes it again.
             self._kept, self.ring = [ring for ring in self._kept if ring is not before], before
             raise
-        self.ring.keep, self.ring.seen = keep, self._seen
+        self.ring.keep, self.ring.seen, self.ring.experts = keep, self._seen, experts
         return self.ring
 
     def renew(self) -> SegmentRing:
@@ -181,8 +193,8 @@ class RankMemory:
         self._expect_no_successor()
         with contextlib.suppress(OSError):  # the next use of the directory reports it
             self._directory.mkdir(mode=0o700, exist_ok=True)
-        self.ring = self._create(lost.slot_nbytes, lost.num_slots)
-        self.ring.keep, self.ring.seen = lost.keep, self._seen
+        self.ring = self._create(lost.slot_nbytes, lost.num_slots, lost.header.small)
+        self.ring.keep, self.ring.seen, self.ring.experts = lost.keep, self._seen, lost.experts
         log.warning(
             "the name of ring %s was removed by something else; %s takes its place. Keep what tidies up %s, and logouts "
             "(`RemoveIPC=yes`), away from `moe-ckpt-*`",
@@ -251,7 +263,10 @@ class RankMemory:
         found = file_id(path)
         try:
             ring = SegmentRing.adopt(path)
-        except Corrupt:  # its process died while making it
+        except Corrupt as error:
+            log.warning(
+                "%s is not used and goes: its process died while making it, or another release has. %s", path, error
+            )
             _remove(path)
             return
         if ring is None:
@@ -275,9 +290,9 @@ class RankMemory:
                     "give one of the two jobs another URL."
                 )
 
-    def _create(self, slot_nbytes: int, num_slots: int) -> SegmentRing:
+    def _create(self, slot_nbytes: int, num_slots: int, small: Sequence[SlotClass]) -> SegmentRing:
         try:
-            return self._create_beside(slot_nbytes, num_slots)
+            return self._create_beside(slot_nbytes, num_slots, small)
         except ConfigurationError:
             if not self._kept and not self._foreign and not self._offered:
                 raise
@@ -285,16 +300,18 @@ class RankMemory:
         self._forget_others()
         offered, self._offered = self._offered, []
         self._close(offered)
-        return self._create_beside(slot_nbytes, num_slots)
+        return self._create_beside(slot_nbytes, num_slots, small)
 
-    def _create_beside(self, slot_nbytes: int, num_slots: int) -> SegmentRing:
+    def _create_beside(self, slot_nbytes: int, num_slots: int, small: Sequence[SlotClass]) -> SegmentRing:
         """Create a ring under a name that no other memory still needs."""
         taken = {path.name for path in listing(self._directory)}  # by any process
         for turn in itertools.count():
             name = shared_name(self._tag, self.rank, self._kind, turn=turn)
             if name not in taken:
                 with contextlib.suppress(FileExistsError):  # another process was quicker
-                    return SegmentRing.create(name, slot_nbytes, num_slots, self._directory, origin=self._origin)
+                    return SegmentRing.create(
+                        name, slot_nbytes, num_slots, self._directory, small=small, origin=self._origin
+                    )
             if not is_own_file(self._directory / name):
                 log.warning(
                     "%s is no file of this user: it is left alone, and another name used", self._directory / name
@@ -380,8 +397,8 @@ def log_unused_memory(claim: MemoryClaim, rank: int, resumed: GenerationId | Non
             log.log(logging.INFO if older else logging.WARNING, "%s has %s of this run, %s", path, max(held), why)
 
 
-def _suits(ring: SegmentRing, slot_nbytes: int, num_slots: int) -> bool:
-    large_enough = ring.slot_nbytes >= slot_nbytes and ring.num_slots >= num_slots
+def _suits(ring: SegmentRing, slot_nbytes: int, num_slots: int, small: Sequence[SlotClass]) -> bool:
+    large_enough = ring.slot_nbytes >= slot_nbytes and ring.num_slots >= num_slots and ring.header.small == tuple(small)
     return large_enough and ring.slot_nbytes * ring.num_slots <= _WASTE * slot_nbytes * num_slots
 
 

@@ -24,7 +24,7 @@ from lightning_moe_ckpt.storage import (
     SegmentEntry,
 )
 from lightning_moe_ckpt.tiers._contract import HOST, STORAGE, Holding
-from lightning_moe_ckpt.tiers._ring import read_header
+from lightning_moe_ckpt.tiers._ring_state import read_header
 from lightning_moe_ckpt.tiers._shm import (
     MemoryName,
     close_shared,
@@ -37,6 +37,9 @@ from lightning_moe_ckpt.tiers._shm import (
 
 T = TypeVar("T")
 
+Places = Mapping[str, Sequence[tuple[int, int, int]]]
+"""Which bytes of each file, by key, are where: from, to, and the first byte behind the ring's header."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
@@ -47,8 +50,8 @@ class _Place:
     marker: Path
     status: tuple[int, int, int]
     """Inode, size and modification time of the marker's file when it was parsed."""
-    starts: Mapping[str, int]
-    """First byte of each file behind the ring's header, by key, from the parsed marker."""
+    places: Places
+    """From the parsed marker."""
 
 
 class HostTier:
@@ -82,11 +85,12 @@ class HostTier:
 
     def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
         """Fill `out` with the bytes of a segment from `offset` on, unchecked. Raises `StorageError`, `KeyMissing`."""
-        place, starts = self._of(holding, lambda place: (place, _current_starts(place)))
-        end = min(entry.nbytes, place.header.slot_nbytes)
-        if entry.key not in starts or offset < 0 or offset + out.nbytes > end:
+        place, places = self._of(holding, lambda place: (place, _current_places(place)))
+        end = offset + out.nbytes
+        held = [a - first for first, stop, a in places.get(entry.key, ()) if first <= offset and end <= stop]
+        if not held:
             raise KeyMissing(f"{place.memory}: has no {out.nbytes} bytes at {offset} of {entry.key}.")
-        _read_fully(self._open(place.memory), RING_HEADER_NBYTES + starts[entry.key] + offset, out, place.memory)
+        _read_fully(self._open(place.memory), RING_HEADER_NBYTES + held[0] + offset, out, place.memory)
 
     def close(self) -> None:
         """Release what was opened for reading; nothing is deleted."""
@@ -108,8 +112,8 @@ class HostTier:
                 holding = _holding(marker, name)
             except (Corrupt, OSError):
                 continue  # incomplete, of an earlier ring, or gone meanwhile
-            starts = _starts(marker, header)
-            place = _Place(memory=path, header=header, marker=file, status=status, starts=starts)
+            places = marker.places(header)
+            place = _Place(memory=path, header=header, marker=file, status=status, places=places)
             self._places[holding] = place
 
     def _of(self, holding: Holding, look: Callable[[_Place], T]) -> T:
@@ -140,24 +144,21 @@ def _status(path: Path) -> tuple[int, int, int]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _current_starts(place: _Place) -> Mapping[str, int]:
-    """Return the first bytes of files; the marker is parsed again only if it was replaced."""
+def _current_places(place: _Place) -> Places:
+    """Return where files are; the marker is parsed again only if it was replaced."""
     if _status(place.marker) == place.status:
-        return place.starts
-    return _starts(_read_marker(place.marker, place.header), place.header)
-
-
-def _starts(file: MemoryMarker, header: RingHeader) -> dict[str, int]:
-    marker = file.marker
-    return {
-        entry.key: file.slots[entry.step] * header.slot_nbytes + marker.slot_offset(entry) for entry in marker.segments
-    }
+        return place.places
+    return _read_marker(place.marker, place.header).places(place.header)
 
 
 def _read_marker(path: Path, header: RingHeader) -> MemoryMarker:
     """Read a marker beside a ring. Raises `Corrupt`, also if it belongs to another ring."""
     marker = MemoryMarker.from_bytes(read_shared(path), str(path))
-    if marker.ring != header.nonce or any(slot >= header.num_slots for slot in marker.slots.values()):
+    try:
+        marker.places(header)
+    except LookupError as error:
+        raise Corrupt(f"{path}: speaks of {error}, which the ring does not have.") from error
+    if marker.ring != header.nonce:
         raise Corrupt(f"{path}: speaks of a ring that is not there any more.")
     return marker
 
@@ -172,6 +173,7 @@ def _holding(file: MemoryMarker, name: MemoryName) -> Holding:
         owner=marker.rank,
         nbytes=sum(segment.nbytes for segment in marker.segments),
         exact=not marker.rounded,
+        whole=not file.experts,
         file=str(name),
         seen=file.seen,
     )

@@ -1,4 +1,4 @@
-"""Hold segments in host memory: a ring of equal slots in named shared memory, with rules for the use of slots.
+"""Hold segments in host memory: a ring of slots in named shared memory, with rules for the use of slots.
 
 A slot is free, being filled, or sealed. A *generation* owns the slots of its segments and plays roles:
 
@@ -17,6 +17,9 @@ its slots until `keep` newer ones, usually one, are complete on all ranks, or un
 reader therefore costs slots, never bytes that are still needed. If no slot is left, `acquire` raises `RingFull`, and the
 session skips the window.
 
+Slots for segments are equal. Behind them are smaller ones: for differences; or, where generations have only some experts,
+for experts of generations that newer ones replace (`_ring_experts`).
+
 A generation is *published* by a marker: a small file beside the ring with its slots and all digests. The file
 appears whole and last, and goes before one of its slots may be filled again: while it is there, the bytes are. A
 restarted process can therefore `adopt` the ring of a dead one with all published generations (`FORMAT.md`, section 9).
@@ -26,71 +29,37 @@ Threads: all methods may be called from any thread; views may be used until thei
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 import uuid
-from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import CheckpointError, Corrupt, RingFull
-from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, MemoryMarker, RankMarker, RingHeader
+from lightning_moe_ckpt.errors import Corrupt, RingFull
+from lightning_moe_ckpt.storage import (
+    RING_HEADER_NBYTES,
+    GenerationId,
+    MemoryMarker,
+    RankMarker,
+    RingHeader,
+    SlotClass,
+)
+from lightning_moe_ckpt.tiers._ring_experts import ExpertCopies
+from lightning_moe_ckpt.tiers._ring_state import Generation, GenerationState, Slot, read_header, read_statement
 from lightning_moe_ckpt.tiers._shm import (
     SharedFile,
     marker_files,
     marker_path,
-    marker_paths,
-    read_shared,
     remove_shared,
     shared_directory,
     unfinished_path,
-    withdraw_shared,
     write_shared,
 )
+from lightning_moe_ckpt.tiers._slots import PAGE_NBYTES
 
 log = logging.getLogger(__name__)
-
-_PAGE_NBYTES = 4096
-
-
-class GenerationState(Enum):
-    """State of a generation's window."""
-
-    OPEN = "open"
-    COMPLETE = "complete"
-    DROPPED = "dropped"
-    """Aborted or superseded; kept only until the last pin is gone."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Slot:
-    """Memory of one segment, which belongs to a generation until that is freed."""
-
-    index: int
-    generation: Hashable
-    step: int
-    view: Tensor
-    """uint8, shape `[slot_nbytes]`, starts on a page."""
-
-
-@dataclass(slots=True)
-class _Generation:
-    state: GenerationState = GenerationState.OPEN
-    slots: dict[int, bool] = field(default_factory=dict)
-    """Its slots by index, and whether they are sealed."""
-    steps: dict[int, int] = field(default_factory=dict)
-    """Index of the slot, by step."""
-    pins: int = 0
-    marker: Path | None = None
-    """Path of the marker; `None` until the generation is published."""
-    is_link: bool = False
-    """Whether it is a difference to the generation before."""
 
 
 def slots_needed(window: int, *, readers: int = 0, lag: int = 0, keep: int = 1) -> int:
@@ -105,31 +74,19 @@ def slots_needed(window: int, *, readers: int = 0, lag: int = 0, keep: int = 1) 
     return (1 + keep + readers) * window + lag
 
 
-class SegmentRing:
-    """Equal slots in one mapped file. Make one with `create` or `adopt`."""
-
-    def __init__(
-        self, path: Path, memory: Tensor, slot_nbytes: int, *, file: SharedFile | None = None, nonce: str = ""
-    ) -> None:
-        self.path, self._file, self._nonce = path, file, nonce
-        self.slot_nbytes = slot_nbytes
-        """Bytes per slot, whole pages."""
-        self.num_slots = memory.numel() // slot_nbytes
-        self._memory: Tensor | None = memory
-        self._lock = threading.Lock()
-        self._unlinked = False
-        self._free = list(range(self.num_slots))
-        self._views: dict[int, Tensor] = {}
-        """Memory of slots that have been in use, by index."""
-        self._generations: dict[Hashable, _Generation] = {}  # in the order in which their windows began
-        self.keep = 1
-        """Number of newest generations that stay once they are complete on all ranks."""
-        self.seen: GenerationId | None = None
-        """Newest known commit, which later published markers state."""
+class SegmentRing(ExpertCopies):
+    """Slots in one mapped file. Make one with `create` or `adopt`."""
 
     @classmethod
     def create(
-        cls, name: str, slot_nbytes: int, num_slots: int, directory: Path | None = None, *, origin: str = ""
+        cls,
+        name: str,
+        slot_nbytes: int,
+        num_slots: int,
+        directory: Path | None = None,
+        *,
+        small: Sequence[SlotClass] = (),
+        origin: str = "",
     ) -> SegmentRing:
         """Reserve and map memory; replaces the ring that an earlier process left under `name`.
 
@@ -138,6 +95,7 @@ class SegmentRing:
             slot_nbytes: bytes of the largest segment; rounded up to whole pages.
             num_slots: see `slots_needed`.
             directory: where the file goes; default `/dev/shm`.
+            small: further slots, whole pages.
             origin: digest of the run's URL.
 
         Raises:
@@ -148,15 +106,21 @@ class SegmentRing:
             raise ValueError(
                 f"`SegmentRing.create(slot_nbytes={slot_nbytes}, num_slots={num_slots})` must be positive."
             )
-        slot_nbytes += -slot_nbytes % _PAGE_NBYTES
+        slot_nbytes += -slot_nbytes % PAGE_NBYTES
         path = (directory if directory is not None else shared_directory()) / name
-        header = RingHeader(nonce=uuid.uuid4().hex, slot_nbytes=slot_nbytes, num_slots=num_slots, origin=origin)
+        header = RingHeader(
+            nonce=uuid.uuid4().hex, slot_nbytes=slot_nbytes, num_slots=num_slots, small=tuple(small), origin=origin
+        )
         for stale in marker_files(path):
             remove_shared(stale)
         file = SharedFile.create(path, header.nbytes)
         file.memory[:RING_HEADER_NBYTES] = torch.frombuffer(bytearray(header.to_bytes()), dtype=torch.uint8)
-        log.info("ring %s: %d segments of %.1f MiB", path, num_slots, slot_nbytes / 2**20)
-        return cls(path, file.memory[RING_HEADER_NBYTES:], slot_nbytes, file=file, nonce=header.nonce)
+        log.info(
+            "ring %s: %.1f MiB, %s",
+            *(path, header.nbytes / 2**20),
+            " and ".join(f"{each.slots} slots of {each.nbytes / 2**20:.2f} MiB" for each in header.classes),
+        )
+        return cls(path, file.memory[RING_HEADER_NBYTES:], slot_nbytes, file=file, header=header)
 
     @classmethod
     def adopt(cls, path: Path) -> SegmentRing | None:
@@ -177,25 +141,30 @@ class SegmentRing:
         except Corrupt:
             file.close(unlink=False)
             raise
-        ring = cls(path, file.memory[RING_HEADER_NBYTES:], header.slot_nbytes, file=file, nonce=header.nonce)
+        ring = cls(path, file.memory[RING_HEADER_NBYTES:], header.slot_nbytes, file=file, header=header)
         ring._restore_published()
         return ring
 
     @property
+    def slot_nbytes(self) -> int:
+        """Return the bytes of a slot for a segment, whole pages."""
+        return self.header.slot_nbytes
+
+    @property
+    def num_slots(self) -> int:
+        """Return the number of slots for segments."""
+        return self.header.num_slots
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes of the file."""
-        return RING_HEADER_NBYTES + self.num_slots * self.slot_nbytes
+        return self.header.nbytes
 
     @property
     def memory(self) -> Tensor:
         """Return all slots as one uint8 tensor, e.g. to register it with a device."""
         assert self._memory is not None, "the ring is closed"
         return self._memory
-
-    @property
-    def is_named(self) -> bool:
-        """Return whether a restarted process would find the ring; another process may have removed its name."""
-        return self._file is None or self._file.is_mine()
 
     @property
     def usage(self) -> str:
@@ -206,8 +175,12 @@ class SegmentRing:
     @property
     def free_slots(self) -> int:
         """Return the number of slots that can be acquired now."""
+        return self.free()
+
+    def free(self, nbytes: int | None = None) -> int:
+        """Return the number of slots for segments, or of small ones for `nbytes`, that can be acquired now."""
         with self._lock:
-            return len(self._free)
+            return self._slots.free(nbytes)
 
     def can_begin(self, window: int) -> bool:
         """Return whether a window of so many segments can begin.
@@ -218,11 +191,12 @@ class SegmentRing:
         with self._lock:
             complete = [entry for entry in self._generations.values() if entry.state is GenerationState.COMPLETE]
             going = sum(len(entry.slots) for entry in complete[: _first_kept(complete, self.keep)] if entry.pins == 0)
-            return bool(self._free) and len(self._free) + going >= window
+            return (free := self._slots.free()) > 0 and free + going >= window
 
-    def fits(self, slot_nbytes: int, window: int) -> bool:
-        """Return whether windows of `window` segments of `slot_nbytes` can follow each other in this memory."""
-        return slot_nbytes <= self.slot_nbytes and slots_needed(window, keep=self.keep) <= self.num_slots
+    def fits(self, slot_nbytes: int, window: int, *, link_nbytes: int = 0) -> bool:
+        """Return whether windows of `window` segments of `slot_nbytes` can follow each other here, and differences them."""
+        large = slot_nbytes <= self.slot_nbytes and slots_needed(window, keep=self.keep) <= self.num_slots
+        return large and (not link_nbytes or any(each.nbytes >= link_nbytes for each in self.header.small))
 
     # -- the window being filled
 
@@ -237,33 +211,32 @@ class SegmentRing:
             assert generation not in self._generations, f"{generation} was begun before"
             is_open = any(entry.state is GenerationState.OPEN for entry in self._generations.values())
             assert not is_open, "the window before is still open"
-            self._generations[generation] = _Generation(is_link=is_link)
+            self._generations[generation] = Generation(is_link=is_link)
 
-    def acquire(self, generation: Hashable, step: int) -> Slot:
+    def acquire(self, generation: Hashable, step: int, nbytes: int | None = None) -> Slot:
         """Return a slot to fill for the segment of `step`.
 
         Args:
             generation: whose segment it is.
             step: its boundary.
+            nbytes: of a difference, which gets a small slot.
 
         Raises:
             RingFull: every slot is in use.
         """
         with self._lock:
             entry = self._entry(generation, GenerationState.OPEN)
-            if not self._free:
+            index = self._slots.take(nbytes)
+            if index is None:
                 raise RingFull(
                     f"All {self.num_slots} segment slots are in use ({self._usage()}); the capture of step {step} is "
                     "skipped. Raise `max_window` or free memory if this happens often."
                 )
-            # First in, first out: windows of equal length then find each step of the plan in the same place again.
-            index = self._free.pop(0)
             entry.slots[index] = False
             entry.steps[step] = index
         view = self._views.get(index)
         if view is None:
-            start = index * self.slot_nbytes
-            view = self._views[index] = self.memory[start : start + self.slot_nbytes]
+            view = self._views[index] = self._view(index)
         return Slot(index, generation, step, view)
 
     def seal(self, slot: Slot) -> None:
@@ -274,9 +247,12 @@ class SegmentRing:
             entry.slots[slot.index] = True
 
     def whole(self, generation: Hashable) -> None:
-        """Note that the open window is no difference after all."""
+        """Note that the open window is no difference after all: what it was being filled into is free again."""
         with self._lock:
-            self._entry(generation, GenerationState.OPEN).is_link = False
+            entry = self._entry(generation, GenerationState.OPEN)
+            entry.is_link = False
+            self._slots.give_back(entry.slots)
+            entry.slots, entry.steps = {}, {}
 
     def finish_window(self, generation: Hashable) -> None:
         """Close the window, all of whose segments are sealed: the generation is complete on this rank."""
@@ -305,14 +281,14 @@ class SegmentRing:
             entry = self._published_entry(generation)
             slots = {segment.step: entry.steps[segment.step] for segment in marker.segments}
             assert all(entry.slots[index] for index in slots.values()), "a segment is not sealed"
-        data = MemoryMarker(ring=self._nonce, slots=slots, marker=marker, seen=self.seen).parts()
+        said = MemoryMarker(ring=self.header.nonce, slots=slots, marker=marker, seen=self.seen)
         temporary = unfinished_path(path)
         try:
-            write_shared(temporary, *data)
+            write_shared(temporary, *said.parts())
             with self._lock:
                 entry = self._published_entry(generation)
                 temporary.rename(path)
-                entry.marker = path
+                entry.marker, entry.said = path, said if self.experts else None
                 self._expect_name(generation)
         finally:
             remove_shared(temporary)
@@ -360,10 +336,10 @@ class SegmentRing:
         with self._lock:
             entry = self._generations.get(generation)
             index = entry.steps.get(step) if entry is not None and entry.marker is not None else None
-        return None if index is None else self.memory[index * self.slot_nbytes : (index + 1) * self.slot_nbytes]
+        return None if index is None else self._view(index)
 
     def complete_everywhere(self, generation: Hashable) -> None:
-        """Drop all but the `keep` newest generations up to `generation`, which is complete on all ranks.
+        """Drop all but the `keep` newest generations up to `generation`, which is complete on all ranks; experts may stay.
 
         Of generations that are differences, those stay that follow on what stays. Repeating this is allowed.
         """
@@ -374,20 +350,28 @@ class SegmentRing:
             complete = [each for each in settled if self._generations[each].state is GenerationState.COMPLETE]
             first = _first_kept([self._generations[each] for each in complete], self.keep)
             for older in settled:
-                if older not in complete[first:]:
-                    self._drop(older, self._generations[older])
+                entry = self._generations[older]
+                if older in complete[first:] or entry.state in (GenerationState.RETIRED, GenerationState.EXPERTS):
+                    continue
+                if self.experts and entry.is_whole and entry.state is GenerationState.COMPLETE:
+                    entry.state = GenerationState.RETIRED
+                else:
+                    self._drop(older, entry)
+            retired = any(entry.is_free_to_go for entry in self._generations.values())
+        if retired:
+            self.on_retired()
 
-    def make_room(self, num_slots: int, stored: GenerationId | None) -> None:
-        """Drop the oldest differences until so many slots are free, as far as all ranks have them in storage too.
+    def make_room(self, nbytes: int, stored: GenerationId | None) -> None:
+        """Drop the oldest differences until there is a slot for another one, as far as all ranks have them in storage too.
 
         Args:
-            num_slots: free slots that are wanted.
+            nbytes: of a difference.
             stored: newest generation that storage has with all that it follows on.
         """
         with self._lock:
             links = [(name, entry) for name, entry in self._generations.items() if entry.is_link and entry.pins == 0]
             for name, entry in links:
-                if len(self._free) >= num_slots or stored is None:
+                if self._slots.free(nbytes) or stored is None:
                     return
                 if entry.state is GenerationState.COMPLETE and isinstance(name, GenerationId) and name <= stored:
                     self._drop(name, entry)
@@ -397,6 +381,8 @@ class SegmentRing:
         """Return whether a restarted process would find here whatever it needs beside storage."""
         with self._lock:
             entries = self._generations.values()
+            if self.experts:
+                return self.experts.keys() <= {operator for entry in entries for operator in entry.experts}
             return sum(e.state is GenerationState.COMPLETE and not e.is_link for e in entries) >= self.keep
 
     def pin(self, generation: Hashable) -> None:
@@ -412,6 +398,9 @@ class SegmentRing:
             entry.pins -= 1
             if entry.state is GenerationState.DROPPED:
                 self._drop(generation, entry)
+            retired = entry.is_free_to_go
+        if retired:
+            self.on_retired()
 
     # -- the end
 
@@ -435,92 +424,11 @@ class SegmentRing:
             for path in (*marker_files(self.path), self.path):
                 remove_shared(path)
 
-    # -- private; the lock is held
 
-    def _entry(self, generation: Hashable, *states: GenerationState) -> _Generation:
-        entry = self._generations.get(generation)
-        assert entry is not None, f"{generation} is not in the ring"
-        assert entry.state in states, f"{generation} is {entry.state.value}"
-        return entry
-
-    def _published_entry(self, generation: Hashable) -> _Generation:
-        entry = self._generations.get(generation)
-        if entry is None or entry.state is GenerationState.DROPPED:
-            raise CheckpointError(f"{generation} was given up, and is not in memory.")
-        return entry
-
-    def _expect_name(self, generation: GenerationId) -> None:
-        """Raise, and remove the new marker, if the ring's name is gone: whoever removed the name has not seen that marker."""
-        if self._unlinked or not self.is_named:
-            self._withdraw(self._published_entry(generation))
-            raise CheckpointError(
-                f"{generation} is not in memory: this process, a later start of the run, or something that tidies up has removed "
-                f"{self.path}."
-            )
-
-    def _withdraw(self, entry: _Generation) -> None:
-        if entry.marker is not None:
-            withdraw_shared(entry.marker)
-            entry.marker = None
-
-    def _restore_published(self) -> None:
-        found = [(path, read_statement(path)) for path in marker_paths(self.path)]
-        good = [(path, marker) for path, marker in found if marker is not None and self._holds(marker)]
-        taken: set[int] = set()
-        restored: dict[GenerationId, _Generation] = {}
-        for path, marker in sorted(good, key=lambda each: each[1].marker.generation, reverse=True):
-            if taken.isdisjoint(marker.slots.values()):
-                taken.update(marker.slots.values())
-                slots = dict.fromkeys(marker.slots.values(), True)
-                restored[marker.marker.generation] = _Generation(
-                    state=GenerationState.COMPLETE, slots=slots, steps=dict(marker.slots), marker=path
-                )
-        self._generations = {name: restored[name] for name in sorted(restored)}
-        self._free = [index for index in self._free if index not in taken]
-        kept = {entry.marker for entry in restored.values()}
-        for path in marker_files(self.path):
-            if path not in kept:
-                remove_shared(path)
-
-    def _holds(self, marker: MemoryMarker) -> bool:
-        sizes = [marker.marker.slot_offset(segment) + segment.nbytes for segment in marker.marker.segments]
-        indices = marker.slots.values()
-        fits = all(nbytes <= self.slot_nbytes for nbytes in sizes) and all(index < self.num_slots for index in indices)
-        return marker.ring == self._nonce and bool(sizes) and fits
-
-    def _drop(self, generation: Hashable, entry: _Generation) -> None:
-        entry.state = GenerationState.DROPPED
-        if entry.pins == 0:
-            self._withdraw(entry)  # before a slot can be filled again
-            self._free.extend(entry.slots)
-            del self._generations[generation]
-
-    def _usage(self) -> str:
-        counts = Counter[str]()
-        for entry in self._generations.values():
-            counts[f"{entry.state.value}{' and pinned' if entry.pins else ''}"] += len(entry.slots)
-        return ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
-
-
-def _first_kept(complete: Sequence[_Generation], keep: int) -> int:
+def _first_kept(complete: Sequence[Generation], keep: int) -> int:
     """Return the place of the first generation that stays, if `keep` do and what follows on them."""
     for index in range(len(complete) - 1, -1, -1):
         keep -= not complete[index].is_link
         if keep == 0:
             return index
     return 0
-
-
-def read_header(page: bytes, nbytes: int, where: str) -> RingHeader:
-    """Parse the header of a ring whose file has `nbytes`. Raises `Corrupt`."""
-    header = RingHeader.from_bytes(page, where)
-    if header.nbytes != nbytes:
-        raise Corrupt(f"{where}: has {nbytes} bytes, its header says {header.nbytes}. Another copy may be good.")
-    return header
-
-
-def read_statement(path: Path) -> MemoryMarker | None:
-    """Read a marker beside a ring; `None` if it is not complete."""
-    with contextlib.suppress(Corrupt, FileNotFoundError):
-        return MemoryMarker.from_bytes(read_shared(path), str(path))
-    return None

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 
 from lightning_moe_ckpt.coordination import Exchange
@@ -167,7 +168,7 @@ class TierWorker(ABC):
         self._markers, self._on_complete = markers, on_complete
         self._jobs: dict[GenerationId, WriteJob] = {}
         self._changed = threading.Condition()
-        self._queue: SimpleQueue[tuple[WriteJob, SealedSegment | None] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._failures: deque[Failure] = deque()
         self._complete: deque[GenerationId] = deque(maxlen=_REMEMBERED)
         self._closing = threading.Event()
@@ -238,7 +239,7 @@ class TierWorker(ABC):
             if job is not None:
                 job.handed_over += 1
         if job is not None:
-            self._queue.put((job, segment.of(self.audiences)))
+            self._queue.put(partial(self._take, job, segment.of(self.audiences)))
 
     def abandon(self, generation: GenerationId) -> None:
         """Drop a generation; it is released as soon as nothing reads it. Ignored if it has ended already."""
@@ -246,7 +247,7 @@ class TierWorker(ABC):
             job = self._jobs.get(generation)
         if job is not None:
             job.abandoned = True
-            self._queue.put((job, None))
+            self._queue.put(partial(self._take, job, None))
 
     def complete_everywhere(self, generation: GenerationId) -> None:  # noqa: B027  # not every tier keeps older ones
         """Let go of what is older: all ranks hold `generation` here. Called once per generation."""
@@ -346,7 +347,7 @@ class TierWorker(ABC):
 
     def _serve(self) -> None:
         while (task := self._queue.get()) is not None:
-            self._take(*task)
+            task()
             del task  # while waiting, hold on to nobody's memory
         for job in list(self._jobs.values()):
             self._take(job, None)

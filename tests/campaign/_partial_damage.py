@@ -73,7 +73,7 @@ class _Held:
     def start(self) -> int:
         """Where its one segment begins in the file."""
         (step,) = self.file.marker.steps
-        return RING_HEADER_NBYTES + self.file.slots[step] * self.header.slot_nbytes
+        return RING_HEADER_NBYTES + self.header.extent(self.file.slots[step])[0]
 
 
 def list_memory(memory: Path, out: Path) -> None:

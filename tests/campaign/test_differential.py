@@ -20,7 +20,7 @@ from campaign.test_peers import train_on_nodes, two_nodes
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, RingHeader
 from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult
 from lightning_moe_ckpt.testing._kill import Kill
-from lightning_moe_ckpt.tiers._ring import read_statement
+from lightning_moe_ckpt.tiers._ring_state import read_statement
 from lightning_moe_ckpt.tiers._shm import marker_paths
 
 CHAINED = Checkpointing(policy="differential", every_n_steps=6, batch=2)
@@ -139,7 +139,7 @@ def _turn(path: Any, step: int) -> int:
                 record = max(
                     said.marker.segments[0].records, key=lambda record: record.nbytes * (record.kind == "delta")
                 )
-                at = RING_HEADER_NBYTES + said.slots[step] * header.slot_nbytes + record.offset + record.nbytes // 2
+                at = RING_HEADER_NBYTES + header.extent(said.slots[step])[0] + record.offset + record.nbytes // 2
                 byte = os.pread(file.fileno(), 1, at)
                 os.pwrite(file.fileno(), bytes([byte[0] ^ 16]), at)
                 turned += 1

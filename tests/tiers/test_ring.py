@@ -21,7 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lightning_moe_ckpt.errors import ConfigurationError, RingFull
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES
 from lightning_moe_ckpt.tiers import _shm
-from lightning_moe_ckpt.tiers._ring import SegmentRing, Slot, slots_needed
+from lightning_moe_ckpt.tiers._ring import SegmentRing, slots_needed
+from lightning_moe_ckpt.tiers._ring_state import Slot
 from lightning_moe_ckpt.tiers._shm import shared_directory, shared_name, unlink_shared_file
 
 

@@ -411,7 +411,7 @@ def look_at_memory(ring: bytes, beside: bytes) -> dict[int, int]:
     header = storage.RingHeader.from_bytes(ring[: storage.RING_HEADER_NBYTES], "ring")
     whole = storage.MemoryMarker.from_bytes(beside, "beside")
     assert_type(whole.marker, storage.RankMarker)
-    return {step: slot * header.slot_nbytes for step, slot in whole.slots.items()}
+    return {step: header.extent(slot)[0] for step, slot in whole.slots.items()}
 
 
 def collect(backend: storage.Backend) -> storage.JudgedGeneration:

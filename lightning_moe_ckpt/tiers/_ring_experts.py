@@ -1,0 +1,135 @@
+"""Keep the newest copy of each expert, where generations have only some.
+
+Of a generation that newer ones replace the dense part is needed no more, but its experts may be the newest there are. Such a
+generation is *retired*. Once nobody reads it its experts are copied to small slots, its marker is replaced by one that names no
+more than these, and its slots are free. So memory has the newest copy of each expert, and beside it only what completes a
+generation that is still whole, as far as there is room for that.
+
+An older copy goes before a newer one is brought to its place: until its marker names that, the newer one is in the slot of
+the retired generation, whose marker is there. So at any moment a later process finds the newest copy.
+
+Source: PEC/MoC (2024), Sec. 5: of each module the newest version is kept in host memory. We differ in that versions are
+taken out of whole snapshots once these are old, by a copy beside training, so that captures need no more copies than others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.storage import ExpertSlot
+from lightning_moe_ckpt.tiers._ring_state import Generation, GenerationState, RingState, read_statement
+from lightning_moe_ckpt.tiers._shm import remove_shared, unfinished_path, write_shared
+
+
+class ExpertCopies(RingState):
+    """The part of a ring that keeps experts of retired generations."""
+
+    def condense(self) -> None:
+        """Bring experts of retired generations to slots of their own, and free the others; from one thread at a time.
+
+        Raises:
+            Corrupt: a marker is not what was written.
+            OSError: there is no room for another marker. In both cases that generation is dropped.
+        """
+        while True:
+            with self._lock:
+                name = next((each for each, entry in self._generations.items() if entry.is_free_to_go), None)
+                if name is None or self._memory is None:
+                    return
+                entry = self._generations[name]
+                entry.pins += 1
+            try:
+                self._condense(name, entry)
+            finally:
+                with self._lock:
+                    entry.pins -= 1
+                    if entry.state is not GenerationState.EXPERTS:
+                        self._drop(name, entry)
+
+    # -- private
+
+    def _condense(self, name: Any, entry: Generation) -> None:
+        """Bring the experts of a generation, which is pinned, to slots of their own."""
+        if entry.said is None and entry.marker is not None:
+            entry.said = read_statement(entry.marker)
+        if entry.said is None:
+            raise Corrupt(f"the marker of {name} is not what was written: its experts are not kept in memory.")
+        with self._lock:
+            newer = {op for each, known in self._generations.items() if each > name for op in known.experts}
+        wanted = [each for each in ExpertSlot.all_of(entry.said.marker, self.experts) if each.operator not in newer]
+        operators = {each.operator for each in wanted}
+        self._let_go(name, operators, self._replaced)
+        placed = self._place(wanted)
+        if len(placed) < len(
+            wanted
+        ):  # what completes an older generation has to go: there is room for one copy of each
+            self._let_go(name, self.experts, lambda op, copies: copies[:-1] if op in operators else copies[:-2])
+            missing = operators - {each.operator for each in placed}
+            placed += self._place([each for each in wanted if each.operator in missing])
+        try:
+            for each in placed:
+                source = self._view(entry.steps[each.step])[each.start : each.start + each.nbytes]
+                self._view(each.slot)[: each.nbytes].copy_(source)
+            self._restate(name, entry, placed)
+        except BaseException:
+            with self._lock:
+                self._slots.give_back(each.slot for each in placed)
+            raise
+
+    def _place(self, wanted: Sequence[ExpertSlot]) -> list[ExpertSlot]:
+        """Return those for which there is a slot, with it."""
+        with self._lock:
+            slots = [self._slots.take(each.nbytes) for each in wanted]
+        return [each._replace(slot=slot) for each, slot in zip(wanted, slots, strict=True) if slot is not None]
+
+    def _replaced(self, _: str, copies: Sequence[Any]) -> list[Any]:
+        """Return which copies of an expert, of which the last one is new, complete no other generation that is whole."""
+        whole = [each for each, entry in self._generations.items() if entry.is_whole and each != copies[-1]]
+        return [each for each, after in pairwise(copies) if not any(each <= one < after for one in whole)]
+
+    def _let_go(
+        self, name: Any, operators: Collection[str], which: Callable[[str, Sequence[Any]], Sequence[Any]]
+    ) -> None:
+        """Free the slots of those copies of these experts that `which` says, given all, oldest first, and `name` behind them."""
+        going = defaultdict[Any, set[str]](set)
+        with self._lock:
+            entries = dict(self._generations)
+            for operator in operators:
+                copies = sorted(each for each, entry in entries.items() if operator in entry.experts)
+                for each in which(operator, [*copies, name]):
+                    going[each].add(operator)
+        for each, gone in going.items():
+            left = [slot for operator, slot in entries[each].experts.items() if operator not in gone]
+            self._restate(each, entries[each], left)
+
+    def _restate(self, name: Hashable, entry: Generation, experts: Sequence[ExpertSlot]) -> None:
+        """Leave no more than these experts of a generation: first its marker says so, then other slots are free."""
+        path, said = entry.marker, entry.said
+        if path is not None and said is None and experts:
+            said = read_statement(path)
+        left = None if said is None or not experts else replace(said, seen=self.seen).only(experts)
+        if path is not None and left is not None:
+            write_shared(unfinished_path(path), *left.parts())
+        with self._lock:
+            known, before = self._generations.get(name) is entry, {each.slot for each in entry.experts.values()}
+            if path is not None and left is not None:
+                if known and entry.marker == path:
+                    unfinished_path(path).rename(path)
+                else:
+                    remove_shared(unfinished_path(path))
+            if not known or entry.state is GenerationState.DROPPED:  # discarded meanwhile
+                self._slots.give_back(each.slot for each in experts if each.slot not in before)
+                return
+            if left is None or self._unlinked or not self.is_named:
+                self._withdraw(entry)
+            freed = {*entry.slots, *before} - {each.slot for each in experts}
+            entry.state, entry.slots, entry.steps = GenerationState.EXPERTS, {}, {}
+            entry.experts, entry.said = {each.operator: each for each in experts}, left
+            self._slots.give_back(freed)
+            if entry.marker is None:
+                self._drop(name, entry)

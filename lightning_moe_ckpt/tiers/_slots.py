@@ -1,0 +1,71 @@
+"""Hand out the slots of a ring: equal ones for segments, and smaller ones for differences or for single experts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from lightning_moe_ckpt.storage import RingHeader, SlotClass
+
+PAGE_NBYTES = 4096
+_CLASSES = 64
+"""Most sizes of small slots; more would not fit into the header."""
+
+
+class Slots:
+    """Which slots are free. Not safe for threads by itself.
+
+    Args:
+        header: says how many there are, of which sizes.
+    """
+
+    def __init__(self, header: RingHeader) -> None:
+        self._header = header
+        self._free: list[list[int]] = []
+        first = 0
+        for _, slots in header.classes:
+            self._free.append(list(range(first, first + slots)))
+            first += slots
+
+    def free(self, nbytes: int | None = None) -> int:
+        """Return how many slots `take` would find."""
+        found = self._class(nbytes)
+        return 0 if found is None else len(self._free[found])
+
+    def take(self, nbytes: int | None = None) -> int | None:
+        """Return a slot for a segment, or the smallest small one for `nbytes`; `None` if there is none.
+
+        First in, first out: windows of equal length then find each step of the plan in the same place again.
+        """
+        found = self._class(nbytes)
+        return self._free[found].pop(0) if found is not None and self._free[found] else None
+
+    def claim(self, slots: Collection[int]) -> None:
+        """Take these slots, which are free."""
+        for free in self._free:
+            free[:] = [index for index in free if index not in slots]
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        """Note that slots are free again."""
+        for index in slots:
+            first = 0
+            for free, (_, number) in zip(self._free, self._header.classes, strict=True):
+                if first <= index < first + number:
+                    free.append(index)
+                first += number
+
+    def _class(self, nbytes: int | None) -> int | None:
+        """Return the class for `nbytes`; that of segments where there are no small slots, `None` if none is large enough."""
+        small = self._header.small
+        if nbytes is None or not small:
+            return 0
+        fitting = [(each.nbytes, index) for index, each in enumerate(small, start=1) if each.nbytes >= nbytes]
+        return min(fitting)[1] if fitting else None
+
+
+def slot_classes(sizes: Iterable[int]) -> tuple[SlotClass, ...]:
+    """Return slots for these sizes in bytes, one for each, whole pages."""
+    sizes, granule = list(sizes), PAGE_NBYTES
+    while len(found := Counter(-(-size // granule) * granule for size in sizes if size)) > _CLASSES:
+        granule *= 2
+    return tuple(SlotClass(nbytes, number) for nbytes, number in sorted(found.items()))
