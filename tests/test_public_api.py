@@ -55,9 +55,9 @@ PUBLIC: dict[str, str] = {
         plain_all_reduce restart_is_likely set_current_groups shares_agent_store
     """,
     "lightning_moe_ckpt.storage": """
-        Backend BadCopies ReferencedEntry Commit DIGEST_NAME Entry FsspecBackend Garbage GenerationId HuggingFaceEntry
+        Backend BadCopies ReferencedEntry Commit DIGEST_NAME Entry ExpertSlot FsspecBackend Garbage GenerationId HuggingFaceEntry
         JudgedGeneration Lineage MAX_HEADER_NBYTES MAX_MARKER_NBYTES MemoryMarker ModuleEntry ModuleLine ObjectBackend
-        Pace
+        Pace SlotClass
         PosixBackend RING_HEADER_NBYTES RankMarker RecordColumns RecordEntry RecordRows RepairedLog Resume Retention Retrying RingHeader
         RunStore RunView SegmentEntry SegmentLayout Span SpelledRows StoredGeneration TensorKind TensorSpec carry_forward carry_spares check_header check_places
         checked_url collect_garbage create_once digest_of dtype_code dtype_of full_records lacking_memory open_backend read_chunks repair_log

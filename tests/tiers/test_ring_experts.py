@@ -12,7 +12,7 @@ import torch
 from lightning_moe_ckpt.errors import RingFull
 from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import GenerationId, RecordEntry, RecordRows, SegmentLayout, TensorSpec, digest_of
-from lightning_moe_ckpt.tiers import HostTier, SegmentRing, _ring_experts, shared_name
+from lightning_moe_ckpt.tiers import HostTier, SegmentRing, _ring_experts, _shm, shared_name
 from lightning_moe_ckpt.tiers._ring import slots_needed
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
 from lightning_moe_ckpt.tiers._slots import slot_classes
@@ -130,7 +130,7 @@ def test_the_newest_copy_of_each_expert_is_found_at_every_moment(
         write_shared(path, *parts)
         run.check()
 
-    write_shared = _ring_experts.write_shared
+    write_shared = _shm.write_shared
     monkeypatch.setattr(_ring_experts, "write_shared", looked_at)
     for _ in range(25):
         taken = run.take()
@@ -190,7 +190,7 @@ def test_what_is_given_up_while_it_is_brought_away_leaves_no_slot_taken(
     run = Run(tmp_path, random.Random(2))
     for _ in range(3):
         assert run.take()
-    write_shared = _ring_experts.write_shared
+    write_shared = _shm.write_shared
 
     def given_up(path: Path, *parts: bytes | memoryview) -> None:
         write_shared(path, *parts)
