@@ -133,18 +133,14 @@ class Planner:
         """Generations that other nodes keep; their memory is made for what is said after the first plan."""
         return self._policy.generations_kept(self._inputs()) if self._kept is None else self._kept
 
-    def links(self, layout: WindowLayout) -> SlotClass | None:
-        """Return the bytes of a difference between generations of a layout, and how many memory has room for."""
-        chains = self._policy.chains
-        return None if chains is None else SlotClass(self.differential(layout).slot_nbytes, chains.links_kept)
-
-    def experts_kept(self, layout: WindowLayout) -> dict[str, int]:
-        """Return what this rank writes of experts of which memory keeps the newest copy, in bytes; none of exact plans."""
-        if not layout.record.plan.partial:
+    def kept(self, layout: WindowLayout) -> dict[str, Any]:
+        """Return what memory keeps besides whole generations: `links` or `experts`, see `Rings.make`."""
+        if (chains := self._policy.chains) is not None:
+            return {"links": SlotClass(self.differential(layout).slot_nbytes, chains.links_kept)}
+        if not layout.record.plan.partial or self.tokens is None:
             return {}
-        everything = Selection.everything(self.tokens.layouts if self.tokens is not None else ())
-        record = PlanRecord(plan=everything.plan(self._view.operators), config={})
-        return expert_nbytes(lay_out(record, self._view, self._groups, self._journal.nbytes).steps[0].durable)
+        everything = Selection.everything(self.tokens.layouts).plan(self._view.operators)
+        return {"experts": expert_nbytes(everything, self._view, self._groups)}
 
     @property
     def peer_audiences(self) -> frozenset[Audience]:

@@ -517,15 +517,11 @@ class CheckpointSession:
         return dense_nbytes(self._view, self._groups)
 
     def _make_ring(self, layout: WindowLayout) -> SegmentRing:
-        workers, window = self._tiers.workers, len(layout.steps)
-        ring = made(self._rings).make(
-            *(layout.slot_nbytes, window),
-            readers=sum(worker.readers for worker in workers),
-            back_to_back=self.least_steps <= window,
-            links=self._planner.links(layout),
-            experts=self._planner.experts_kept(layout),
-            copies=1 + any(worker.name == PEER for worker in workers),  # one completes what other nodes have
-        )
+        workers, window, kept = self._tiers.workers, len(layout.steps), self._planner.kept(layout)
+        readers, busy = sum(worker.readers for worker in workers), self.least_steps <= window
+        copies = 1 + any(worker.name == PEER for worker in workers)  # one completes what other nodes have
+        make = made(self._rings).make
+        ring = make(layout.slot_nbytes, window, readers=readers, back_to_back=busy, copies=copies, **kept)
         sizes = ", ".join(f"{name} {nbytes / 2**20:.1f} MiB" for name, nbytes in self._tiers.reserved().items())
         journals_nbytes = ring.num_slots * self._planner.journal_nbytes
         log.info("shared memory: %s; of it journals %.1f MiB", sizes, journals_nbytes / 2**20)

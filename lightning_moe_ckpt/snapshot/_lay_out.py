@@ -167,8 +167,9 @@ def expert_loads(view: StateView, groups: ParallelGroups, names: Iterable[str]) 
     return loads
 
 
-def expert_nbytes(file: FileLayout) -> dict[str, int]:
-    """Return from where to where the records of each expert reach that this rank writes into a file, in bytes."""
+def expert_nbytes(plan: Plan, view: StateView, groups: ParallelGroups) -> dict[str, int]:
+    """Return from where to where the records of each expert of a partial plan reach in this rank's file, in bytes."""
+    file = lay_out(PlanRecord(plan=plan, config={}), view, groups, journal_nbytes=1).steps[0].durable
     extents: dict[str, tuple[int, int]] = {}
     places = iter(file.segment.places)
     for part, forms in file.table.parts:

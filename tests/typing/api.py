@@ -411,6 +411,8 @@ def look_at_memory(ring: bytes, beside: bytes) -> dict[int, int]:
     header = storage.RingHeader.from_bytes(ring[: storage.RING_HEADER_NBYTES], "ring")
     whole = storage.MemoryMarker.from_bytes(beside, "beside")
     assert_type(whole.marker, storage.RankMarker)
+    assert_type(header.small, tuple[storage.SlotClass, ...])
+    assert_type(whole.experts, tuple[storage.ExpertSlot, ...])
     return {step: header.extent(slot)[0] for step, slot in whole.slots.items()}
 
 
