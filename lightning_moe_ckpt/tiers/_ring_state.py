@@ -23,7 +23,7 @@ from lightning_moe_ckpt.tiers._shm import (
     remove_shared,
     withdraw_shared,
 )
-from lightning_moe_ckpt.tiers._slots import Slots
+from lightning_moe_ckpt.tiers._slots import SlotPool
 
 
 class GenerationState(Enum):
@@ -100,7 +100,7 @@ class RingState:
         self._memory: Tensor | None = memory
         self._lock = threading.Lock()
         self._unlinked = False
-        self._slots = Slots(self.header)
+        self._slots = SlotPool(self.header)
         self.experts: Mapping[str, int] = {}
         """Operators of which the newest copy stays, with their bytes; of generations that have them all, empty."""
         self.on_retired: Callable[[], None] = lambda: None

@@ -12,7 +12,7 @@ _CLASSES = 64
 """Most sizes of small slots; more would not fit into the header."""
 
 
-class Slots:
+class SlotPool:
     """Which slots are free. Not safe for threads by itself.
 
     Args:
