@@ -137,10 +137,7 @@ class Planner:
         """Return what memory keeps besides whole generations: `links` or `experts`, see `Rings.make`."""
         if (chains := self._policy.chains) is not None:
             return {"links": SlotClass(self.differential(layout).slot_nbytes, chains.links_kept)}
-        if not layout.record.plan.partial or self.tokens is None:
-            return {}
-        everything = Selection.everything(self.tokens.layouts).plan(self._view.operators)
-        return {"experts": expert_nbytes(everything, self._view, self._groups)}
+        return {"experts": expert_nbytes(self._view, self._groups)} if layout.record.plan.partial else {}
 
     @property
     def peer_audiences(self) -> frozenset[Audience]:

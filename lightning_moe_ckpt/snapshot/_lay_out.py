@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
-from itertools import islice
 
 import torch
 
@@ -48,6 +47,9 @@ MAX_PIECES = 1024
 
 _ENTRY_NBYTES = 256
 """Bytes of a tensor's entry in a header with that of the gap behind it, at most, roughly."""
+
+_ALIGN_NBYTES = 64
+"""Tensors start at multiples of it in files."""
 
 Parts = dict[str, list[Shard]]
 """Shards by region, over all its writers, in the order in which they are stored."""
@@ -167,17 +169,26 @@ def expert_loads(view: StateView, groups: ParallelGroups, names: Iterable[str]) 
     return loads
 
 
-def expert_nbytes(plan: Plan, view: StateView, groups: ParallelGroups) -> dict[str, int]:
-    """Return from where to where the records of each expert of a partial plan reach in this rank's file, in bytes."""
-    file = lay_out(PlanRecord(plan=plan, config={}), view, groups, journal_nbytes=1).steps[0].durable
-    extents: dict[str, tuple[int, int]] = {}
-    places = iter(file.segment.places)
-    for part, forms in file.table.parts:
-        for offset, nbytes in islice(places, len(forms)):
-            first, _ = extents.setdefault(part.operator, (offset, 0))
-            extents[part.operator] = first, offset + nbytes
-    experts = {operator.name for operator in file.view.operators if operator.kind == "expert"}
-    return {name: stop - first for name, (first, stop) in extents.items() if name in experts}
+def expert_nbytes(view: StateView, groups: ParallelGroups) -> dict[str, int]:
+    """Return the bytes of this rank's records of each expert where plans are partial, with the gaps behind them, by name."""
+    found: dict[str, int] = {}
+    for layer in view.operators.layers:
+        names = expert_names(layer)
+        template = view.operators[names[layer.local_expert_ids[0]]]
+        holders = _ranks(template.holders, groups)
+        # Experts of a layer are equal, and are cut alike but for whose turn is first.
+        turns = [_cut(template, view, holders, turn=turn) for turn in range(len(holders))]
+        sizes = [sum(_aligned_nbytes(part, view) for part in turn if part.writer == groups.rank) for turn in turns]
+        found |= {names[expert]: sizes[expert % len(holders)] for expert in layer.local_expert_ids}
+    return found
+
+
+def _aligned_nbytes(part: Shard, view: StateView) -> int:
+    sizes = [
+        dtype.itemsize * (part.piece.numel if per_element else 1)
+        for _, dtype, per_element in view.forms(part.piece.fqn, part.kind)
+    ]
+    return sum(nbytes + -nbytes % _ALIGN_NBYTES for nbytes in sizes)
 
 
 def _step(files: Sequence[Parts], view: StateView, groups: ParallelGroups, journal_nbytes: int) -> StepLayout:
