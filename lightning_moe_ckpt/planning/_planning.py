@@ -121,8 +121,7 @@ class Planner:
         self._step: int | None = None
         self._boundaries = 0
         self._kept: int | None = None
-        self._made_for: dict[str, int] = {}
-        self._reserve_nbytes = 0
+        self._made_for, self._reserve_nbytes = dict[str, int](), 0
         self._room: list[int] = []
         """Bytes of experts of each position that ring slots are made for."""
 
@@ -134,10 +133,10 @@ class Planner:
         return self._policy.generations_kept(self._inputs()) if self._kept is None else self._kept
 
     def kept(self, layout: WindowLayout) -> dict[str, Any]:
-        """Return what memory keeps besides whole generations: `links` or `experts`, see `Rings.make`."""
-        if (chains := self._policy.chains) is not None:
-            return {"links": SlotClass(self.differential(layout).slot_nbytes, chains.links_kept)}
-        return {"experts": expert_nbytes(self._view, self._groups)} if layout.record.plan.partial else {}
+        """Return what memory keeps beside whole generations, as `Rings.make` takes it."""
+        if (chains := self._policy.chains) is None:
+            return {"experts": expert_nbytes(self._view, self._groups) if layout.record.plan.partial else {}}
+        return {"links": SlotClass(self.differential(layout).slot_nbytes, chains.links_kept)}
 
     @property
     def peer_audiences(self) -> frozenset[Audience]:

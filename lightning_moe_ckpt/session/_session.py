@@ -519,9 +519,8 @@ class CheckpointSession:
     def _make_ring(self, layout: WindowLayout) -> SegmentRing:
         workers, window, kept = self._tiers.workers, len(layout.steps), self._planner.kept(layout)
         readers, busy = sum(worker.readers for worker in workers), self.least_steps <= window
-        copies = 1 + any(worker.name == PEER for worker in workers)  # one completes what other nodes have
-        make = made(self._rings).make
-        ring = make(layout.slot_nbytes, window, readers=readers, back_to_back=busy, copies=copies, **kept)
+        kept["copies"] = 1 + any(worker.name == PEER for worker in workers)  # one completes what other nodes have
+        ring = made(self._rings).make(layout.slot_nbytes, window, readers=readers, back_to_back=busy, **kept)
         sizes = ", ".join(f"{name} {nbytes / 2**20:.1f} MiB" for name, nbytes in self._tiers.reserved().items())
         journals_nbytes = ring.num_slots * self._planner.journal_nbytes
         log.info("shared memory: %s; of it journals %.1f MiB", sizes, journals_nbytes / 2**20)
