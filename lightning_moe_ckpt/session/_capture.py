@@ -48,6 +48,8 @@ JOURNAL_NBYTES, SPOILED = 1, 2
 FLUSH_TIMEOUT = timedelta(seconds=30)
 """How long training waits for slots that a transfer still reads, before it goes on without a window."""
 
+_TORN = "weights were changed in place, by a forward or backward pass, while they were copied; it waits for copies from here on"
+
 
 class CaptureSession:
     """Capture windows for one incarnation of a run.
@@ -88,6 +90,8 @@ class CaptureSession:
         self._ticket: Ticket | None = None
         """Ticket of the newest copies; outlives the seal, since the optimizer steps after it."""
         self._spoiled_last = False
+        self._edited: bool | None = None
+        """Whether forward or backward passes change weights in place; unknown until a window has been taken."""
         self.whole_at: int | None = None
         """The newest boundary, if all of it is to be taken instead of a window, see `Tiers.wants_whole`."""
         self._copies: dict[int, StepCopies] = {}
@@ -253,6 +257,8 @@ class CaptureSession:
                 try:
                     # Hooks and validation may have changed buffers since the step; the next forward will.
                     pending.take_rest(start, disturbed=disturbed)
+                    if self._edited is not False:
+                        self._engine.fence(pending.ticket)
                 except (CheckpointError, BufferChanged, RuntimeError) as error:  # torch's, where memory is not there
                     self._spoil(f"its buffers or what was changed cannot be stored: {error}")
 
@@ -264,7 +270,9 @@ class CaptureSession:
         window, pending = self._window, self._pending
         if self._sealing is None or window is None or pending is None or window.spoiled or self._beside.busy:
             return
-        if not pending.waits_for_device:
+        if self._is_torn(pending):
+            self._spoil(_TORN)
+        elif not pending.waits_for_device:
             assert self._slot is not None
             self._beside.begin(partial(self._hand_over, window, pending, self._slot))
 
@@ -275,9 +283,24 @@ class CaptureSession:
             return
         self._pending = self._sealing = None
         if pending is not None and not window.spoiled:
-            self._complete_journal(window, pending)
+            torn = self._is_torn(pending)
+            if self._beside.busy or not torn:
+                self._complete_journal(window, pending)
+            if torn:
+                self._spoil(_TORN)
         if step == window.generation.step:
             self._finish(window)
+
+    def _is_torn(self, pending: BoundaryCapture) -> bool:
+        """Return whether copies may have met a change since the boundary was sealed.
+
+        From the first change on, each batch waits for copies before it begins; `nn.Embedding(max_norm=...)` changes weights.
+        """
+        if self._edited or not pending.is_overtaken:
+            return False
+        torn, self._edited = self._edited is False, True
+        log.info("forward or backward passes change weights in place: from here on they wait for copies of a boundary")
+        return torn
 
     def _complete_journal(self, window: Window, pending: BoundaryCapture) -> None:
         assert self._slot is not None
@@ -498,6 +521,7 @@ class CaptureSession:
             return
         self._window, self._newest = None, window.generation
         window.ring.finish_window(window.generation)
+        self._edited = bool(self._edited)
         if self._complete is not None:
             self._tiers.superseded(self._complete)
         self._complete = window

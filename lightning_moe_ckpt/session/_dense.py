@@ -61,8 +61,6 @@ class DenseCapture:
     ) -> None:
         self._name, self._view, self._groups, self._exchange = name, view, groups, exchange
         self._engine, self._worker, self._stalls, self._journal = engine, worker, stalls, journal
-        self._under_way: tuple[GenerationId, Ticket] | None = None
-        """Generation whose copies still read the live state, until the fence."""
 
     def write(self, step: int, start: Journal, *, timeout: float) -> GenerationId | None:
         """Capture everything at once and wait until it is durable. Collective.
@@ -82,7 +80,7 @@ class DenseCapture:
             return generation if self._exchange.all_agree(self._worker.holds(generation)) else None
 
     def begin(self, step: int, start: Journal) -> None:
-        """Capture everything at once, to be stored while training goes on: call `fence` before the state changes.
+        """Capture everything at once, to be stored while training goes on; it waits for the copies, since passes may change weights.
 
         Without memory for it there is no such generation, and training goes on.
 
@@ -91,23 +89,14 @@ class DenseCapture:
             start: the journal's start half.
         """
         with self._stalls.measure("dense"):
+            generation: GenerationId | None = None
             try:
-                self._under_way = self._submit(step, start)
+                generation, ticket = self._submit(step, start)
+                self._engine.fence(ticket)
             except (RuntimeError, CheckpointError) as error:  # torch has no other error for memory that is not there
                 log.error("a checkpoint was not taken; training goes on: step %d as a whole: %s", step, error)
-
-    def fence(self) -> None:
-        """Wait until what `begin` reads may be overwritten."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is None:
-            return
-        generation, ticket = under_way
-        with self._stalls.measure_both("fence"):
-            try:
-                self._engine.fence(ticket)
-            except CheckpointError as error:
-                log.error("a checkpoint was not taken; training goes on: %s: %s", generation, error)
-                self._worker.abandon(generation)
+                if generation is not None:
+                    self._worker.abandon(generation)
 
     def _submit(self, step: int, start: Journal) -> tuple[GenerationId, Ticket]:
         generation = self._name(step)

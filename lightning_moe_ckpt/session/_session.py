@@ -306,7 +306,6 @@ class CheckpointSession:
         """Wait for copies of parameters; call before the optimizer overwrites them."""
         self._planner.forward_ends()
         made(self._capture).fence()
-        made(self._dense).fence()
 
     def regrouped(self) -> None:
         """Give the window under way up and plan anew, as parameters were added to the optimizer. Collective."""

@@ -126,7 +126,16 @@ class PartTable:
             if text is None:
                 prefix, numel = part.prefix, part.piece.stop - part.piece.start
                 names = [f"{prefix}/{key}" for key, _, _ in forms]
-                text = part, names, [(form[1], (numel_of(form, numel),)) for form in forms]
+                # Without a call for each of many parts: only gradients are compressed.
+                packed = part.kind is RecordKind.DELTA
+                text = (
+                    part,
+                    names,
+                    [
+                        (dtype, (numel_of((key, dtype, each), numel) if packed else numel if each else 1,))
+                        for key, dtype, each in forms
+                    ],
+                )
                 if part.kind is RecordKind.COMPUTE:
                     texts[id(part)] = text
             self.names += text[1]

@@ -176,14 +176,21 @@ class SegmentWriter:
         if everything:
             # There may be other tensors now, or none: `param.data = ...`, `optimizer.state.clear()`.
             changed = self._copies.current(self.view)
+            now = versions(self._copies.bases)
         else:
             now = versions(self._copies.bases)
             if now == self._versions:
                 return ticket
             changed = self._copies.some(list(map(ne, now, self._versions)), self.view)
+        self._versions = now
         again = self._engine.submit_table(changed, self.view)
         self._engine.fence(again)
         return _Tickets(ticket, again)
+
+    @property
+    def is_overtaken(self) -> bool:
+        """Whether sources were changed in place since they were last looked at."""
+        return versions(self._copies.bases) != self._versions
 
     def take_local(self, journal: Journal) -> LocalState:
         """Begin to bring this rank's buffers and the journal to the host; they may change, and be let go of, after it.
@@ -285,6 +292,11 @@ class BoundaryCapture:
         self._local = self._writer.take_local({"outcome": self._outcome, "start": start})
         if self._local.buffers is not None:
             self.ticket = _Tickets(self.ticket, self._local.buffers)
+
+    @property
+    def is_overtaken(self) -> bool:
+        """Whether sources were changed in place since `take_rest`; copies that were under way then may have that, or half of it."""
+        return self._writer.is_overtaken
 
     @property
     def waits_for_device(self) -> bool:

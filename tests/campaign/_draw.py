@@ -232,7 +232,9 @@ def _any_batches(setup: Drawn) -> bool:
 
 def _hooks(rng: random.Random, setup: Drawn) -> Any:
     """A few; those that end an epoch or training do so where a step ends."""
-    chosen = set(_some(rng, dict.fromkeys(HOOKS, 0.06)))
+    chosen = set(_some(rng, {hook: 0.06 for hook in HOOKS if hook != "renorms"}))
+    if random.Random(repr(setup)).random() < 0.06:  # beside the others, whose seeds were chosen before
+        chosen.add("renorms")
     if setup.accumulate > 1 or setup.world_size > 1:
         chosen -= {"skips_rest", "stops"}
     if setup.world_size > 1 or setup.clip_algorithm == "value":

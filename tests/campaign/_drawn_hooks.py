@@ -31,6 +31,7 @@ Hook = Literal[
     "clamps",
     "logs",
     "reseeds",
+    "renorms",
 ]
 """See `HOOKS`."""
 
@@ -257,6 +258,16 @@ class Clamps(LightningModule):
         _first_matrix(self).data.clamp_(-0.3, 0.3)
 
 
+class Renorms(LightningModule):
+    """Changes weights in place in the forward pass, as `nn.Embedding(max_norm=...)` does."""
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            _first_matrix(self).mul_(0.99)
+        return super().training_step(batch, batch_idx)
+
+
 class Logs(LightningModule):
     """Gives rows to the logger itself."""
 
@@ -313,6 +324,7 @@ HOOKS: dict[Hook, type[LightningModule]] = {
     "reseeds": Reseeds,
     "no_loss": NoLoss,
     "extra_state": HasExtraState,
+    "renorms": Renorms,
 }
 EDITS: frozenset[Hook] = frozenset({"edits"})
 """What a validation between repeated steps may see too early."""

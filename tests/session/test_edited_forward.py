@@ -1,0 +1,80 @@
+"""Weights that a forward pass changes in place, while a boundary is copied: what is taken is what the batch began with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
+
+ROWS = 4_000_000
+"""Of a weight large enough for its copy to be under way when the forward pass begins."""
+
+
+class Edited(LightningModule):
+    """Its weight is scaled by each forward pass that trains, from one step on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.ones(ROWS, 4)), nn.Linear(4, 1)
+        self._from = first
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.global_step >= self._from:
+            with torch.no_grad():
+                self.weight[-1000:].mul_(0.9)
+        loss: Tensor = self.last(batch + self.weight[-4:].mean()).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> SGD:
+        return SGD(self.parameters(), lr=1e-2)
+
+
+class Began(Callback):
+    """What each batch began with; fails in the middle of one."""
+
+    def __init__(self, fails_at: int) -> None:
+        self.seen: dict[int, Tensor] = {}
+        self._fails_at = fails_at
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        weight = module.get_parameter("weight").detach()
+        self.seen[trainer.global_step] = weight[-1000:].clone()
+
+    def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == self._fails_at:
+            raise ZeroDivisionError
+
+
+def fit(checkpoint: Callback, began: Began, first: int) -> None:
+    """Train, with nothing beside it that takes time."""
+    torch.manual_seed(1)
+    trainer = Trainer(
+        accelerator="cpu", max_steps=9, logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[checkpoint, began]
+    )  # fmt: skip
+    trainer.fit(Edited(first), DataLoader(torch.ones(40, 4), batch_size=4))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("first", [0, 4], ids=["always", "later"])
+@pytest.mark.parametrize("policy", ["dense", "sparse"])
+def test_what_is_taken_is_what_the_batch_began_with(tmp_path: Path, policy: str, first: int) -> None:
+    """Where nobody saw it coming, the window in which it begins gives no generation."""
+
+    def checkpoint() -> Callback:
+        url = str(tmp_path / "run")
+        return DenseCheckpoint(url, every_n_steps=1) if policy == "dense" else SparseCheckpoint(url, window=2)
+
+    before, after = Began(fails_at=7), Began(fails_at=-1)
+    with pytest.raises(ZeroDivisionError):
+        fit(checkpoint(), before, first)
+    fit(checkpoint(), after, first)
+    resumed = min(after.seen)
+    assert resumed > 0
+    assert all(torch.equal(after.seen[step], before.seen[step]) for step in range(resumed, 8))
