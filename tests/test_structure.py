@@ -38,11 +38,11 @@ MAX_OLD_WORDS = 5
 MAX_DOWN, MAX_UP = (25, 14), (24, 13)
 """Functions and modules that a record passes."""
 MAX_STEP = {
-    "sparse2": (345, 525),
+    "sparse2": (358, 538),
     "sparse4": (240, 375),
-    "dense": (320, 495),
-    "partial": (495, 1_090),
-    "passed": (112, 150),
+    "dense": (332, 505),
+    "partial": (500, 1_100),
+    "passed": (115, 158),
 }
 """Functions of a step on the training thread, and their calls; of a `passed` one nothing is taken."""
 MAX_START = {"fresh": 260.0, "restore": 310.0}
