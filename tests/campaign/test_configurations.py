@@ -86,7 +86,11 @@ def failure(campaigns: Campaigns, case: Case) -> str | None:
 def _cases() -> list[Any]:
     if GIVEN is not None:
         return [pytest.param(Case.parse(GIVEN), id="given")]
-    failed = [pytest.param(Case.parse(line), id=name) for name, line in ONCE_FAILED.items()]
+    failed = [
+        # Every process compiles: a row of 20 s.
+        pytest.param(Case.parse(line), id=name, marks=[pytest.mark.soak] if '"compiled": true' in line else [])
+        for name, line in ONCE_FAILED.items()
+    ]
     drawn = [pytest.param(draw(seed), id=str(seed)) for seed in (SAMPLE[:ROWS] if ROWS else SAMPLE)]
     return drawn if ROWS else [*failed, *drawn]
 

@@ -377,9 +377,7 @@ def draw_death(draw: random.Random, setup: Setup, places: Sequence[str]) -> Deat
     return Death(rank=draw.randrange(setup.world_size), at=at, stops=draw.random() < 0.25)
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 2, 4, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 3, *range(5, 44)))]
-)
+@pytest.mark.parametrize("seed", [0, 2, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, *range(3, 44)))])
 def test_ranks_die_one_after_another(campaigns: Campaigns, folder: Path, seed: int) -> None:
     """Half of the jobs have a node for each rank, one of which loses its memory."""
     draw, setup = random.Random(seed), [*WORLDS.values()][seed % len(WORLDS)]
