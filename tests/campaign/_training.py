@@ -286,11 +286,6 @@ class Module(LightningModule):
             balance(self)
 
     @override
-    def on_after_backward(self) -> None:
-        if self.trainer.global_step in self._setup.overflow_steps:
-            overflow_one_expert(self)
-
-    @override
     def configure_optimizers(self) -> Any:
         optimizer = make_optimizer(self._setup.optimizer, self)
         if self._setup.scheduler == "none":
@@ -419,7 +414,25 @@ def _precision(setup: Setup) -> dict[str, Any]:
         return {"precision": setup.precision}
     # Lightning turns 16-mixed on CPU into bf16-mixed; a plugin of our own keeps it, and grows often enough to matter.
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=4)
-    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
+    return {"plugins": [Overflowing(setup.overflow_steps, scaler)]}
+
+
+class Overflowing(MixedPrecision):
+    """fp16 in which one expert's gradient overflows in some steps.
+
+    No hook of the module does it: replay leaves no gradient out where the user's hooks would find it missing.
+    """
+
+    def __init__(self, steps: Sequence[int], scaler: torch.amp.GradScaler) -> None:
+        super().__init__("16-mixed", "cpu", scaler=scaler)
+        self._steps = steps
+
+    @override
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]  # as Lightning's
+        loss = super().post_backward(tensor, module)
+        if module.trainer.global_step in self._steps:
+            overflow_one_expert(module)
+        return loss
 
 
 def _strategy(setup: Setup, life: Attempt) -> Any:

@@ -7,12 +7,16 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from lightning.pytorch import Trainer
 
 from campaign._campaign import Campaigns
 from campaign._draw import Case, draw, shrink
+from lightning_moe_ckpt._lightning_exactness import gradients_are_seen
+from lightning_moe_ckpt.testing._attempts import Attempt
 from lightning_moe_ckpt.testing._kill import TrainingPhase
 
 SAMPLE = [
@@ -104,6 +108,19 @@ def test_the_sample_has_each_kind_of_kill_under_each_policy() -> None:
     assert len(policies) > 1
     assert found >= wanted, wanted - found
     assert {_policy(case) for case in cases if case.setup.world_size >= 3 and case.kills} == policies
+
+
+def test_drawn_runs_leave_gradients_out_in_replay(tmp_path: Path) -> None:
+    """Unless hooks that were drawn look at them; nothing of the campaign's own does, or none would meet frozen operators."""
+    cases = [case for case in map(draw, SAMPLE) if _policy(case) == "sparse"]
+    assert cases
+    for case in cases:
+        seen = "scales_gradients" in case.setup.hooks
+        facts: dict[str, Any] = {"index": 0, "rank": 0, "world_size": 1, "seed": 0, "url": "", "workdir": tmp_path}
+        life = Attempt(**facts, kill=case.kills[0])
+        callbacks = life.callbacks(*case.setup.callbacks(life))
+        trainer = Trainer(accelerator="cpu", devices=1, callbacks=callbacks, logger=bool(case.setup.user_callbacks))
+        assert gradients_are_seen(trainer, case.setup.make_module(life), ()) is seen, case.line()
 
 
 def _policy(case: Case) -> str:
