@@ -86,8 +86,9 @@ class SelectivePolicy(ExpertPolicy):
 
     @override
     def in_force(self, inputs: PlanInputs) -> SelectivePolicy:
-        # The ring is made for so many generations: what is forced follows it, however budgets change.
-        return self if inputs.generations_kept is None else replace(self, age_limit=inputs.generations_kept)
+        if inputs.generations_kept is None or self.age_limit is None:
+            return self  # without a limit of its own turns follow budgets: memory has the newest copy of each, whatever its age
+        return replace(self, age_limit=inputs.generations_kept)
 
     @override
     def generations_kept(self, inputs: PlanInputs) -> int:

@@ -43,6 +43,8 @@ class Taken:
     marker: RankMarker
     file: Tensor
     """uint8, all bytes of the segment."""
+    whole: bool
+    """Whether everything that was taken is there, and not some experts only."""
 
     @property
     def experts(self) -> set[str]:
@@ -101,8 +103,12 @@ class StateRecorder(Callback):
                 marker = tier.read_marker(holding)
                 buffer = torch.empty(sum(each.nbytes for each in marker.segments), dtype=torch.uint8)
                 for entry in marker.segments:
-                    tier.read_into(holding, entry, 0, as_memoryview(file_of(marker, entry, buffer)))
-                copies.append([marker.to_bytes(), buffer])
+                    # Of a generation that newer ones replace some experts are left, and nothing between them.
+                    spans = [(0, entry.nbytes)] if holding.whole else [(r.offset, r.nbytes) for r in entry.records]
+                    file = as_memoryview(file_of(marker, entry, buffer))
+                    for start, nbytes in spans:
+                        tier.read_into(holding, entry, start, file[start : start + nbytes])
+                copies.append([marker.to_bytes(), buffer, holding.whole])
         torch.save(copies, self._folder / f"memory.{self._rank}")
         tier.close()
 
@@ -163,9 +169,9 @@ def tokens(folder: Path, world_size: int) -> dict[int, Tensor]:
 
 
 def in_memory(folder: Path, rank: int) -> Iterator[Taken]:
-    """Generations that memory held at the end, newest first."""
-    for data, buffer in torch.load(folder / f"memory.{rank}"):
-        yield _taken("memory", RankMarker.from_bytes(data, "memory"), buffer)
+    """Generations that memory held at the end, newest first, whole or some experts of them."""
+    for data, buffer, whole in torch.load(folder / f"memory.{rank}"):
+        yield _taken("memory", RankMarker.from_bytes(data, "memory"), buffer, whole=whole)
 
 
 def in_storage(folder: Path) -> list[tuple[Commit, list[Taken]]]:
@@ -185,20 +191,22 @@ def in_storage(folder: Path) -> list[tuple[Commit, list[Taken]]]:
     return found
 
 
-def _taken(tier: str, marker: RankMarker, buffer: Tensor) -> Taken:
+def _taken(tier: str, marker: RankMarker, buffer: Tensor, *, whole: bool = True) -> Taken:
     records = [
         (record, bytes_of(record, file_of(marker, each, buffer))) for each in marker.segments for record in each.records
     ]
-    (journal,) = [value for record, value in records if record.kind == "journal"]
+    journals = [decode_journal(value) for record, value in records if record.kind == "journal"]
+    assert len(journals) == whole
     return Taken(
         tier=tier,
         rank=marker.rank,
         step=marker.generation.step,
         plan=PlanRecord.from_json(str(marker.policy["plan"])).plan,
         records=[(record, value) for record, value in records if record.kind == "full"],
-        journal=decode_journal(journal),
+        journal=journals[0] if whole else {},
         marker=marker,
         file=buffer,
+        whole=whole,
     )
 
 

@@ -62,11 +62,32 @@ def test_generations_hold_what_the_state_was(
         require_second_newest(parts, stored, experts, may_pass_one=is_last and not wait)
     held = [list(in_memory(folder, rank)) for rank in range(world_size)]
     for rank, generations in enumerate(held):
-        assert {name for each in generations for name in each.experts} >= experts & {n for n, *_ in known[rank][0]}
+        local = {name for name, *_ in known[rank][0]}
+        assert {name for each in generations for name in each.experts} >= experts & local
+        require_newest_in_memory(generations, [parts[rank] for _, parts in stored], experts & local)
         for each in generations:
             require_recorded(each, known[rank][each.step])
-            assert each.experts == named(each, AUDIENCES) & {name for name, *_ in known[rank][0]}
-            require_file_within(each, [parts[rank] for _, parts in stored])
+            if each.whole:
+                assert each.experts == named(each, AUDIENCES) & local
+                require_file_within(each, [parts[rank] for _, parts in stored])
+            else:
+                assert each.experts == {record.operator for record, _ in each.records}
+                assert each.experts <= named(each, AUDIENCES) & local
+
+
+def require_newest_in_memory(held: Sequence[Taken], stored: Sequence[Taken], experts: Collection[str]) -> None:
+    """Memory has a whole generation, and of each expert a copy no older than the newest that any generation took.
+
+    Args:
+        held: what one rank's memory has, newest first.
+        stored: what it has in storage; plans there also name what was taken to memory alone.
+        experts: of this rank.
+    """
+    assert held[0].whole
+    for name in experts:
+        taken = [each.step for each in stored if each.step <= held[0].step and name in named(each, AUDIENCES)]
+        found = [each.step for each in held if name in each.experts]
+        assert max(found) >= max(taken, default=0), name
 
 
 def named(part: Taken, audiences: Collection[Audience]) -> set[str]:
