@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -46,7 +47,8 @@ def gradients_are_seen(trainer: Trainer, module: LightningModule, skip: tuple[ty
     return any(is_overridden(hook, module) for hook in (*hooks, "configure_gradient_clipping")) or any(
         is_overridden(hook, callback, Callback)
         for callback in callbacks_of(trainer)
-        if not isinstance(callback, skip) and type(callback).__module__.partition(".")[0] not in _LIBRARIES
+        if isinstance(callback, LambdaCallback)
+        or not (isinstance(callback, skip) or type(callback).__module__.partition(".")[0] in _LIBRARIES)
         for hook in hooks
     )
 

@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_moe_ckpt._lightning_exactness import gradients_are_seen
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 
 BEGINS = "this run cannot be reproduced bit for bit"
@@ -119,6 +120,21 @@ def test_each_reason_is_said_once(
 def test_an_exact_run_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture, module: Any, make: Any) -> None:
     """Who looks at gradients in replay finds all of them; what matters there only is no matter for dense checkpoints."""
     assert _said(module(), [EMAWeightAveraging(), make(str(tmp_path))], caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("callback", "sees"),
+    [
+        (LambdaCallback(on_after_backward=lambda *_: None), True),
+        (LambdaCallback(on_train_start=lambda *_: None), False),
+        (ModelCheckpoint(), False),
+    ],
+    ids=["lambda", "other_lambda", "library"],
+)
+def test_who_looks_at_gradients_is_known(callback: Callback, sees: bool) -> None:
+    """A function of the user's in a callback of Lightning's is the user's."""
+    trainer = Trainer(accelerator="cpu", logger=False, callbacks=[callback])
+    assert gradients_are_seen(trainer, Plain(), ()) is sees
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
