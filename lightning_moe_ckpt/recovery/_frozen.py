@@ -149,7 +149,12 @@ def _showing(module: nn.Module, tensors: Mapping[str, tuple[nn.Parameter, Tensor
 
 
 def _has_hooks(param: nn.Parameter) -> bool:
-    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # noqa: SLF001  # no public way
+    """Return whether somebody waits for the gradient; the reducer does without what is left out."""
+    hooks = [*(param._backward_hooks or {}).values(), *(param._post_accumulate_grad_hooks or {}).values()]  # noqa: SLF001  # no public way
+    return any(not str(getattr(hook, "__module__", "")).startswith(_OWN) for hook in hooks)
+
+
+_OWN = __name__.partition(".")[0] + "."
 
 
 class FrozenView(Tensor):

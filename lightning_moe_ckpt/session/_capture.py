@@ -272,7 +272,9 @@ class CaptureSession:
             return
         if self._is_torn(pending):
             self._spoil(_TORN)
-        elif not pending.waits_for_device:
+            return
+        pending.had_arrived = pending.ticket.done
+        if not pending.waits_for_device:
             assert self._slot is not None
             self._beside.begin(partial(self._hand_over, window, pending, self._slot))
 
@@ -298,7 +300,7 @@ class CaptureSession:
         """
         if self._edited or not pending.is_overtaken:
             return False
-        torn, self._edited = self._edited is False, True
+        torn, self._edited = self._edited is False and not pending.had_arrived, True
         log.info("forward or backward passes change weights in place: from here on they wait for copies of a boundary")
         return torn
 

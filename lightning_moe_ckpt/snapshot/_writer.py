@@ -271,6 +271,8 @@ class BoundaryCapture:
         self._writer, self._step, self._outcome, self._step_record = writer, step, outcome, step_record
         self.ticket = writer.start()
         """Ticket of all copies so far."""
+        self.had_arrived = False
+        """Whether all was copied when sources were last seen as they should be."""
         self._local: LocalState | None = None
 
     def again(self, writer: SegmentWriter) -> BoundaryCapture:
