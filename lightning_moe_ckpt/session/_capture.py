@@ -2,9 +2,9 @@
 
 At boundary t the slices of this slot are copied into a segment of the ring, overlapped with forward and backward of
 t+1; `seal` takes the journal at the next batch start; a thread writes it while backward runs, which does not hold the
-interpreter lock; `fence` completes it, and waits for the copies before the optimizer overwrites their sources. A window whose segments are all sealed is a generation. All
-ranks open windows together: one small exchange decides whether a window starts and which tiers take it, so that no rank
-fills half a generation.
+interpreter lock; `fence` completes it, and waits for the copies before the optimizer overwrites their sources. A window
+whose segments are all sealed is a generation. All ranks open windows together: one small exchange decides whether a window
+starts and which tiers take it, so that no rank fills half a generation.
 
 Source: MoEvement (2024), Sec. 3.2; PEC/MoC (2024), Sec. 5 (triple buffering).
 """
@@ -23,6 +23,7 @@ from lightning_moe_ckpt.journal import Arrivals, Journal, JournalOverflow
 from lightning_moe_ckpt.native import CopyEngine, Ticket
 from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.process import Beside, StallMeter
+from lightning_moe_ckpt.session._edits import PassEdits
 from lightning_moe_ckpt.session._lane import Window
 from lightning_moe_ckpt.session._tiers import Tiers
 from lightning_moe_ckpt.snapshot import (
@@ -31,8 +32,8 @@ from lightning_moe_ckpt.snapshot import (
     GradientRecorder,
     RecordedStep,
     SegmentWriter,
-    StepCopies,
     StepLayout,
+    WindowCopies,
     WindowLayout,
 )
 from lightning_moe_ckpt.storage import GenerationId
@@ -48,14 +49,12 @@ JOURNAL_NBYTES, SPOILED = 1, 2
 FLUSH_TIMEOUT = timedelta(seconds=30)
 """How long training waits for slots that a transfer still reads, before it goes on without a window."""
 
-_TORN = "weights were changed in place, by a forward or backward pass, while they were copied; it waits for copies from here on"
-
 
 class CaptureSession:
     """Capture windows for one incarnation of a run.
 
-    `name` names a generation by its step. `make_ring` allocates a ring for windows of a layout; `renew_ring` allocates another one like that in use, which has lost its name. `gradients` records what led to
-    each boundary, for tiers that want it.
+    `name` names a generation by its step. `make_ring` allocates a ring for windows of a layout; `renew_ring` another one like
+    that in use, which has lost its name. `gradients` records what led to each boundary, for tiers that want it.
     """
 
     def __init__(
@@ -86,16 +85,13 @@ class CaptureSession:
         """Memory of the newest capture."""
         self._sealing: int | None = None
         """Boundary of which `complete_seal` is due."""
-        self._beside = Beside()
+        self._beside, self._edits = Beside(), PassEdits()
         self._ticket: Ticket | None = None
         """Ticket of the newest copies; outlives the seal, since the optimizer steps after it."""
         self._spoiled_last = False
-        self._edited: bool | None = None
-        """Whether forward or backward passes change weights in place; unknown until a window has been taken."""
         self.whole_at: int | None = None
         """The newest boundary, if all of it is to be taken instead of a window, see `Tiers.wants_whole`."""
-        self._copies: dict[int, StepCopies] = {}
-        """By identity of the layout, which they keep."""
+        self._copies = WindowCopies(engine)
         self._complete: Window | None = None
         self._newest: GenerationId | None = None
         """Generation of the last window, if that ended here as it should."""
@@ -211,7 +207,7 @@ class CaptureSession:
         except RingFull as error:
             self._spoil(str(error))
             return
-        writer = SegmentWriter(layout, slot.view, self._engine, self._arrivals, self._copies_of(layout))
+        writer = SegmentWriter(layout, slot.view, self._engine, self._arrivals, self._copies.of(layout, window.layout))
         record = self._record_step(window, layout, slot)  # first: gradients go sooner than what they have changed
         pending = BoundaryCapture(writer, step, outcome, record)
         self._pending, self._slot, self._ticket = pending, slot, pending.ticket
@@ -257,7 +253,7 @@ class CaptureSession:
                 try:
                     # Hooks and validation may have changed buffers since the step; the next forward will.
                     pending.take_rest(start, disturbed=disturbed)
-                    if self._edited is not False:
+                    if self._edits.may_come:
                         self._engine.fence(pending.ticket)
                 except (CheckpointError, BufferChanged, RuntimeError) as error:  # torch's, where memory is not there
                     self._spoil(f"its buffers or what was changed cannot be stored: {error}")
@@ -270,11 +266,9 @@ class CaptureSession:
         window, pending = self._window, self._pending
         if self._sealing is None or window is None or pending is None or window.spoiled or self._beside.busy:
             return
-        if self._is_torn(pending):
-            self._spoil(_TORN)
-            return
-        pending.had_arrived = pending.ticket.done
-        if not pending.waits_for_device:
+        if (torn := self._edits.torn(pending)) is not None:
+            self._spoil(torn)
+        elif not pending.waits_for_device:
             assert self._slot is not None
             self._beside.begin(partial(self._hand_over, window, pending, self._slot))
 
@@ -285,24 +279,13 @@ class CaptureSession:
             return
         self._pending = self._sealing = None
         if pending is not None and not window.spoiled:
-            torn = self._is_torn(pending)
-            if self._beside.busy or not torn:
+            torn = self._edits.torn(pending)
+            if self._beside.busy or torn is None:
                 self._complete_journal(window, pending)
-            if torn:
-                self._spoil(_TORN)
+            if torn is not None:
+                self._spoil(torn)
         if step == window.generation.step:
             self._finish(window)
-
-    def _is_torn(self, pending: BoundaryCapture) -> bool:
-        """Return whether copies may have met a change since the boundary was sealed.
-
-        From the first change on, each batch waits for copies before it begins; `nn.Embedding(max_norm=...)` changes weights.
-        """
-        if self._edited or not pending.is_overtaken:
-            return False
-        torn, self._edited = self._edited is False and not pending.had_arrived, True
-        log.info("forward or backward passes change weights in place: from here on they wait for copies of a boundary")
-        return torn
 
     def _complete_journal(self, window: Window, pending: BoundaryCapture) -> None:
         assert self._slot is not None
@@ -523,7 +506,7 @@ class CaptureSession:
             return
         self._window, self._newest = None, window.generation
         window.ring.finish_window(window.generation)
-        self._edited = bool(self._edited)
+        self._edits.window_taken()
         if self._complete is not None:
             self._tiers.superseded(self._complete)
         self._complete = window
@@ -532,16 +515,6 @@ class CaptureSession:
     def _drop(self, window: Window) -> None:
         self._window = self._pending = self._sealing = None
         window.ring.abort_window(window.generation)
-
-    def _copies_of(self, layout: StepLayout) -> StepCopies:
-        """Return the copies of this step of the plan; they are kept for the steps of one plan."""
-        found = self._copies.get(id(layout))
-        if found is None:
-            assert self._window is not None
-            known, steps = self._copies, self._window.layout.steps
-            self._copies = {id(step): known[id(step)] for step in steps if id(step) in known}
-            found = self._copies[id(layout)] = StepCopies(layout, self._engine)
-        return found
 
     def _await_copies(self) -> None:
         """Wait until nothing is written to the ring any more, whether the copies succeeded or not."""

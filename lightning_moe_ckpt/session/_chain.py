@@ -169,8 +169,7 @@ class ChainCapture(CaptureSession):
                 self._spoil(str(error))
         if not self._recorder.release():
             self._spoil("gradients were changed after the step, so what led to it is not known")
-        for copies in self._copies.values():
-            copies.let_go()
+        self._copies.let_go()
 
     @override
     def fence(self) -> None:
@@ -211,7 +210,9 @@ class ChainCapture(CaptureSession):
             self._spoil(str(error))
             return
         layout = self._layout.steps[0]
-        writer = SegmentWriter(layout, self._slot.view, self._engine, self._arrivals, self._copies_of(layout))
+        writer = SegmentWriter(
+            layout, self._slot.view, self._engine, self._arrivals, self._copies.of(layout, window.layout)
+        )
         self._pending = self._pending.again(writer)
         self._ticket = self._pending.ticket
 

@@ -45,5 +45,5 @@ from lightning_moe_ckpt.snapshot._plan_record import PlanRecord as PlanRecord
 from lightning_moe_ckpt.snapshot._writer import BoundaryCapture as BoundaryCapture
 from lightning_moe_ckpt.snapshot._writer import BufferChanged as BufferChanged
 from lightning_moe_ckpt.snapshot._writer import SegmentWriter as SegmentWriter
-from lightning_moe_ckpt.snapshot._writer import StepCopies as StepCopies
+from lightning_moe_ckpt.snapshot._writer import WindowCopies as WindowCopies
 from lightning_moe_ckpt.snapshot._writer import versions as versions

@@ -22,7 +22,7 @@ from lightning_moe_ckpt.journal import Arrival, Arrivals, Journal, encode_journa
 from lightning_moe_ckpt.native import Copy, CopyEngine, PreparedTable, Ticket
 from lightning_moe_ckpt.operators import StateWatch
 from lightning_moe_ckpt.snapshot._columns import columns_of
-from lightning_moe_ckpt.snapshot._layout import JOURNAL, StepLayout, as_memoryview
+from lightning_moe_ckpt.snapshot._layout import JOURNAL, StepLayout, WindowLayout, as_memoryview
 from lightning_moe_ckpt.storage import GenerationId, RecordRows
 from lightning_moe_ckpt.tiers import SealedFile, SealedSegment, StepRecord
 
@@ -130,6 +130,32 @@ class StepCopies:
         if not self.records or has_state != self._has_state:
             self._has_state = has_state
             self.records = [RecordRows(partial(file.records, has_state)) for file in self.layout.files]
+
+
+class WindowCopies:
+    """The copies of the boundaries of one plan; those that another plan has too go on being used. `engine` copies."""
+
+    def __init__(self, engine: CopyEngine) -> None:
+        self._engine = engine
+        self._known: dict[int, StepCopies] = {}
+        """By identity of the layout, which they keep."""
+
+    def of(self, layout: StepLayout, window: WindowLayout) -> StepCopies:
+        """Return the copies of this step of a plan."""
+        found = self._known.get(id(layout))
+        if found is None:
+            self._known = {id(step): self._known[id(step)] for step in window.steps if id(step) in self._known}
+            found = self._known[id(layout)] = StepCopies(layout, self._engine)
+        return found
+
+    def let_go(self) -> None:
+        """Hold no gradients any more, see `StepCopies.let_go`."""
+        for copies in self._known.values():
+            copies.let_go()
+
+    def clear(self) -> None:
+        """Make all of them anew."""
+        self._known.clear()
 
 
 class SegmentWriter:
