@@ -350,11 +350,12 @@ def test_two_nodes_replace_the_dead_of_one(tmp_path: Path) -> None:
     """
     port = free_port()
     meeting = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two", "--local-addr", "127.0.0.1"]
-    meeting += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2"]
     events = ("kill:1:20:0", "kill:2:40:1", "slow:0:60:2", "slow:2:60:2", "slow:0:90:3", "slow:2:90:3")
 
     def node(name: str) -> Job:
-        return Job(tmp_path / "job", 2, 200, *events, torchrun=meeting, name=name)
+        # On one machine any node could be the one at which nodes meet, and that one must not be lost.
+        own = [*meeting, "--rdzv-conf", f"keep_alive_interval=1,keep_alive_max_attempt=2,is_host={name == 'console0'}"]
+        return Job(tmp_path / "job", 2, 200, *events, torchrun=own, name=name)
 
     first, lost = node("console0"), node("console1")
     first.wait_until_step(60)
