@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from launcher import run_world
@@ -121,19 +121,5 @@ def test_faults_are_the_same_for_all_policies_of_a_seed() -> None:
         assert steps == sorted(set(steps))
         assert len(steps) == scale.faults
         assert 0 < steps[0] < steps[-1] < scale.steps
-    assert {case.system for case in CASES} == {
-        *(
-            "none",
-            "control",
-            "sparse",
-            "differential",
-            "bf16",
-            "compressed",
-            "feedback",
-            "partial",
-            "dynamic",
-            "selective",
-            "ablation",
-        )
-    }
+    assert {case.system for case in CASES} == set(get_args(System))
     assert {case.boosted for case in CASES if case.system == "selective"} == {False, True}

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from stored._outages import stop_storing_after
+from typing_extensions import override
 
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.session import Report
 from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._attempts import Attempt
 from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
@@ -39,6 +44,36 @@ class Nodes:
         """What is left on the machines that live."""
         dead = self.folder / f"node{self.dies}"
         return sorted(path.name for path in self.folder.rglob("*") if path.is_file() and path.parent != dead)
+
+
+class AwaitsCopies(Callback):
+    """Holds a step up until what this rank has on another node is new enough.
+
+    Args:
+        due: the step of the newest generation with a copy that a step waits for; `None` if it does not wait.
+        tell: gets the report when a step begins, as to write down what copies took until then.
+        hands_over: whether a boundary goes to the tiers here already, and not beside the next backward.
+    """
+
+    def __init__(
+        self,
+        due: Callable[[int], int | None],
+        tell: Callable[[Report], object] = lambda _: None,
+        *,
+        hands_over: bool = False,
+    ) -> None:
+        self._due, self._tell, self._hands_over = due, tell, hands_over
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
+        (callback,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
+        due, deadline = self._due(trainer.global_step), time.monotonic() + 60
+        if self._hands_over:
+            callback.wait_committed(0.0)
+        while due is not None and callback.report.generations.get("peer", -1) < due:
+            assert time.monotonic() < deadline, f"no copy of generation {due} or a newer one"
+            time.sleep(0.002)
+        self._tell(callback.report)
 
 
 def leave_only_copies(after: int, pace: Callback) -> None:

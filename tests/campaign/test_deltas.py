@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,16 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from typing_extensions import override
+from lightning.pytorch import LightningModule
 
 from campaign._campaign import Campaigns
-from campaign._nodes import leave_only_copies
+from campaign._nodes import AwaitsCopies, leave_only_copies
 from campaign._partial_runs import Machines, train_partial
 from campaign._promises import Restarts
 from campaign._training import Setup
 from campaign.test_selective import STORED, selective_setup
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.session import Report
 from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._attempts import Attempt
 from lightning_moe_ckpt.testing._kill import Kill
@@ -36,27 +34,15 @@ SENT = (("redundancy", False),)
 """Also what other nodes hold anyway, where every rank has every expert."""
 
 
-class Follows(Callback):
-    """Holds each step up until the copy of the boundary before it is on another node, and writes down what that took.
+def follows(life: Attempt) -> AwaitsCopies:
+    """Each step waits until the copy of the boundary before it is on another node; what that took is written down."""
 
-    Args:
-        life: this one.
-    """
-
-    def __init__(self, life: Attempt) -> None:
-        self._life = life
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        (callback,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
-        deadline = time.monotonic() + 60
-        callback.wait_committed(0.0)  # the boundary is handed over here, and not beside the next backward
-        while callback.report.generations.get("peer", 0) < trainer.global_step:
-            assert time.monotonic() < deadline, "no new generation has a copy"
-            time.sleep(0.002)
-        figures = callback.report.deltas
+    def tell(report: Report) -> None:
+        figures = report.deltas
         told = None if figures is None else {**dataclasses.asdict(figures), "share": figures.share}
-        (self._life.workdir / f"deltas.{self._life.index}.{self._life.rank}").write_text(json.dumps(told))
+        (life.workdir / f"deltas.{life.index}.{life.rank}").write_text(json.dumps(told))
+
+    return AwaitsCopies(lambda step: step or None, tell, hands_over=True)
 
 
 def train_followed(
@@ -64,7 +50,7 @@ def train_followed(
 ) -> Mapping[str, Any]:
     """In the first life storage fails after a few generations, and every step waits for the copies of the one before."""
     if life.index == 0:
-        leave_only_copies(STORED, Follows(life))
+        leave_only_copies(STORED, follows(life))
     if optimizer is not None:
         Seam(module="campaign._training", attribute="make_optimizer", replacement=partial(_grouped, optimizer)).apply()
     return train_partial(setup, machines, life)

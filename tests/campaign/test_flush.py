@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from campaign._campaign import Campaigns
-from campaign._nodes import Nodes
+from campaign._nodes import AwaitsCopies, Nodes
 from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.session import Report
@@ -84,20 +83,18 @@ class Late:
         return put(worker, job, segment)
 
 
-class Watch(Callback):
+class Watch(AwaitsCopies):
     """Keeps the newest report; waits for the first copies, and for storage where it is not to be late."""
 
     def __init__(self, late: Late) -> None:
+        super().__init__(lambda step: 0 if step == FIRST_COPIED else None)
         self.late = late
         self.report: Report | None = None
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         (callback,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
-        deadline = time.monotonic() + PATIENCE
-        while trainer.global_step == FIRST_COPIED and "peer" not in callback.report.generations:
-            assert time.monotonic() < deadline, "no generation has a copy"
-            time.sleep(0.005)
         assert self.late.storage or callback.wait_committed(PATIENCE)
         self.report = callback.report
         if self.report.windows_skipped:

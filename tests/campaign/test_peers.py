@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from campaign._campaign import Campaigns
-from campaign._nodes import Nodes, leave_only_copies
+from campaign._nodes import AwaitsCopies, Nodes, leave_only_copies
 from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.testing import Seam
@@ -80,20 +79,8 @@ def test_a_node_that_dies_comes_back_from_the_other_one(campaigns: Campaigns, fo
 def train_with_copies_only(setup: Setup, nodes: Nodes, life: Attempt) -> Mapping[str, Any]:
     """In the first life storage fails after its first generation, and step 9 begins when a generation has copies."""
     if life.index == 0:
-        leave_only_copies(0, AwaitsCopies())
+        leave_only_copies(0, AwaitsCopies(lambda step: 0 if step == 9 else None))
     return train_on_nodes(setup, nodes, life)
-
-
-class AwaitsCopies(Callback):
-    """Holds training up before a step until this rank has a generation on another node."""
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        (callback,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
-        deadline = time.monotonic() + 30
-        while trainer.global_step == 9 and "peer" not in callback.report.generations:
-            assert time.monotonic() < deadline, "no generation has a copy"
-            time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

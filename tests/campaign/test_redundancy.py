@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningModule, Trainer
-from typing_extensions import override
 
 from campaign._campaign import Campaigns
-from campaign._nodes import Nodes, leave_only_copies
+from campaign._nodes import AwaitsCopies, Nodes, leave_only_copies
 from campaign._partial_runs import KILL, Machines, train_partial, two_level_setup
 from campaign._promises import Restarts
 from campaign._training import Checkpointing, Setup, train
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.session import Report
 from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult
 from lightning_moe_ckpt.testing._kill import Kill
 
@@ -28,26 +25,15 @@ AWAITED = 9
 """Step that begins when a generation has copies."""
 
 
-class TellsRedundancy(Callback):
-    """Holds a step up until this rank has a generation on another node, and writes down what copies took until then.
+def tells_redundancy(life: Attempt) -> AwaitsCopies:
+    """A step waits until this rank has a generation on another node; what copies took until then is written down."""
 
-    Args:
-        life: this one.
-    """
-
-    def __init__(self, life: Attempt) -> None:
-        self._life = life
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        (callback,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
-        deadline = time.monotonic() + 30
-        while trainer.global_step == AWAITED and "peer" not in callback.report.generations:
-            assert time.monotonic() < deadline, "no generation has a copy"
-            time.sleep(0.01)
-        if (found := callback.report.redundancy) is not None:
+    def tell(report: Report) -> None:
+        if (found := report.redundancy) is not None:
             told = [found.nbytes_sent, found.nbytes_mirrored]
-            (self._life.workdir / f"redundancy.{self._life.index}.{self._life.rank}").write_text(json.dumps(told))
+            (life.workdir / f"redundancy.{life.index}.{life.rank}").write_text(json.dumps(told))
+
+    return AwaitsCopies(lambda step: 0 if step == AWAITED else None, tell)
 
 
 def taken(lives: list[AttemptResult]) -> tuple[int, int]:
@@ -61,7 +47,7 @@ def train_told(setup: Setup, nodes: Nodes, life: Attempt) -> Mapping[str, Any]:
     """In the first life storage has the start alone."""
     nodes.settle(life)
     if life.index == 0:
-        leave_only_copies(0, TellsRedundancy(life))
+        leave_only_copies(0, tells_redundancy(life))
     return train(setup, life)
 
 
@@ -170,4 +156,4 @@ def test_partial_generations_are_as_new_as_promised_where_the_dense_part_is_not_
 
 def train_followed(setup: Setup, machines: Machines, life: Attempt) -> Mapping[str, Any]:
     """Copies are on other nodes when the first life is killed."""
-    return train_partial(setup, machines, life, *([TellsRedundancy(life)] if life.index == 0 else []))
+    return train_partial(setup, machines, life, *([tells_redundancy(life)] if life.index == 0 else []))

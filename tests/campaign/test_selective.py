@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningModule, Trainer
-from typing_extensions import override
 
 from campaign._campaign import Campaigns
-from campaign._nodes import leave_only_copies
+from campaign._nodes import AwaitsCopies, leave_only_copies
 from campaign._partial_runs import KILL, Machines, restarts, train_partial
 from campaign._promises import Restarts
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.testing._attempts import Attempt, Fit
 from lightning_moe_ckpt.testing._kill import Kill
 
@@ -104,20 +100,8 @@ STORED = 3
 def train_with_copies(setup: Setup, machines: Machines, life: Attempt) -> Mapping[str, Any]:
     """In the first life storage fails after a few generations, and the last steps wait for copies of new ones."""
     if life.index == 0:
-        leave_only_copies(STORED, AwaitsCopies())
+        leave_only_copies(STORED, AwaitsCopies(lambda step: step - 4 if step > 6 else None))
     return train_partial(setup, machines, life)
-
-
-class AwaitsCopies(Callback):
-    """Holds training up at each step until copies of what was taken a few steps ago are on another node."""
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        (callback,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
-        deadline = time.monotonic() + 30
-        while trainer.global_step > 6 and callback.report.generations.get("peer", 0) < trainer.global_step - 4:
-            assert time.monotonic() < deadline, "no new generation has a copy"
-            time.sleep(0.01)
 
 
 def test_with_the_loss_of_memory_storage_has_every_expert(campaigns: Campaigns, folder: Path) -> None:

@@ -92,6 +92,15 @@ class Run:
         self.ring.complete_everywhere(name)
         return True
 
+    def unpin(self) -> None:
+        """Nobody reads any generation any more."""
+        while self.pinned:
+            self.ring.unpin(self.pinned.pop())
+
+    def free_small(self) -> list[int]:
+        """Small slots that are free, of each size."""
+        return [self.ring.free(nbytes) for nbytes in sorted(set(EXPERTS.values()))]
+
     def found(self) -> dict[str, int]:
         """By operator, the newest copy of which every byte is what was captured."""
         tier, newest = HostTier(RUN, self.directory), dict[str, int]()
@@ -146,8 +155,7 @@ def test_the_newest_copy_of_each_expert_is_found_at_every_moment(
             run.ring, run.pinned, adopted.experts = adopted, [], EXPERTS
             run.check()
     assert moments
-    while run.pinned:
-        run.ring.unpin(run.pinned.pop())
+    run.unpin()
     run.ring.condense()
     run.check()
     assert run.whole() == [run.step]
@@ -161,15 +169,13 @@ def test_copies_that_complete_a_generation_that_others_have_stay_where_there_is_
     run = Run(tmp_path, draws, copies=2)
     while len(run.newest) < len(EXPERTS) or run.pinned:
         run.take()
-        while run.pinned:
-            run.ring.unpin(run.pinned.pop())
+        run.unpin()
         run.ring.condense()
     then, pinned = dict(run.newest), generation(run.step)
     run.ring.pin(pinned)
     for _ in range(20):
         run.take()
-        while run.pinned:
-            run.ring.unpin(run.pinned.pop())
+        run.unpin()
         run.ring.condense()
         tier = HostTier(RUN, tmp_path)
         older = [each for each in tier.holdings() if each.generation <= pinned]
@@ -198,11 +204,10 @@ def test_what_is_given_up_while_it_is_brought_away_leaves_no_slot_taken(
             run.ring.discard(each)
 
     monkeypatch.setattr(_ring_experts, "write_shared", given_up)
-    for each in run.pinned:
-        run.ring.unpin(each)
+    run.unpin()
     run.ring.condense()
     assert run.ring.free_slots == run.ring.num_slots
-    assert [run.ring.free(nbytes) for nbytes in sorted(set(EXPERTS.values()))] == [3, 3]
+    assert run.free_small() == [3, 3]
     assert run.found() == {}
     run.ring.close()
 
@@ -218,13 +223,11 @@ def test_a_marker_for_which_there_is_no_room_costs_one_generation(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for each in run.pinned:
-        run.ring.unpin(each)
-    run.pinned = []
+    run.unpin()
     monkeypatch.setattr(_ring_experts, "write_shared", full)
     with pytest.raises(OSError, match="No space"):
         run.ring.condense()
     assert run.ring.free_slots == run.ring.num_slots - 1
-    assert [run.ring.free(nbytes) for nbytes in sorted(set(EXPERTS.values()))] == [3, 3]
+    assert run.free_small() == [3, 3]
     assert run.whole() == [run.step]
     run.ring.close()
