@@ -41,6 +41,7 @@ from lightning_moe_ckpt.policies import (
     Selection,
 )
 from lightning_moe_ckpt.snapshot import (
+    REMEMBERED_PLANS,
     PlanRecord,
     StateView,
     WindowLayout,
@@ -56,9 +57,6 @@ from lightning_moe_ckpt.storage import BadCopies, SlotClass
 from lightning_moe_ckpt.tiers import PEER, STORAGE, Mirroring, PeerRoom, TierWorker
 
 log = logging.getLogger(__name__)
-
-_REMEMBERED_LAYOUTS = 64
-"""Of plans that come round again."""
 
 _IN_FLIGHT = 4
 """Generations of which a journal says that they are under way, over all tiers, roughly."""
@@ -488,7 +486,7 @@ class Planner:
                 columns_of(step)  # made here, which is not the training thread where plans are made while it trains
             if record.plan.partial:
                 self._layouts[key] = layout
-            while len(self._layouts) > _REMEMBERED_LAYOUTS:
+            while len(self._layouts) > REMEMBERED_PLANS:
                 self._layouts.popitem(last=False)
         return layout
 

@@ -42,6 +42,7 @@ from lightning_moe_ckpt.snapshot._parts import Field as Field
 from lightning_moe_ckpt.snapshot._parts import ParameterParts as ParameterParts
 from lightning_moe_ckpt.snapshot._parts import Shard as Shard
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord as PlanRecord
+from lightning_moe_ckpt.snapshot._writer import REMEMBERED_PLANS as REMEMBERED_PLANS
 from lightning_moe_ckpt.snapshot._writer import BoundaryCapture as BoundaryCapture
 from lightning_moe_ckpt.snapshot._writer import BufferChanged as BufferChanged
 from lightning_moe_ckpt.snapshot._writer import SegmentWriter as SegmentWriter

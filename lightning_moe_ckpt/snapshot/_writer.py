@@ -132,19 +132,30 @@ class StepCopies:
             self.records = [RecordRows(partial(file.records, has_state)) for file in self.layout.files]
 
 
+REMEMBERED_PLANS = 64
+"""Of which layouts and copies are kept, where plans come round again."""
+
+
 class WindowCopies:
-    """The copies of the boundaries of one plan; those that another plan has too go on being used. `engine` copies."""
+    """The copies of the boundaries of plans: those of the one in use, and of partial ones, which come round again.
+
+    Args:
+        engine: copies.
+    """
 
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
         self._known: dict[int, StepCopies] = {}
-        """By identity of the layout, which they keep."""
+        """By identity of the layout, which they keep; oldest first."""
 
     def of(self, layout: StepLayout, window: WindowLayout) -> StepCopies:
         """Return the copies of this step of a plan."""
         found = self._known.get(id(layout))
         if found is None:
-            self._known = {id(step): self._known[id(step)] for step in window.steps if id(step) in self._known}
+            in_use, others = set(map(id, window.steps)), [*self._known]
+            for old in others[: -REMEMBERED_PLANS if window.record.plan.partial else None]:
+                if old not in in_use:
+                    del self._known[old]
             found = self._known[id(layout)] = StepCopies(layout, self._engine)
         return found
 

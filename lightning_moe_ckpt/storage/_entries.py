@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, compress
 from math import prod
 from operator import add, attrgetter, le
 from typing import Any, NamedTuple, TypeVar, overload
@@ -110,6 +110,12 @@ class RecordColumns(NamedTuple):
         columns: list[Any] = [[column[index] for index in order] for column in self]
         return RecordColumns(*columns)
 
+    def of_operators(self, operators: Collection[str]) -> RecordColumns:
+        """Return the records of some operators."""
+        wanted = [operator in operators for operator in self.operator]
+        columns: list[Any] = [list(compress(column, wanted)) for column in self]
+        return RecordColumns(*columns)
+
     def entries(self) -> Iterator[RecordEntry]:
         """Yield an object for each record."""
         return (RecordEntry(**dict(zip(self._fields, row, strict=True))) for row in zip(*self, strict=True))
@@ -121,11 +127,12 @@ class RecordTable(Sequence[RecordEntry]):
     Args:
         parts: the stored bytes, with the newline, one behind the other: most of them are the same in every generation.
         where: key of the marker, for messages.
+        rows: what these are of, where they were made here.
     """
 
-    def __init__(self, *parts: bytes | memoryview, where: str = "records") -> None:
+    def __init__(self, *parts: bytes | memoryview, where: str = "records", rows: RecordRows | None = None) -> None:
         self.parts = parts
-        self._where = where
+        self._where, self._rows = where, rows
         self.file_nbytes = MAX_INTEGER
         """Size of the segment file; a record that ends beyond it is refused."""
 
@@ -168,6 +175,9 @@ class RecordTable(Sequence[RecordEntry]):
     @cached_property
     def columns(self) -> RecordColumns:
         """The records by column, checked. Raises `Corrupt` if the line does not hold records."""
+        if self._rows is not None:
+            digests = bytes(self.parts[1]).split(_SEPARATOR) if self._rows.columns.name else []
+            return self._rows.columns._replace(digest=[each.decode("ascii") for each in digests])
         try:
             line = json.loads(self.line)
         except (ValueError, RecursionError) as error:
@@ -209,6 +219,12 @@ class RecordRows:
         rows, places = records() if callable(records) else _spelled(records)
         return Ranges((offset, offset + nbytes) for offset, nbytes in places), _array(rows)
 
+    @cached_property
+    def columns(self) -> RecordColumns:
+        """The records by column, with empty digests: parsed once for all generations of a plan."""
+        rows = json.loads(self._spelled[1])
+        return _read_columns(rows, [""] * len(rows), "records")
+
     def digested(self, segment: memoryview) -> RecordTable:
         """Digest every record of a finished segment and return the records with digests.
 
@@ -221,7 +237,7 @@ class RecordRows:
         """Return what `digested` does, and the digest of the file, in one pass over its bytes."""
         ranges, rows = self._spelled
         digests, whole = ranges.digest(segment, _SEPARATOR)
-        return RecordTable(*_line(digests, rows)), whole
+        return RecordTable(*_line(digests, rows), rows=self), whole
 
 
 def _spelled(records: Sequence[RecordEntry]) -> SpelledRows:

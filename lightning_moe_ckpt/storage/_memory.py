@@ -148,7 +148,7 @@ class MemoryMarker:
         """Return the statement that no more than these experts are left of the generation."""
         names = {each.operator for each in experts}
         segments = [
-            replace(entry, records=tuple(each for each in entry.records if each.operator in names))
+            replace(entry, records=tuple(RecordColumns.of(entry.records).of_operators(names).entries()))
             for entry in self.marker.segments
         ]
         marker = replace(self.marker, segments=tuple(segments), module=None)

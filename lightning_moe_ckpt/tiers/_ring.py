@@ -344,7 +344,7 @@ class SegmentRing(ExpertCopies):
         Of generations that are differences, those stay that follow on what stays. Repeating this is allowed.
         """
         with self._lock:
-            self._entry(generation, GenerationState.COMPLETE)
+            self._entry(generation, GenerationState.COMPLETE).everywhere = True
             names = list(self._generations)
             settled = names[: names.index(generation) + 1]
             complete = [each for each in settled if self._generations[each].state is GenerationState.COMPLETE]

@@ -21,9 +21,16 @@ from itertools import pairwise
 from typing import Any
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.storage import ExpertSlot
+from lightning_moe_ckpt.storage import ExpertSlot, RecordColumns
 from lightning_moe_ckpt.tiers._ring_state import Generation, GenerationState, RingState, read_statement
 from lightning_moe_ckpt.tiers._shm import remove_shared, unfinished_path, write_shared
+
+
+def _settled(entry: Generation) -> Collection[str]:
+    """Return the operators of a generation that is in no slot of theirs yet, and stays until they are."""
+    if not entry.everywhere or not entry.is_whole or entry.said is None:
+        return ()
+    return {op for each in entry.said.marker.segments for op in RecordColumns.of(each.records).operator}
 
 
 class ExpertCopies(RingState):
@@ -60,7 +67,8 @@ class ExpertCopies(RingState):
         if entry.said is None:
             raise Corrupt(f"the marker of {name} is not what was written: its experts are not kept in memory.")
         with self._lock:
-            newer = {op for each, known in self._generations.items() if each > name for op in known.experts}
+            later = [known for each, known in self._generations.items() if each > name]
+        newer = {op for known in later for op in known.experts} | {op for known in later for op in _settled(known)}
         wanted = [each for each in ExpertSlot.all_of(entry.said.marker, self.experts) if each.operator not in newer]
         operators = {each.operator for each in wanted}
         self._let_go(name, operators, self._replaced)

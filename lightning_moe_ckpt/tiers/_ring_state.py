@@ -60,6 +60,8 @@ class Generation:
     steps: dict[int, int] = field(default_factory=dict)
     """Index of the slot, by step."""
     pins: int = 0
+    everywhere: bool = False
+    """Whether all ranks have said that they have theirs."""
     marker: Path | None = None
     """Path of the marker; `None` until the generation is published."""
     is_link: bool = False

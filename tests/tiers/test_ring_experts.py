@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -71,10 +71,11 @@ class Run:
         self.newest: dict[str, int] = {}
         self.pinned: list[GenerationId] = []
 
-    def take(self) -> bool:
-        """Another generation with some experts, complete on all ranks; `False` if there was no room."""
+    def take(self, experts: Sequence[str] = ()) -> bool:
+        """Another generation with some experts, drawn if none are named, complete on all ranks; `False` if there was no room."""
         name = generation(self.step + 1)
-        chosen = {each: EXPERTS[each] for each in self.draws.sample(sorted(EXPERTS), self.draws.choice([1, 1, 2, 5]))}
+        drawn = self.draws.sample(sorted(EXPERTS), self.draws.choice([1, 1, 2, 5]))
+        chosen = {each: EXPERTS[each] for each in experts or drawn}
         self.ring.begin_window(name)
         try:
             entries = segment(self.ring, name, chosen).digested()
@@ -212,11 +213,23 @@ def test_what_is_given_up_while_it_is_brought_away_leaves_no_slot_taken(
     run.ring.close()
 
 
+def test_experts_that_a_newer_generation_has_on_all_ranks_are_not_copied(tmp_path: Path) -> None:
+    """Of those that are taken again and again there is no copy in a slot of their own."""
+    run = Run(tmp_path, random.Random(1))
+    for _ in range(3):
+        assert run.take(sorted(EXPERTS)[:2])
+        run.unpin()
+        run.ring.condense()
+        run.check()
+    assert run.free_small() == [3, 3]
+    run.ring.close()
+
+
 def test_a_marker_for_which_there_is_no_room_costs_one_generation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots are free afterwards, and what follows is kept."""
-    run = Run(tmp_path, random.Random(3))
+    run = Run(tmp_path, random.Random(5))
     for _ in range(2):
         assert run.take()
 
