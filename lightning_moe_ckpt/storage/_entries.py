@@ -176,8 +176,8 @@ class RecordTable(Sequence[RecordEntry]):
     def columns(self) -> RecordColumns:
         """The records by column, checked. Raises `Corrupt` if the line does not hold records."""
         if self._rows is not None:
-            digests = bytes(self.parts[1]).split(_SEPARATOR) if self._rows.columns.name else []
-            return self._rows.columns._replace(digest=[each.decode("ascii") for each in digests])
+            said = bytes(self.parts[1]).decode("ascii")
+            return self._rows.columns._replace(digest=said.split(_SEPARATOR.decode()) if said else [])
         try:
             line = json.loads(self.line)
         except (ValueError, RecursionError) as error:
