@@ -2,7 +2,7 @@
 #   make demo   train, kill a worker under three launchers, resume, compare bit by bit; writes out/demo/
 #   make quick  between two of those, a minute: lint of what changed, unit tests, 20 drawn runs that are killed
 #   make test   lint, types and every test but the long campaigns, in JOBS processes; ten minutes on two cores
-#   make soak   the long campaigns of kills        make bench  throughput, recovery, storage, quality after faults; an hour
+#   make soak   the long campaigns of kills, all examples of properties        make bench  throughput, recovery, storage, quality after faults; an hour
 #   make wheel  with both compiled parts, into dist/; needs nvcc, and runs with the drivers that its CUDA version runs with
 #   make versions   killed runs under the lowest versions that pyproject.toml declares, and under the newest there are
 #   make sanitize   the tests of compiled code against builds with the address and the thread sanitizer
@@ -57,7 +57,7 @@ style: $(STAMP)
 	$(BIN)/ruff format --check .
 
 soak: $(STAMP) $(SERVERS)/.stamp
-	$(BIN)/pytest -m soak -s $(PYTEST_ARGS)
+	$(BIN)/pytest -m "soak or hypothesis" -s $(PYTEST_ARGS)
 
 # The sanitizer's own library has to come first in the process. Python and torch never give all memory back, and torch
 # is not instrumented: leaks are not looked for, and races only where our code takes part (ext/sanitizers/thread.supp). A

@@ -31,6 +31,8 @@ gc.disable()
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("shared", deadline=None)
+LEAST_EXAMPLES = 20
+"""Of a property, in an ordinary run."""
 # For `make sanitize`: instrumented code is five to fifteen times slower, and sees in few examples what others see in many.
 hypothesis.settings.register_profile("sanitized", deadline=None, max_examples=15)
 hypothesis.settings.load_profile("shared")
@@ -74,6 +76,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         campaigns = [item for item in items if item.get_closest_marker("soak")]
         config.hook.pytest_deselected(items=campaigns)
         items[:] = [item for item in items if item not in campaigns]
+        _draw_fewer(items)
+
+
+def _draw_fewer(items: list[pytest.Item]) -> None:
+    """Draw a third of the examples that a property asks for, others in every run; `make soak` draws all."""
+    for item in items:
+        owner, name = getattr(item, "obj", None), "_hypothesis_internal_use_settings"
+        if not hasattr(owner, name):  # a state machine has them for all to see
+            owner, name = getattr(item, "cls", None), "settings"
+        asked = getattr(owner, name, None)
+        if item.get_closest_marker("hypothesis") and isinstance(asked, hypothesis.settings) and not asked.derandomize:
+            number = max(min(asked.max_examples, LEAST_EXAMPLES), asked.max_examples // 3)
+            setattr(owner, name, hypothesis.settings(asked, max_examples=number))
 
 
 def _no_gpu() -> bool:

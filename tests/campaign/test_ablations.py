@@ -89,14 +89,10 @@ ABLATIONS = {
 }
 
 
-ELSEWHERE = ("norm", "found_inf", "random_state", "compute_precision")
-
-
-@pytest.mark.parametrize(
-    "name", ["ordered_reduction", *(pytest.param(each, marks=pytest.mark.soak) for each in ELSEWHERE)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ABLATIONS)
 def test_with_the_mechanism_the_run_is_exact(campaigns: Campaigns, name: str) -> None:
-    """The control."""
+    """The control; others have the same in every run, `tests/parallel/test_reducer.py` the sizes of buckets."""
     campaigns.check(ABLATIONS[name].setup, KILL)
 
 

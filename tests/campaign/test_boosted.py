@@ -86,7 +86,7 @@ def require_logged(found: Restarts, boosting: Boosting) -> None:
     [
         *(pytest.param(*each, marks=pytest.mark.soak) for each in ((3, "expert"), (3, "layer"))),
         (1, "expert"),
-        (1, "layer"),
+        pytest.param(1, "layer", marks=pytest.mark.soak),
     ],
 )
 def test_lost_tokens_are_made_up_for_through_a_second_crash(

@@ -99,7 +99,7 @@ CASES: dict[str, tuple[Setup, tuple[int, ...], dict[str, Any], float]] = {
     "the dense part is there": (sent(followed_setup(3, 3), redundancy=True), (0, 1, 2), {}, 0.6),
     "four ranks": (followed_setup(4, 2), (0, 0, 1, 1), {}, 0.6),
 }
-LONG = {"every expert, spread over ranks", "lists under DDP, amsgrad", "four ranks"}
+LONG = {"every expert, spread over ranks", "lists under DDP, amsgrad", "the dense part is there", "four ranks"}
 """The first of them is trained with rounded gradients below."""
 
 

@@ -160,9 +160,9 @@ def test_one_failure_after_the_other_meets_every_source(campaigns: Campaigns) ->
     """A process, a node in the life after, and then everything: the log of the run forbids what each left behind."""
     faults = (
         fail_at(1, 5, "forward"),
-        fail_at(3, 8, kind="node_loss"),
+        fail_at(2, 8, kind="node_loss"),
         fail_at(0, 10, kind="rack_loss", settle=20.0),
     )
-    lives = campaigns.check_faults(on_two_nodes(4, "sparse", faults=faults, racks=("a",) * 4))
+    lives = campaigns.check_faults(on_two_nodes(3, "sparse", faults=faults, racks=("a",) * 3))
     assert [life.outcome for life in lives] == ["killed"] * 3 + ["finished"]
-    assert sources(lives[-1]) == [{"storage"}] * 4
+    assert sources(lives[-1]) == [{"storage"}] * 3

@@ -37,8 +37,8 @@ def exact_setup(world_size: int, policy: Any) -> Setup:
     ("world_size", "policy", "ranks"),
     [
         (1, "sparse", (0,)),
-        (3, "sparse", (1, 2)),
         (3, "dense", (0,)),
+        pytest.param(3, "sparse", (1, 2), marks=pytest.mark.soak),
         pytest.param(3, "dense", (1,), marks=pytest.mark.soak),
     ],
 )
@@ -54,7 +54,7 @@ def test_what_memory_has_is_resumed_from_although_storage_has_nothing(
     assert second.steps()[0] > 1, second.log()
 
 
-@pytest.mark.parametrize(("world_size", "ranks"), [(1, (0,)), (3, (2,))])
+@pytest.mark.parametrize(("world_size", "ranks"), [(1, (0,)), pytest.param(3, (2,), marks=pytest.mark.soak)])
 def test_a_crash_before_anything_is_whole_anywhere_begins_anew(
     campaigns: Campaigns, world_size: int, ranks: tuple[int, ...]
 ) -> None:
@@ -67,7 +67,11 @@ def test_a_crash_before_anything_is_whole_anywhere_begins_anew(
 
 @pytest.mark.parametrize(
     ("world_size", "expert_parallel", "step", "resumes"),
-    [(1, 1, 3, False), (1, 1, 11, True), (3, 3, 11, True), pytest.param(3, 3, 3, False, marks=pytest.mark.soak)],
+    [
+        (1, 1, 3, False),
+        (1, 1, 11, True),
+        *(pytest.param(3, 3, *each, marks=pytest.mark.soak) for each in ((11, True), (3, False))),
+    ],
 )
 def test_partial_generations_in_memory_count_once_they_hold_every_expert(
     campaigns: Campaigns, world_size: int, expert_parallel: int, step: int, resumes: bool

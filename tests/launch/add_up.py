@@ -46,9 +46,11 @@ class Files:
         self._count += 1
         paths = [self._folder / f"{self._count}.{rank}" for rank in range(self._world_size)]
         write(paths[self._rank], str(value))
+        pause = 0.001
         while not all(path.exists() for path in paths):
-            if self._aborted.wait(0.001):
+            if self._aborted.wait(pause):
                 raise RuntimeError("a peer is gone")
+            pause = min(1.5 * pause, 0.02)
         return how([int(path.read_text()) for path in paths])
 
     def close(self) -> None:

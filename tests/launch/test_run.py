@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from launcher import exit_after
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from lightning_moe_ckpt.launch import _imports
 from lightning_moe_ckpt.launch._members import Happening, Switchboard
@@ -76,6 +77,8 @@ class Job:
             exit_after(lambda: self._run(lambda: run(command, torchrun=torchrun, **options)))
 
     def _run(self, work: Callable[[], int]) -> None:
+        # Nodes that meet look again after a second, and begin to after up to 0.3: torch spares a store of thousands.
+        dynamic_rendezvous._delay = lambda **_: time.sleep(0.02)
         console = os.open(self._console, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(console, 1)
         os.dup2(console, 2)

@@ -116,9 +116,10 @@ def test_ordered_bits_do_not_depend_on_the_bucket_size_and_plain_bits_do(world_s
             return torch.cat([grad.flatten() for grad in gradients(model).values() if grad is not None])
 
         modes: tuple[ReductionMode, ...] = ("ordered", "allreduce")
+        one_for_all = {mode: flat(10**9, mode) for mode in modes}
         return {
-            mode: sum(int((flat(nbytes, mode) != flat(10**9, mode)).sum()) for nbytes in (1, 700, 5_000))
-            for mode in modes
+            mode: sum(int((flat(nbytes, mode) != whole).sum()) for nbytes in (1, 700, 5_000))
+            for mode, whole in one_for_all.items()
         }
 
     for changed in run_world(world_size, work):
