@@ -228,7 +228,7 @@ def test_overhead_table_names_every_cause_of_waits(overhead: dict[str, OverheadF
 def test_a_breakdown_adds_up(tmp_path: Path) -> None:
     """Hooks of policies and peers, and threads beside; what is in hooks is what the report says."""
     variants = ["dense1", "selective1", "dcp4", "torch.save4"]
-    options = [*TINY_FITS, "--variants", ",".join(variants), "--breakdown", "--url", tmp_path.as_uri()]
+    options = [*TINY_FITS, "--variants", ",".join(variants), "--breakdown", "--rounds", "1", "--url", tmp_path.as_uri()]
     status, out, err = _run(["bench", "overhead", "--json", *options])
     assert status == 0, err
     figures = {row["variant"]: row for row in json.loads(out)["overhead"]}

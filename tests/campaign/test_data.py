@@ -237,7 +237,9 @@ DETERMINISTIC = replace(SPARSE, arguments=(("deterministic_dataset", True),))
 
 
 @pytest.mark.parametrize(
-    "case", [Fed(feed="cycle", workers=1), Fed(feed="persistent", workers=2)], ids=["cycle", "persistent"]
+    "case",
+    [pytest.param(Fed(feed="cycle", workers=1), marks=pytest.mark.soak), Fed(feed="persistent", workers=2)],
+    ids=["cycle", "persistent"],
 )
 def test_killed_on_data_that_draws_nothing_the_run_ends_the_same(campaigns: Campaigns, case: Fed) -> None:
     """Loaders go to their places without fetching; in the second epoch, where they have started over before."""

@@ -99,7 +99,7 @@ def dense_step(life: AttemptResult) -> int:
     return int(line.split("dense again at step ")[1].split()[0])
 
 
-@pytest.mark.parametrize(("workers", "accumulate"), [(0, 1), (0, 2), (1, 1)])
+@pytest.mark.parametrize(("workers", "accumulate"), [pytest.param(0, 1, marks=pytest.mark.soak), (0, 2), (1, 1)])
 def test_replay_sees_the_logged_batches_and_ends_dense_with_the_same_bits(
     campaigns: Campaigns, workers: int, accumulate: int
 ) -> None:

@@ -113,7 +113,8 @@ def stored_steps(workdir: Path) -> dict[int, tuple[GenerationId, ...]]:
 @pytest.mark.parametrize(
     ("ruin", "world_size"),
     [
-        (delete_what_is_borrowed, 3),
+        (delete_what_is_borrowed, 1),
+        pytest.param(delete_what_is_borrowed, 3, marks=pytest.mark.soak),
         pytest.param(truncate_what_is_borrowed, 1, marks=pytest.mark.soak),
         pytest.param(damage_the_manifest, 1, marks=pytest.mark.soak),
     ],

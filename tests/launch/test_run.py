@@ -78,7 +78,7 @@ class Job:
 
     def _run(self, work: Callable[[], int]) -> None:
         # Nodes that meet look again after a second, and begin to after up to 0.3: torch spares a store of thousands.
-        vars(dynamic_rendezvous)["_delay"] = lambda **_: time.sleep(0.02)
+        vars(dynamic_rendezvous)["_delay"] = lambda **_: time.sleep(0.1)
         console = os.open(self._console, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(console, 1)
         os.dup2(console, 2)

@@ -70,6 +70,7 @@ def figures_of(planner: Planner) -> LossFigures:
 
 _BESIDE = 3
 """Integers that a rank tells before bad copies, besides tokens of experts: drops of two layers, and its last step."""
+SOAK = pytest.mark.soak
 EXPERT_NBYTES = 15_000
 """Of one expert of the model, with what describes it, roughly."""
 
@@ -135,8 +136,13 @@ class Run:
         self.stored.append(Selection.of_plan(layout.record.plan, self._planner._view.operators))
 
 
-@pytest.mark.parametrize("order", ["sequential", "load_aware"])
-@pytest.mark.parametrize("longest", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("longest", "order"),
+    [
+        *((1, "sequential"), (2, "load_aware"), (5, "sequential")),
+        *(pytest.param(*each, marks=SOAK) for each in ((1, "load_aware"), (2, "sequential"), (5, "load_aware"))),
+    ],
+)
 def test_storage_that_skips_generations_still_gets_every_expert(order: str, longest: int) -> None:
     """What it skipped comes next: one round of generations that it took has everything, two where it is slower."""
     for seed in range(3):
@@ -177,8 +183,14 @@ def test_what_memory_keeps_has_every_expert(order: str, longest: int, k: int, sn
             assert bool((newest > step - longest_wait).all()), (step, newest)
 
 
-@pytest.mark.parametrize("order", ["sequential", "load_aware"])
-@pytest.mark.parametrize(("k", "snapshot_k"), [(1, None), (1, 2), (4, None)])
+@pytest.mark.parametrize(
+    ("k", "snapshot_k", "order"),
+    [
+        *((1, None, "sequential"), (1, 2, "load_aware"), (4, None, "sequential")),
+        *(pytest.param(*each, marks=SOAK) for each in ((1, None, "load_aware"), (1, 2, "sequential"))),
+        pytest.param(4, None, "load_aware", marks=SOAK),
+    ],
+)
 def test_the_book_of_memory_has_what_the_ring_has(order: str, k: int, snapshot_k: int | None) -> None:
     """Forty experts do not fit into as many generations as memory keeps: what the ring has dropped counts no more."""
     here = planner(num_experts=40, k=k, snapshot_k=snapshot_k, order=order)
