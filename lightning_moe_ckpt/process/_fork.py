@@ -42,6 +42,8 @@ def compute_alone() -> None:
     Call it first. torch does the same in workers of loaders. Threads that are started later have pools of their own.
     """
     torch.set_num_threads(1)
+    # As Lightning's DDP starts, it asks for a thread per core, unless somebody has said how many.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _quiesce() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from launcher import run_world
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
 from lightning_moe_ckpt.benchmarks._fits import HandOver, TurnFailed, TurnTaker
 from lightning_moe_ckpt.benchmarks._recovery import host_restore_seconds
@@ -99,14 +100,18 @@ def test_a_turn_that_takes_too_long_is_an_error() -> None:
 
 
 def _compute(*_: object) -> dict[str, float]:
-    """Return the sum of a tensor that is large enough to be split between threads, as a fit returns what it found."""
+    """Return the sum of a tensor that is large enough to be split between threads, as a fit by DDP returns what it found."""
+    _set_num_threads_if_needed()
     return {"sum": float(torch.ones(2**22).exp_().fill_(1.0).sum())}
 
 
 def _fork_beside_openmp(folder: str) -> None:
     """Start the threads of OpenMP, then processes in every way in which this package forks; the last one forks twice."""
+    del os.environ["OMP_NUM_THREADS"]
     torch.set_num_threads(2)
     wanted = _compute()
+    os.environ.pop("OMP_NUM_THREADS", None)  # no fit has set it in this shell yet
+    torch.set_num_threads(2)
     with TurnTaker[dict[str, float]](lambda hand_over: hand_over(_compute())) as taker:
         assert taker.take() == wanted
     assert host_restore_seconds(256_000) > 0
