@@ -73,9 +73,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _skip(items, "tutel", "Tutel is not installed", missing=lambda: importlib.util.find_spec("tutel") is None)
     _skip(items, "gpu", "torch sees no CUDA device", missing=_no_gpu)
     if "soak" not in config.option.markexpr:
-        campaigns = [item for item in items if item.get_closest_marker("soak")]
-        config.hook.pytest_deselected(items=campaigns)
-        items[:] = [item for item in items if item not in campaigns]
+        campaigns = {item: bool(item.get_closest_marker("soak")) for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if campaigns[item]])
+        items[:] = [item for item in items if not campaigns[item]]
         _draw_fewer(items)
 
 

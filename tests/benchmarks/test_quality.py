@@ -37,15 +37,14 @@ def test_runs_are_killed_resumed_and_written_down(tmp_path: Path) -> None:
 
     def work() -> tuple[int, str]:
         with redirect_stdout(io.StringIO()) as out:
-            status = main([*argv, *(f"--quality-policies={each}" for each in ("sparse", "bf16", "ablation"))])
+            status = main([*argv, *(f"--quality-policies={each}" for each in ("sparse", "ablation"))])
         return status, out.getvalue()
 
     status, out = _alone(work)
     assert status == 0
     rows = json.loads(out)["quality"]
-    assert [row["system"] for row in rows] == ["none", "control", "sparse", "bf16", "bf16", "ablation"]
-    clean, control, sparse, *rounded, lossy = (row["runs"][0] for row in rows)
-    assert all(len(each["curve"]) == len(clean["curve"]) for each in rounded)
+    assert [row["system"] for row in rows] == ["none", "control", "sparse", "ablation"]
+    clean, control, sparse, lossy = (row["runs"][0] for row in rows)
     assert (sparse["identical"], sparse["curve"], rows[2]["verdict"]) == (True, clean["curve"], "pass")
     assert control["curve"] != clean["curve"], "a rounding is seen"
     assert 0 < clean["dropped"] < 1, "the capacity binds"

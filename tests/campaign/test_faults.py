@@ -272,7 +272,7 @@ def test_the_same_seed_gives_the_same_campaign(campaigns: Campaigns, capsys: pyt
 def test_faults_at_random_moments(campaigns: Campaigns) -> None:
     """With a mean time between failures in seconds of training; each strikes once, until there are no more."""
     random = RandomFaults(mtbf=0.06, seed=2, most=3)
-    lives = campaigns.check_faults(Breaking(world_size=3, checkpointing=SPARSE, epochs=5, random=random))
+    lives = campaigns.check_faults(Breaking(world_size=2, checkpointing=SPARSE, epochs=5, random=random))
     faults = lines_of(lives[0].workdir, "fault")
     assert sorted(line["name"] for line in faults) == [f"random 2:{index}" for index in range(3)]
     assert {line["phase"] for line in faults} == {"any_time"}

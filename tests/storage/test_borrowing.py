@@ -358,7 +358,10 @@ def crash_while(backend: Backend, crash_at: int, when: str, act: Callable[[Parti
 
 
 # A crash after a call leaves in storage what one before the next call leaves.
-@pytest.mark.parametrize(("make", "when"), [("memory", "before"), ("posix", "after")])
+@pytest.mark.parametrize(
+    ("make", "when"),
+    [("memory", "before"), ("memory", "after"), pytest.param("posix", "after", marks=pytest.mark.soak)],
+)
 def test_a_crash_at_any_call_of_a_save_leaves_two_that_read_back(
     make: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
