@@ -479,7 +479,7 @@ def require_no_growth(counts: Path) -> int:
     settled = [each for each in has[3:] if not each["left"]]  # operations that were left are over later
     if len(settled) >= _LAST_BEGINNINGS:
         for kind in ("threads", "descriptors"):
-            last = [Counter(each[kind]) for each in settled[-_LAST_BEGINNINGS:]]
+            last: list[Counter[str]] = [Counter(each[kind]) for each in settled[-_LAST_BEGINNINGS:]]
             more = functools.reduce(operator.and_, last) - Counter(has[2][kind])
             assert not more, f"{counts.name}: {kind} after {len(has)} beginnings: {more}"
         assert settled[-1]["mib"] < has[2]["mib"] + 20
