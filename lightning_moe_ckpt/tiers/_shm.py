@@ -92,7 +92,7 @@ class SharedFile:
     """Descriptor of the file; negative once it is closed."""
     pid: int = field(default_factory=os.getpid)
     deferred: list[int] = field(default_factory=list)
-    """Further descriptors of the same file, whose closing would lose the lock."""
+    """Further descriptors of the same file, whose closing would lose the lock; whoever opens it next gets one of them."""
 
     @classmethod
     def create(cls, path: Path, nbytes: int) -> Self:
@@ -185,6 +185,8 @@ def open_shared(path: Path, flags: int = os.O_RDONLY) -> int:
     """Open a file of this user; close it with `close_shared`. Raises `FileNotFoundError` for anything else."""
     if not is_own_file(path):
         raise FileNotFoundError(errno.ENOENT, "is no file of this user", str(path))
+    if (kept := _kept_descriptor(path, flags)) is not None:
+        return kept
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -272,8 +274,25 @@ def close_shared(descriptor: int) -> None:
         owner.deferred.append(descriptor)
 
 
+def _kept_descriptor(path: Path, flags: int) -> int | None:
+    """Return a descriptor of a file that this process owns, which nobody uses any more: with each recovery come new readers."""
+    with contextlib.suppress(OSError):
+        idle = [] if (owner := _owner(file_id(path))) is None else owner.deferred
+        for descriptor in [*idle]:
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == flags & os.O_ACCMODE:
+                with contextlib.suppress(ValueError):  # another thread was first
+                    idle.remove(descriptor)
+                    os.lseek(descriptor, 0, os.SEEK_SET)
+                    return descriptor
+    return None
+
+
 def _owned_here(descriptor: int) -> SharedFile | None:
-    owner = _held.get(_file_id(descriptor))
+    return _owner(_file_id(descriptor))
+
+
+def _owner(file: FileId) -> SharedFile | None:
+    owner = _held.get(file)
     return owner if owner is not None and owner.pid == os.getpid() else None
 
 

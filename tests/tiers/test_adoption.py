@@ -514,6 +514,12 @@ def test_reading_the_own_ring_does_not_lose_the_lock(node: Path) -> None:
     tier.close()
     before.close()
     assert SegmentRing.adopt(ring.path) is None  # in this process
+    num_open = len([*Path("/proc/self/fd").iterdir()])
+    for _ in range(5):  # as in one recovery after another
+        check(tier := HostTier(RUN, node), holding := tier.holdings()[0])
+        tier.close()
+        assert SegmentRing.adopt(ring.path) is None
+    assert len([*Path("/proc/self/fd").iterdir()]) == num_open, "descriptors that may not be closed are used again"
     probe = Child(lambda: _assert_owned(ring.path))
     probe.kill()
     ring.close(unlink=False)
