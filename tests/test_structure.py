@@ -41,7 +41,7 @@ MAX_STEP = {
     "sparse2": (358, 550),
     "sparse4": (240, 375),
     "dense": (332, 505),
-    "partial": (500, 1_100),
+    "partial": (480, 900),
     "passed": (123, 167),
 }
 """Functions of a step on the training thread, and their calls; of a `passed` one nothing is taken."""
