@@ -23,6 +23,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # One thread per process: a rank is a process here, and two ranks on two cores must not fight over them.
 export OMP_NUM_THREADS := 1
 
+# Bytecode is kept whatever the environment says: else every process of a run compiles the package, and every run all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 # `callbacks` is checked as lightning_moe_ckpt/callbacks, a link: under both names it would be two modules.
 TYPES := $(BIN)/mypy --strict lightning_moe_ckpt tests examples
 
