@@ -34,6 +34,7 @@ from lightning_moe_ckpt.planning._popularity import PopularityMeter
 from lightning_moe_ckpt.policies import (
     MEMORY,
     Audience,
+    Chains,
     Deltas,
     Plan,
     PlanInputs,
@@ -135,6 +136,11 @@ class Planner:
         if (chains := self._policy.chains) is None:
             return {"experts": expert_nbytes(self._view, self._groups) if layout.record.plan.partial else {}}
         return {"links": SlotClass(self.differential(layout).slot_nbytes, chains.links_kept)}
+
+    @property
+    def chains(self) -> Chains | None:
+        """How generations are differences to the one before, if at all."""
+        return self._policy.chains
 
     @property
     def peer_audiences(self) -> frozenset[Audience]:

@@ -130,6 +130,12 @@ class ChainCapture(CaptureSession):
         layout = self._differential if self._link else self._layout
         assert layout is not None
         assert self._ring is not None
+        if (
+            not self._link and self._tiers.base_under_way
+        ):  # as TierCheck does, Sec. 3.2: what is there, nothing overtakes
+            with self._stalls.measure("flush"):
+                self._tiers.flush_bases(FLUSH_TIMEOUT.total_seconds())
+                self.hear()
         self._last, self._is_open = step, False
         self._base = self._base if self._link else step
         self._window = Window(

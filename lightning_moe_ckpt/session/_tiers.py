@@ -46,6 +46,8 @@ from lightning_moe_ckpt.tiers import (
 
 log = logging.getLogger(__name__)
 
+_LINKS_IN_LINE = 12
+"""Differences that a tier that takes them one by one may have under way, behind a base; else it gets none until the next."""
 _BASES_IN_LINE = 2
 """Generations that a tier may have under way as a base comes; else that passes it by, with what follows on it."""
 
@@ -150,6 +152,7 @@ class Tiers:
             if lane.worker.name == tier:
                 lane.complete(generation)
             if tier == STORAGE:
+                lane.worker.stored(generation)
                 for memory in lane.worker.memories:
                     memory.saw(generation)
 
@@ -195,7 +198,7 @@ class Tiers:
         if newest is None or newest.is_link:
             return
         for lane in self._lanes:
-            if lane.idle and lane.worker not in newest.workers:
+            if lane.idle and lane.worker not in newest.workers and not lane.worker.takes_links:
                 self._begin(lane, newest)
                 for segment in newest.segments:
                     lane.worker.add(segment.generation, segment)
@@ -206,6 +209,8 @@ class Tiers:
         for lane in self._lanes:
             if window.is_chained and lane.worker.uses_references:
                 self._open_in_chain(lane, window)
+            elif lane.worker.takes_links:
+                self._open_in_line(lane, window)
             elif lane.worker.takes_every or (lane.idle and not (window.is_link or lane.cannot_take(window.layout))):
                 self._begin(lane, window)
 
@@ -277,6 +282,17 @@ class Tiers:
         """Wait for tiers to let go of memory that the next generation needs."""
         for lane in self._lanes:
             if lane.worker.paced or lane.chain is not None:
+                lane.worker.drain(timeout)
+
+    @property
+    def base_under_way(self) -> bool:
+        """Whether a tier still takes the newest base, on some rank; the same on all ranks."""
+        return any(lane.base_under_way for lane in self._lanes)
+
+    def flush_bases(self, timeout: float) -> None:
+        """Wait until this rank's part of bases is in the tiers that differences follow it to."""
+        for lane in self._lanes:
+            if lane.base_under_way:
                 lane.worker.drain(timeout)
 
     @property
@@ -357,6 +373,23 @@ class Tiers:
             window.ring.pin(window.generation)
             lane.gathered.append(window)
 
+    def _open_in_line(self, lane: Lane, window: Window) -> None:
+        """Begin a base, or a difference if all before it was begun since the base; the same on all ranks."""
+        if not window.is_link:
+            lane.chain = None if lane.base_under_way else [window.generation]
+            lane.newest_base = lane.newest_base if lane.chain is None else window.generation
+        elif lane.chain is not None and len(lane.given) >= _LINKS_IN_LINE:
+            lane.chain = None
+            log.warning(
+                "%s does not keep up with the differences of every step: it gets none until the next base. Longer "
+                "steps, `mode='compressed'`, or a faster network would help",
+                lane.worker.name,
+            )
+        elif lane.chain is not None:
+            lane.chain.append(window.generation)
+        if lane.chain is not None:
+            self._begin(lane, window)
+
     def _hand_over(self, lane: Lane) -> None:
         """Give the differences that were gathered to a tier, as a generation with the name of the last."""
         windows, lane.gathered = lane.gathered, []
@@ -406,6 +439,7 @@ class Tiers:
                 unix_time=window.unix_time,
                 on_released=window.ring.unpin,
                 base=base,
+                follows=lane.chain[:1] if lane.chain is not None and window.is_link else (),
                 bad=bad,
             )
         )

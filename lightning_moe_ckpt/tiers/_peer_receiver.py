@@ -9,7 +9,12 @@ There is room for one generation more than is kept. Usually one is kept, which i
 received. The owner says which one is kept when it begins the next, because only then does every rank know of it. If a holder
 gave up the older replica as soon as it had a newer one, and a node died while other holders had only the older one, no
 generation would be left. If an owner begins a generation before all ranks know of the previous one, there is room for that
-one too: the newer may be rebuilt from it. A plan that needs more memory gets a new ring; the old one stays until the new one
+one too: the newer may be rebuilt from it.
+
+Differences have slots of their own, as in the owner's ring, and stay with the base that they follow on: until a newer base is
+complete on all ranks. Where room is needed before, the oldest go that storage has on all ranks.
+
+A plan that needs more memory gets a new ring; the old one stays until the new one
 has the generations to keep.
 
 Source: TierCheck (arXiv 2605.17821), Sec. 3.4, Fig. 5.
@@ -19,14 +24,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 from torch import Tensor, split
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt
-from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, GenerationId, RankMarker, digest_of
+from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, GenerationId, RankMarker, SlotClass, digest_of
 from lightning_moe_ckpt.tiers._delta import DeltaDecoder
 from lightning_moe_ckpt.tiers._delta_plan import Run
 from lightning_moe_ckpt.tiers._mirrors import MirrorStore
@@ -61,6 +66,7 @@ class ReplicaStore:
         resumed: the generation that this process resumed from; an earlier process's replica of it stays.
         keep: generations to keep besides the one being received.
         ahead: whether a generation may begin before all ranks know of the previous one.
+        chained: whether generations may be differences to the one before.
         offered: see `RankMemory.claim`.
     """
 
@@ -71,20 +77,32 @@ class ReplicaStore:
         *,
         keep: int = 1,
         ahead: bool = False,
+        chained: bool = False,
         offered: Collection[GenerationId] = (),
     ) -> None:
-        self.memory, self._keep, self._room = memory, keep, 1 + keep + ahead
-        memory.claim(resumed, older=keep > 1, offered=offered)
+        self.memory, self._keep, self._room, self._chained = memory, keep, 1 + keep + ahead, chained
+        memory.claim(resumed, older=keep > 1 or chained, offered=offered)
+        self._links: SlotClass | None = None
+        self._link_nbytes: int | None = None
+        """Bytes of a slot for the generation being received, if that is a difference."""
         self._slot: Slot | None = None
         self._generation: GenerationId | None = None
 
-    def allocate(self, slot_nbytes: int, num_segments: int, *, keep: int | None = None) -> int:
+    def allocate(
+        self, slot_nbytes: int, num_segments: int, *, keep: int | None = None, links: SlotClass | None = None
+    ) -> int:
         """Reserve memory for generations of `num_segments` segments of up to `slot_nbytes`, and return its bytes.
+
+        Args:
+            slot_nbytes: bytes of the largest segment.
+            num_segments: of a generation.
+            keep: generations to keep; `None` leaves the number.
+            links: differences to keep besides.
 
         Raises:
             ConfigurationError: not enough room; the message says how many bytes are missing.
         """
-        self._keep = keep or self._keep
+        self._keep, self._links = keep or self._keep, links
         return self._make(slot_nbytes, num_segments).memory.numel()
 
     def begin(
@@ -93,27 +111,37 @@ class ReplicaStore:
         *,
         keep: GenerationId | None,
         base: GenerationId | None = None,
+        stored: GenerationId | None = None,
         num_segments: int,
         slot_nbytes: int,
+        is_link: bool = False,
     ) -> None:
         """Make room for a generation: give up all others but `base`, `keep` and those that are kept with `keep`.
+
+        Of differences those are kept that follow on `keep`, but for the oldest of those up to `stored` if there is no room.
 
         Raises:
             ConfigurationError: the generation needs more memory than there is.
         """
         if not self._ring.is_named:
             self.memory.renew()
-        self.reclaim(keep=keep, base=base)
+        self.reclaim(keep=keep, base=base, is_link=is_link)
         ring = self._ring
-        if ring.slot_nbytes < slot_nbytes or ring.free_slots < num_segments:
+        if is_link:
+            ring = self._with_room(slot_nbytes, stored)
+        elif ring.slot_nbytes < slot_nbytes or ring.free_slots < num_segments:
             ring = self._make(slot_nbytes, num_segments)
-        ring.begin_window(generation)
-        self._generation = generation
+        ring.begin_window(generation, is_link=is_link)
+        self._generation, self._link_nbytes = generation, slot_nbytes if is_link else None
 
-    def reclaim(self, *, keep: GenerationId | None, base: GenerationId | None = None) -> None:
-        """Give up every complete replica but `base`, `keep` and those that are kept with `keep`."""
+    def reclaim(self, *, keep: GenerationId | None, base: GenerationId | None = None, is_link: bool = False) -> None:
+        """Give up every complete replica but `base`, `keep` and those that are kept with `keep`; `is_link` as in `begin`."""
         if keep is not None:
             self.memory.complete_everywhere(keep)
+        if self._chained:
+            if not is_link:  # a newer base than `keep` is here only because some rank does not have it
+                self._ring.discard_bases_after(keep)
+            return
         for each in self._ring.published:
             if each != base and (keep is None or each > keep or (each < keep and self._keep == 1)):
                 self._ring.discard(each)
@@ -123,7 +151,7 @@ class ReplicaStore:
         assert self._generation is not None
         if self._slot is None or self._slot.step != step:
             self._seal()
-            self._slot = self._ring.acquire(self._generation, step)
+            self._slot = self._ring.acquire(self._generation, step, self._link_nbytes)
         return self._slot.view
 
     def whole(self, generation: GenerationId, step: int) -> Tensor | None:
@@ -157,7 +185,29 @@ class ReplicaStore:
     # -- private
 
     def _make(self, slot_nbytes: int, num_segments: int) -> SegmentRing:
-        return self.memory.make(slot_nbytes, self._room * num_segments, keep=self._keep)
+        return self.memory.make(slot_nbytes, self._room * num_segments, keep=self._keep, small=self._small)
+
+    @property
+    def _small(self) -> Sequence[SlotClass]:
+        return () if self._links is None else (self._links,)
+
+    def _with_room(self, nbytes: int, stored: GenerationId | None) -> SegmentRing:
+        """Return the ring with a slot for a difference. Raises `ConfigurationError` if there is none."""
+        if self._links is None:
+            raise ConfigurationError(
+                "there is no room here for differences. All ranks have to have the same callbacks."
+            )
+        ring = self._ring
+        if self._links.nbytes < nbytes:
+            self._links = self._links._replace(nbytes=nbytes)
+            ring = self.memory.make(ring.slot_nbytes, ring.num_slots, keep=self._keep, small=self._small)
+        ring.make_room(nbytes, stored)
+        if not ring.free(nbytes):
+            raise ConfigurationError(
+                f"all {self._links.slots} slots for differences are in use, and storage does not have the oldest. The next "
+                "base is followed on again."
+            )
+        return ring
 
     def _seal(self) -> None:
         slot, self._slot = self._slot, None
@@ -291,13 +341,23 @@ class ReplicaReceiver:
             handlers[message.kind](*message.numbers)
 
     def _begin(self, *numbers: int) -> None:
-        *names, num_segments, slot_nbytes = numbers
+        *names, num_segments, slot_nbytes, is_link = numbers
         self._drop()
-        generation, keep, base = (generation_of(names[at : at + NUMBERS]) for at in range(0, 3 * NUMBERS, NUMBERS))
-        if generation is None or num_segments < 1 or slot_nbytes < 1:
+        generation, keep, base, stored = (
+            generation_of(names[at : at + NUMBERS]) for at in range(0, len(names), NUMBERS)
+        )
+        if generation is None or num_segments < 1 or slot_nbytes < 1 or is_link not in {0, 1}:
             raise self._unexpected(MessageKind.BEGIN)
         try:
-            self._store.begin(generation, keep=keep, base=base, num_segments=num_segments, slot_nbytes=slot_nbytes)
+            self._store.begin(
+                generation,
+                keep=keep,
+                base=base,
+                stored=stored,
+                num_segments=num_segments,
+                slot_nbytes=slot_nbytes,
+                is_link=bool(is_link),
+            )
         except (ConfigurationError, OSError) as error:
             self._refuse(str(error))
             return

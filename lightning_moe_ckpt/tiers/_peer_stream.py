@@ -189,8 +189,10 @@ class ReplicaStream:
         *,
         keep: GenerationId | None,
         base: GenerationId | None = None,
+        stored: GenerationId | None = None,
         num_segments: int,
         slot_nbytes: int,
+        is_link: bool = False,
     ) -> None:
         """Announce a generation, and wait until every holder has made room for it or has refused it.
 
@@ -198,15 +200,17 @@ class ReplicaStream:
             generation: its name.
             keep: the generation that is complete on all ranks; holders may give up the owner's other ones but for `base`.
             base: the generation that deltas may be based on; other ranks may not know yet whether it is complete.
+            stored: differences up to this one may be given up where room is needed: storage has them on all ranks.
             num_segments: number of its segments.
             slot_nbytes: bytes of the largest of them.
+            is_link: whether it is a difference to the generation before.
 
         Raises:
             NotReplicated: no holder takes it.
         """
         self._missing = dict(self._lost)
-        names = (*numbers_of(generation), *numbers_of(keep), *numbers_of(base))
-        self._tell(Message(MessageKind.BEGIN, (*names, num_segments, slot_nbytes)))
+        names = (number for each in (generation, keep, base, stored) for number in numbers_of(each))
+        self._tell(Message(MessageKind.BEGIN, (*names, num_segments, slot_nbytes, int(is_link))))
         self._missing |= self._hear(MessageKind.READY)[0]
         self._expect_active()
 

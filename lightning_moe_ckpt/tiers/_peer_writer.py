@@ -8,6 +8,10 @@ Copies alone bring nobody back: when a node dies, those who live need the same g
 is complete on all ranks in this tier keeps its slots in the ring until a newer generation is, however far the host tier
 has got. (TierCheck, arXiv 2605.17821, Sec. 3.4, Fig. 5, across two tiers.)
 
+Where generations are differences (`Chains`), every one is taken, behind the base that it follows on. A base is spread over
+a few steps, and what follows waits behind it. Base and differences keep their slots here until a newer base
+is complete on all ranks, but for differences that storage has: who lives needs them if who died is to have them.
+
 Where generations may be delta-encoded (`_delta_chain`), one is taken while the one before is still under way: it has to
 be of the very next boundary. All ranks then know only one window later that a generation is complete everywhere.
 
@@ -19,43 +23,39 @@ closes its connections, so that no thread wakes up while the interpreter ends.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.policies import Audience, Deltas
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
-from lightning_moe_ckpt.tiers._contract import DEFAULT_MAX_CHUNK, PEER, SessionConfig
+from lightning_moe_ckpt.policies import Audience, Chains, Deltas
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry, SlotClass
+from lightning_moe_ckpt.tiers._contract import PEER, SessionConfig
 from lightning_moe_ckpt.tiers._delta_chain import DeltaChain, DeltaFigures
 from lightning_moe_ckpt.tiers._delta_plan import Run
 from lightning_moe_ckpt.tiers._mirrors import (
     Mirroring,
-    MirrorStore,
     RedundancyFigures,
     mirroring_of,
     mirrors_pay,
     nbytes_of,
 )
-from lightning_moe_ckpt.tiers._peer_receiver import COPIES, ReplicaReceiver, ReplicaStore
-from lightning_moe_ckpt.tiers._peer_stream import NotReplicated, Pacer, ReplicaStream
-from lightning_moe_ckpt.tiers._peer_wire import cut
+from lightning_moe_ckpt.tiers._peer_receiver import COPIES
+from lightning_moe_ckpt.tiers._peer_stream import NotReplicated
 from lightning_moe_ckpt.tiers._placement import (
     FailureDomain,
     expect_domains,
     place_replicas,
     this_domain,
 )
-from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim, RankMemory
+from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim
+from lightning_moe_ckpt.tiers._replication import Replication
 from lightning_moe_ckpt.tiers._ring import SegmentRing
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.tiers._shm import expect_room, has_room, shared_directory
@@ -68,6 +68,8 @@ _STRIKES = 2
 """Generations refused without one that was right in between, after which holders take nothing from their own state."""
 _RING_GENERATIONS = 2
 """Generations of a ring beside those that it keeps, roughly: one that is captured and one that is read."""
+_LATE_LINKS = 2
+"""Differences that holders may have to keep beside those that this rank does: what may go they hear with a later one."""
 _GOODBYE = timedelta(seconds=5)
 """How long the end waits for the goodbyes of those whose copies are kept here: they come at once or not at all."""
 
@@ -93,99 +95,15 @@ class PeerPlan(Protocol):
     def peer_audiences(self) -> frozenset[Audience]:
         """Files that copies have."""
 
+    @property
+    def chains(self) -> Chains | None:
+        """How generations are differences to the one before, if at all; the same on all ranks."""
+
     def peer_room(self) -> PeerRoom | None:
         """Return what holders reserve for this rank, once there is a plan; `None` for slots as the ring has them."""
 
     def deltas(self) -> Deltas | None:
         """Return how gradients may be sent in place of segments, if at all; the same on all ranks. Collective."""
-
-
-class Replication:
-    """Own the sending stream of this rank and the receivers of other ranks' segments.
-
-    Args:
-        group: gloo group of all ranks that is used for nothing else; see `Wire`.
-        run_id: name of the run.
-        tag: tag of its memory at its place.
-        url: URL of the run; memory of replaced runs is found by it.
-        holders: ranks that keep replicas of this rank's segments; may be empty.
-        owners: ranks whose replicas this rank keeps; may be empty.
-        max_chunk: bytes of one message, the same on all ranks.
-        resumed: see `ReplicaStore`, as for `keep` and `offered`.
-        ahead: whether a generation is sent before all ranks know of the previous one, so that it may be delta-encoded.
-        directory: directory of the replicas; default `shared_directory()`.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        *,
-        run_id: str,
-        tag: str,
-        url: str,
-        holders: Sequence[int],
-        owners: Sequence[int],
-        max_chunk: int = DEFAULT_MAX_CHUNK,
-        resumed: GenerationId | None = None,
-        keep: int = 1,
-        ahead: bool = False,
-        offered: Collection[GenerationId] = (),
-        directory: Path | None = None,
-    ) -> None:
-        self._group, self.started, self.ahead = group, False, ahead
-        self.pacer, self.mirrors = Pacer(), MirrorStore()
-        self.stream = ReplicaStream(group, holders, max_chunk=max_chunk, pacer=self.pacer)
-        self.stores: dict[int, ReplicaStore] = {}
-        self.receivers: list[ReplicaReceiver] = []
-        for owner in owners:
-            memory = RankMemory(tag, owner, url=url, directory=directory, kind="replica")
-            store = ReplicaStore(memory, resumed, keep=keep, ahead=ahead, offered=offered)
-            self.stores[owner] = store
-            self.receivers.append(
-                ReplicaReceiver(group, owner, run_id=run_id, store=store, max_chunk=max_chunk, mirrors=self.mirrors)
-            )
-
-    @property
-    def memories(self) -> list[RankMemory]:
-        """Memory of the replicas that this rank keeps."""
-        return [store.memory for store in self.stores.values()]
-
-    def allocate(self, slot_nbytes: Sequence[int], num_segments: int, *, keep: int | None = None) -> None:
-        """Reserve memory for every replica that this rank will keep.
-
-        Args:
-            slot_nbytes: bytes of the largest segment of each rank, by rank.
-            num_segments: segments of a generation, on all ranks.
-            keep: generations that holders keep, the same on all ranks; `None` leaves the number.
-
-        Raises:
-            ConfigurationError: not enough room; the message says how many bytes are missing.
-        """
-        nbytes = sum(
-            store.allocate(slot_nbytes[owner], num_segments, keep=keep) for owner, store in self.stores.items()
-        )
-        log.info("%.1f MiB are reserved for copies of the segments of ranks %s", nbytes / 2**20, sorted(self.stores))
-
-    def start(self) -> None:
-        """Begin to receive. Call it on every rank after all have allocated."""
-        self.started = True
-        for receiver in self.receivers:
-            receiver.start()
-
-    def end(self, timeout: float) -> None:
-        """End the receivers, `timeout` s after the owners' last messages were due. Ours was sent, or will never be."""
-        deadline = time.monotonic() + timeout
-        for receiver in self.receivers if self.started else []:
-            if not receiver.join(max(0.0, deadline - time.monotonic())):
-                log.info("rank %d did not say goodbye; its connections are closed from here", receiver.owner)
-                cut(self._group, receiver.owner)
-                receiver.join(1.0)
-
-    def close(self, timeout: float, *, unlink: bool) -> None:
-        """End the receivers, then release the memory; with `unlink` no later process finds it. Closing twice is allowed."""
-        self.end(timeout)
-        for memory in self.memories:
-            memory.close(unlink=unlink)
 
 
 class PeerWorker(TierWorker):
@@ -198,6 +116,7 @@ class PeerWorker(TierWorker):
         keep: generations that holders keep.
         room: what holders reserve, once there is a plan; `None` for a slot of the ring.
         deltas: how gradients may be sent; of use if the replication has generations ahead.
+        chains: how generations are differences to the one before, if they are.
     """
 
     paced = True
@@ -211,6 +130,7 @@ class PeerWorker(TierWorker):
         keep: int = 1,
         room: Callable[[], PeerRoom | None] = lambda: None,
         deltas: Deltas | None = None,
+        chains: Chains | None = None,
     ) -> None:
         super().__init__(PEER, markers, memories=replication.memories)
         self._room = room
@@ -221,6 +141,14 @@ class PeerWorker(TierWorker):
         self._sending: GenerationId | None = None
         self._held: dict[GenerationId, Released] = {}
         """Generations whose copies are complete here, and how to give back their slots."""
+        self._chains, self.takes_links = chains, chains is not None
+        self._bases: list[GenerationId] = []
+        """Those that differences follow on and that are newer than what is kept, oldest first."""
+        self._links: set[GenerationId] = set()
+        """Of what is held, differences."""
+        self._link_nbytes = 0
+        self._stored: GenerationId | None = None
+        """Newest generation that storage has on all ranks."""
         self._period_steps = 1
         self._slot_nbytes = 0
         self._begun: GenerationId | None = None
@@ -242,16 +170,28 @@ class PeerWorker(TierWorker):
         room = self._room()
         self._slot_nbytes = ring.slot_nbytes - spare_nbytes if room is None else room.slot_nbytes
         self._num_kept = self._num_kept if room is None else room.keep
+        links = ring.header.small[-1] if self._chains is not None else SlotClass(0, 0)
+        self._link_nbytes = links.nbytes
         if self._replication.started:
             return
-        if self._keep is not None and self._keep in ring.complete:
-            ring.pin(self._keep)
-            self._held[self._keep] = ring.unpin
-        sizes = [row[0] for row in exchange.gather([self._slot_nbytes])]
+        self._hold_resumed(ring)
+        rows = exchange.gather([self._slot_nbytes, links.nbytes, links.slots + _LATE_LINKS])
+        kept = [SlotClass(*row[1:]) for row in rows] if self._chains is not None else None
         with exchange.raise_together():
-            self._replication.allocate(sizes, num_segments, keep=self._num_kept)
+            self._replication.allocate([row[0] for row in rows], num_segments, keep=self._num_kept, links=kept)
         self._replication.start()
         self._start_thread()
+
+    def _hold_resumed(self, ring: SegmentRing) -> None:
+        """Keep what this incarnation began from in the ring, with what it follows on."""
+        resumed = self._keep
+        if resumed is None or resumed not in ring.complete:
+            return
+        chain = [each for each in ring.published if each <= resumed] if self._chains is not None else [resumed]
+        for each in chain:
+            ring.pin(each)
+            self._held[each] = ring.unpin
+        self._links = {each for each in chain if each in ring.links}
 
     @property
     @override
@@ -288,11 +228,15 @@ class PeerWorker(TierWorker):
     def begin(self, announced: Announced) -> None:
         before, self._begun = self._begun, announced.generation
         self._follows = before is not None and before.step + 1 == announced.generation.step
-        undecided = before if self._replication.ahead else None
-        # What some rank failed to replicate is of no use.
-        self._give_back(lambda held: held not in {self._keep, undecided})
         num_segments = announced.num_segments
         num_steps = max(num_segments, self._period_steps)
+        if self._chains is not None:
+            num_steps = 1 if announced.follows else self._chains.base_steps
+            self._bases += [] if announced.follows else [announced.generation]
+        else:
+            undecided = before if self._replication.ahead else None
+            # What some rank failed to replicate is of no use.
+            self._give_back(lambda held: held not in {self._keep, undecided})
         self._replication.pacer.begin(num_segments=num_segments, num_steps=num_steps, name=announced.generation)
         self._replication.mirrors.begin(announced.generation)
         super().begin(announced)
@@ -312,8 +256,30 @@ class PeerWorker(TierWorker):
 
     @override
     def complete_everywhere(self, generation: GenerationId) -> None:
+        if self._chains is not None:
+            complete = [each for each in self._bases if each <= generation]
+            if not complete:
+                return
+            generation = complete[-1]
+            self._bases = [each for each in self._bases if each > generation]
         self._keep = generation  # holders hear of it with the next generation, which is when they need the room
         self._give_back(lambda held: held < generation)
+
+    @override
+    def give_up(self, generation: GenerationId) -> None:
+        if self._chains is None:
+            return
+        self._bases = [each for each in self._bases if each != generation]
+        with self._changed:
+            under_way = [each for each in self._jobs if each >= generation]
+        for each in under_way:  # what follows on it is of no use either
+            self.abandon(each)
+        self._give_back(lambda held: held >= generation)
+
+    @override
+    def stored(self, generation: GenerationId) -> None:
+        self._stored = generation
+        self._give_back(lambda held: held <= generation and held in self._links)
 
     @override
     def drain(self, timeout: float) -> bool:
@@ -336,6 +302,7 @@ class PeerWorker(TierWorker):
     def _give_back(self, which: Callable[[GenerationId], bool]) -> None:
         with self._changed:
             given = [(held, self._held.pop(held)) for held in list(self._held) if which(held)]
+            self._links -= {held for held, _ in given}
         for held, on_released in given:
             self._replication.mirrors.end(held)
             on_released(held)
@@ -356,12 +323,15 @@ class PeerWorker(TierWorker):
         entries, stream = segment.digested(), self._replication.stream
         if self._sending is None:
             self._sending, self._nbytes_before, self._nbytes_mirrored = job.generation, stream.nbytes_sent, 0
+            is_link = bool(job.announced.follows)
             stream.begin(
                 job.generation,
                 keep=self._keep,
                 base=self._chain.newest if self._replication.ahead else None,
+                stored=self._stored,
                 num_segments=job.announced.num_segments,
-                slot_nbytes=max(self._slot_nbytes, segment.view.nbytes),
+                slot_nbytes=max(self._link_nbytes if is_link else self._slot_nbytes, segment.view.nbytes),
+                is_link=is_link,
             )
         view_U8, run = torch.frombuffer(segment.view, dtype=torch.uint8), self._filled(segment)
         if not (self._replication.ahead and self._send_delta(job, segment, view_U8, run)):
@@ -417,10 +387,14 @@ class PeerWorker(TierWorker):
         if self._replication.ahead:
             self._chain.whole(marker, nbytes, drift)
         self._sending = None
+        is_link = bool(job.announced.follows)
         with self._changed:
-            if job.on_released is not None:
+            is_stored = is_link and self._stored is not None and job.generation <= self._stored
+            if job.on_released is not None and not is_stored:
                 self._held[job.generation], job.on_released = job.on_released, None
-        log.info(
+                self._links |= {job.generation} if is_link else set()
+        log.log(
+            logging.DEBUG if is_link else logging.INFO,
             "%s is replicated to ranks %s: %.1f MiB, and %.1f MiB that are there anyway",
             *(job.generation, stream.holders, nbytes / 2**20, mirrored / 2**20),
         )
@@ -511,10 +485,13 @@ def join_peers(
         owners=placement.owners(groups.rank),
         max_chunk=config.max_chunk,
         ahead=deltas is not None,
+        chained=plan.chains is not None,
     )
     for memory in replication.memories:
         memory.saw(claim.seen)
-    worker = PeerWorker(replication, markers, resumed=resumed, keep=keep, room=plan.peer_room, deltas=deltas)
+    worker = PeerWorker(
+        replication, markers, resumed=resumed, keep=keep, room=plan.peer_room, deltas=deltas, chains=plan.chains
+    )
     worker.audiences, worker.mirroring = plan.peer_audiences, mirroring
     return [worker]
 

@@ -140,6 +140,8 @@ class TierWorker(ABC):
     """Whether every generation comes here; else the newest one that is there when no rank is busy."""
     paced = False
     """Whether what is under way goes on with the steps of training only, until `drain` is called."""
+    takes_links = False
+    """Whether differences come here one by one, if what they follow on has."""
     uses_references = False
     """Whether a generation with only some operators takes the others from an older one that is complete here."""
     audiences: frozenset[Audience] = frozenset(AUDIENCES)
@@ -254,6 +256,9 @@ class TierWorker(ABC):
 
     def give_up(self, generation: GenerationId) -> None:  # noqa: B027  # most tiers end what they do by themselves
         """Let go of `generation`: some rank has, so it will never be complete here on all ranks. Called once per generation."""
+
+    def stored(self, generation: GenerationId) -> None:  # noqa: B027  # not every tier keeps what storage has
+        """Note that storage has `generation`, with all that it follows on, on all ranks."""
 
     def forget(self) -> None:
         """Note that what this rank holds here is gone."""

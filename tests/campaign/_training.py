@@ -30,7 +30,7 @@ from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._attempts import Attempt, Fit
 from lightning_moe_ckpt.testing._records import digest
 
-Optimizer = Literal["adamw", "adamw_foreach", "adamw_fused", "adam", "sgd"]
+Optimizer = Literal["adamw", "adamw_amsgrad", "adamw_foreach", "adamw_fused", "adam", "sgd"]
 Scheduler = Literal["none", "cosine", "epoch", "plateau"]
 Schedule = tuple[tuple[str, ...], ...]
 
@@ -367,7 +367,10 @@ def make_optimizer(name: Optimizer, module: LightningModule, *, only_trained: bo
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
     if name == "adam":
         return torch.optim.Adam(groups, lr=3e-3, foreach=False)
-    return torch.optim.AdamW(groups, lr=3e-3, foreach=name == "adamw_foreach", fused=name == "adamw_fused")
+    kind = name.removeprefix("adamw_")
+    return torch.optim.AdamW(
+        groups, lr=3e-3, foreach=kind == "foreach", fused=kind == "fused", amsgrad=kind == "amsgrad"
+    )
 
 
 def make_scheduler(setup: Setup, optimizer: torch.optim.Optimizer) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
 from campaign._campaign import SHARED_MEMORY, Campaigns, checkpoints, lose_memory, memory_of_run, two_chains
 from campaign._draw import Case, draw
-from campaign._nodes import Nodes
+from campaign._nodes import Nodes, leave_only_copies
 from campaign._training import Checkpointing, Setup, train
 from campaign.test_configurations import failure
 from campaign.test_peers import train_on_nodes, two_nodes
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, RingHeader
 from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult
 from lightning_moe_ckpt.testing._kill import Kill
@@ -160,6 +165,51 @@ def test_a_chain_with_a_bad_link_ends_at_the_step_before_it(campaigns: Campaigns
     assert begun_at(last) == bad - 1
     assert applied([last]) == [bad - 2]
     assert f"step {bad} is bad, and what follows on it of no use" in last.log()
+
+
+BASE_STEPS = 3
+NODES = replace(EXPERTS, checkpointing=replace(CHAINED, batch=10))
+"""Three machines with a rank each; bases of 1, 7 and 13 are on their way to another one for three steps."""
+
+
+class AwaitsLinks(Callback):
+    """Holds a step up until this rank's differences up to a boundary are on another node."""
+
+    def __init__(self, step: int, newest: int) -> None:
+        self._step, self._newest = step, newest
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        (callback,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
+        deadline = time.monotonic() + 30
+        while trainer.global_step == self._step and callback.report.generations.get("peer", 0) < self._newest:
+            assert time.monotonic() < deadline, f"boundary {self._newest} has no copy: {callback.report}"
+            time.sleep(0.01)
+
+
+def train_until_links_are_copied(setup: Setup, nodes: Nodes, step: int, newest: int, life: Attempt) -> Any:
+    """In the first life storage has the start alone."""
+    if life.index == 0:
+        leave_only_copies(0, AwaitsLinks(step, newest))
+    return train_on_nodes(setup, nodes, life)
+
+
+def newest_on_others(step: int) -> int:
+    """The newest boundary that other nodes have whole when step `step` + 1 begins."""
+    base = (step - 2) // 6 * 6 + 1
+    return step - 1 if step - base >= BASE_STEPS - 1 else base - 1
+
+
+@pytest.mark.parametrize("step", [10, *(pytest.param(n, marks=pytest.mark.soak) for n in range(2, 15) if n != 10)])
+def test_a_lost_node_is_where_it_was_from_what_another_one_has(campaigns: Campaigns, folder: Path, step: int) -> None:
+    """Rank 1 dies with its memory: base and differences come from the node beside it, and nothing from storage."""
+    nodes, newest = Nodes(folder, (0, 1, 2), dies=1), newest_on_others(step)
+    kill = Kill(phase="forward", step=step, rank=1)
+    fit = partial(train_until_links_are_copied, NODES, nodes, step, newest)
+    _, last = campaigns.check(NODES, kill, may_complain=True, fit=fit)
+    assert begun_at(last) == newest
+    assert re.search(r"rank 1: [^\n]* MiB from peer", last.log()) or newest == 0, last.log()
+    assert nodes.files() == []
 
 
 @pytest.mark.soak

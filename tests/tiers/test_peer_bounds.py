@@ -20,8 +20,8 @@ from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage import GenerationId, SegmentLayout, TensorSpec
 from lightning_moe_ckpt.tiers._delta import DeltaDecoder
 from lightning_moe_ckpt.tiers._peer_stream import NotReplicated, Pacer, ReplicaStream
-from lightning_moe_ckpt.tiers._peer_wire import _MAGIC, MessageKind, Wire, compress, decompress
-from lightning_moe_ckpt.tiers._peer_writer import Replication
+from lightning_moe_ckpt.tiers._peer_wire import _MAGIC, _NUM_FIELDS, MessageKind, Wire, compress, decompress
+from lightning_moe_ckpt.tiers._replication import Replication
 
 from ._nodes import Cluster, Rank, cluster, run
 
@@ -38,8 +38,8 @@ def header(kind: int, *numbers: int, length: int | None = None) -> Header:
     return (kind, len(numbers) if length is None else length, *numbers)
 
 
-def begin(num_segments: int = 2, slot_nbytes: int = NBYTES) -> Header:
-    return header(MessageKind.BEGIN, 5, 0, 1, *[-1] * 6, num_segments, slot_nbytes)
+def begin(num_segments: int = 2, slot_nbytes: int = NBYTES, is_link: int = 0) -> Header:
+    return header(MessageKind.BEGIN, 5, 0, 1, *[-1] * 9, num_segments, slot_nbytes, is_link)
 
 
 TALKS: dict[str, Sequence[Header]] = {
@@ -48,8 +48,9 @@ TALKS: dict[str, Sequence[Header]] = {
     "too few numbers": [header(MessageKind.BEGIN, 1)],
     "begin without segments": [begin(num_segments=0)],
     "begin with less than nothing": [begin(slot_nbytes=-1)],
-    "begin of no generation": [header(MessageKind.BEGIN, *[-1] * 9, 1, 1)],
-    "begin of no incarnation": [header(MessageKind.BEGIN, 5, 0, HUGE, *[-1] * 6, 1, 1)],
+    "begin of no generation": [header(MessageKind.BEGIN, *[-1] * 12, 1, 1, 0)],
+    "begin of no incarnation": [header(MessageKind.BEGIN, 5, 0, HUGE, *[-1] * 9, 1, 1, 0)],
+    "begin of what is neither whole nor a difference": [begin(is_link=2)],
     "segment before begin": [header(MessageKind.SEGMENT, 4, NBYTES, 0, 0)],
     "segment larger than its slot": [begin(), header(MessageKind.SEGMENT, 4, HUGE, 0, 0)],
     "segment of less than nothing": [begin(), header(MessageKind.SEGMENT, 4, -8, 0, 0)],
@@ -88,6 +89,7 @@ TALKS: dict[str, Sequence[Header]] = {
 REFUSED: dict[str, Header] = {
     "more memory than there is": begin(slot_nbytes=HUGE),
     "more segments than there is memory": begin(num_segments=2**40),
+    "a difference where there is no room for any": begin(num_segments=1, is_link=1),
 }
 """What is answered by a refusal, after which the talk goes on."""
 
@@ -102,7 +104,7 @@ def two_ranks(tmp_path: Path) -> Iterator[Cluster]:
 def say(group: dist.ProcessGroup, message: Header) -> None:
     """Send a header as a peer of another making would."""
     values = [_MAGIC, *message]
-    group.send([torch.tensor(values + [0] * (16 - len(values)), dtype=torch.int64)], 1, 71).wait()
+    group.send([torch.tensor(values + [0] * (_NUM_FIELDS - len(values)), dtype=torch.int64)], 1, 71).wait()
 
 
 def used() -> int:
@@ -187,7 +189,7 @@ def test_whatever_a_holder_answers_its_owner_leaves_it_out(
                     if index:
                         wire.receive_bytes(wire.receive().numbers[0], 2**16)
                     values = [_MAGIC, *message]
-                    group.send([torch.tensor(values + [0] * (16 - len(values)))], 0, 72).wait()
+                    group.send([torch.tensor(values + [0] * (_NUM_FIELDS - len(values)))], 0, 72).wait()
             dist.barrier()
         return wrong
 

@@ -13,7 +13,8 @@ from lightning_moe_ckpt.coordination._exchange import Exchange
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SegmentRing, shared_name
-from lightning_moe_ckpt.tiers._peer_writer import PeerWorker, Replication
+from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
+from lightning_moe_ckpt.tiers._replication import Replication
 from lightning_moe_ckpt.tiers._sealed import Markers
 from lightning_moe_ckpt.tiers._writer import Announced
 
