@@ -50,9 +50,11 @@ def _records() -> RecordRows:
     return RecordRows(entries)
 
 
-def fill(ring: SegmentRing, name: GenerationId, step: int, *, rank: int = 0) -> SealedSegment:
+def fill(
+    ring: SegmentRing, name: GenerationId, step: int, *, rank: int = 0, nbytes: int | None = None
+) -> SealedSegment:
     """The next segment of the window under way, sealed."""
-    slot = ring.acquire(name, step)
+    slot = ring.acquire(name, step, nbytes)
     LAYOUT.write_header(slot.view)
     for tensor in LAYOUT.spans:
         LAYOUT.view(slot.view, tensor).fill_(value_of(name, rank, step))

@@ -11,7 +11,8 @@ import pytest
 
 from lightning_moe_ckpt.coordination._exchange import Exchange
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.policies import Chains
+from lightning_moe_ckpt.storage import GenerationId, SlotClass
 from lightning_moe_ckpt.tiers import SegmentRing, shared_name
 from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
 from lightning_moe_ckpt.tiers._replication import Replication
@@ -24,6 +25,7 @@ from ._segments import LAYOUT, RUN, fill, generation, readable
 
 WINDOW = 2
 SLOTS = 8
+LINK_NBYTES = -(-LAYOUT.nbytes // 4096) * 4096
 G2, G4, G6 = (generation(step) for step in (2, 4, 6))
 
 
@@ -44,7 +46,7 @@ def two_networked_ranks(tmp_path: Path) -> Iterator[Cluster]:
 class Bench:
     """The worker of one rank, which keeps copies of the other one, and what it gave back."""
 
-    def __init__(self, rank: Rank, *, resumed: GenerationId | None = None) -> None:
+    def __init__(self, rank: Rank, *, resumed: GenerationId | None = None, chains: Chains | None = None) -> None:
         self.rank = rank
         self.released: list[GenerationId] = []
         replication = Replication(
@@ -56,12 +58,14 @@ class Bench:
             owners=[1 - rank.rank],
             max_chunk=1000,
             resumed=resumed,
+            chained=chains is not None,
         )
         groups = ParallelGroups(rank=rank.rank, world_size=2, groups={"control": rank.group()})
-        self.worker = PeerWorker(replication, Markers(run_id=RUN, rank=rank.rank, world_size=2), resumed=resumed)
-        name = shared_name(RUN, rank.rank)
-        self.ring = SegmentRing.create(name, LAYOUT.nbytes, SLOTS, rank.cluster.shared_memory(rank.rank))
-        self.worker.planned(Exchange(groups), self.ring, WINDOW)
+        markers = Markers(run_id=RUN, rank=rank.rank, world_size=2)
+        self.worker = PeerWorker(replication, markers, resumed=resumed, chains=chains)
+        name, small = shared_name(RUN, rank.rank), [] if chains is None else [SlotClass(LINK_NBYTES, chains.links_kept)]
+        self.ring = SegmentRing.create(name, LAYOUT.nbytes, SLOTS, rank.cluster.shared_memory(rank.rank), small=small)
+        self.worker.planned(Exchange(groups), self.ring, WINDOW if chains is None else 1)
 
     def begin(self, name: GenerationId) -> None:
         self.ring.begin_window(name)
@@ -73,6 +77,26 @@ class Bench:
     def add(self, name: GenerationId, step: int) -> None:
         """Seal a segment, and hand it over."""
         self.worker.add(name, fill(self.ring, name, step, rank=self.rank.rank))
+
+    def link(self, name: GenerationId, *, base: GenerationId | None = None) -> None:
+        """A generation of one boundary: a base, or a difference that follows on one."""
+        is_link = base is not None
+        self.ring.begin_window(name, is_link=is_link)
+        self.ring.pin(name)
+        follows = () if base is None else (base,)
+        self.worker.begin(
+            Announced(
+                generation=name,
+                plan_hash="plan",
+                plan_json="{}",
+                num_segments=1,
+                on_released=self._release,
+                follows=follows,
+            )
+        )
+        nbytes = LINK_NBYTES if is_link else None
+        self.worker.add(name, fill(self.ring, name, name.step, rank=self.rank.rank, nbytes=nbytes))
+        self.ring.finish_window(name)
 
     def whole(self, name: GenerationId) -> None:
         """A generation from beginning to end, though not its steps."""
@@ -247,3 +271,50 @@ def test_closing_in_the_middle_of_a_transfer_ends_it(two_ranks: Cluster) -> None
     assert run(two_ranks, work) == [([G4], 1)] * 2
     for owner in (0, 1):
         assert copies(two_ranks, owner) == [2]
+
+
+def test_differences_stay_with_the_base_that_they_follow_on(two_ranks: Cluster) -> None:
+    """One by one behind it, until the next base is complete everywhere; storage has some of which the owner gives up its own."""
+
+    def work(rank: Rank) -> None:
+        bench = Bench(rank, chains=Chains(every_n_steps=9, batch=2))
+        first, second = generation(1), generation(7)
+        bench.link(first)
+        for step in (2, 3, 4, 5):
+            bench.link(generation(step), base=first)
+        bench.step_until(lambda: bench.worker.holds(generation(5)))
+        assert copies(two_ranks, rank.rank) == [5, 4, 3, 2, 1]
+        assert bench.released == []
+        bench.worker.complete_everywhere(generation(5))
+        assert bench.released == [], "who lives needs them too"
+
+        bench.worker.stored(generation(3))
+        assert bench.released == [generation(2), generation(3)]
+        bench.ring.make_room(LINK_NBYTES, generation(3))
+        bench.link(generation(6), base=first)
+        bench.step_until(lambda: bench.worker.holds(generation(6)))
+        assert copies(two_ranks, rank.rank)[:5] == [6, 5, 4, 3, 2]
+
+        bench.link(second)
+        bench.step_until(lambda: bench.worker.holds(second))
+        assert 1 in copies(two_ranks, rank.rank), "it is not known yet who has the new one"
+        bench.worker.complete_everywhere(second)
+        assert bench.released[2:] == [first, generation(4), generation(5), generation(6)]
+        bench.ring.complete_everywhere(second)
+        bench.link(generation(8), base=second)
+        bench.step_until(lambda: bench.worker.holds(generation(8)))
+        assert copies(two_ranks, rank.rank) == [8, 7]
+
+        third = generation(10)
+        bench.link(third)  # some rank fails to copy it, and all hear of that
+        bench.step_until(lambda: bench.worker.holds(third))
+        bench.worker.give_up(third)
+        assert third in bench.released
+        fourth = generation(12)
+        bench.link(fourth)
+        bench.step_until(lambda: bench.worker.holds(fourth))
+        assert copies(two_ranks, rank.rank) == [12, 8, 7]
+        bench.meet("end")
+        bench.close(unlink=True)
+
+    run(two_ranks, work)
