@@ -168,7 +168,7 @@ def test_a_chain_with_a_bad_link_ends_at_the_step_before_it(campaigns: Campaigns
 
 
 BASE_STEPS = 3
-NODES = replace(EXPERTS, checkpointing=replace(CHAINED, batch=10))
+NODES = replace(EXPERTS, batches=16, checkpointing=replace(CHAINED, batch=10))
 """Three machines with a rank each; bases of 1, 7 and 13 are on their way to another one for three steps."""
 
 

@@ -134,7 +134,8 @@ def test_whatever_an_owner_says_its_holder_makes_no_room_for_it_and_goes_on(two_
                         wrong.append(f"{name}: {answer}")
                 if name in REFUSED:
                     answer = wire.receive()
-                    assert "bytes are free" in wire.receive_bytes(answer.numbers[0], 2**16).decode()
+                    said = wire.receive_bytes(answer.numbers[0], 2**16).decode()
+                    assert "bytes are free" in said or "no room here for differences" in said
                     say(group, header(MessageKind.CLOSE))
                 rank.wait_for(f"ended {name}")
             else:
