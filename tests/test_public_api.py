@@ -72,7 +72,7 @@ PUBLIC: dict[str, str] = {
         CopyTable CpuCopyEngine CudaCopyEngine Finding GradientCompression Library NativeError PartStatus
         Preparation PreparedTable QuantizedGradient Ranges SparseGradient Ticket append compress_gradients
         MAX_PART_NUMEL copy_through create_engine decompress_gradient examine
-        explain measure_bandwidth pack_gradient pack_gradients packed_nbytes replay_adam unpack_gradient
+        explain measure_bandwidth pack_gradient packed_nbytes replay_adam unpack_gradient
     """,
     "lightning_moe_ckpt.testing": """
         AdapterContract BackendContract Crashed CrashingBackend Fault FaultInjector FaultSummary FaultTally FaultyProxy Kill Attempt

@@ -26,10 +26,11 @@ from lightning_moe_ckpt.recovery import (
     Version,
     Wanted,
     folded,
+    is_differential,
     stored_index,
 )
 from lightning_moe_ckpt.snapshot import is_average
-from lightning_moe_ckpt.storage import Backend, RankMarker, dtype_of, is_differential, lacking_memory
+from lightning_moe_ckpt.storage import Backend, RankMarker, dtype_of, lacking_memory
 
 log = logging.getLogger(__name__)
 

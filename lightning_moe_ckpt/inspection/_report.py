@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.coordination import VERSIONS, in_words
 from lightning_moe_ckpt.errors import Corrupt, NoUsableGeneration
+from lightning_moe_ckpt.recovery import is_differential
 from lightning_moe_ckpt.storage import (
     Commit,
     Garbage,
@@ -27,7 +28,6 @@ from lightning_moe_ckpt.storage import (
     RunView,
     SegmentEntry,
     StoredGeneration,
-    is_differential,
 )
 
 Row = dict[str, Any]

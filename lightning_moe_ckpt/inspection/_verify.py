@@ -19,7 +19,7 @@ from math import prod
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.inspection._assemble import BUFFER, PARAM
-from lightning_moe_ckpt.recovery import Replicas, Version, stored_index
+from lightning_moe_ckpt.recovery import Replicas, Version, is_differential, stored_index
 from lightning_moe_ckpt.snapshot import PACKED
 from lightning_moe_ckpt.storage import (
     Backend,
@@ -31,7 +31,6 @@ from lightning_moe_ckpt.storage import (
     SegmentEntry,
     StoredGeneration,
     check_header,
-    is_differential,
     scrub_record,
     scrub_segment,
 )

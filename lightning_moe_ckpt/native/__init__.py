@@ -5,7 +5,6 @@ from lightning_moe_ckpt.native._adam import AdamStep as AdamStep
 from lightning_moe_ckpt.native._choice import compress_gradients as compress_gradients
 from lightning_moe_ckpt.native._choice import create_engine as create_engine
 from lightning_moe_ckpt.native._choice import measure_bandwidth as measure_bandwidth
-from lightning_moe_ckpt.native._choice import pack_gradients as pack_gradients
 from lightning_moe_ckpt.native._choice import replay_adam as replay_adam
 from lightning_moe_ckpt.native._cpu import CompiledCpuEngine as CompiledCpuEngine
 from lightning_moe_ckpt.native._cpu import CpuCopyEngine as CpuCopyEngine

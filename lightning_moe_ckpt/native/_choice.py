@@ -23,7 +23,6 @@ from lightning_moe_ckpt.native._gradient import (
     GradientCompression,
     check_gradient,
     compress_with,
-    pack_with,
 )
 from lightning_moe_ckpt.native._library import Library, NativeError, cpu, status
 
@@ -78,29 +77,6 @@ def compress_gradients(
     return compress_with(
         library, gradients, how or GradientCompression(), threads or torch.get_num_threads(), part_numel
     )
-
-
-def pack_gradients(
-    gradients: Sequence[Tensor],
-    packed_U8: Sequence[Tensor],
-    how: GradientCompression | None = None,
-    *,
-    threads: int = 1,
-) -> None:
-    """Compress gradients on the CPU into the bytes of records, the same as those of `pack_gradient`.
-
-    Args:
-        gradients: contiguous tensors of float32, bfloat16 or float16, each of one sparse part.
-        packed_U8: as many bytes as `packed_nbytes` says, for each; multiples of four from an aligned address.
-        how: thresholds and ratios; the paper's by default.
-        threads: CPU threads.
-
-    Raises:
-        ValueError: a gradient has another dtype or is not contiguous, or its record has other bytes.
-    """
-    for position, gradient in enumerate(gradients):
-        check_gradient(gradient, position)
-    pack_with(cpu(), gradients, packed_U8, how or GradientCompression(), threads)
 
 
 def replay_adam(state: AdamState, steps: Sequence[AdamStep], *, threads: int | None = None) -> None:

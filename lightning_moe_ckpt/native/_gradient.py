@@ -169,13 +169,11 @@ def empty_quantized(gradient: Tensor) -> QuantizedGradient:
     )
 
 
-def empty_part(numel: int, device: torch.device, how: GradientCompression, room_U8: Tensor | None = None) -> SparsePart:
+def empty_part(numel: int, device: torch.device, how: GradientCompression) -> SparsePart:
     capacity, tiles = capacity_of(numel, how), -(-numel // TILE_NUMEL)
-    if room_U8 is None:
-        room_U8 = torch.empty(_KEPT_NBYTES * capacity, dtype=torch.uint8, device=device)
     return SparsePart(
-        room_U8[4 * capacity :].view(torch.float16),
-        room_U8[: 4 * capacity].view(torch.int32),
+        torch.empty(capacity, dtype=torch.float16, device=device),
+        torch.empty(capacity, dtype=torch.int32, device=device),
         torch.empty(tiles + 1, dtype=torch.int32, device=device),
         torch.empty(2, dtype=torch.int64, device=device),
         numel,
@@ -222,38 +220,6 @@ def pack_gradient(compressed: CompressedGradient) -> Tensor:
     used = torch.arange(part.values.numel(), device=kept.device) < kept
     columns = [kept, torch.where(used, part.indices, 0), torch.where(used, part.values, 0)]
     return torch.cat([each.view(torch.uint8) for each in columns])
-
-
-def pack_with(
-    library: Library | None,
-    gradients: Sequence[Tensor],
-    packed_U8: Sequence[Tensor],
-    how: GradientCompression,
-    threads: int = 1,
-) -> None:
-    """Compress gradients of one part each into the bytes of their records, as `pack_gradient` has them; on the CPU.
-
-    Raises:
-        ValueError: a record has not the bytes that its gradient takes.
-    """
-    small: dict[int, QuantizedGradient] = {}
-    for index, (gradient, each_U8) in enumerate(zip(gradients, packed_U8, strict=True)):
-        if len(each_U8) != packed_nbytes(gradient.numel(), how):
-            raise ValueError(
-                f"{len(each_U8)} bytes are no record of a compressed gradient of {gradient.numel()} elements."
-            )
-        word, rest = each_U8[:_WORD_NBYTES], each_U8[_WORD_NBYTES:]
-        if gradient.numel() < max(how.small_numel, 1):
-            counted = torch.empty(1, dtype=torch.int64)
-            small[index] = QuantizedGradient(rest.view(torch.int8), word.view(torch.float32), counted, gradient.shape)
-            continue
-        out = empty_part(gradient.numel(), gradient.device, how, rest)
-        _select(library, gradient.view(-1), how, out, threads)
-        kept = int(out.tiles[-1])
-        word.view(torch.int32).fill_(kept)
-        out.indices[kept:].zero_()
-        out.values[kept:].zero_()
-    _quantize(library, [gradients[index] for index in small], list(small.values()), threads)
 
 
 def unpack_gradient(packed_U8: Tensor, numel: int) -> CompressedGradient:
@@ -341,18 +307,14 @@ def _sparse(
     parts = []
     for piece in split_parts(gradient, part_numel):
         out = empty_part(piece.numel(), piece.device, how)
-        _select(library, piece, how, out, threads)
+        if library is None:
+            select(piece, sample_threshold(piece, how), out)
+        elif library.part == "cuda":
+            _select_cuda(library, piece, how, out)
+        else:
+            _select_cpu(library, piece, how, out, threads)
         parts.append(out)
     return SparseGradient(tuple(parts), gradient.shape)
-
-
-def _select(library: Library | None, piece: Tensor, how: GradientCompression, out: SparsePart, threads: int) -> None:
-    if library is None:
-        select(piece, sample_threshold(piece, how), out)
-    elif library.part == "cuda":
-        _select_cuda(library, piece, how, out)
-    else:
-        _select_cpu(library, piece, how, out, threads)
 
 
 def _select_cpu(library: Library, piece: Tensor, how: GradientCompression, out: SparsePart, threads: int) -> None:

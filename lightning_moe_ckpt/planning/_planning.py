@@ -34,7 +34,6 @@ from lightning_moe_ckpt.planning._popularity import PopularityMeter
 from lightning_moe_ckpt.policies import (
     MEMORY,
     Audience,
-    Chains,
     Deltas,
     Plan,
     PlanInputs,
@@ -110,7 +109,6 @@ class Planner:
         self._journal = JournalCapacity()
         self._budgets = self._make_budgets()
         self._looks_again = "bandwidths" in policy.needs and self.tokens is None
-        self._replaying = False
         self._sizes: tuple[dict[str, torch.dtype], dict[str, tuple[int, int]]] | None = None
         self._layouts: OrderedDict[tuple[str, int], WindowLayout] = OrderedDict()
         self._deltas: Deltas | None = None
@@ -118,7 +116,7 @@ class Planner:
         self._current: WindowLayout | None = None
         self._next: Future[WindowLayout] | None = None
         self._step: int | None = None
-        self._boundaries = 0
+        self._replaying, self._boundaries, self.chains = False, 0, policy.chains
         self._kept: int | None = None
         self._made_for, self._reserve_nbytes = dict[str, int](), 0
         self._room: list[int] = []
@@ -133,14 +131,9 @@ class Planner:
 
     def kept(self, layout: WindowLayout) -> dict[str, Any]:
         """Return what memory keeps beside whole generations, as `Rings.make` takes it."""
-        if (chains := self._policy.chains) is None:
+        if (chains := self.chains) is None:
             return {"experts": expert_nbytes(self._view, self._groups) if layout.record.plan.partial else {}}
         return {"links": SlotClass(self.differential(layout).slot_nbytes, chains.links_kept)}
-
-    @property
-    def chains(self) -> Chains | None:
-        """How generations are differences to the one before, if at all."""
-        return self._policy.chains
 
     @property
     def peer_audiences(self) -> frozenset[Audience]:

@@ -54,10 +54,6 @@ class Deltas:
         return torch.float32 if self.kind == "lossless" else torch.bfloat16
 
 
-_BASE_STEPS = 8
-"""Most steps over which a base is sent to other nodes, however long batches are."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chains:
     """That generations between two of everything have what leads from one step to the next (TierCheck, Sec. 3.2)."""
@@ -75,11 +71,6 @@ class Chains:
     def links_kept(self) -> int:
         """Differentials that memory has room for: a batch that storage takes, and one that is gathered meanwhile."""
         return min(self.every_n_steps - 1, 2 * self.batch)
-
-    @property
-    def base_steps(self) -> int:
-        """Steps over which a base is sent to other nodes; what follows on it waits behind it."""
-        return max(1, min(self.batch, self.every_n_steps // 2, _BASE_STEPS))
 
     def ends_batch(self, steps: int) -> bool:
         """Return whether the differential `steps` steps behind its base is the last one of a batch."""

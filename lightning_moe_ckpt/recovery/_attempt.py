@@ -39,9 +39,9 @@ from lightning_moe_ckpt.recovery._index import (
     newest_whole,
 )
 from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Inventory, Reader, Replica, Version, stored
-from lightning_moe_ckpt.recovery._markers import MarkerSearch, Which, is_partial
+from lightning_moe_ckpt.recovery._markers import MarkerSearch, Which, is_differential, is_partial
 from lightning_moe_ckpt.recovery._transfer import MESSAGE_NBYTES, Rounds, Transfer, Transport
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout, Span, dtype_of, is_differential
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout, Span, dtype_of
 from lightning_moe_ckpt.tiers import HOST, PEER, STORAGE, TierName
 
 log = logging.getLogger(__name__)

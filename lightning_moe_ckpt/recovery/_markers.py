@@ -6,11 +6,13 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Item, Reader, Replica, Version
 from lightning_moe_ckpt.recovery._transfer import FetchRequest, Rounds
-from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, RankMarker, digest_of, is_differential, plan_in
+from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, Commit, RankMarker, digest_of
 from lightning_moe_ckpt.tiers import TierName
 
 log = logging.getLogger(__name__)
@@ -155,15 +157,26 @@ class MarkerSearch:
 
 def is_partial(marker: RankMarker) -> bool:
     """Return whether the generation holds some experts only, as far as its plan can be read."""
-    return plan_in(marker).get("partial") is True
+    return _plan(marker).get("partial") is True
+
+
+def is_differential(said: RankMarker | Commit) -> bool:
+    """Return whether the generation holds what leads to it from the step before, as far as its plan can be read."""
+    steps = _plan(said).get("steps")
+    files = steps[0].get("durable") if isinstance(steps, list) and steps and isinstance(steps[0], dict) else None
+    return isinstance(files, dict) and RecordKind.DELTA.value in files
+
+
+def _plan(said: RankMarker | Commit) -> dict[str, Any]:
+    text = said.policy.get("plan")
+    record = json.loads(text) if isinstance(text, str) else None
+    plan = record.get("plan") if isinstance(record, dict) else None
+    return plan if isinstance(plan, dict) else {}
 
 
 def _common(marker: RankMarker) -> str:
-    """Return the digest of what the markers of all ranks must say alike.
-
-    Of differences storage has several together, and memory the last of them.
-    """
-    steps = list(marker.steps)[-1:] if is_differential(marker) else list(marker.steps)
+    """Return the digest of what the markers of all ranks must say alike; of differences storage has several together."""
+    steps = list(marker.steps)[-1 if is_differential(marker) else 0 :]
     said = [marker.run_id, marker.world_size, marker.plan_hash, steps, dict(marker.policy)]
     generation = [marker.generation.step, marker.generation.incarnation, marker.generation.nonce]
     return digest_of(json.dumps([said, generation], sort_keys=True).encode())

@@ -36,6 +36,7 @@ from lightning_moe_ckpt.tiers import STORAGE
 
 log = logging.getLogger(__name__)
 
+Capture: TypeAlias = CaptureSession
 _DTYPES = {"lossless": torch.float32, "bf16": torch.bfloat16, "compressed": torch.uint8}
 
 
@@ -130,11 +131,9 @@ class ChainCapture(CaptureSession):
         layout = self._differential if self._link else self._layout
         assert layout is not None
         assert self._ring is not None
-        if (
-            not self._link and self._tiers.base_under_way
-        ):  # as TierCheck does, Sec. 3.2: what is there, nothing overtakes
-            with self._stalls.measure("flush"):
-                self._tiers.flush_bases(FLUSH_TIMEOUT.total_seconds())
+        if not self._link and self._tiers.base_under_way:
+            with self._stalls.measure("flush"):  # TierCheck, Sec. 3.2
+                self._tiers.flush(FLUSH_TIMEOUT.total_seconds(), paced_only=True)
                 self.hear()
         self._last, self._is_open = step, False
         self._base = self._base if self._link else step
@@ -231,10 +230,6 @@ class ChainCapture(CaptureSession):
     def close(self) -> None:
         super().close()
         self._recorder.close()
-
-
-Capture: TypeAlias = CaptureSession
-"""What captures, whatever the policy."""
 
 
 def capture_session(chains: Chains | None, view: StateView, **arguments: Any) -> Capture:

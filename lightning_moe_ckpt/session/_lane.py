@@ -59,8 +59,8 @@ class Lane:
     """Whether the window before was an attempt to get a whole generation, and the tier still has no base."""
     chain: list[GenerationId] | None = None
     """Generations given to it that differences follow on, oldest first; `None` where nothing can be followed on."""
-    newest_base: GenerationId | None = None
-    """Of those given to a tier that takes differences one by one."""
+    supersedes: GenerationId | None = None
+    """Newest generation that it has on all ranks and has not let go of older ones for."""
     gathered: list[Window] = field(default_factory=list)
     """Differences that it gets together, pinned, oldest first."""
 
@@ -92,11 +92,6 @@ class Lane:
 
     def complete(self, generation: GenerationId) -> None:
         self.base, self.attempted = generation, False
-
-    @property
-    def base_under_way(self) -> bool:
-        """Whether it is not known yet whether all ranks have the newest base there; the same on all ranks."""
-        return self.worker.takes_links and self.newest_base in self.given
 
     def cannot_take(self, layout: WindowLayout) -> bool:
         """Return whether it would need a base, and has none."""

@@ -47,7 +47,7 @@ from lightning_moe_ckpt.tiers import (
 log = logging.getLogger(__name__)
 
 _LINKS_IN_LINE = 12
-"""Differences that a tier that takes them one by one may have under way, behind a base; else it gets none until the next."""
+"""Generations that a tier may have under way as a difference comes; else it gets none until the next base."""
 _BASES_IN_LINE = 2
 """Generations that a tier may have under way as a base comes; else that passes it by, with what follows on it."""
 
@@ -135,7 +135,11 @@ class Tiers:
             freed |= set(given_up) if lane.worker.takes_every else set()
             if complete:
                 self.complete_everywhere(lane.worker.name, *complete)
-                lane.worker.complete_everywhere(complete[-1])
+                lane.supersedes = complete[-1]
+        for lane in self._lanes:  # memory keeps what came before a base until that is on other nodes
+            if lane.supersedes is not None and not (lane.worker.takes_every and self.base_under_way):
+                lane.worker.complete_everywhere(lane.supersedes)
+                lane.supersedes = None
         return freed
 
     def complete_everywhere(self, tier: str, *generations: GenerationId) -> None:
@@ -152,7 +156,6 @@ class Tiers:
             if lane.worker.name == tier:
                 lane.complete(generation)
             if tier == STORAGE:
-                lane.worker.stored(generation)
                 for memory in lane.worker.memories:
                     memory.saw(generation)
 
@@ -207,10 +210,8 @@ class Tiers:
         """Begin a window: tiers that take it get its segments as they are sealed."""
         self.governor.opened()
         for lane in self._lanes:
-            if window.is_chained and lane.worker.uses_references:
+            if window.is_chained and (lane.worker.uses_references or lane.worker.takes_links):
                 self._open_in_chain(lane, window)
-            elif lane.worker.takes_links:
-                self._open_in_line(lane, window)
             elif lane.worker.takes_every or (lane.idle and not (window.is_link or lane.cannot_take(window.layout))):
                 self._begin(lane, window)
 
@@ -278,22 +279,16 @@ class Tiers:
             if lane.worker not in window.workers and not window.is_chained:
                 lane.skips.skipped(window.generation, meant=bool(self.governor.rests.get(lane.worker.name)))
 
-    def flush(self, timeout: float) -> None:
+    def flush(self, timeout: float, *, paced_only: bool = False) -> None:
         """Wait for tiers to let go of memory that the next generation needs."""
         for lane in self._lanes:
-            if lane.worker.paced or lane.chain is not None:
+            if lane.worker.paced or (lane.chain is not None and not paced_only):
                 lane.worker.drain(timeout)
 
     @property
     def base_under_way(self) -> bool:
-        """Whether a tier still takes the newest base, on some rank; the same on all ranks."""
-        return any(lane.base_under_way for lane in self._lanes)
-
-    def flush_bases(self, timeout: float) -> None:
-        """Wait until this rank's part of bases is in the tiers that differences follow it to."""
-        for lane in self._lanes:
-            if lane.base_under_way:
-                lane.worker.drain(timeout)
+        """Whether a tier that differences go to one by one still takes their base, on some rank; the same on all ranks."""
+        return any(lane.worker.takes_links and lane.chain and lane.chain[0] in lane.given for lane in self._lanes)
 
     @property
     def lost_chain(self) -> bool:
@@ -366,29 +361,18 @@ class Tiers:
             self._hand_over(lane)
         if not window.is_link:
             passed_by = not lane.idle and len(lane.given) >= _BASES_IN_LINE
-            lane.chain = None if passed_by else [window.generation]
-            if not passed_by:
-                self._begin(lane, window)
-        elif lane.chain is not None:
-            window.ring.pin(window.generation)
-            lane.gathered.append(window)
-
-    def _open_in_line(self, lane: Lane, window: Window) -> None:
-        """Begin a base, or a difference if all before it was begun since the base; the same on all ranks."""
-        if not window.is_link:
-            lane.chain = None if lane.base_under_way else [window.generation]
-            lane.newest_base = lane.newest_base if lane.chain is None else window.generation
+            lane.chain = None if passed_by else []
         elif lane.chain is not None and len(lane.given) >= _LINKS_IN_LINE:
             lane.chain = None
-            log.warning(
-                "%s does not keep up with the differences of every step: it gets none until the next base. Longer "
-                "steps, `mode='compressed'`, or a faster network would help",
-                lane.worker.name,
-            )
-        elif lane.chain is not None:
+            log.warning("%s does not keep up with differences, and gets none until the next base", lane.worker.name)
+        if lane.chain is None:
+            return
+        if lane.worker.takes_links or not window.is_link:
             lane.chain.append(window.generation)
-        if lane.chain is not None:
             self._begin(lane, window)
+        else:
+            window.ring.pin(window.generation)
+            lane.gathered.append(window)
 
     def _hand_over(self, lane: Lane) -> None:
         """Give the differences that were gathered to a tier, as a generation with the name of the last."""

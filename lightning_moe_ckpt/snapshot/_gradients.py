@@ -350,10 +350,11 @@ def _why_not_repeatable(view: StateView, fqn: str, *, exact: bool) -> str:
     group = view.schema.adam_group(param)
     if group is None:
         return f"the optimizer is {type(optimizer).__name__}" if view.schema.entries(param) else NOT_TRAINED
+    narrow = f"they are {str(param.dtype).removeprefix('torch.')}, and not float32"
     reasons = {
         f"{type(optimizer).__name__} may round otherwise than torch's Adam and AdamW": type(optimizer)
         not in (Adam, AdamW),
-        f"they are {str(param.dtype).removeprefix('torch.')}, and not float32": param.dtype is not torch.float32,
+        narrow: param.dtype is not torch.float32,
         f"steps on {param.device.type} round otherwise": param.device.type != "cpu",
         "fused=True and foreach=True round otherwise than the plain form": bool(group["fused"] or group["foreach"]),
         "a learning rate that is a tensor rounds otherwise": any(
@@ -363,9 +364,7 @@ def _why_not_repeatable(view: StateView, fqn: str, *, exact: bool) -> str:
     if not exact and param.numel() > MAX_PART_NUMEL:
         return f"they have more than {MAX_PART_NUMEL} elements"
     if not exact:
-        return (
-            "" if view.keeps_gradient(fqn) else f"they are {str(param.dtype).removeprefix('torch.')}, and not float32"
-        )
+        return "" if view.keeps_gradient(fqn) else narrow
     return next((why for why, holds in reasons.items() if holds), "")
 
 

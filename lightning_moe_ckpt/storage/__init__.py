@@ -44,8 +44,6 @@ from lightning_moe_ckpt.storage._records import HuggingFaceEntry as HuggingFaceE
 from lightning_moe_ckpt.storage._records import ModuleEntry as ModuleEntry
 from lightning_moe_ckpt.storage._records import ModuleLine as ModuleLine
 from lightning_moe_ckpt.storage._records import RankMarker as RankMarker
-from lightning_moe_ckpt.storage._records import is_differential as is_differential
-from lightning_moe_ckpt.storage._records import plan_in as plan_in
 from lightning_moe_ckpt.storage._repair import RepairedLog as RepairedLog
 from lightning_moe_ckpt.storage._repair import repair_log as repair_log
 from lightning_moe_ckpt.storage._retention import Retention as Retention

@@ -14,7 +14,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import Any
 
 from typing_extensions import override
 
@@ -42,8 +41,6 @@ from lightning_moe_ckpt.storage._json import (
 from lightning_moe_ckpt.storage._log import LINEAGE, Lineage
 from lightning_moe_ckpt.storage._names import DURABLE, MAX_MARKER_NBYTES, NODE, GenerationId, marker_key, segment_key
 
-_DELTA = "delta"
-"""Kind of records that lead from one step to the next."""
 _PLANS = 8
 """Number of plan texts remembered as valid; all ranks, and most generations, share one plan."""
 
@@ -363,18 +360,3 @@ def _marker(lines: MarkerLines) -> Form[RankMarker]:
         spares=references, policy=_POLICY, module=maybe(module), unix_time=INTEGER, rounded=FLAG,
         lineage=maybe(LINEAGE),
     )  # fmt: skip
-
-
-def plan_in(said: RankMarker | Commit) -> dict[str, Any]:
-    """Return the plan that a marker or a commit states, as far as it can be read."""
-    text = said.policy.get("plan")
-    record = json.loads(text) if isinstance(text, str) else None
-    plan = record.get("plan") if isinstance(record, dict) else None
-    return plan if isinstance(plan, dict) else {}
-
-
-def is_differential(said: RankMarker | Commit) -> bool:
-    """Return whether the generation holds what leads to it from the step before, as far as its plan can be read."""
-    steps = plan_in(said).get("steps")
-    files = steps[0].get("durable") if isinstance(steps, list) and steps and isinstance(steps[0], dict) else None
-    return isinstance(files, dict) and _DELTA in files

@@ -9,12 +9,8 @@ There is room for one generation more than is kept. Usually one is kept, which i
 received. The owner says which one is kept when it begins the next, because only then does every rank know of it. If a holder
 gave up the older replica as soon as it had a newer one, and a node died while other holders had only the older one, no
 generation would be left. If an owner begins a generation before all ranks know of the previous one, there is room for that
-one too: the newer may be rebuilt from it.
-
-Differences have slots of their own, as in the owner's ring, and stay with the base that they follow on: until a newer base is
-complete on all ranks. Where room is needed before, the oldest go that storage has on all ranks.
-
-A plan that needs more memory gets a new ring; the old one stays until the new one
+one too: the newer may be rebuilt from it. Differences stay with the base that they follow on, in slots of their own; where room is
+needed before, the oldest go, which their owner has given up, since storage has them. A plan that needs more memory gets a new ring; the old one stays until the new one
 has the generations to keep.
 
 Source: TierCheck (arXiv 2605.17821), Sec. 3.4, Fig. 5.
@@ -80,24 +76,19 @@ class ReplicaStore:
         chained: bool = False,
         offered: Collection[GenerationId] = (),
     ) -> None:
-        self.memory, self._keep, self._room, self._chained = memory, keep, 1 + keep + ahead, chained
+        self.memory, self._keep, self._room = memory, keep, 1 + keep + ahead
+        self._chained, self._base = chained, resumed
         memory.claim(resumed, older=keep > 1 or chained, offered=offered)
-        self._links: SlotClass | None = None
+        self._links: Sequence[SlotClass] = ()
         self._link_nbytes: int | None = None
-        """Bytes of a slot for the generation being received, if that is a difference."""
+        """Bytes of a slot for the generation being received, if that is a difference; `_base` is what those follow on."""
         self._slot: Slot | None = None
         self._generation: GenerationId | None = None
 
     def allocate(
-        self, slot_nbytes: int, num_segments: int, *, keep: int | None = None, links: SlotClass | None = None
+        self, slot_nbytes: int, num_segments: int, *, keep: int | None = None, links: Sequence[SlotClass] = ()
     ) -> int:
-        """Reserve memory for generations of `num_segments` segments of up to `slot_nbytes`, and return its bytes.
-
-        Args:
-            slot_nbytes: bytes of the largest segment.
-            num_segments: of a generation.
-            keep: generations to keep; `None` leaves the number.
-            links: differences to keep besides.
+        """Reserve memory for generations of `num_segments` segments of up to `slot_nbytes`, and for differences; return its bytes.
 
         Raises:
             ConfigurationError: not enough room; the message says how many bytes are missing.
@@ -111,38 +102,42 @@ class ReplicaStore:
         *,
         keep: GenerationId | None,
         base: GenerationId | None = None,
-        stored: GenerationId | None = None,
         num_segments: int,
         slot_nbytes: int,
         is_link: bool = False,
     ) -> None:
         """Make room for a generation: give up all others but `base`, `keep` and those that are kept with `keep`.
 
-        Of differences those are kept that follow on `keep`, but for the oldest of those up to `stored` if there is no room.
+        Of differences those are kept that follow on `keep`, but for the oldest if there is no room.
 
         Raises:
             ConfigurationError: the generation needs more memory than there is.
         """
         if not self._ring.is_named:
             self.memory.renew()
-        self.reclaim(keep=keep, base=base, is_link=is_link)
+        self.reclaim(keep=keep, base=base)
+        if self._chained and not is_link:
+            if self._base not in {keep, None}:  # some rank does not have it
+                self._ring.discard(self._base)
+            self._base = generation
         ring = self._ring
         if is_link:
-            ring = self._with_room(slot_nbytes, stored)
+            if not self._links:
+                raise ConfigurationError("there is no room here for differences. All ranks need the same callbacks.")
+            if self._links[0].nbytes < slot_nbytes:
+                self._links = [self._links[0]._replace(nbytes=slot_nbytes)]
+                ring = self._make(ring.slot_nbytes, 1)
+            ring.make_room(slot_nbytes, generation)
         elif ring.slot_nbytes < slot_nbytes or ring.free_slots < num_segments:
             ring = self._make(slot_nbytes, num_segments)
         ring.begin_window(generation, is_link=is_link)
         self._generation, self._link_nbytes = generation, slot_nbytes if is_link else None
 
-    def reclaim(self, *, keep: GenerationId | None, base: GenerationId | None = None, is_link: bool = False) -> None:
-        """Give up every complete replica but `base`, `keep` and those that are kept with `keep`; `is_link` as in `begin`."""
+    def reclaim(self, *, keep: GenerationId | None, base: GenerationId | None = None) -> None:
+        """Give up every complete replica but `base`, `keep` and those that are kept with `keep`."""
         if keep is not None:
             self.memory.complete_everywhere(keep)
-        if self._chained:
-            if not is_link:  # a newer base than `keep` is here only because some rank does not have it
-                self._ring.discard_bases_after(keep)
-            return
-        for each in self._ring.published:
+        for each in [] if self._chained else self._ring.published:
             if each != base and (keep is None or each > keep or (each < keep and self._keep == 1)):
                 self._ring.discard(each)
 
@@ -185,29 +180,7 @@ class ReplicaStore:
     # -- private
 
     def _make(self, slot_nbytes: int, num_segments: int) -> SegmentRing:
-        return self.memory.make(slot_nbytes, self._room * num_segments, keep=self._keep, small=self._small)
-
-    @property
-    def _small(self) -> Sequence[SlotClass]:
-        return () if self._links is None else (self._links,)
-
-    def _with_room(self, nbytes: int, stored: GenerationId | None) -> SegmentRing:
-        """Return the ring with a slot for a difference. Raises `ConfigurationError` if there is none."""
-        if self._links is None:
-            raise ConfigurationError(
-                "there is no room here for differences. All ranks have to have the same callbacks."
-            )
-        ring = self._ring
-        if self._links.nbytes < nbytes:
-            self._links = self._links._replace(nbytes=nbytes)
-            ring = self.memory.make(ring.slot_nbytes, ring.num_slots, keep=self._keep, small=self._small)
-        ring.make_room(nbytes, stored)
-        if not ring.free(nbytes):
-            raise ConfigurationError(
-                f"all {self._links.slots} slots for differences are in use, and storage does not have the oldest. The next "
-                "base is followed on again."
-            )
-        return ring
+        return self.memory.make(slot_nbytes, self._room * num_segments, keep=self._keep, small=self._links)
 
     def _seal(self) -> None:
         slot, self._slot = self._slot, None
@@ -343,21 +316,12 @@ class ReplicaReceiver:
     def _begin(self, *numbers: int) -> None:
         *names, num_segments, slot_nbytes, is_link = numbers
         self._drop()
-        generation, keep, base, stored = (
-            generation_of(names[at : at + NUMBERS]) for at in range(0, len(names), NUMBERS)
-        )
+        generation, keep, base = (generation_of(names[at : at + NUMBERS]) for at in range(0, 3 * NUMBERS, NUMBERS))
         if generation is None or num_segments < 1 or slot_nbytes < 1 or is_link not in {0, 1}:
             raise self._unexpected(MessageKind.BEGIN)
         try:
-            self._store.begin(
-                generation,
-                keep=keep,
-                base=base,
-                stored=stored,
-                num_segments=num_segments,
-                slot_nbytes=slot_nbytes,
-                is_link=bool(is_link),
-            )
+            room = {"num_segments": num_segments, "slot_nbytes": slot_nbytes}
+            self._store.begin(generation, keep=keep, base=base, is_link=bool(is_link), **room)
         except (ConfigurationError, OSError) as error:
             self._refuse(str(error))
             return

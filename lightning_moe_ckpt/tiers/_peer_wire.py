@@ -51,7 +51,7 @@ from lightning_moe_ckpt.storage import GenerationId
 
 _MAGIC = 0x4D6F45_0005
 """Begins every header: the protocol and its version, 5, in which generations may be differences."""
-_NUM_FIELDS = 20
+_NUM_FIELDS = 16
 """Integers of 8 bytes in a header."""
 MAX_REASON_NBYTES = 2**16
 """Most bytes of the reason of a refusal."""
@@ -92,7 +92,7 @@ class MessageKind(IntEnum):
 
 
 _LENGTHS = {
-    MessageKind.BEGIN: (15,), MessageKind.SEGMENT: (4,), MessageKind.DELTA: (4,), MessageKind.MIRROR: (3,), MessageKind.CHUNK: (2,), MessageKind.MARKER: (2,), MessageKind.REFUSED: (1,),
+    MessageKind.BEGIN: (12,), MessageKind.SEGMENT: (4,), MessageKind.DELTA: (4,), MessageKind.MIRROR: (3,), MessageKind.CHUNK: (2,), MessageKind.MARKER: (2,), MessageKind.REFUSED: (1,),
     MessageKind.WHOLE: (2, 4),
 }  # fmt: skip
 """Allowed counts of numbers by kind; other kinds have none."""
@@ -108,7 +108,7 @@ class Message:
     numbers: tuple[int, ...] = ()
 
     def to_header(self) -> Tensor:
-        """Return the header, int64 `[20]`."""
+        """Return the header, int64 `[16]`."""
         values = [_MAGIC, int(self.kind), len(self.numbers), *self.numbers]
         return torch.tensor(values + [0] * (_NUM_FIELDS - len(values)), dtype=torch.int64)
 

@@ -8,9 +8,8 @@ Copies alone bring nobody back: when a node dies, those who live need the same g
 is complete on all ranks in this tier keeps its slots in the ring until a newer generation is, however far the host tier
 has got. (TierCheck, arXiv 2605.17821, Sec. 3.4, Fig. 5, across two tiers.)
 
-Where generations are differences (`Chains`), every one is taken, behind the base that it follows on. A base is spread over
-a few steps, and what follows waits behind it. Base and differences keep their slots here until a newer base
-is complete on all ranks, but for differences that storage has: who lives needs them if who died is to have them.
+Where generations are differences (`Chains`), every one is taken, and waits behind the base that it follows on, which is spread
+over a few steps. Who lives has what came before a base until that is complete here (`session/_tiers.py`).
 
 Where generations may be delta-encoded (`_delta_chain`), one is taken while the one before is still under way: it has to
 be of the very next boundary. All ranks then know only one window later that a generation is complete everywhere.
@@ -47,7 +46,7 @@ from lightning_moe_ckpt.tiers._mirrors import (
     nbytes_of,
 )
 from lightning_moe_ckpt.tiers._peer_receiver import COPIES
-from lightning_moe_ckpt.tiers._peer_stream import NotReplicated
+from lightning_moe_ckpt.tiers._peer_stream import NotReplicated, Replication
 from lightning_moe_ckpt.tiers._placement import (
     FailureDomain,
     expect_domains,
@@ -55,7 +54,6 @@ from lightning_moe_ckpt.tiers._placement import (
     this_domain,
 )
 from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim
-from lightning_moe_ckpt.tiers._replication import Replication
 from lightning_moe_ckpt.tiers._ring import SegmentRing
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.tiers._shm import expect_room, has_room, shared_directory
@@ -67,9 +65,10 @@ log = logging.getLogger(__name__)
 _STRIKES = 2
 """Generations refused without one that was right in between, after which holders take nothing from their own state."""
 _RING_GENERATIONS = 2
-"""Generations of a ring beside those that it keeps, roughly: one that is captured and one that is read."""
-_LATE_LINKS = 2
-"""Differences that holders may have to keep beside those that this rank does: what may go they hear with a later one."""
+"""Generations of a ring beside those that it keeps, roughly: one captured, one read. And so many more differences than it
+holders have room for, who are told later of what may go."""
+_BASE_STEPS = 8
+"""Steps over which a base is spread at most."""
 _GOODBYE = timedelta(seconds=5)
 """How long the end waits for the goodbyes of those whose copies are kept here: they come at once or not at all."""
 
@@ -87,6 +86,9 @@ class PeerRoom:
 class PeerPlan(Protocol):
     """Say what is sent to other nodes, and kept there."""
 
+    chains: Chains | None
+    """How generations are differences to the one before, if they are; the same on all ranks."""
+
     @property
     def generations_kept(self) -> int:
         """Generations of every rank, as far as that is known before the first plan; the same on all ranks."""
@@ -94,10 +96,6 @@ class PeerPlan(Protocol):
     @property
     def peer_audiences(self) -> frozenset[Audience]:
         """Files that copies have."""
-
-    @property
-    def chains(self) -> Chains | None:
-        """How generations are differences to the one before, if at all; the same on all ranks."""
 
     def peer_room(self) -> PeerRoom | None:
         """Return what holders reserve for this rank, once there is a plan; `None` for slots as the ring has them."""
@@ -142,13 +140,9 @@ class PeerWorker(TierWorker):
         self._held: dict[GenerationId, Released] = {}
         """Generations whose copies are complete here, and how to give back their slots."""
         self._chains, self.takes_links = chains, chains is not None
-        self._bases: list[GenerationId] = []
-        """Those that differences follow on and that are newer than what is kept, oldest first."""
-        self._links: set[GenerationId] = set()
-        """Of what is held, differences."""
+        self._base: GenerationId | None = None
+        """That which differences follow on now, if no rank has given it up."""
         self._link_nbytes = 0
-        self._stored: GenerationId | None = None
-        """Newest generation that storage has on all ranks."""
         self._period_steps = 1
         self._slot_nbytes = 0
         self._begun: GenerationId | None = None
@@ -174,24 +168,15 @@ class PeerWorker(TierWorker):
         self._link_nbytes = links.nbytes
         if self._replication.started:
             return
-        self._hold_resumed(ring)
-        rows = exchange.gather([self._slot_nbytes, links.nbytes, links.slots + _LATE_LINKS])
-        kept = [SlotClass(*row[1:]) for row in rows] if self._chains is not None else None
+        if self._keep is not None and self._keep in ring.complete:
+            ring.pin(self._keep)
+            self._held[self._keep] = ring.unpin
+        rows = exchange.gather([self._slot_nbytes, links.nbytes, links.slots + _RING_GENERATIONS])
         with exchange.raise_together():
-            self._replication.allocate([row[0] for row in rows], num_segments, keep=self._num_kept, links=kept)
+            sizes, kept = [row[0] for row in rows], [SlotClass(*row[1:]) for row in rows if row[1]]
+            self._replication.allocate(sizes, num_segments, kept, keep=self._num_kept)
         self._replication.start()
         self._start_thread()
-
-    def _hold_resumed(self, ring: SegmentRing) -> None:
-        """Keep what this incarnation began from in the ring, with what it follows on."""
-        resumed = self._keep
-        if resumed is None or resumed not in ring.complete:
-            return
-        chain = [each for each in ring.published if each <= resumed] if self._chains is not None else [resumed]
-        for each in chain:
-            ring.pin(each)
-            self._held[each] = ring.unpin
-        self._links = {each for each in chain if each in ring.links}
 
     @property
     @override
@@ -230,13 +215,13 @@ class PeerWorker(TierWorker):
         self._follows = before is not None and before.step + 1 == announced.generation.step
         num_segments = announced.num_segments
         num_steps = max(num_segments, self._period_steps)
+        undecided = before if self._replication.ahead else self._base
+        # What some rank failed to replicate is of no use.
+        self._give_back(lambda held: held not in {self._keep, undecided})
         if self._chains is not None:
-            num_steps = 1 if announced.follows else self._chains.base_steps
-            self._bases += [] if announced.follows else [announced.generation]
-        else:
-            undecided = before if self._replication.ahead else None
-            # What some rank failed to replicate is of no use.
-            self._give_back(lambda held: held not in {self._keep, undecided})
+            most = min(self._chains.batch, self._chains.every_n_steps // 2, _BASE_STEPS)
+            num_steps = 1 if announced.follows else max(1, most)
+            self._base = self._base if announced.follows else announced.generation
         self._replication.pacer.begin(num_segments=num_segments, num_steps=num_steps, name=announced.generation)
         self._replication.mirrors.begin(announced.generation)
         super().begin(announced)
@@ -257,29 +242,15 @@ class PeerWorker(TierWorker):
     @override
     def complete_everywhere(self, generation: GenerationId) -> None:
         if self._chains is not None:
-            complete = [each for each in self._bases if each <= generation]
-            if not complete:
+            if self._base is None or generation < self._base:
                 return
-            generation = complete[-1]
-            self._bases = [each for each in self._bases if each > generation]
+            generation = self._base
         self._keep = generation  # holders hear of it with the next generation, which is when they need the room
         self._give_back(lambda held: held < generation)
 
     @override
     def give_up(self, generation: GenerationId) -> None:
-        if self._chains is None:
-            return
-        self._bases = [each for each in self._bases if each != generation]
-        with self._changed:
-            under_way = [each for each in self._jobs if each >= generation]
-        for each in under_way:  # what follows on it is of no use either
-            self.abandon(each)
-        self._give_back(lambda held: held >= generation)
-
-    @override
-    def stored(self, generation: GenerationId) -> None:
-        self._stored = generation
-        self._give_back(lambda held: held <= generation and held in self._links)
+        self._base = None if generation == self._base else self._base
 
     @override
     def drain(self, timeout: float) -> bool:
@@ -302,7 +273,6 @@ class PeerWorker(TierWorker):
     def _give_back(self, which: Callable[[GenerationId], bool]) -> None:
         with self._changed:
             given = [(held, self._held.pop(held)) for held in list(self._held) if which(held)]
-            self._links -= {held for held, _ in given}
         for held, on_released in given:
             self._replication.mirrors.end(held)
             on_released(held)
@@ -328,7 +298,6 @@ class PeerWorker(TierWorker):
                 job.generation,
                 keep=self._keep,
                 base=self._chain.newest if self._replication.ahead else None,
-                stored=self._stored,
                 num_segments=job.announced.num_segments,
                 slot_nbytes=max(self._link_nbytes if is_link else self._slot_nbytes, segment.view.nbytes),
                 is_link=is_link,
@@ -389,10 +358,8 @@ class PeerWorker(TierWorker):
         self._sending = None
         is_link = bool(job.announced.follows)
         with self._changed:
-            is_stored = is_link and self._stored is not None and job.generation <= self._stored
-            if job.on_released is not None and not is_stored:
+            if job.on_released is not None and not is_link:
                 self._held[job.generation], job.on_released = job.on_released, None
-                self._links |= {job.generation} if is_link else set()
         log.log(
             logging.DEBUG if is_link else logging.INFO,
             "%s is replicated to ranks %s: %.1f MiB, and %.1f MiB that are there anyway",

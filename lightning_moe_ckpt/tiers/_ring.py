@@ -376,25 +376,6 @@ class SegmentRing(ExpertCopies):
                 if entry.state is GenerationState.COMPLETE and isinstance(name, GenerationId) and name <= stored:
                     self._drop(name, entry)
 
-    def discard_bases_after(self, kept: GenerationId | None) -> None:
-        """Discard what is complete and newer than a generation, from the first that is no difference on."""
-        with self._lock:
-            newer = [
-                (name, entry)
-                for name, entry in self._generations.items()
-                if entry.state is GenerationState.COMPLETE and (kept is None or name > kept)
-            ]
-            first = next((at for at, (_, entry) in enumerate(newer) if not entry.is_link), len(newer))
-            for name, entry in newer[first:]:
-                self._withdraw(entry)
-                self._drop(name, entry)
-
-    @property
-    def links(self) -> set[Hashable]:
-        """Return the generations that are differences."""
-        with self._lock:
-            return {name for name, entry in self._generations.items() if entry.is_link}
-
     @property
     def holds_all(self) -> bool:
         """Return whether a restarted process would find here whatever it needs beside storage."""

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
-from lightning_moe_ckpt.storage import ExpertSlot, GenerationId, MemoryMarker, RingHeader, is_differential
+from lightning_moe_ckpt.storage import ExpertSlot, GenerationId, MemoryMarker, RingHeader
 from lightning_moe_ckpt.tiers._shm import (
     SharedFile,
     marker_files,
@@ -164,7 +164,7 @@ class RingState:
                     state=GenerationState.EXPERTS if said.experts else GenerationState.COMPLETE,
                     slots=dict.fromkeys(said.slots.values(), True),
                     steps=dict(said.slots),
-                    is_link=is_differential(said.marker),
+                    is_link='"delta":' in str(said.marker.policy.get("plan")),  # a kind of records in it
                     experts={each.operator: each for each in said.experts},
                     marker=path,
                 )

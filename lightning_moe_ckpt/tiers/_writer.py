@@ -257,9 +257,6 @@ class TierWorker(ABC):
     def give_up(self, generation: GenerationId) -> None:  # noqa: B027  # most tiers end what they do by themselves
         """Let go of `generation`: some rank has, so it will never be complete here on all ranks. Called once per generation."""
 
-    def stored(self, generation: GenerationId) -> None:  # noqa: B027  # not every tier keeps what storage has
-        """Note that storage has `generation`, with all that it follows on, on all ranks."""
-
     def forget(self) -> None:
         """Note that what this rank holds here is gone."""
         with self._changed:

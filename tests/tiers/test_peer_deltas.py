@@ -32,10 +32,9 @@ from lightning_moe_ckpt.storage import (
 from lightning_moe_ckpt.tiers import DeltaFigures, Gradients, HostTier, SegmentRing, shared_name
 from lightning_moe_ckpt.tiers import _peer_receiver as receiving
 from lightning_moe_ckpt.tiers._delta import EncodedDelta, encode_delta
-from lightning_moe_ckpt.tiers._peer_stream import NotReplicated
+from lightning_moe_ckpt.tiers._peer_stream import NotReplicated, Replication
 from lightning_moe_ckpt.tiers._peer_wire import Message, MessageKind, Wire
 from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
-from lightning_moe_ckpt.tiers._replication import Replication
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
 from lightning_moe_ckpt.tiers._writer import Announced
 

@@ -14,8 +14,8 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Chains
 from lightning_moe_ckpt.storage import GenerationId, SlotClass
 from lightning_moe_ckpt.tiers import SegmentRing, shared_name
+from lightning_moe_ckpt.tiers._peer_stream import Replication
 from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
-from lightning_moe_ckpt.tiers._replication import Replication
 from lightning_moe_ckpt.tiers._sealed import Markers
 from lightning_moe_ckpt.tiers._writer import Announced
 
@@ -274,46 +274,40 @@ def test_closing_in_the_middle_of_a_transfer_ends_it(two_ranks: Cluster) -> None
 
 
 def test_differences_stay_with_the_base_that_they_follow_on(two_ranks: Cluster) -> None:
-    """One by one behind it, until the next base is complete everywhere; storage has some of which the owner gives up its own."""
+    """One by one behind it, until the next base is complete everywhere; of many the newest."""
 
     def work(rank: Rank) -> None:
-        bench = Bench(rank, chains=Chains(every_n_steps=9, batch=2))
-        first, second = generation(1), generation(7)
+        bench = Bench(rank, chains=Chains(every_n_steps=20, batch=2))
+        first, second, third, fourth = (generation(step) for step in (1, 12, 14, 16))
         bench.link(first)
-        for step in (2, 3, 4, 5):
+        for step in range(2, 12):
+            bench.ring.make_room(LINK_NBYTES, generation(step - 1))
             bench.link(generation(step), base=first)
-        bench.step_until(lambda: bench.worker.holds(generation(5)))
-        assert copies(two_ranks, rank.rank) == [5, 4, 3, 2, 1]
-        assert bench.released == []
-        bench.worker.complete_everywhere(generation(5))
-        assert bench.released == [], "who lives needs them too"
-
-        bench.worker.stored(generation(3))
-        assert bench.released == [generation(2), generation(3)]
-        bench.ring.make_room(LINK_NBYTES, generation(3))
-        bench.link(generation(6), base=first)
-        bench.step_until(lambda: bench.worker.holds(generation(6)))
-        assert copies(two_ranks, rank.rank)[:5] == [6, 5, 4, 3, 2]
+            bench.step_until(lambda step=step: bench.worker.holds(generation(step)))  # type: ignore[misc]
+        assert bench.released == [generation(step) for step in range(2, 12)]
+        assert copies(two_ranks, rank.rank) == [*range(11, 5, -1), 1], (
+            "there is room for two more than their owner keeps"
+        )
+        bench.worker.complete_everywhere(generation(11))
 
         bench.link(second)
         bench.step_until(lambda: bench.worker.holds(second))
-        assert 1 in copies(two_ranks, rank.rank), "it is not known yet who has the new one"
+        assert copies(two_ranks, rank.rank) == [12, *range(11, 5, -1), 1], "it is not known yet who has the new one"
         bench.worker.complete_everywhere(second)
-        assert bench.released[2:] == [first, generation(4), generation(5), generation(6)]
-        bench.ring.complete_everywhere(second)
-        bench.link(generation(8), base=second)
-        bench.step_until(lambda: bench.worker.holds(generation(8)))
-        assert copies(two_ranks, rank.rank) == [8, 7]
+        assert bench.released[10:] == [first]
+        bench.ring.make_room(LINK_NBYTES, second)
+        bench.link(generation(13), base=second)
+        bench.step_until(lambda: bench.worker.holds(generation(13)))
+        assert copies(two_ranks, rank.rank) == [13, 12]
 
-        third = generation(10)
         bench.link(third)  # some rank fails to copy it, and all hear of that
         bench.step_until(lambda: bench.worker.holds(third))
         bench.worker.give_up(third)
-        assert third in bench.released
-        fourth = generation(12)
+        bench.worker.complete_everywhere(generation(15))
         bench.link(fourth)
+        assert third in bench.released
         bench.step_until(lambda: bench.worker.holds(fourth))
-        assert copies(two_ranks, rank.rank) == [12, 8, 7]
+        assert copies(two_ranks, rank.rank) == [16, 13, 12]
         bench.meet("end")
         bench.close(unlink=True)
 

@@ -18,8 +18,8 @@ from lightning_moe_ckpt.storage import Retention, RunStore, open_backend
 from lightning_moe_ckpt.testing import TierContract, TierHalves
 from lightning_moe_ckpt.tiers import HostTier, ObjectTier, RankMemory
 from lightning_moe_ckpt.tiers._host_writer import HostWorker
+from lightning_moe_ckpt.tiers._peer_stream import Replication
 from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
-from lightning_moe_ckpt.tiers._replication import Replication
 from lightning_moe_ckpt.tiers._sealed import Markers
 from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
 
