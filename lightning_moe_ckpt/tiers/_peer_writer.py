@@ -142,9 +142,8 @@ class PeerWorker(TierWorker):
         self._chains, self.takes_links = chains, chains is not None
         self._base: GenerationId | None = None
         """That which differences follow on now, if no rank has given it up."""
-        self._link_nbytes = 0
         self._period_steps = 1
-        self._slot_nbytes = 0
+        self._slot_nbytes = self._link_nbytes = 0
         self._begun: GenerationId | None = None
         self._follows = False
         """Whether the generation begun last is of the boundary behind that of the one before."""
@@ -218,9 +217,8 @@ class PeerWorker(TierWorker):
         undecided = before if self._replication.ahead else self._base
         # What some rank failed to replicate is of no use.
         self._give_back(lambda held: held not in {self._keep, undecided})
-        if self._chains is not None:
-            most = min(self._chains.batch, self._chains.every_n_steps // 2, _BASE_STEPS)
-            num_steps = 1 if announced.follows else max(1, most)
+        if (chains := self._chains) is not None:
+            num_steps = 1 if announced.follows else max(1, min(chains.batch, chains.every_n_steps // 2, _BASE_STEPS))
             self._base = self._base if announced.follows else announced.generation
         self._replication.pacer.begin(num_segments=num_segments, num_steps=num_steps, name=announced.generation)
         self._replication.mirrors.begin(announced.generation)
@@ -293,14 +291,13 @@ class PeerWorker(TierWorker):
         entries, stream = segment.digested(), self._replication.stream
         if self._sending is None:
             self._sending, self._nbytes_before, self._nbytes_mirrored = job.generation, stream.nbytes_sent, 0
-            is_link = bool(job.announced.follows)
             stream.begin(
                 job.generation,
                 keep=self._keep,
                 base=self._chain.newest if self._replication.ahead else None,
                 num_segments=job.announced.num_segments,
-                slot_nbytes=max(self._link_nbytes if is_link else self._slot_nbytes, segment.view.nbytes),
-                is_link=is_link,
+                slot_nbytes=max(self._link_nbytes if job.announced.follows else self._slot_nbytes, segment.view.nbytes),
+                is_link=bool(job.announced.follows),
             )
         view_U8, run = torch.frombuffer(segment.view, dtype=torch.uint8), self._filled(segment)
         if not (self._replication.ahead and self._send_delta(job, segment, view_U8, run)):
@@ -356,12 +353,11 @@ class PeerWorker(TierWorker):
         if self._replication.ahead:
             self._chain.whole(marker, nbytes, drift)
         self._sending = None
-        is_link = bool(job.announced.follows)
         with self._changed:
-            if job.on_released is not None and not is_link:
+            if job.on_released is not None and not job.announced.follows:
                 self._held[job.generation], job.on_released = job.on_released, None
         log.log(
-            logging.DEBUG if is_link else logging.INFO,
+            logging.DEBUG if job.announced.follows else logging.INFO,
             "%s is replicated to ranks %s: %.1f MiB, and %.1f MiB that are there anyway",
             *(job.generation, stream.holders, nbytes / 2**20, mirrored / 2**20),
         )
