@@ -38,7 +38,7 @@ def header(kind: int, *numbers: int, length: int | None = None) -> Header:
 
 
 def begin(num_segments: int = 2, slot_nbytes: int = NBYTES, is_link: int = 0) -> Header:
-    return header(MessageKind.BEGIN, 5, 0, 1, *[-1] * 9, num_segments, slot_nbytes, is_link)
+    return header(MessageKind.BEGIN, 5, 0, 1, *[-1] * 6, num_segments, slot_nbytes, is_link)
 
 
 TALKS: dict[str, Sequence[Header]] = {
@@ -47,8 +47,8 @@ TALKS: dict[str, Sequence[Header]] = {
     "too few numbers": [header(MessageKind.BEGIN, 1)],
     "begin without segments": [begin(num_segments=0)],
     "begin with less than nothing": [begin(slot_nbytes=-1)],
-    "begin of no generation": [header(MessageKind.BEGIN, *[-1] * 12, 1, 1, 0)],
-    "begin of no incarnation": [header(MessageKind.BEGIN, 5, 0, HUGE, *[-1] * 9, 1, 1, 0)],
+    "begin of no generation": [header(MessageKind.BEGIN, *[-1] * 9, 1, 1, 0)],
+    "begin of no incarnation": [header(MessageKind.BEGIN, 5, 0, HUGE, *[-1] * 6, 1, 1, 0)],
     "begin of what is neither whole nor a difference": [begin(is_link=2)],
     "segment before begin": [header(MessageKind.SEGMENT, 4, NBYTES, 0, 0)],
     "segment larger than its slot": [begin(), header(MessageKind.SEGMENT, 4, HUGE, 0, 0)],
