@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import time
 from collections.abc import Mapping
@@ -20,11 +21,12 @@ from campaign._draw import Case, draw
 from campaign._nodes import Nodes, leave_only_copies
 from campaign._training import Checkpointing, Setup, train
 from campaign.test_configurations import failure
+from campaign.test_in_place import check_killed
 from campaign.test_peers import train_on_nodes, two_nodes
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, RingHeader
 from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing._kill import Kill, Phase
 from lightning_moe_ckpt.tiers._ring_state import read_statement
 from lightning_moe_ckpt.tiers._shm import marker_paths
 
@@ -168,6 +170,8 @@ def test_a_chain_with_a_bad_link_ends_at_the_step_before_it(campaigns: Campaigns
 
 
 BASE_STEPS = 3
+WAITED: list[int] = []
+"""Steps that this process has held up, which it may come to again."""
 NODES = replace(EXPERTS, batches=16, checkpointing=replace(CHAINED, batch=10))
 """Three machines with a rank each; bases of 1, 7 and 13 are on their way to another one for three steps."""
 
@@ -182,7 +186,10 @@ class AwaitsLinks(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         (callback,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
         deadline = time.monotonic() + 30
-        while trainer.global_step == self._step and callback.report.generations.get("peer", 0) < self._newest:
+        if trainer.global_step != self._step or WAITED:
+            return
+        WAITED.append(self._step)
+        while callback.report.generations.get("peer", 0) < self._newest:
             assert time.monotonic() < deadline, f"boundary {self._newest} has no copy: {callback.report}"
             time.sleep(0.01)
 
@@ -224,3 +231,44 @@ def test_where_a_node_dies_its_ranks_come_back_with_the_others(campaigns: Campai
     lives = campaigns.check(setup, kill, may_complain=True, fit=fit)
     assert begun_at(lives[-1]) > 1
     assert applied([lives[-1]]) == [begun_at(lives[-1]) - 1]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("step", [5, 9, 10, 12])
+def test_a_replacement_gets_base_and_differences_from_another_node(
+    campaigns: Campaigns, folder: Path, step: int
+) -> None:
+    """The others stay in their processes."""
+    nodes, newest = Nodes(folder, (0, 1, 2), dies=1), newest_on_others(step)
+    fit = partial(train_until_links_are_copied, NODES, nodes, step, newest)
+    lives = check_killed(campaigns, NODES, Kill(phase="forward", step=step, rank=1), fit=fit, same_seed=True)
+    assert re.search(f"from peer[^$]* at step {newest} in ", lives[1].log(1)), lives[1].log(1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(100))
+def test_a_node_is_lost_at_any_time(campaigns: Campaigns, folder: Path, seed: int) -> None:
+    """With differences, or a base, on their way to another node; later processes die once more."""
+    draw = random.Random(seed)
+    checkpointing = replace(
+        CHAINED,
+        every_n_steps=draw.randint(2, 9),
+        batch=draw.randint(1, 5),
+        arguments=(("redundancy", draw.choice((True, False))), ("replicas", draw.choice((1, 1, 2)))),
+    )
+    setup = replace(
+        EXPERTS,
+        checkpointing=checkpointing,
+        batches=16,
+        expert_parallel=draw.choice((1, 3)),
+        validate_every=draw.choice((None, 4)),
+        optimizer=draw.choice(("adamw", "adamw_amsgrad", "adamw_foreach")),
+    )
+    if draw.random() < 0.3:
+        setup = replace(setup, precision="16-mixed", overflow_steps=(3, 6, 11))
+    phases: list[Phase] = ["batch_start", "forward", "before_optimizer_step", "batch_end", "after_batch_end"]
+    steps = sorted(draw.sample(range(2, 15), 2))
+    kills = [Kill(phase=draw.choice(phases), step=step, rank=draw.randrange(3)) for step in steps]
+    nodes = Nodes(folder, (0, 1, 2), dies=kills[0].rank)
+    campaigns.check(setup, *kills, may_complain=True, fit=partial(train_on_nodes, setup, nodes))
+    assert nodes.files() == []
