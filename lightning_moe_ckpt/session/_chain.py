@@ -41,13 +41,7 @@ _DTYPES = {"lossless": torch.float32, "bf16": torch.bfloat16, "compressed": torc
 
 
 class ChainCapture(CaptureSession):
-    """Capture the windows of one incarnation, each of one boundary.
-
-    Args:
-        chains: how long chains get.
-        view: live state.
-        arguments: those of `CaptureSession`.
-    """
+    """Capture the windows of one incarnation, each of one boundary; `arguments` are those of `CaptureSession`."""
 
     def __init__(self, chains: Chains, view: StateView, **arguments: Any) -> None:
         super().__init__(**arguments)

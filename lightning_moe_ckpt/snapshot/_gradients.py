@@ -232,12 +232,7 @@ class GradientRecorder(_StepRecorder):
         self._record: RecordedStep | None = None
 
     def start(self, layout: StepLayout, slot_U8: Tensor) -> RecordedStep | None:
-        """Begin to copy the gradients that led to this boundary; `None` if they would lead nobody here.
-
-        Args:
-            layout: layout of the slot.
-            slot_U8: memory of the slot, with room behind the segment.
-        """
+        """Begin to copy the gradients that led to this boundary behind the segment in its slot; `None` if they would lead nobody here."""
         consumed = self._take()
         if consumed is None:
             return None
@@ -316,11 +311,7 @@ class RecordedStep:
 
 
 def step_settings(journal: Mapping[str, Any], fqn: str) -> StepSettings | None:
-    """Return the settings of the step that led to a boundary; `None` if it did not change the parameter.
-
-    Args:
-        journal: of the boundary, which was taken as what leads there.
-        fqn: a parameter of which its record has the gradient.
+    """Return the settings of the step that led to a boundary, which has that journal; `None` if it did not change the parameter.
 
     Raises:
         Corrupt: the journal has none.
@@ -384,13 +375,7 @@ def log_whole(whole: Mapping[str, str], number: int) -> None:
 
 
 def why_no_deltas(view: StateView, *, every_n_steps: int, exact: bool) -> str | None:
-    """Return why steps of the optimizer cannot be repeated on other nodes; `None` if they can.
-
-    Args:
-        view: live state.
-        every_n_steps: from one generation to the next.
-        exact: whether they must be repeated to the last bit.
-    """
+    """Return why steps of the optimizer cannot be repeated on other nodes, to the last bit if `exact`; `None` if they can."""
     if every_n_steps > 1:
         return (
             f"generations are {every_n_steps} steps apart: the gradients of all of them are hardly less than the state"
