@@ -239,7 +239,7 @@ class _LayerProbe:
         unseen = [expert for expert, has in moved.items() if has and not totals_E[expert]]
         if unseen:
             return f"experts {unseen} have a gradient, and no token was counted for them"
-        idle = [expert for expert, has in moved.items() if not has and counts_E[expert]]
+        idle = [e for e, has in moved.items() if not has and counts_E[e] and not _is_frozen(self.layer, e, params)]
         # Experts of this rank also get tokens of other ranks, whose gradients may be missing for other reasons.
         if strict and self.layer.holders == "world" and counts_E[idle].sum() > _IDLE_SHARE * counts_E.sum():
             return f"experts {idle} have no gradient, and {int(counts_E[idle].sum())} tokens were counted for them"
@@ -258,6 +258,10 @@ class _LayerProbe:
 
     def _look(self, grad: Tensor) -> None:
         self._silent_rows.append((grad.detach() == 0).all(dim=-1).sum())
+
+
+def _is_frozen(layer: MoELayerSpec, expert: int, params: Mapping[str, Tensor]) -> bool:
+    return not any(params[piece.fqn].requires_grad for piece in layer.experts[expert])
 
 
 def _has_gradient(layer: MoELayerSpec, expert: int, params: Mapping[str, Tensor]) -> bool:

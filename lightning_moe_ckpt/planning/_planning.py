@@ -117,6 +117,8 @@ class Planner:
         self._next: Future[WindowLayout] | None = None
         self._step: int | None = None
         self._replaying, self._boundaries, self.chains = False, 0, policy.chains
+        self._ended = False
+        """Whether no more plans are made."""
         self._kept: int | None = None
         self._made_for, self._reserve_nbytes = dict[str, int](), 0
         self._room: list[int] = []
@@ -292,6 +294,7 @@ class Planner:
         if self._policy.exact:
             self._current = self._next = None
         else:
+            self._ended = True
             log.error(
                 "parameters were added to the optimizer: generations that mix states from before and after that have no "
                 "meaning, so none is taken until training ends. Use SparseCheckpoint or DenseCheckpoint, which follow."
@@ -301,7 +304,7 @@ class Planner:
         """Return the first plan of this incarnation once what it needs is known; call at boundaries outside windows. Collective."""
         self._boundaries += 1
         wait = "bandwidths" in self._policy.needs or self._probe is not None
-        if self._current is not None or (wait and self._boundaries < MEASURED_STEPS):
+        if self._ended or self._current is not None or (wait and self._boundaries < MEASURED_STEPS):
             return None
         popularity = None if self.order is None else self.order.first(self._exchange)
         dtypes = {} if self._probe is None else self._probe.agreed(list(self._view.params), self._exchange)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from campaign._models import MODEL_DIM, ListMoE
 from launcher import run_world
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -221,6 +222,15 @@ def test_a_router_that_its_experts_do_not_follow_is_found() -> None:
             prove_counts(model, lambda: model(input_ids=tokens, labels=tokens).loss.backward())  # noqa: PLW0108  # runs it late
     finally:
         unregister_adapter(cls)
+
+
+def test_experts_that_do_not_train_have_no_gradient() -> None:
+    """Some of them, from the start: their tokens are right all the same."""
+    moe = ListMoE(dropout=0.0, gate_fp32=False, noisy=False, never_routed=False)
+    for param in moe.experts[:2].parameters():
+        param.requires_grad = False
+    x_TD = torch.randn(T, MODEL_DIM)
+    prove_counts(nn.ModuleDict({"moe": moe}), lambda: moe(x_TD)[0].square().sum().backward())
 
 
 def test_tokens_without_a_gradient_prove_nothing_against_an_expert() -> None:
