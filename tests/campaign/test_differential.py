@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,17 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningModule, Trainer
-from typing_extensions import override
 
 from campaign._campaign import SHARED_MEMORY, Campaigns, checkpoints, lose_memory, memory_of_run, two_chains
 from campaign._draw import Case, draw
-from campaign._nodes import Nodes, leave_only_copies
+from campaign._nodes import AwaitsCopies, Nodes, leave_only_copies
 from campaign._training import Checkpointing, Setup, train
 from campaign.test_configurations import failure
 from campaign.test_in_place import check_killed
 from campaign.test_peers import train_on_nodes, two_nodes
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, RingHeader
 from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult
 from lightning_moe_ckpt.testing._kill import Kill, Phase
@@ -176,28 +172,17 @@ NODES = replace(EXPERTS, batches=16, checkpointing=replace(CHAINED, batch=10))
 """Three machines with a rank each; bases of 1, 7 and 13 are on their way to another one for three steps."""
 
 
-class AwaitsLinks(Callback):
-    """Holds a step up until this rank's differences up to a boundary are on another node."""
-
-    def __init__(self, step: int, newest: int) -> None:
-        self._step, self._newest = step, newest
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        (callback,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
-        deadline = time.monotonic() + 30
-        if trainer.global_step != self._step or WAITED:
-            return
-        WAITED.append(self._step)
-        while callback.report.generations.get("peer", 0) < self._newest:
-            assert time.monotonic() < deadline, f"boundary {self._newest} has no copy: {callback.report}"
-            time.sleep(0.01)
-
-
 def train_until_links_are_copied(setup: Setup, nodes: Nodes, step: int, newest: int, life: Attempt) -> Any:
-    """In the first life storage has the start alone."""
+    """In the first life storage has the start alone, and a step waits until differences up to `newest` are on another node."""
+
+    def due(now: int) -> int | None:
+        if now != step or WAITED:
+            return None
+        WAITED.append(step)
+        return newest
+
     if life.index == 0:
-        leave_only_copies(0, AwaitsLinks(step, newest))
+        leave_only_copies(0, AwaitsCopies(due))
     return train_on_nodes(setup, nodes, life)
 
 
