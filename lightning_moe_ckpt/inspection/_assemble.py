@@ -26,11 +26,11 @@ from lightning_moe_ckpt.recovery import (
     Version,
     Wanted,
     folded,
-    is_differential,
     stored_index,
 )
 from lightning_moe_ckpt.snapshot import is_average
 from lightning_moe_ckpt.storage import Backend, RankMarker, dtype_of, lacking_memory
+from lightning_moe_ckpt.tiers import is_differential
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Assembler:
         self._backend, self._generation = backend, markers[0].generation
         self._folded: dict[str, Tensor] = {}
         """Bytes of files that storage has with differences to them only, by key."""
-        if is_differential(markers[0]):
+        if is_differential(markers[0].policy):
             pairs = [folded(marker, self._read) for marker in markers]
             markers = [marker for marker, _ in pairs]
             self._folded = {marker.segments[0].key: segment_U8 for marker, segment_U8 in pairs}

@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.coordination import VERSIONS, in_words
 from lightning_moe_ckpt.errors import Corrupt, NoUsableGeneration
-from lightning_moe_ckpt.recovery import is_differential
 from lightning_moe_ckpt.storage import (
     Commit,
     Garbage,
@@ -29,6 +28,7 @@ from lightning_moe_ckpt.storage import (
     SegmentEntry,
     StoredGeneration,
 )
+from lightning_moe_ckpt.tiers import is_differential
 
 Row = dict[str, Any]
 
@@ -65,7 +65,7 @@ def kind_of(commit: Commit) -> str:
     That is `dense` if one segment per rank has everything, `differential` if it has what leads there step by step, `partial` if
     it references older ones otherwise, else `sparse`.
     """
-    if is_differential(commit):
+    if is_differential(commit.policy):
         return "differential"
     if commit.needs:
         return "partial"

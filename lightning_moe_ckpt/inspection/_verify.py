@@ -19,7 +19,7 @@ from math import prod
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.inspection._assemble import BUFFER, PARAM
-from lightning_moe_ckpt.recovery import Replicas, Version, is_differential, stored_index
+from lightning_moe_ckpt.recovery import Replicas, Version, stored_index
 from lightning_moe_ckpt.snapshot import PACKED
 from lightning_moe_ckpt.storage import (
     Backend,
@@ -34,6 +34,7 @@ from lightning_moe_ckpt.storage import (
     scrub_record,
     scrub_segment,
 )
+from lightning_moe_ckpt.tiers import is_differential
 
 _SHOWN = 5
 """Most disagreements of a kind that are named one by one."""
@@ -153,7 +154,7 @@ class _Reading:
 
     def count_copies(self, files: _Files, view: RunView) -> int:
         """Note operators without a good copy; return the number of those with copies in older files that have only one."""
-        if self.stored.commit is not None and is_differential(self.stored.commit):
+        if self.stored.commit is not None and is_differential(self.stored.commit.policy):
             return 0  # there is one copy of what differences follow on, and what is bad of it was said
         older = [[each for _, each in _named(marker, view)] for marker in self.markers]
         names = {record.operator for entries in older for each in entries for record in each.segment.records}

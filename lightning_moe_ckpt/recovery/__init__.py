@@ -16,7 +16,6 @@ from lightning_moe_ckpt.recovery._inventory import Request as Request
 from lightning_moe_ckpt.recovery._inventory import Version as Version
 from lightning_moe_ckpt.recovery._loading import RestoreSource as RestoreSource
 from lightning_moe_ckpt.recovery._loading import load_found as load_found
-from lightning_moe_ckpt.recovery._markers import is_differential as is_differential
 from lightning_moe_ckpt.recovery._opener import ResumeRequest as ResumeRequest
 from lightning_moe_ckpt.recovery._opener import RunOpener as RunOpener
 from lightning_moe_ckpt.recovery._orphans import is_superseded as is_superseded

@@ -39,10 +39,10 @@ from lightning_moe_ckpt.recovery._index import (
     newest_whole,
 )
 from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Inventory, Reader, Replica, Version, stored
-from lightning_moe_ckpt.recovery._markers import MarkerSearch, Which, is_differential, is_partial
+from lightning_moe_ckpt.recovery._markers import MarkerSearch, Which
 from lightning_moe_ckpt.recovery._transfer import MESSAGE_NBYTES, Rounds, Transfer, Transport
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout, Span, dtype_of
-from lightning_moe_ckpt.tiers import HOST, PEER, STORAGE, TierName
+from lightning_moe_ckpt.tiers import HOST, PEER, STORAGE, TierName, is_differential, is_partial
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class RestoreAttempt:
         if not self._read_markers([which], required=which):
             return None
         marker = self._markers[which]
-        self.is_partial, self.is_differential = is_partial(marker), is_differential(marker)
+        self.is_partial, self.is_differential = is_partial(marker.policy), is_differential(marker.policy)
         if self.is_differential:
             self._read_chain()
         if self.is_partial:  # memory and storage may hold different files
@@ -181,7 +181,7 @@ class RestoreAttempt:
         """Return what this rank can be given of the steps that lead to the version and of the base before them, and by whom."""
         found: dict[int, list[LinkSource]] = {}
         for which, marker in sorted(self._markers.items(), key=lambda each: _doubt(each[0]) == 0):  # storage last
-            for link in named_links(marker, self._copies(which), is_base=not is_differential(marker)):
+            for link in named_links(marker, self._copies(which), is_base=not is_differential(marker.policy)):
                 known = found.setdefault(link.entry.step, [])
                 if not known or (known[0].entry.digest, known[0].is_base) == (link.entry.digest, link.is_base):
                     known.append(link)

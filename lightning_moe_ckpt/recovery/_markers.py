@@ -6,14 +6,12 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Item, Reader, Replica, Version
 from lightning_moe_ckpt.recovery._transfer import FetchRequest, Rounds
-from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, Commit, RankMarker, digest_of
-from lightning_moe_ckpt.tiers import TierName
+from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, RankMarker, digest_of
+from lightning_moe_ckpt.tiers import TierName, is_differential, is_partial
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +120,7 @@ class MarkerSearch:
         if found != (version.generation, version.plan_hash, self._rank):
             raise Corrupt(f"is of rank {marker.rank}, {marker.generation}, plan {marker.plan_hash[:8]}.")
         digest = self._digests.get(version)
-        if copy.source != "storage" and (is_partial(marker) or is_differential(marker)):
+        if copy.source != "storage" and (is_partial(marker.policy) or is_differential(marker.policy)):
             digest = None
         if digest is not None and digest_of(marker.to_bytes()) != digest:
             raise Corrupt("is not the marker that was committed.")
@@ -155,28 +153,9 @@ class MarkerSearch:
             return b""
 
 
-def is_partial(marker: RankMarker) -> bool:
-    """Return whether the generation holds some experts only, as far as its plan can be read."""
-    return _plan(marker).get("partial") is True
-
-
-def is_differential(said: RankMarker | Commit) -> bool:
-    """Return whether the generation holds what leads to it from the step before, as far as its plan can be read."""
-    steps = _plan(said).get("steps")
-    files = steps[0].get("durable") if isinstance(steps, list) and steps and isinstance(steps[0], dict) else None
-    return isinstance(files, dict) and RecordKind.DELTA.value in files
-
-
-def _plan(said: RankMarker | Commit) -> dict[str, Any]:
-    text = said.policy.get("plan")
-    record = json.loads(text) if isinstance(text, str) else None
-    plan = record.get("plan") if isinstance(record, dict) else None
-    return plan if isinstance(plan, dict) else {}
-
-
 def _common(marker: RankMarker) -> str:
     """Return the digest of what the markers of all ranks must say alike; of differences storage has several together."""
-    steps = list(marker.steps)[-1 if is_differential(marker) else 0 :]
+    steps = list(marker.steps)[-1 if is_differential(marker.policy) else 0 :]
     said = [marker.run_id, marker.world_size, marker.plan_hash, steps, dict(marker.policy)]
     generation = [marker.generation.step, marker.generation.incarnation, marker.generation.nonce]
     return digest_of(json.dumps([said, generation], sort_keys=True).encode())

@@ -42,6 +42,8 @@ from lightning_moe_ckpt.tiers._sealed import Markers as Markers
 from lightning_moe_ckpt.tiers._sealed import SealedFile as SealedFile
 from lightning_moe_ckpt.tiers._sealed import SealedSegment as SealedSegment
 from lightning_moe_ckpt.tiers._sealed import StepRecord as StepRecord
+from lightning_moe_ckpt.tiers._sealed import is_differential as is_differential
+from lightning_moe_ckpt.tiers._sealed import is_partial as is_partial
 from lightning_moe_ckpt.tiers._shm import shared_directory as shared_directory
 from lightning_moe_ckpt.tiers._shm import shared_name as shared_name
 from lightning_moe_ckpt.tiers._skips import Misses as Misses

@@ -9,9 +9,9 @@ There is room for one generation more than is kept. Usually one is kept, which i
 received. The owner says which one is kept when it begins the next, because only then does every rank know of it. If a holder
 gave up the older replica as soon as it had a newer one, and a node died while other holders had only the older one, no
 generation would be left. If an owner begins a generation before all ranks know of the previous one, there is room for that
-one too: the newer may be rebuilt from it. Differences stay with the base that they follow on, in slots of their own; where room is
-needed before, the oldest go, which their owner has given up, since storage has them. A plan that needs more memory gets a new ring; the old one stays until the new one
-has the generations to keep.
+one too: the newer may be rebuilt from it. Differences stay with the base that they follow on, in slots of their own; where
+room is needed before, the oldest go, which their owner has given up, since storage has them. A plan that needs more memory
+gets a new ring; the old one stays until the new one has the generations to keep.
 
 Source: TierCheck (arXiv 2605.17821), Sec. 3.4, Fig. 5.
 """

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.storage import ExpertSlot, GenerationId, MemoryMarker, RingHeader
+from lightning_moe_ckpt.tiers._sealed import is_differential
 from lightning_moe_ckpt.tiers._shm import (
     SharedFile,
     marker_files,
@@ -164,7 +165,7 @@ class RingState:
                     state=GenerationState.EXPERTS if said.experts else GenerationState.COMPLETE,
                     slots=dict.fromkeys(said.slots.values(), True),
                     steps=dict(said.slots),
-                    is_link='"delta":' in str(said.marker.policy.get("plan")),  # a kind of records in it
+                    is_link=is_differential(said.marker.policy),
                     experts={each.operator: each for each in said.experts},
                     marker=path,
                 )

@@ -6,14 +6,16 @@ copy in one tier can be checked against, and mended from, a copy in any other.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import Ticket
+from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.policies import Audience
 from lightning_moe_ckpt.storage import (
     GenerationId,
@@ -205,3 +207,22 @@ class Markers:
             for oldest in list(self._made)[:-_REMEMBERED]:
                 del self._made[oldest]
             return marker
+
+
+def is_partial(stored: Mapping[str, object]) -> bool:
+    """Return whether a generation holds some operators only, as far as the plan in its marker's policy can be read."""
+    return _stored_plan(stored).get("partial") is True
+
+
+def is_differential(stored: Mapping[str, object]) -> bool:
+    """Return whether it holds what leads to it from the step before, as far as the plan in its marker's policy can be read."""
+    steps = _stored_plan(stored).get("steps")
+    files = steps[0].get("durable") if isinstance(steps, list) and steps and isinstance(steps[0], dict) else None
+    return isinstance(files, dict) and RecordKind.DELTA.value in files
+
+
+def _stored_plan(policy: Mapping[str, object]) -> dict[str, Any]:
+    text = policy.get("plan")
+    record = json.loads(text) if isinstance(text, str) else None
+    plan = record.get("plan") if isinstance(record, dict) else None
+    return plan if isinstance(plan, dict) else {}
