@@ -47,7 +47,7 @@ class Nodes:
 
 
 class AwaitsCopies(Callback):
-    """Holds a step up until what this rank has on another node is new enough.
+    """Holds a step up until what this rank has on another node is new enough, which what training began from always is.
 
     Args:
         due: the step of the newest generation with a copy that a step waits for; `None` if it does not wait.
@@ -63,6 +63,11 @@ class AwaitsCopies(Callback):
         hands_over: bool = False,
     ) -> None:
         self._due, self._tell, self._hands_over = due, tell, hands_over
+        self._began = 0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = trainer.global_step
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
@@ -70,7 +75,7 @@ class AwaitsCopies(Callback):
         due, deadline = self._due(trainer.global_step), time.monotonic() + 60
         if self._hands_over:
             callback.wait_committed(0.0)
-        while due is not None and callback.report.generations.get("peer", -1) < due:
+        while due is not None and max(callback.report.generations.get("peer", -1), self._began or -1) < due:
             assert time.monotonic() < deadline, f"no copy of generation {due} or a newer one"
             time.sleep(0.002)
         self._tell(callback.report)
