@@ -42,9 +42,17 @@ routers: normalised HHI {skew:.3f}; {dropped:.1%} of tokens are dropped over cap
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[QualityFigure]:
-    """Run the benchmark."""
+    """Run the benchmark; its file has at any time what has ended."""
     scale, machine, out = QUICK if options.quality_quick else Scale(), Machine.read(), options.quality_out
     out.mkdir(parents=True, exist_ok=True)
+
+    def write(runs: Sequence[QualityRun]) -> None:
+        references = [{run.seed for run in runs if run.system == name} for name in ("none", "control")]
+        if known := set.intersection(*references):
+            figures = judge([run for run in runs if run.seed in known])
+            document = {"machine": machine, "scale": scale, "tolerance": TOLERANCE, "quality": figures}
+            write_document(out / "quality.json", document)
+
     runs = run_all(
         [case for case in CASES if case.loss == "nothing" or case.system in options.quality_policies],
         range(1, options.quality_seeds + 1),
@@ -53,10 +61,9 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[QualityFigure]
         folder=options.quality_folder,
         accelerator=accelerator_for(options.accelerator),
         progress=progress,
+        tell=write,
     )
     figures = judge(runs)
-    document = {"machine": machine, "scale": scale, "tolerance": TOLERANCE, "quality": figures}
-    write_document(out / "quality.json", document)
     if find_spec("matplotlib") is not None:
         draw(figures, out / "quality.png")
     return figures

@@ -17,7 +17,7 @@ import multiprocessing
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -207,6 +207,7 @@ def run_all(
     folder: Path | None,
     accelerator: Accelerator,
     progress: Progress,
+    tell: Callable[[list[QualityRun]], None] = lambda _: None,
 ) -> list[QualityRun]:
     """Run every case with every seed, and return the runs in the order of the cases, those of each by seed.
 
@@ -218,6 +219,7 @@ def run_all(
         folder: for checkpoints, `None` for the temporary directory.
         accelerator: what is trained on.
         progress: see `Progress`.
+        tell: gets what would be returned, as far as it is there, whenever runs have ended.
 
     Raises:
         CheckpointError: a run did not end as scripted.
@@ -235,9 +237,10 @@ def run_all(
     with multiprocessing.get_context("fork").Pool(min(jobs, len(tasks)), initializer=compute_alone) as pool:
         for done in pool.imap_unordered(_Task.run, tasks):
             runs += done
+            runs.sort(key=lambda each: (cases.index(each[0]), each[1].seed))
             progress(_TITLE, len(runs), total)
-    ordered = sorted(runs, key=lambda each: (cases.index(each[0]), each[1].seed))
-    return [run for _, run in ordered]
+            tell([run for _, run in runs])
+    return [run for _, run in runs]
 
 
 def _run(fit: QualityFit, workdir: Path) -> list[AttemptResult]:
