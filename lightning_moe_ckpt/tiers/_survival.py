@@ -70,11 +70,14 @@ def survival_probability(placement: ReplicaPlacement, lost: int, *, level: Level
 
 
 def survival_summary(placement: ReplicaPlacement, most: int = 4) -> str:
-    """Return a line for the log on losses of up to `most` nodes, and of one rack if racks are known."""
+    """Return a line for the log on losses of up to `most` nodes, and of one rack if racks are known.
+
+    It is about a time at which every operator has been taken since this start, and since a lost node came back.
+    """
     parts = [_words(survival_probability(placement, k)) for k in range(1, min(most, placement.num_nodes - 1) + 1)]
     if placement.num_racks > 1:
         parts.append(_words(survival_probability(placement, 1, level="rack")))
-    return "memory holds every rank's state after the loss of " + ", ".join(parts)
+    return "once all was copied, memory holds every rank's state after the loss of " + ", ".join(parts)
 
 
 def _words(survival: Survival) -> str:

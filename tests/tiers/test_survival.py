@@ -127,7 +127,7 @@ def test_more_than_there_are_cannot_be_lost() -> None:
 def test_the_line_for_the_log_never_rounds_to_certainty() -> None:
     """Three nines are not a hundred percent."""
     assert survival_summary(nodes_of(16, 1, racks=4)) == (
-        "memory holds every rank's state after the loss of "
+        "once all was copied, memory holds every rank's state after the loss of "
         "1 node: 100%, 2 nodes: 93.33%, 3 nodes: 80.00%, 4 nodes: 61.54%, 1 rack: 100%"
     )
     assert "3 nodes: > 99.99%" in survival_summary(nodes_of(300, 2))
