@@ -21,10 +21,10 @@ from lightning_moe_ckpt._lightning import callbacks_of
 from lightning_moe_ckpt._lightning_callbacks import tries_only
 from lightning_moe_ckpt._lightning_files import LightningResume, let_best_come_first
 from lightning_moe_ckpt._lightning_stops import name_status
+from lightning_moe_ckpt._units import duration, number_of_bytes
 from lightning_moe_ckpt.callbacks._shared_arguments import (
     CheckpointArguments,
     complete,
-    number_of_bytes,
     spelled_out,
 )
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
@@ -124,10 +124,11 @@ class CheckpointCallback(Checkpoint):
         whole = complete(self, shared)
         self.url, self.resume, self.batches = checked_url(url), whole["resume"], whole["batches"]
         self.retention = whole["retention"] or (Retention() if whole["keep"] is None else Retention(last=whole["keep"]))
-        self.stop_grace, self.freeze_heap = whole["stop_grace"], whole["freeze_heap"]
+        self.stop_grace, self.freeze_heap = duration(self, "stop_grace", whole["stop_grace"]), whole["freeze_heap"]
         self.storage_options = whole["storage_options"]
         self.bandwidth: int | None = number_of_bytes(self, "bandwidth", whole["bandwidth"], also=[None])
-        self.overhead_target, self.storage_at_least = whole["overhead_target"], whole["storage_at_least"]
+        self.overhead_target = whole["overhead_target"]
+        self.storage_at_least = duration(self, "storage_at_least", whole["storage_at_least"])
         self.replicas, self.max_chunk = whole["replicas"], int(number_of_bytes(self, "max_chunk", whole["max_chunk"]))
         self.redundancy, self.failure_domains = whole["redundancy"], whole["failure_domains"]
         self.deterministic_dataset = whole["deterministic_dataset"]

@@ -10,11 +10,11 @@ from torchmetrics import Metric
 from typing_extensions import Unpack, override
 
 from lightning_moe_ckpt._lightning import callbacks_of, log_row
+from lightning_moe_ckpt._units import number_of_bytes
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.callbacks._monitor import ExpertLoadMonitor
 from lightning_moe_ckpt.callbacks._shared_arguments import (
     CheckpointArguments,
-    number_of_bytes,
     require_choice,
     require_count,
     spelled_out,

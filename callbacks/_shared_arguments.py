@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
+from lightning_moe_ckpt._units import duration
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.fit import Batches
 from lightning_moe_ckpt.storage import Resume, Retention
@@ -41,7 +41,7 @@ class CheckpointArguments(TypedDict, total=False):
             means at most every so many), and storage and copies on other nodes rest between generations; what was more
             before is paid back.
         storage_at_least: longest time that `overhead_target` may keep windows, storage and copies waiting from one
-            generation to the next.
+            generation to the next: a `timedelta`, seconds, or text such as `10min`.
         replicas: copies of every rank's generations in the memory of other nodes; `auto` is one where the ranks are on
             several nodes, else none.
         redundancy: whether holders of a copy take what they have in common with its owner (what data parallelism replicates)
@@ -56,7 +56,7 @@ class CheckpointArguments(TypedDict, total=False):
         deterministic_dataset: promise that an item of the data set depends on its index alone: the data set draws from no
             random generator, or seeds it anew for every item. A restart then moves the sampler of a map-style data set
             forward, without fetching the items that the epoch has consumed.
-        stop_grace: longest time from SIGTERM to the end of the process. Within it all ranks agree on a boundary and store
+        stop_grace: longest time from SIGTERM to the end of the process, a `timedelta`, seconds, or text such as `25s`. Within it all ranks agree on a boundary and store
             it; what cannot be stored in time is left. Keep it below the limit of your launcher: torchrun and SLURM
             kill after 30 s.
         freeze_heap: keep objects that are alive as training begins, and after the first generation, out of garbage
@@ -70,14 +70,14 @@ class CheckpointArguments(TypedDict, total=False):
     storage_options: dict[str, Any] | None
     bandwidth: int | str | None
     overhead_target: float | None
-    storage_at_least: timedelta
+    storage_at_least: timedelta | float | str
     replicas: int | Literal["auto"]
     redundancy: bool | Literal["auto"]
     max_chunk: int | str
     failure_domains: Sequence[FailureDomain] | None
     batches: Batches
     deterministic_dataset: bool
-    stop_grace: timedelta
+    stop_grace: timedelta | float | str
     freeze_heap: bool
 
 
@@ -151,14 +151,14 @@ def _check_rest(owner: object, whole: CheckpointArguments) -> None:
         raise ConfigurationError(
             f"`{_name(owner)}(overhead_target={target!r})` must be None or a share of training's time, above 0 and below 1."
         )
-    if whole["storage_at_least"] <= timedelta(0):
-        raise ConfigurationError(f"`{_name(owner)}(storage_at_least={whole['storage_at_least']})` must be positive.")
+    longest = duration(owner, "storage_at_least", whole["storage_at_least"])
+    if longest <= timedelta(0):
+        raise ConfigurationError(f"`{_name(owner)}(storage_at_least={longest})` must be positive.")
     require_count(owner, "replicas", whole["replicas"], what="copies", also=["auto", 0])
     if whole["redundancy"] not in (True, False, "auto"):
         raise ConfigurationError(f"`{_name(owner)}(redundancy={whole['redundancy']!r})` must be True, False or 'auto'.")
     require_choice(owner, "batches", whole["batches"], ("reposition", "log"))
-    if whole["stop_grace"] < timedelta(0):
-        raise ConfigurationError(f"`{_name(owner)}(stop_grace={whole['stop_grace']})` must not be negative.")
+    duration(owner, "stop_grace", whole["stop_grace"])
 
 
 def _refuse_unknown(owner: object, names: Sequence[str]) -> None:
@@ -194,42 +194,6 @@ def require_count(owner: object, name: str, value: object, *, what: str, also: S
         return
     others = "".join(f"{each!r} or " for each in also)
     raise ConfigurationError(f"`{type(owner).__name__}({name}={value!r})` must be {others}1 or more {what}.")
-
-
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{infix}b": base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for infix, base in (("", 1000), ("i", 1024))
-}
-"""Bytes of each unit, in lower case."""
-_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
-
-
-def number_of_bytes(owner: object, name: str, value: object, *, also: Sequence[object] = ()) -> Any:
-    """Return the bytes that an argument says, as an integer, or the value itself if it is one of `also`.
-
-    Args:
-        owner: the object whose constructor took the argument.
-        name: name of the argument.
-        value: a whole number, or text such as `400MB` or `1.5 GiB`.
-        also: other values that are allowed.
-
-    Raises:
-        ConfigurationError: it is neither, or less than one byte; the message shows the call.
-    """
-    if any(value is each or value == each for each in also) and not isinstance(value, bool):
-        return value
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    found = _NUMBER.fullmatch(value) if isinstance(value, str) else None
-    unit = None if found is None else _UNITS.get(found[2].lower())
-    if found is not None and unit is not None and float(found[1]) * unit >= 1:
-        return round(float(found[1]) * unit)
-    others = "".join(f"{each!r} or " for each in also)
-    raise ConfigurationError(
-        f"`{_name(owner)}({name}={value!r})` must be {others}1 or more bytes: a whole number, or text such as '400MB' or "
-        "'1.5GiB' (kB, MB, GB, TB of 1000, KiB, MiB, GiB, TiB of 1024)."
-    )
 
 
 def require_choice(owner: object, name: str, value: object, choices: Sequence[str | None]) -> None:

@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_moe_ckpt._cli_run import RUN
 from lightning_moe_ckpt._cli_run import flag as _flag
 from lightning_moe_ckpt._cli_run import option as _option
+from lightning_moe_ckpt._units import read_size
 from lightning_moe_ckpt.errors import CheckpointError
 
 _HELP = """\
@@ -115,16 +116,11 @@ def _setting(text: str) -> tuple[str, object]:
 
 
 def _size(text: object) -> int:
-    """Return bytes from a number with or without a decimal unit."""
-    number = str(text).strip().upper().removesuffix("B")
-    factor = {"K": 10**3, "M": 10**6, "G": 10**9}.get(number[-1:], 1)
+    """Return bytes from a number with or without a unit."""
     try:
-        nbytes = int(float(number.rstrip("KMG")) * factor)
-    except (ValueError, OverflowError) as error:
-        raise click.BadParameter(f"`{text}` must be bytes such as 500MB or 5GB") from error
-    if nbytes < 1:
-        raise click.BadParameter(f"`{text}` must be one byte or more")
-    return nbytes
+        return read_size(int(text) if isinstance(text, str) and text.isdigit() else text)
+    except ValueError as error:
+        raise click.BadParameter(f"`{text}` {error}") from error
 
 
 def _count(text: object) -> int:
@@ -239,6 +235,15 @@ objects, leftovers), and say whether they are safe. Objects are written under UR
 interrupted; a run that is stored there is not touched. Exit status: 0 fenced, that is safe whatever happens; 1 unfenced
 or unsafe, and the last line says which and what that means; 2 nothing can be written there."""
 
+_SHM = """\
+List what runs have in shared memory of this node (/dev/shm/moe-ckpt-*): whose it is, of which run and rank, its newest
+step, size, age, and which process holds it. With URL only memory of the run there.
+
+That is no garbage: a rank that is started again resumes from it, often from a newer step than storage has. What is
+left of runs that nobody will go on with is cleared with --clear, which keeps what a process holds or another user owns.
+
+Exit status: 0 listed or cleared, 2 something could not be removed."""
+
 _PLACEMENT = """\
 Show who keeps copies of whose state on a cluster of NODES, and the probability that memory still holds every rank's
 newest generation after nodes, or racks, are lost at once.
@@ -307,6 +312,19 @@ _LOOKING = [
         "Show which compiled parts are in use, or whether checkpoints are safe at a URL.",
         _DOCTOR,
         [click.Argument(["url"], metavar="[URL]", required=False), _JSON, _STORAGE],
+    ),
+    _command(
+        "shm",
+        "List what runs have left in shared memory of this node, and clear it.",
+        _SHM,
+        [
+            click.Argument(["url"], metavar="[URL]", required=False),
+            _flag("--clear", "Remove what no process holds."),
+            _flag("--force", "Remove also what a process holds: that process loses its memory when it ends."),
+            _flag("--dry-run", "With --clear or --force: remove nothing, say what would go."),
+            _JSON,
+            _STORAGE,
+        ],
     ),
     _command(
         "placement",

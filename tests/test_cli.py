@@ -74,6 +74,35 @@ def test_shells_complete_commands_and_options(
         assert wanted in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        ("s4://bucket/run", "`s3://bucket/run`"),
+        ("flie:///tmp/run", "`file:///tmp/run`"),
+        ("s3:/bucket/run", "`s3://bucket/run`"),
+    ],
+)
+def test_a_misspelled_url_is_answered_with_what_is_meant(
+    url: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole URL, to be copied."""
+    assert main(["ls", url]) == 2
+    assert f"Did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_the_package_is_the_command_as_a_module() -> None:
+    """`python -m` where no program is on the path; it waits for nothing heavy either."""
+    asked = [sys.executable, "-m", "lightning_moe_ckpt", "--help"]
+    done = subprocess.run(asked, capture_output=True, timeout=60, check=True, text=True)
+    assert done.stdout.startswith("Usage: moe-ckpt")
+    seen = [sys.executable, "-X", "importtime", *asked[1:]]
+    times = subprocess.run(seen, capture_output=True, timeout=60, check=True, text=True).stderr
+    assert "click" in times
+    assert not [
+        line for line in times.splitlines() if line.split("|")[-1].strip() in {"torch", "lightning", "rich", "numpy"}
+    ]
+
+
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     """One line, for a report."""
     assert main(["--version"]) == 0

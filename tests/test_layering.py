@@ -18,6 +18,7 @@ PACKAGE = "lightning_moe_ckpt"
 # From the bottom up. A part imports only parts of lower levels; parts of one level do not import each other.
 LEVELS = [
     {"errors"},
+    {"_units"},
     {"launch", "native", "metrics", "data", "process", "_cli_run"},
     {"storage", "journal"},
     {"parallel"},
@@ -33,6 +34,7 @@ LEVELS = [
     {"_lightning"},
     {"fit"},
     {"callbacks", "strategy", "cli"},
+    {"__main__"},
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 # These may import every part, and no part imports them.

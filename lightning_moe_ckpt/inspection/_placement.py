@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.inspection._report import Answer
+from lightning_moe_ckpt.inspection._report import Answer, plain_table
 from lightning_moe_ckpt.tiers import (
     FailureDomain,
     ReplicaPlacement,
@@ -77,7 +77,7 @@ def _facts(placement: ReplicaPlacement, groups: Sequence[Sequence[int]]) -> dict
 
 
 def _table(survivals: Sequence[Survival]) -> Table:
-    table = Table(show_edge=False)
+    table = plain_table()
     for column in ("lost at once", "of", "everything survives"):
         table.add_column(column, justify="right")
     for each in survivals:

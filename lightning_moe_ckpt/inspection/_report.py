@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.filesize import decimal
+from rich import box
+from rich.console import Console, JustifyMethod, RenderableType
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_moe_ckpt._units import size_text, time_text
 from lightning_moe_ckpt.coordination import VERSIONS, in_words
 from lightning_moe_ckpt.errors import Corrupt, NoUsableGeneration
 from lightning_moe_ckpt.storage import (
@@ -32,6 +35,8 @@ from lightning_moe_ckpt.tiers import is_differential
 
 Row = dict[str, Any]
 
+_WRAPPED = 12
+"""Least width of a column that breaks its lines."""
 _PIPE_WIDTH = 150
 """Width for a file or a pipe, enough for the widest table."""
 
@@ -57,6 +62,17 @@ class Screen(Console):
     def on_broken_pipe(self) -> None:
         """Leave a broken pipe to the program, whose exit status says more than the base class's 1."""
         raise BrokenPipeError
+
+
+def plain_table(*titles: str, right: Iterable[str] = (), wraps: str | None = None, title: str | None = None) -> Table:
+    """Return a table without a frame, which is readable at 80 columns: only the column `wraps` breaks its lines."""
+    style: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 0, 0, 1), "pad_edge": False, "show_edge": False}
+    table = Table(**style, title=title and f"\n{title}", title_justify="left", title_style="bold")
+    for each in titles:
+        justify: JustifyMethod = "right" if each in right else "left"
+        least = _WRAPPED if each == wraps else None
+        table.add_column(each, justify=justify, no_wrap=each != wraps, overflow="fold", min_width=least)
+    return table
 
 
 def kind_of(commit: Commit) -> str:
@@ -106,6 +122,7 @@ def _generation_row(stored: StoredGeneration) -> Row:
         "ranks": len(stored.ranks) if commit is None else commit.world_size,
         "needs": [_place(need) for need in stored.needs],
         "nbytes": stored.nbytes,
+        "unix_time": None if commit is None else commit.unix_time,
         "committed": stored.committed,
         "usable": stored.usable,
         "why_not": stored.why_not,
@@ -118,19 +135,15 @@ def _place(generation: GenerationId) -> Row:
 
 def ls_tables(view: RunView, rows: Sequence[Row]) -> list[RenderableType]:
     """Return the rows as a table, with facts of the whole run above it."""
-    refers = any(row["needs"] for row in rows)
-    titles = ("step", "incarnation", "kind", "window", "steps", "ranks", "size", "committed", "usable")
-    table = Table(*titles, *(["needs"] if refers else []))
-    for column in table.columns[:2] + table.columns[3:7]:
-        column.justify = "right"
+    refers = ["needs"] if any(row["needs"] for row in rows) else []
+    titles = ("step", "age", "incarnation", "kind", "steps", "ranks", "size", *refers, "usable")
+    table = plain_table(*titles, right=titles[:3] + titles[4:7], wraps="usable")
     for row in rows:
-        window, steps = "?", "?"
-        if row["window"] is not None:
-            window, steps = str(row["window"]), _steps(row["first_step"], row["step"])
-        committed, usable = ("yes" if row["committed"] else "no"), row["why_not"] or "yes"
-        places = [str(row["step"]), str(row["incarnation"]), row["kind"] or "?", window, steps, str(row["ranks"])]
+        steps = "?" if row["window"] is None else _steps(row["first_step"], row["step"])
+        age = "?" if row["unix_time"] is None else time_text(max(0, round(time.time()) - row["unix_time"]))
+        place = (str(row["step"]), age, str(row["incarnation"]), row["kind"] or "?", steps, str(row["ranks"]))
         needs = [_ranges([need["step"] for need in row["needs"]])] if refers else []
-        table.add_row(*places, decimal(row["nbytes"]), committed, usable, *needs)
+        table.add_row(*place, size_text(row["nbytes"]), *needs, row["why_not"] or "yes")
     num_usable = sum(row["usable"] for row in rows)
     history = view.history
     state = "its log cannot be read"
@@ -139,7 +152,8 @@ def ls_tables(view: RunView, rows: Sequence[Row]) -> list[RenderableType]:
         state = (
             f"newest incarnation {history.last_incarnation}, keeps what is at or after step {history.watermark}{named}"
         )
-    return [f"{view.url}\nrun {view.run_id or '?'}: {state}; {num_usable} of {len(rows)} generations usable", table]
+    said = f"{view.url}\nrun {view.run_id or '?'}: {num_usable} of {len(rows)} generations usable\n{state}"
+    return [said, table] if rows else [said, "nothing is stored yet"]
 
 
 def _steps(first: int, last: int) -> str:
@@ -198,7 +212,7 @@ def _kinds(markers: Iterable[RankMarker]) -> Row:
 
 
 def _operators(generation: GenerationId, markers: Sequence[RankMarker]) -> list[Row]:
-    """Return the records of each operator and their places, in the order of the segments."""
+    """Return the records of each operator and their places, by name."""
     rows: dict[str, Row] = {}
     for supplier, rank, step, record in _records(generation, markers):
         if not record.operator:
@@ -219,7 +233,12 @@ def _operators(generation: GenerationId, markers: Sequence[RankMarker]) -> list[
         row["ranks"].add(rank)
         row["parameters"].add(record.fqn)
         row["no_state_yet"] |= not record.present
-    return [_sorted(row) for row in rows.values()]
+    return [_sorted(row) for _, row in sorted(rows.items(), key=lambda each: _natural(each[0]))]
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return what names are sorted by, so that `expert.10` comes after `expert.9`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _sorted(row: Row) -> Row:
@@ -250,7 +269,7 @@ def _file_row(rank: int, place: Row, nbytes: int, segment: SegmentEntry) -> Row:
 
 def inspect_tables(document: Row) -> list[RenderableType]:
     """Return the description of one generation as tables."""
-    return [_heading(document), _kind_table(document), _operator_table(document), _segment_table(document)]
+    return [_heading(document), _kind_table(document), _operator_table(document), *_segment_tables(document)]
 
 
 def _heading(document: Row) -> str:
@@ -258,43 +277,52 @@ def _heading(document: Row) -> str:
     facts = {**plan["config"], **{key: value for key, value in plan.items() if key != "config"}}
     usable = document["why_not"] or "usable"
     steps = _steps(document["first_step"], document["step"])
-    size = f"{document['window']} segments per rank, {document['ranks']} ranks, {decimal(document['nbytes'])}"
+    size = f"{document['window']} segments per rank, {document['ranks']} ranks, {size_text(document['nbytes'])}"
     if document["needs"]:
         referenced = sum(row["nbytes"] for row in document["referenced"])
-        size += f"; references {decimal(referenced)} from steps {_ranges([need['step'] for need in document['needs']])}"
+        size += (
+            f"; references {size_text(referenced)} from steps {_ranges([need['step'] for need in document['needs']])}"
+        )
     lines = [
         f"{document['url']}",
         f"step {document['step']} (incarnation {document['incarnation']}) of run {document['run_id']}: {usable}",
         f"{document['kind']}, steps {steps}, {size}",
-        "written by: " + ", ".join(f"{key}={value}" for key, value in policy.items()),
+        "written by: " + _facts({key: value for key, value in policy.items() if key != "fingerprint"}),
         f"written with: {in_words(document['versions'])}",
-        "plan: " + ", ".join(f"{key}={value}" for key, value in facts.items() if value not in ([], None)),
+        "plan: " + _facts(facts),
     ]
     return "\n".join(lines)
 
 
+def _facts(facts: Mapping[str, Any]) -> str:
+    """Return what is set, as `key=value`; of nested facts as `key(key=value)`."""
+    said = {key: value for key, value in facts.items() if value not in ([], {}, None)}
+    return ", ".join(f"{k}({_facts(v)})" if isinstance(v, Mapping) else f"{k}={v}" for k, v in said.items())
+
+
 def _kind_table(document: Row) -> Table:
-    table = Table("kind", "records", "size", title="What it is made of")
+    table = plain_table("kind", "records", "size", right=("records", "size"), title="What it is made of")
     for name, kind in document["kinds"].items():
-        table.add_row(name, str(kind["records"]), decimal(kind["nbytes"]))
+        table.add_row(name, str(kind["records"]), size_text(kind["nbytes"]))
     return table
 
 
 def _operator_table(document: Row) -> Table:
+    """Return the operators by name; kinds that none has, and ages that all share, have no column."""
+    rows = document["operators"]
+    kinds = [kind for kind in ("full", "compute", "delta") if any(kind in row["kinds"] for row in rows)]
     ages = ["steps old"] if document["needs"] else []
-    columns = ("operator", "full at", "size", "compute at", "size", "parameters", "written by ranks")
-    table = Table(*columns, *ages, title="Operators")
-    for row in document["operators"]:
-        full, compute = row["kinds"].get("full"), row["kinds"].get("compute")
+    titles = ["operator", *(title for kind in kinds for title in (f"{kind} at", "size")), *ages, "ranks"]
+    table = plain_table(*titles, right=titles[1:-1], wraps="operator", title="Operators")
+    for row in rows:
         name = row["operator"] + (" (no optimizer state yet)" if row["no_state_yet"] else "")
-        age = [str(row["steps_old"])] if ages else []
-        cells = (name, *_kind_cells(full), *_kind_cells(compute), str(row["parameters"]), _ranges(row["ranks"]))
-        table.add_row(*cells, *age)
+        cells = [cell for kind in kinds for cell in _kind_cells(row["kinds"].get(kind))]
+        table.add_row(name, *cells, *([str(row["steps_old"])] if ages else []), _ranges(row["ranks"]))
     return table
 
 
 def _kind_cells(kind: Row | None) -> tuple[str, str]:
-    return ("", "") if kind is None else (_ranges(kind["steps"]), decimal(kind["nbytes"]))
+    return ("", "") if kind is None else (_ranges(kind["steps"]), size_text(kind["nbytes"]))
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -308,12 +336,16 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(_steps(first, last) for first, last in runs)
 
 
-def _segment_table(document: Row) -> Table:
-    table = Table("rank", "step", "size", "operators", "records", "key", title="Files")
+def _segment_tables(document: Row) -> list[Table]:
+    """Return the files, one table for each folder: the generation's own, then those that it references."""
+    tables: dict[str, Table] = {}
     for row in [*document["segments"], *document["referenced"]]:
-        figures = (row["rank"], row["step"], decimal(row["nbytes"]), row["operators"], row["records"], row["key"])
-        table.add_row(*map(str, figures))
-    return table
+        folder, _, name = row["key"].rpartition("/")
+        if folder not in tables:
+            titles = ("rank", "step", "size", "records", "file")
+            tables[folder] = plain_table(*titles, right=titles[:4], wraps="file", title=f"Files in {folder}")
+        tables[folder].add_row(str(row["rank"]), str(row["step"]), size_text(row["nbytes"]), str(row["records"]), name)
+    return list(tables.values())
 
 
 def repair_document(found: RepairedLog) -> dict[str, Any]:
@@ -330,7 +362,7 @@ def repair_document(found: RepairedLog) -> dict[str, Any]:
 
 def repair_tables(found: RepairedLog) -> list[RenderableType]:
     """Return tables of the generations that a restart would try, and of the others."""
-    table = Table("step", "incarnation", "", "why")
+    table = plain_table("step", "incarnation", "", "why", right=("step", "incarnation"), wraps="why")
     mended = "its manifest cannot be read; markers of all ranks say the same"
     rows = [(each, "usable", mended if each in found.mended else "") for each in found.usable]
     rows += [(each, "left out", reason) for each, reason in found.left_out.items()]
@@ -367,17 +399,16 @@ def _judged_row(each: JudgedGeneration) -> dict[str, Any]:
 def gc_tables(found: Garbage) -> list[RenderableType]:
     """Return a table of generations, newest first as in `ls`, and the sum."""
     goes = "deleted" if found.deleted else "would go"
-    table = Table("step", "incarnation", "objects", "size", "", "why")
-    for column in table.columns[:4]:
-        column.justify = "right"
+    titles = ("step", "incarnation", "objects", "size", "", "why")
+    table = plain_table(*titles, right=titles[:4], wraps="why")
     rows = [(each, goes) for each in found.goes] + [(each, "stays") for each in found.stays]
     for each, fate in sorted(rows, key=lambda row: row[0].generation, reverse=True):
         objects = str(each.num_objects) + (f" + {each.num_unfinished} unfinished" if each.num_unfinished else "")
         place = (str(each.generation.step), str(each.generation.incarnation), objects)
-        table.add_row(*place, decimal(each.nbytes), fate, each.reason)
+        table.add_row(*place, size_text(each.nbytes), fate, each.reason)
     said = f"{goes}: {_sum(found.goes)}; stays: {_sum(found.stays)}"
     return [f"{found.url}\nrun {found.run_id}", table, said]
 
 
 def _sum(those: Sequence[JudgedGeneration]) -> str:
-    return f"{len(those)} generations, {decimal(sum(each.nbytes for each in those))}"
+    return f"{len(those)} generations, {size_text(sum(each.nbytes for each in those))}"

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console, RenderableType
-from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
-from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
-from lightning_moe_ckpt.inspection import _placement
+from lightning_moe_ckpt._units import rate_text, size_text
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, NoUsableGeneration
+from lightning_moe_ckpt.inspection import _placement, _shared_memory
 from lightning_moe_ckpt.inspection._conformance import Check, examine_url
 from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
@@ -37,6 +37,7 @@ from lightning_moe_ckpt.inspection._report import (
     generation_rows,
     inspect_tables,
     ls_tables,
+    plain_table,
     repair_document,
     repair_tables,
     select,
@@ -53,6 +54,7 @@ from lightning_moe_ckpt.storage import (
     open_backend,
     repair_log,
 )
+from lightning_moe_ckpt.storage._open import memory_tag
 
 _STYLES = {
     "good": "green", "slower": "yellow", "absent": "dim", "weaker": "yellow", "broken": "red", "unknown": "dim",
@@ -75,7 +77,8 @@ def _show(answer: Answer, *, as_json: bool) -> int:
 def _fail(where: str, error: CheckpointError, facts: Mapping[str, str], *, as_json: bool) -> int:
     """Write in a line why the command could not do its work, and return its exit status."""
     reason = " ".join(str(error).split())
-    sys.stderr.write(f"moe-ckpt {where}: {reason}\n")
+    place = "" if where and where in reason else f" {where}"
+    sys.stderr.write(f"moe-ckpt{place}: {reason}\n")
     if as_json:
         document = {**facts, "error": {"type": type(error).__name__, "message": reason}}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
@@ -119,7 +122,7 @@ def inspect(backend: Backend, *, step: int | None) -> Answer:
 @_of_run
 def verify(backend: Backend, *, step: int | None, everything: bool) -> Answer:
     """Read every byte."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     total = sum(each.nbytes for each in RunView.open(backend).generations() if each.committed)
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("reading", total=total)
@@ -127,7 +130,7 @@ def verify(backend: Backend, *, step: int | None, everything: bool) -> Answer:
         verdict = read_everything(backend, step=step, everything=everything, show=show)
     document = dataclasses.asdict(verdict) | {
         "sound": verdict.sound,
-        "megabytes_per_second": round(verdict.nbytes_per_second / 1e6, 1),
+        "nbytes_per_second": round(verdict.nbytes_per_second),
     }
     return Answer(document, lambda: _verdict_lines(verdict), status=0 if verdict.sound else 1)
 
@@ -136,9 +139,9 @@ def _verdict_lines(verdict: Verdict) -> list[RenderableType]:
     lines = [f"damaged: {each.generation or 'log'}: {each.reason}" for each in verdict.problems]
     if not verdict.generations:
         lines.append("nothing that could be restored was found")
-    count, speed = len(verdict.generations), verdict.nbytes_per_second / 1e6
+    count, speed = len(verdict.generations), rate_text(verdict.nbytes_per_second)
     lines.append(f"{count} generations read: {', '.join(verdict.generations) or 'none'}; others: {verdict.skipped}")
-    lines.append(f"{verdict.num_files} files, {decimal(verdict.nbytes)} in {verdict.seconds:.2f} s: {speed:.0f} MB/s")
+    lines.append(f"{verdict.num_files} files, {size_text(verdict.nbytes)} in {verdict.seconds:.2f} s: {speed}")
     if verdict.num_single:
         lines.append(f"operators with one good copy only, of those taken in turns: {verdict.num_single}")
     lines.append("good" if verdict.sound else "NOT GOOD")
@@ -149,7 +152,7 @@ def _verdict_lines(verdict: Verdict) -> list[RenderableType]:
 def export(backend: Backend, *, out: Path, step: int | None, tie: Sequence[tuple[str, str]], **options: Any) -> Answer:
     """Write files that other programs read."""
     done = write_files(backend, out, ExportOptions(ties=dict(tie), **options), step=step)
-    lines: list[RenderableType] = [f"{path}: {decimal(nbytes)}" for path, nbytes in done.files.items()]
+    lines: list[RenderableType] = [f"{path}: {size_text(nbytes)}" for path, nbytes in done.files.items()]
     lines += [
         f"step {done.step} (incarnation {done.incarnation}) as {done.format}, {done.num_tensors} parameters and buffers"
     ]
@@ -225,6 +228,38 @@ def placement(*, as_json: bool, **cluster: int) -> int:
         return _fail("placement", error, {}, as_json=as_json)
 
 
+def shm(
+    *,
+    url: str | None,
+    clear: bool,
+    force: bool,
+    dry_run: bool,
+    as_json: bool,
+    storage_option: Sequence[tuple[str, object]],
+) -> int:
+    """List what is in shared memory of this node, and clear what nobody holds."""
+    try:
+        tag = None if url is None else _tag_of(url, dict(storage_option))
+        found = _shared_memory.answer(tag=tag, clear=clear or force, force=force, dry_run=dry_run)
+        return _show(found, as_json=as_json)
+    except CheckpointError as error:
+        return _fail(url or "shm", error, {}, as_json=as_json)
+
+
+def _tag_of(url: str, storage_options: Mapping[str, object]) -> str:
+    """Return the part of names of shared memory that the run at a URL has."""
+    backend = open_backend(url, storage_options=storage_options, patience=_PATIENCE)
+    try:
+        history = RunView.open(backend).history
+        if history is None:
+            raise NoUsableGeneration(
+                f"{backend.url}: its log cannot be read, and names of its memory follow from that."
+            )
+        return memory_tag(history.key, backend.url)
+    finally:
+        backend.close()
+
+
 @contextlib.contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
     """Let SIGTERM, as of a scheduler, unwind the stack, so that what was written is removed."""
@@ -241,10 +276,8 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 def _states(found: Sequence[Check | Finding]) -> Table:
     """Return a table of what was found; only findings on this machine come with something to do."""
-    table = Table("", "state", "found", show_edge=False)
-    if any(isinstance(each, Finding) for each in found):
-        table.add_column("to do")
+    table = plain_table("what", "state", "found", wraps="found")
     for each in found:
-        advice = (each.advice,) if isinstance(each, Finding) else ()
-        table.add_row(each.name, Text(each.state, _STYLES[each.state]), each.found, *advice)
+        advice = f"\nto do: {each.advice}" if isinstance(each, Finding) and each.advice else ""
+        table.add_row(each.name, Text(each.state, _STYLES[each.state]), each.found + advice)
     return table

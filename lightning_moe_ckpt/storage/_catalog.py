@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
-from lightning_moe_ckpt.errors import Corrupt, KeyMissing
+from lightning_moe_ckpt.errors import Corrupt, KeyMissing, NoUsableGeneration
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._json import digest_of
 from lightning_moe_ckpt.storage._names import (
     COMMITTED,
+    LOG_PREFIX,
     SNAP_PREFIX,
     GenerationId,
     commit_key,
@@ -137,3 +139,36 @@ def delete_generation(backend: Backend, contents: Contents) -> None:
     ):
         backend.delete(key)
     backend.sweep(contents.generation.prefix)
+
+
+_NAMED = 4
+"""Entries of a folder that a message names."""
+
+
+def nothing_at(url: str) -> str:
+    """Return that there is no run, and of a folder what is there instead."""
+    folder = Path(url.removeprefix("file://"))
+    if not url.startswith("file://"):
+        return f"{url} holds no run. Check the URL."
+    if not folder.is_dir():
+        return (
+            f"{url} holds no run: {'it is a file' if folder.exists() else 'there is no such folder'}. Check the path."
+        )
+    names = sorted(path.name for path in folder.iterdir())
+    if not names:
+        return f"{url} holds no run: the folder is empty. A run stores something there as soon as training begins."
+    below = sorted(str(path.parent) for path in (*folder.glob(f"*/{LOG_PREFIX}"), *folder.glob(f"*/*/{LOG_PREFIX}")))
+    if below:
+        return f"{url} holds no run itself, folders below it do: {_named(below)}. Give one of these."
+    return f"{url} holds no run, but other files: {_named(names)}. Check the path."
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def expect_folder(backend: Backend) -> None:
+    """Raise `NoUsableGeneration` if the path is that of a file, where a listing could only fail."""
+    if backend.url.startswith("file://") and Path(backend.url.removeprefix("file://")).is_file():
+        raise NoUsableGeneration(nothing_at(backend.url))

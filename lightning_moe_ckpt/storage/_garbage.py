@@ -19,7 +19,15 @@ from functools import cache
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, NoUsableGeneration
 from lightning_moe_ckpt.storage._backend import Backend, Entry
-from lightning_moe_ckpt.storage._catalog import Catalog, Contents, delete_generation, read_catalog, run_reader
+from lightning_moe_ckpt.storage._catalog import (
+    Catalog,
+    Contents,
+    delete_generation,
+    expect_folder,
+    nothing_at,
+    read_catalog,
+    run_reader,
+)
 from lightning_moe_ckpt.storage._log import History, Log, watermark_event
 from lightning_moe_ckpt.storage._names import SNAP_PREFIX, GenerationId, parse_snap_key
 from lightning_moe_ckpt.storage._retention import Retention, Survey, doomed_generations, needed_by, spare_for
@@ -123,9 +131,10 @@ def collect_garbage(
 
 
 def _read(log: Log, backend: Backend) -> History:
+    expect_folder(backend)
     history = log.read()
     if history is None:
-        raise NoUsableGeneration(f"{backend.url} holds no run. Check the URL.")
+        raise NoUsableGeneration(nothing_at(backend.url))
     return history
 
 

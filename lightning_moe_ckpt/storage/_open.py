@@ -9,6 +9,7 @@ raises the error. `KeyExists`, `KeyMissing` and `Corrupt` are answers, not failu
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import logging
 import os
@@ -21,7 +22,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
-from fsspec.registry import known_implementations
+from fsspec.registry import known_implementations, registry
 
 from lightning_moe_ckpt.errors import ConfigurationError, KeyExists, KeyMissing, StorageError, StorageRefused
 from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, PATIENCE, Backend, Entry, StorageOptions
@@ -31,6 +32,8 @@ from lightning_moe_ckpt.storage._posix import PosixBackend
 log = logging.getLogger(__name__)
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_SHORT = 3
+"""Length of a scheme in which one wrong letter is half of the word."""
 _HALF_A_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/?(?!/)")
 
 
@@ -87,6 +90,17 @@ def checked_url(url: object) -> str:
             "character is given as a path without scheme."
         )
     return text
+
+
+def _expect_known(url: str) -> None:
+    """Refuse a scheme that no file system has, with the one that it looks like."""
+    known = {*known_implementations, *registry, *SCHEMES}
+    scheme = scheme_of(url)
+    if scheme in known:
+        return
+    near = difflib.get_close_matches(scheme, known, n=1, cutoff=0.5 if len(scheme) <= _SHORT else 0.7)
+    meant = f"Did you mean `{near[0]}{url[len(scheme) :]}`?" if near else "Name a path, or a URL that fsspec knows."
+    raise ConfigurationError(f"`{url}`: there is no file system called {scheme}. {meant}")
 
 
 T = TypeVar("T")
@@ -226,6 +240,7 @@ def open_without_retries(
 ) -> Backend:
     """Open a backend like `open_backend`, without retries."""
     url = checked_url(url)
+    _expect_known(url)
     factory = _FACTORIES.get(scheme_of(url), _open_fsspec)
     return factory(url, storage_options or {}, bandwidth)
 

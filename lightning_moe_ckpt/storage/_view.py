@@ -13,7 +13,9 @@ from lightning_moe_ckpt.errors import CheckpointError, Corrupt, NoUsableGenerati
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._catalog import (
     Contents,
+    expect_folder,
     missing_parts,
+    nothing_at,
     read_catalog,
     read_commit,
     read_committed_marker,
@@ -78,12 +80,13 @@ class RunView:
             NoUsableGeneration: there is no run.
             StorageError: the medium failed.
         """
+        expect_folder(backend)
         try:
             history = Log(backend).read()
         except Corrupt:
             return cls(backend, None)
         if history is None:
-            raise NoUsableGeneration(f"{backend.url} holds no run. Check the URL.")
+            raise NoUsableGeneration(nothing_at(backend.url))
         return cls(backend, history)
 
     @property

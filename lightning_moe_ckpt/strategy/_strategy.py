@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_moe_ckpt._units import duration, number_of_bytes
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.parallel import (
@@ -69,8 +70,8 @@ class MoEStrategy(DDPStrategy):
         gradient_reduction: ``"ordered"`` adds gradients in rank order, so a resumed run gives the same bits as one
             that was never interrupted; ``"allreduce"`` leaves the order to the backend, which is faster on some
             networks and exact to rounding only.
-        bucket_nbytes: Bytes of one message of the gradient reduction.
-        timeout: Limit for one collective operation.
+        bucket_nbytes: Bytes of one message of the gradient reduction, a number or text such as `32MiB`.
+        timeout: Limit for one collective operation: a `timedelta`, seconds, or text such as `10min`.
         process_group_backend: ``"gloo"`` or ``"nccl"``; by default the one for the device.
         start_method: How Lightning starts the processes if no launcher does.
         accelerator: Given by the Trainer.
@@ -87,8 +88,8 @@ class MoEStrategy(DDPStrategy):
         *,
         expert_parallel: int = 1,
         gradient_reduction: Literal["ordered", "allreduce"] = "ordered",
-        bucket_nbytes: int = 32 * 2**20,
-        timeout: timedelta = timedelta(minutes=30),
+        bucket_nbytes: int | str = 32 * 2**20,
+        timeout: timedelta | float | str = timedelta(minutes=30),
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         accelerator: Accelerator | None = None,
@@ -99,6 +100,7 @@ class MoEStrategy(DDPStrategy):
     ) -> None:
         if expert_parallel < 1:
             raise ConfigurationError(f"`MoEStrategy(expert_parallel={expert_parallel})` must be one or more.")
+        limit = duration(self, "timeout", timeout)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -106,13 +108,13 @@ class MoEStrategy(DDPStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=limit,
             start_method=start_method,
         )
         self.expert_parallel = expert_parallel
         self.gradient_reduction = gradient_reduction
-        self.bucket_nbytes = bucket_nbytes
-        self.timeout = timeout
+        self.bucket_nbytes = int(number_of_bytes(self, "bucket_nbytes", bucket_nbytes))
+        self.timeout: timedelta = limit
         self.groups = ParallelGroups()
         """Rank and process groups of this process; set before `configure_model`."""
         self.reducer: GradientReducer | None = None

@@ -200,7 +200,7 @@ def test_what_is_no_place_is_refused_at_once(url: Any, found: str, remedy: str) 
     ("url", "words"),
     [
         ("oss://bucket/run", ["`oss://bucket/run` needs a package", "Install ossfs", "pip"]),
-        ("nosuch://run", ["Protocol not known: nosuch", "Name a path or a URL fsspec knows"]),
+        ("nosuch://run", ["there is no file system called nosuch", "Name a path, or a URL that fsspec knows"]),
         ("memory://run", ["memory of one process, and this run has 3", "Give a path or URL that all of them reach"]),
     ],
 )
@@ -220,7 +220,7 @@ def test_a_package_that_one_machine_lacks_stops_all_ranks() -> None:
         return DenseCheckpoint("here://run")
 
     for said in every_rank(3, checkpoint):
-        assert "rank 1: `here://run` cannot be opened: Protocol not known: here" in said
+        assert "rank 1: `here://run`: there is no file system called here" in said
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_moe_ckpt.cli import main
+from lightning_moe_ckpt.inspection import _report
 from lightning_moe_ckpt.storage import FsspecBackend, PosixBackend, open_backend
 from lightning_moe_ckpt.storage import _scrub as ranges
 
@@ -69,13 +71,62 @@ def test_ls_says_why_a_generation_is_not_usable(
 def test_tables_are_for_people(capsys: pytest.CaptureFixture[str], sparse_run: str) -> None:
     """Every command without `--json` writes what it found, in full, also into a pipe."""
     for argv, words in [
-        (["ls"], ["sparse", "5-6", "newest incarnation 1"]),
+        (["ls"], ["sparse", "5-6", "newest incarnation 1", "age"]),
         (["inspect", "--step", "6"], ["window=2", "net.0", "compute at", "rank00000.000000000005.safetensors"]),
-        (["verify"], ["3 generations read", "5 files", "MB/s", "good"]),
+        (["verify"], ["3 generations read", "5 files", "MiB/s", "good"]),
     ]:
         assert main([argv[0], sparse_run, *argv[1:]]) == 0
         out = capsys.readouterr().out
         assert [word for word in words if word not in out] == []
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "gc --dry-run"])
+def test_tables_fit_into_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, partial_run: str
+) -> None:
+    """Nothing is cut off, no name is broken, and bytes are in MiB."""
+    monkeypatch.setattr(_report, "_PIPE_WIDTH", 80)
+    name, *options = command.split()
+    assert main([name, partial_run, *options]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+    assert " MiB" in out
+    assert not re.search(r"\d (bytes|[kMG]B)\b", out)
+    if name == "inspect":
+        names = re.findall(r"^(\S*(?:moe|norm|net)\S*) +", out, re.MULTILINE)
+        assert "moe/expert.0" in names
+        assert names == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda _: None, "holds no run: there is no such folder"),
+        (lambda folder: folder.mkdir(), "holds no run: the folder is empty"),
+        (lambda folder: folder.write_text("x"), "holds no run: it is a file"),
+        (lambda folder: (folder.mkdir(), (folder / "notes.txt").touch()), "holds no run, but other files: notes.txt"),
+    ],
+    ids=["missing", "empty", "file", "foreign"],
+)
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "gc"])
+def test_a_place_without_a_run_is_described(
+    command: str, make: Callable[[Path], object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is there instead, in one line with status 2, and the path once."""
+    folder = tmp_path / "run"
+    make(folder)
+    assert main([command, str(folder)]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count(str(folder)) == 1
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+
+
+def test_runs_below_a_folder_are_named(capsys: pytest.CaptureFixture[str], sparse_run: str) -> None:
+    """Who gives the folder above is told which to give."""
+    assert main(["ls", str(Path(sparse_run).parent)]) == 2
+    assert f"folders below it do: {sparse_run}. Give one of these" in capsys.readouterr().err
 
 
 def test_inspect_tells_who_wrote_what(
@@ -108,7 +159,7 @@ def test_verify_reads_every_file(capsys: pytest.CaptureFixture[str], sparse_run:
     files = {key: data for key, data in contents(Path(sparse_run)).items() if key.endswith(".safetensors")}
     assert (found["num_files"], found["nbytes"]) == (len(files), sum(map(len, files.values())))
     assert found["sound"]
-    assert found["megabytes_per_second"] > 0
+    assert found["nbytes_per_second"] > 0
     assert run_json(capsys, "verify", sparse_run, "--step", "6")["generations"] == ["step 6 (incarnation 1)"]
 
 
@@ -243,7 +294,8 @@ def test_a_pipe_gets_whole_rows_without_colours(
     monkeypatch.setenv("COLUMNS", "40")
     assert main(["inspect", sparse_run, "--step", "6"]) == 0
     piped = capsys.readouterr().out
-    assert re.search(r"snap/000000000006/i000001-[0-9a-f]{12}/rank00000\.000000000005\.safetensors", piped)
+    assert re.search(r"^Files in snap/000000000006/i000001-[0-9a-f]{12} *$", piped, re.MULTILINE)
+    assert re.search(r" rank00000\.000000000005\.safetensors", piped)
     assert "\x1b" not in piped
 
 

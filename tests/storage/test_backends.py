@@ -628,7 +628,7 @@ def test_other_schemes_go_to_fsspec() -> None:
 
 def test_what_cannot_be_opened_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown scheme, a missing package, options that do not fit: each names the URL and the remedy."""
-    with pytest.raises(ConfigurationError, match=r"nosuch://x.*Name a path or a URL fsspec knows"):
+    with pytest.raises(ConfigurationError, match=r"nosuch://x.*Name a path, or a URL that fsspec knows"):
         open_backend("nosuch://x")
     with pytest.raises(ConfigurationError, match="does not accept"):
         open_backend("vague://x", storage_options={"self": 1})

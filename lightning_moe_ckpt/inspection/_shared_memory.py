@@ -1,0 +1,239 @@
+"""List what runs have left in shared memory, and clear what no process holds.
+
+Shared memory outlives its process on purpose: a rank that is started again resumes from it. So nothing here is called
+useless. What is listed says how new it is and whether a process holds it, and only what the user asks for is removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pwd
+import re
+import shutil
+import struct
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import RenderableType
+
+from lightning_moe_ckpt._units import size_text, time_text
+from lightning_moe_ckpt.inspection._report import Answer, plain_table
+from lightning_moe_ckpt.tiers import shared_directory
+
+_NAME = re.compile(
+    r"(?P<memory>moe-ckpt-(?P<uid>\d+)-(?P<tag>[A-Za-z0-9_.-]{1,100})-(?P<rank>\d+)(?:\.\d+)?\.(?P<kind>ring|replica))"
+    r"(?:\.(?P<step>\d+)\.i\d+(?:-[0-9a-f]{12})?\.(?:done|tmp))?"
+)
+_PREFIX = "moe-ckpt-"
+_LOCK = "hhqqi"
+"""`struct flock` of Linux: type, whence, start, length, process."""
+_SETTLED_SECONDS = 3600.0
+"""How long a benchmark's folder must be unchanged to count as left: between two fits no process holds it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leftover:
+    """What belongs together in shared memory: a ring or replica with its markers, markers alone, or a folder."""
+
+    path: str
+    what: str
+    """`ring`, `replica`, `markers` of memory that is gone, or `folder` of a benchmark."""
+    owner: str
+    tag: str
+    """Of the run at its place; empty for a folder."""
+    rank: int | None
+    step: int | None
+    """Newest generation in it."""
+    nbytes: int
+    age_seconds: float
+    """Since its last change."""
+    held_by: tuple[int, ...]
+    """Processes; 0 stands for one in another container."""
+    files: tuple[str, ...]
+    why_kept: str = ""
+    """Why it is not cleared without `--force`; empty if it is."""
+
+
+def answer(*, tag: str | None, clear: bool, force: bool, dry_run: bool) -> Answer:
+    """List, and clear if asked to, what is in the shared memory of this node.
+
+    Args:
+        tag: only memory of this run; `None` for all.
+        clear: remove what no process holds.
+        force: remove also what a process holds.
+        dry_run: only say what would go.
+    """
+    directory = shared_directory()
+    found = [each for each in leftovers(directory) if tag in (None, each.tag)]
+    goes = [each for each in found if clear and (force or not each.why_kept)]
+    cleared = [each for each in goes if not dry_run and _remove(each)]
+    document = {
+        "directory": str(directory),
+        "found": [asdict(each) for each in found],
+        "cleared": [each.path for each in cleared],
+        "would_clear": [each.path for each in goes] if dry_run else [],
+    }
+    failed = 0 if dry_run else len(goes) - len(cleared)
+    return Answer(document, lambda: _tables(directory, found, goes, clear=clear, dry_run=dry_run), 2 if failed else 0)
+
+
+def leftovers(directory: Path) -> list[Leftover]:
+    """Return what is there, by run and rank."""
+    groups: dict[str, list[Path]] = {}
+    for path in sorted(directory.glob(f"{_PREFIX}*")):
+        match = _NAME.fullmatch(path.name)
+        groups.setdefault(match["memory"] if match else path.name, []).append(path)
+    holders = _Holders(directory)
+    return [each for name, paths in groups.items() if (each := _look(name, paths, holders)) is not None]
+
+
+def _look(name: str, paths: Sequence[Path], holders: _Holders) -> Leftover | None:
+    everything = [path for each in paths for path in (each, *(each.rglob("*") if each.is_dir() else ()))]
+    statuses = [status for path in everything if (status := _status(path)) is not None]
+    if not statuses:
+        return None  # removed meanwhile
+    match = _NAME.fullmatch(name)
+    memory = paths[0].with_name(name)
+    steps = [int(found["step"]) for path in paths if (found := _NAME.fullmatch(path.name)) and found["step"]]
+    what = "folder" if match is None else match["kind"] if memory in paths else "markers"
+    held = tuple(sorted(holders.of(everything)))
+    age = max(0.0, time.time() - max(status.st_mtime for status in statuses))
+    return Leftover(
+        path=str(memory),
+        what=what,
+        owner=_user(statuses[0].st_uid),
+        tag="" if match is None else match["tag"],
+        rank=None if match is None else int(match["rank"]),
+        step=max(steps, default=None),
+        nbytes=sum(status.st_size for status in statuses),
+        age_seconds=round(age, 1),
+        held_by=held,
+        files=tuple(map(str, paths)),
+        why_kept=_why_kept(statuses[0].st_uid, held, what, age),
+    )
+
+
+def _why_kept(uid: int, held: Sequence[int], what: str, age: float) -> str:
+    if uid != os.geteuid() and os.geteuid() != 0:
+        return "another user's"
+    if held:
+        return f"process {', '.join(map(str, filter(None, held))) or 'of another container'}"
+    if what == "folder" and age < _SETTLED_SECONDS:
+        return "perhaps a benchmark"
+    return ""
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+class _Holders:
+    """Which processes have files of a directory: locked, open or mapped."""
+
+    def __init__(self, directory: Path) -> None:
+        self._pids: dict[str, set[int]] = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            for path in _paths_of(process):
+                if path.startswith(f"{directory}/{_PREFIX}"):
+                    self._pids.setdefault(path, set()).add(int(process.name))
+
+    def of(self, paths: Iterable[Path]) -> set[int]:
+        found = set[int]()
+        for path in paths:
+            found |= self._pids.get(str(path), set())
+            if path.suffix in {".ring", ".replica"} and (pid := _locked_by(path)) is not None:
+                found.add(pid)
+        return found - {os.getpid()}
+
+
+def _paths_of(process: Path) -> Iterator[str]:
+    """Yield what a process has open or mapped, as far as this user may see it."""
+    try:
+        for line in (process / "maps").read_text().splitlines():
+            if _PREFIX in line:
+                yield line.split(maxsplit=5)[-1]
+        for link in (process / "fd").iterdir():
+            yield str(link.readlink())
+    except OSError:  # it has ended meanwhile, or is another user's
+        return
+
+
+def _locked_by(path: Path) -> int | None:
+    """Return the process that has locked a file, 0 if it is of another container; `None` if none has."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        asked = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, pid = struct.unpack(_LOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    finally:
+        os.close(descriptor)
+    return None if kind == fcntl.F_UNLCK else max(0, pid)
+
+
+def _remove(each: Leftover) -> bool:
+    """Remove it, markers first: they are nothing without their memory. Returns whether all of it is gone."""
+    for name in sorted(each.files, key=len, reverse=True):
+        path = Path(name)
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError:
+            return False
+    return True
+
+
+def _tables(
+    directory: Path, found: Sequence[Leftover], goes: Sequence[Leftover], *, clear: bool, dry_run: bool
+) -> list[RenderableType]:
+    if not found:
+        return [f"nothing of lightning_moe_ckpt is in {directory}"]
+    last = "fate" if clear else "owner"
+    titles = ("run", "rank", "what", "step", "size", "age", "held by", last)
+    table = plain_table(*titles, right=("rank", "step", "size", "age"), wraps="held by")
+    for each in found:
+        run = each.tag[:8] or Path(each.path).name.removeprefix(_PREFIX)
+        place = (run, _or_dash(each.rank), each.what, _or_dash(each.step))
+        held = each.why_kept.replace("process ", "pid ") or "nobody"
+        fate = _fate(each, goes, dry_run=dry_run) if clear else each.owner
+        table.add_row(*place, size_text(each.nbytes), time_text(each.age_seconds), held, fate)
+    free = [each for each in found if not each.why_kept]
+    said = (
+        f"{len(found)} in {directory}, {_sum(found)}; {len(free)} held by nobody, {_sum(free)}. A run that is started again "
+        "resumes from its memory."
+    )
+    if free and not clear:
+        said += " `moe-ckpt shm --clear` removes what nobody holds."
+    return [table, said]
+
+
+def _fate(each: Leftover, goes: Sequence[Leftover], *, dry_run: bool) -> str:
+    if each not in goes:
+        return "stays"
+    if dry_run:
+        return "would go"
+    return "could not be removed" if any(os.path.lexists(name) for name in each.files) else "removed"
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _sum(those: Sequence[Leftover]) -> str:
+    return size_text(sum(each.nbytes for each in those))
