@@ -7,7 +7,6 @@ ModelCheckpoint, a validation) sees it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from lightning_moe_ckpt._lightning import callbacks_of
 from lightning_moe_ckpt._lightning_callbacks import tries_only
 from lightning_moe_ckpt._lightning_files import LightningResume, let_best_come_first
 from lightning_moe_ckpt._lightning_stops import name_status
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import duration, number_of_bytes
 from lightning_moe_ckpt.callbacks._shared_arguments import (
     CheckpointArguments,
@@ -36,7 +36,7 @@ from lightning_moe_ckpt.session import Report
 from lightning_moe_ckpt.storage import Retention, checked_url
 from lightning_moe_ckpt.tiers import SessionConfig
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _LAST_SECONDS = 2.0
 """Seconds that an exception waits for checkpoints under way."""
@@ -249,6 +249,8 @@ class CheckpointCallback(Checkpoint):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         name_status(exception, EXIT_STATUS)
+        if self._run is not None:
+            self._run.failed(exception)
         try:
             self.wait_committed(_LAST_SECONDS)  # commits complete generations; other ranks may be gone
             self._close(

@@ -10,7 +10,6 @@ Shape suffix: E experts of one layer.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_moe_ckpt._lightning import expert_parallel_size, log_row
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.boosting import BiasRoute, MarginRoute, Measured, Meter, Route, find_bias, find_router, meter_of
 from lightning_moe_ckpt.callbacks._base import checkpoint_of
 from lightning_moe_ckpt.callbacks._loads import gather_over_ranks
@@ -29,7 +29,7 @@ from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.operators import Capacity, CapacityView, MoELayerSpec, OperatorSet, discover
 from lightning_moe_ckpt.policies import WATCHED_STEPS, TokenDeficits, TokenLedger, boost_factors, faded_use
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 
 @dataclass

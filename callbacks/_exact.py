@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
 from typing_extensions import Unpack, override
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import number_of_bytes
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.callbacks._shared_arguments import (
@@ -27,7 +27,7 @@ from lightning_moe_ckpt.policies import (
     SparsePolicy,
 )
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 
 class SparseCheckpoint(CheckpointCallback):

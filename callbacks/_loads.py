@@ -6,7 +6,6 @@ reader changes what the other reads.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.metrics import load_skew
 from lightning_moe_ckpt.operators import CountProbe, LoadCounter, OperatorSet, discover
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 # Shape suffixes: E all experts of one layer, over all ranks; R ranks; N numbers of a rank.
 

@@ -15,7 +15,6 @@ as long as the code is the same.
 from __future__ import annotations
 
 import functools
-import logging
 import random
 import types
 from collections import deque
@@ -35,9 +34,10 @@ from torchmetrics import Metric
 
 from lightning_moe_ckpt._lightning import callbacks_of, datamodule_of
 from lightning_moe_ckpt._lightning_data import loader_generators, loader_objects, loaders_of
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import HeldGenerator
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH = 6

@@ -8,7 +8,6 @@ So every rank keeps a list of what the run has written up to this boundary, whic
 
 from __future__ import annotations
 
-import logging
 import os
 import zipfile
 from collections.abc import Callable
@@ -19,8 +18,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_moe_ckpt._lightning import callbacks_of
+from lightning_moe_ckpt._logging import rank_logger
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 FilesState = dict[str, Any]
 

@@ -12,7 +12,6 @@ trainer logs and here, before each boundary, where others do; a SIGKILL loses no
 from __future__ import annotations
 
 import csv
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -22,7 +21,9 @@ from typing import Any, TypeAlias
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-log = logging.getLogger(__name__)
+from lightning_moe_ckpt._logging import rank_logger
+
+log = rank_logger(__name__)
 
 LineCounts: TypeAlias = "Counter[tuple[int, str]]"
 """Number of times that a key was logged under a step."""

@@ -7,7 +7,6 @@ torchmetrics that belong to the module keep their state themselves; the objects 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import attrgetter, is_
@@ -20,9 +19,10 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import Constant, differs
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 MetricState = dict[str, Any]
 

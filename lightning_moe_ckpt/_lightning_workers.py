@@ -8,7 +8,6 @@ way when an epoch ends count too: loaders wait for them before they begin the ne
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,9 +21,10 @@ from torch.utils.data._utils.worker import _generate_state
 
 from lightning_moe_ckpt._lightning_attributes import held_by
 from lightning_moe_ckpt._lightning_data import loaders_of
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import capture_rng, decode, encode, restore_rng
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 States = dict[str, Any]
 """`seed` that the workers were made from, and `states`: an encoded array per worker, or `None` if it sent none yet."""

@@ -18,7 +18,7 @@ PACKAGE = "lightning_moe_ckpt"
 # From the bottom up. A part imports only parts of lower levels; parts of one level do not import each other.
 LEVELS = [
     {"errors"},
-    {"_units"},
+    {"_units", "_logging"},
     {"launch", "native", "metrics", "data", "process", "_cli_run"},
     {"storage", "journal"},
     {"parallel"},
@@ -45,7 +45,7 @@ OWNED_BY_LIGHTNING = {
     "pl_module", "lightning_module", "precision_plugin", "strategy", "scaler", "loop", "loops", "fetcher",
 }  # fmt: skip
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-MAX_MODULE_LINES = 530
+MAX_MODULE_LINES = 560
 MAX_FUNCTION_LINES = 60
 
 
@@ -233,7 +233,7 @@ def test_package_keeps(rule: Rule) -> None:
 
 
 def test_nothing_is_too_long() -> None:
-    """A module past 520 lines or a function past 60 holds a second idea."""
+    """A module past 560 lines or a function past 60 holds a second idea."""
     assert _check(too_long, _all_files()) == []
 
 

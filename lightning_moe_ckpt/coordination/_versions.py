@@ -6,14 +6,14 @@ whether another release computes alike, so a resume with another one goes on, an
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination._exchange import Exchange
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 VERSIONS = "versions"
 """Key in a marker's `policy`."""

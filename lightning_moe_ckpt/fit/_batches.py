@@ -12,7 +12,6 @@ makes its window useless. This is reported, and the next plan reserves twice wha
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -24,11 +23,12 @@ from xxhash import xxh3_64
 
 from lightning_moe_ckpt._lightning import BatchTap
 from lightning_moe_ckpt._lightning_callbacks import resting
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.fit._state import copied
 from lightning_moe_ckpt.journal import capture_rng, refusals, restore_rng
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 Batches = Literal["reposition", "log"]
 

@@ -9,13 +9,13 @@ a fetch is kept if it differs from the state after the previous one.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import RngState, differs
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _MOST = 1_000
 """Most states that are kept of one epoch; each takes several KB of every journal."""

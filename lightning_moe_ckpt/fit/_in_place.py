@@ -10,7 +10,6 @@ Only where a supervisor starts processes. Elsewhere nothing here is ever made.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,13 +20,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_moe_ckpt import _lightning_in_place
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, Fenced
 from lightning_moe_ckpt.fit._memento import Memento, restore_values
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.parallel._elastic import is_of_collective
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _CONFIRM_SECONDS = {True: 10.0, False: 1.0}
 """How long an exception, of a collective or any other, waits for the word that another rank has failed."""

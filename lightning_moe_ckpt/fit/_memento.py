@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
 
@@ -201,7 +202,7 @@ def _restore_tensor(tensor: Tensor, kept: Tensor | int | None) -> None:
         restore_values(tensor, kept)
     elif kept is not None and tensor._version != kept:  # noqa: SLF001
         raise CheckpointError(
-            f"a tensor of {tensor.nbytes} bytes that is no part of the model has changed in training: it cannot be reset in "
+            f"a tensor of {size_text(tensor.nbytes)} that is no part of the model has changed in training: it cannot be reset in "
             "place, only built anew by a whole restart. Make it a buffer."
         )
 

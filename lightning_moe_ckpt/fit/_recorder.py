@@ -17,7 +17,6 @@ them progress and random state are taken only if the process stops there, too.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
@@ -33,12 +32,13 @@ from lightning_moe_ckpt import (
     _lightning_workers,
 )
 from lightning_moe_ckpt._lightning_progress import LoopProgress
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.fit._fetches import NO_FETCHES, FetchLog
 from lightning_moe_ckpt.fit._state import Extras, Trained, copied, require_storable
 from lightning_moe_ckpt.journal import RngState, capture_rng, differs, restore_rng
 from lightning_moe_ckpt.operators import groups_state, load_groups_state
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 Start = dict[str, Any]
 

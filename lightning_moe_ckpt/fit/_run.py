@@ -5,7 +5,6 @@ Two callbacks call it: `Replay`, which runs first, and `CheckpointCallback`, whi
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -26,8 +25,11 @@ from lightning_moe_ckpt import (
     _lightning_progress,
 )
 from lightning_moe_ckpt._lightning_callbacks import Findings, ProgressNote, averages_of, finish_with_averages, resting
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.coordination import Neighbours
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.fit._batches import Batches, BatchLog, Logged
+from lightning_moe_ckpt.fit._departed import say_who_is_gone
 from lightning_moe_ckpt.fit._recorder import BoundaryRecorder, JournalPart
 from lightning_moe_ckpt.fit._state import LayerState, Trained
 from lightning_moe_ckpt.fit._stops import Stops
@@ -39,7 +41,7 @@ from lightning_moe_ckpt.process import clocked
 from lightning_moe_ckpt.session import CheckpointSession
 from lightning_moe_ckpt.tiers import SessionConfig
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Low precisions that forward casts to; otherwise it uses parameters as they are."""
@@ -68,6 +70,7 @@ class FitSession:
 
     resumed = False
     """Whether it goes on with what an earlier process, or this one, has trained."""
+    _neighbours: Neighbours | None = None
     _last_step: int | None = None
     """With which training is planned to end, once it is known."""
 
@@ -143,7 +146,12 @@ class FitSession:
         if self.session.replaying:
             self._files.held = True
         self.resumed = start is not None
+        self._neighbours = self.session.neighbours()
         return self.resumed
+
+    def failed(self, error: BaseException) -> None:
+        """Say which other rank has died, if that is what ends the fit."""
+        say_who_is_gone(self._neighbours, self.session.newest_step, error)
 
     def start_of_run(self) -> dict[str, Any]:
         """Return what a fit that begins anew in place has to know of its first begin: files and folders."""
@@ -275,7 +283,7 @@ class FitSession:
         if not self._trained:
             reasons = _lightning_exactness.inexact_reasons(self._trainer, self._module, replays=self._replays)
             for reason in reasons:
-                log.warning("this run cannot be reproduced bit for bit: %s", reason)
+                log.warning("this run cannot be reproduced bit for bit: %s", reason, alike=True)
             self._last_step = _lightning_progress.last_step(self._trainer)
         self._trained = True
         self._stops.batch_begins()
@@ -435,6 +443,7 @@ def _warn_if_short(trainer: Trainer, least_steps: int) -> None:
             "fails in between starts again. Shorten the window or interval, or train longer.",
             least_steps,
             trainer.max_steps,
+            alike=True,
         )
 
 

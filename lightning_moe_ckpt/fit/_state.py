@@ -8,7 +8,6 @@ restart, while the rest of the run is restored.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from operator import attrgetter
@@ -21,11 +20,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.journal import Constant, Written, refusals
 from lightning_moe_ckpt.operators import MoELayerSpec
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _GIVEN = ("state_dict", "epoch", "global_step")
 """Keys of Lightning's checkpoint that a module's hook may expect to find; they are not stored as its state."""
@@ -86,7 +86,7 @@ class Extras:
         if name in self._refused:
             return
         self._refused.add(name)
-        log.warning("the state of %s is not restored after a restart: %s", name, reason)
+        log.warning("the state of %s is not restored after a restart: %s", name, reason, alike=True)
 
 
 def require_storable(states: Mapping[str, object]) -> None:

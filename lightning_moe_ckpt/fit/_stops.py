@@ -7,7 +7,6 @@ does there. No rank waits for a peer that is gone: see `StopSignal`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
@@ -16,10 +15,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_moe_ckpt._lightning_stops import SigtermTap
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.parallel import GradientReducer
 from lightning_moe_ckpt.process import EXIT_STATUS, StopSignal
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _FLAG = "stop"
 

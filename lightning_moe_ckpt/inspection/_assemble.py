@@ -9,7 +9,6 @@ all of it has to be taken from there: see `Assembler.take_older`.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
 from lightning_moe_ckpt.journal import decode_journal
 from lightning_moe_ckpt.recovery import (
@@ -32,7 +32,7 @@ from lightning_moe_ckpt.snapshot import is_average
 from lightning_moe_ckpt.storage import Backend, RankMarker, dtype_of, lacking_memory
 from lightning_moe_ckpt.tiers import is_differential
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 BUFFER = "buffer"
 JOURNAL = "journal"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+from lightning_moe_ckpt._units import rate_text, size_text
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyExists, StorageError
 from lightning_moe_ckpt.storage import Backend, ObjectBackend, PosixBackend, Retrying
 from lightning_moe_ckpt.storage._backend import StorageOptions
@@ -179,7 +180,7 @@ def _big(place: _Place) -> Tried:
     place.backend.get_into(place.key("big"), memoryview(out))
     if out != body:
         return "broken", "an object written in parts is read back with other bytes"
-    return "good", f"{_BIG_NBYTES / 2**20:.0f} MiB in parts, {_BIG_NBYTES / 2**20 / seconds:.0f} MiB/s"
+    return "good", f"{size_text(_BIG_NBYTES)} in parts, {rate_text(_BIG_NBYTES / seconds)}"
 
 
 def _ranges(place: _Place) -> Tried:

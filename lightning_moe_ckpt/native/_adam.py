@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes as c
 import functools
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.native import _library
 from lightning_moe_ckpt.native._gradient import (
     DTYPE_CODES,
@@ -33,7 +33,7 @@ from lightning_moe_ckpt.native._gradient import (
 )
 from lightning_moe_ckpt.native._torch_device import TorchDevice
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _SPARSE, _INT8 = 3, 4
 

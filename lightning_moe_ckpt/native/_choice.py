@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import statistics
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.native import _adam
 from lightning_moe_ckpt.native._adam import AdamState, AdamStep
 from lightning_moe_ckpt.native._cpu import CompiledCpuEngine, CpuCopyEngine
@@ -26,7 +26,7 @@ from lightning_moe_ckpt.native._gradient import (
 )
 from lightning_moe_ckpt.native._library import Library, NativeError, cpu, status
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _REPEATS = 5
 

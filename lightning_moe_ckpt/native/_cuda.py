@@ -14,7 +14,6 @@ piece in the background; until that is done, copies into it are queued one by on
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -27,6 +26,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native._engine import (
     Copy,
@@ -55,7 +56,7 @@ from lightning_moe_ckpt.native._prototypes import Slice
 from lightning_moe_ckpt.native._torch_device import TorchDevice
 from lightning_moe_ckpt.native._worker import CompiledEngine, CompiledTicket, Worker
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 PIECE_NBYTES = 2**30
 """Bytes per `cudaHostRegister`: one call over 512 GiB fails on current drivers, and each holds a driver-wide lock."""
@@ -155,9 +156,9 @@ class CudaCopyEngine(CopyEngine):
             if code != 0:
                 locks.release()
                 log.warning(
-                    "copies into %d bytes of host memory will be slower: cudaHostRegister of %d of them failed with error %d. "
+                    "copies into %s of host memory will be slower: cudaHostRegister of %s of it failed with error %d. "
                     "Raise the limit of locked memory (`ulimit -l`), or make the ring smaller.",
-                    buffer.nbytes, piece[1], code,
+                    size_text(buffer.nbytes), size_text(piece[1]), code,
                 )  # fmt: skip
                 return
             locks.pieces.append(piece)

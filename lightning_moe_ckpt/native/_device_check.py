@@ -8,7 +8,6 @@ so that the checks can be tested themselves.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import _adam, _library
 from lightning_moe_ckpt.native._adam import AdamState, AdamStep
@@ -36,7 +36,7 @@ from lightning_moe_ckpt.native._gradient import (
 from lightning_moe_ckpt.native._library import Library
 from lightning_moe_ckpt.native._torch_device import TorchDevice
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 Use = Literal["copies", "compression", "replay"]
 USES: tuple[Use, ...] = get_args(Use)

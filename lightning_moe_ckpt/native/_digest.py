@@ -10,17 +10,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import logging
 from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.native._library import Library, cpu
 from lightning_moe_ckpt.native._prototypes import Xxh3
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _HEX = 32
 _SAMPLE = bytes(range(256)) * 4

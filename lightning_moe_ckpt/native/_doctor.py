@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.native._device_check import USES, verdict
 from lightning_moe_ckpt.native._library import Library, cuda, explain
 from lightning_moe_ckpt.native._memory import num_nodes, populate
@@ -149,7 +150,7 @@ def _shared_memory() -> Finding:
     return Finding(
         name="shared memory",
         state="good" if size >= _SMALL_NBYTES else "slower",
-        found=f"{free / 2**30:.1f} of {size / 2**30:.1f} GiB free in {_SHARED_MEMORY}",
+        found=f"{size_text(free)} of {size_text(size)} free in {_SHARED_MEMORY}",
         advice="" if size >= _SMALL_NBYTES else "make it larger (docker: `--shm-size`)",
     )
 
@@ -166,7 +167,7 @@ def _locked_memory() -> Finding:
 
 
 def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else f"{value / 2**20:.0f} MiB"
+    return "unlimited" if value == resource.RLIM_INFINITY else size_text(value)
 
 
 def _huge_pages() -> Finding:

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import _prototypes
 from lightning_moe_ckpt.native._prototypes import ABI, Error, Prototype
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 LibraryPart = Literal["cpu", "cuda"]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import logging
 import mmap
 import os
 import platform
@@ -22,7 +21,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
+
+log = rank_logger(__name__)
 
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later; Python's mmap has no name for it."""
@@ -140,7 +142,7 @@ def _unlock(address: int, nbytes: int, unlock: Callable[[int], object]) -> None:
     try:
         unlock(address)
     except Exception as error:  # noqa: BLE001  # may run in a collection; the other pieces are given back all the same
-        log.warning("a piece of %d bytes of page-locked memory could not be given back: %s", nbytes, error)
+        log.warning("a piece of %s of page-locked memory could not be given back: %s", size_text(nbytes), error)
 
 
 def preparing_threads() -> int:

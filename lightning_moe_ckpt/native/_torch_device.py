@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import time
 from datetime import timedelta
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.native._plan import Space
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _cuda: Any = torch.cuda
 """Events, streams and the runtime are partly untyped in torch."""

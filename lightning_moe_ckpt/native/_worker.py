@@ -7,7 +7,6 @@ library only has addresses.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import weakref
 from abc import abstractmethod
@@ -19,12 +18,13 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native._engine import Copy, CopyEngine, CopyList, PreparedTable, Ticket, copy_failed
 from lightning_moe_ckpt.native._library import Library, NativeError
 from lightning_moe_ckpt.native._plan import Job, PlannedCopies, PlannedTable
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _TIMED_OUT = 1
 _LONGEST_US = 60 * 10**6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from typing import Literal
 
@@ -10,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.operators._layers import MoELayerSpec
 from lightning_moe_ckpt.operators._set import OperatorSet
 from lightning_moe_ckpt.operators._taps import CountTap, TokenCounts
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 Measure = Literal["tokens", "probabilities", "capacity"]
 """What to add up: tokens an expert processed, the router's probabilities for it, tokens it could have taken."""

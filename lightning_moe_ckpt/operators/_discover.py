@@ -10,13 +10,13 @@ Invariant: every parameter is in exactly one operator, completely.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from torch import nn
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import UnknownLayout
 from lightning_moe_ckpt.operators._layers import MoELayerSpec
 from lightning_moe_ckpt.operators._parameters import ParameterIndex
@@ -29,7 +29,7 @@ from lightning_moe_ckpt.operators.adapters import (
     find_adapter,
 )
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _EXPERT = re.compile(r"expert", re.IGNORECASE)
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_experts", "num_routed_experts", "n_routed_experts")
@@ -72,7 +72,7 @@ def discover(module: nn.Module, *, ep_size: int = 1, unknown: Literal["refuse", 
     placement.place_rest(module)
     operators = placement.operators()
     dtypes = {fqn: param.dtype for fqn, param in index.params.items()}
-    log.info("%d operators: %d MoE layers and the dense rest", len(operators), len(layers))
+    log.info("%d operators: %d MoE layers and the dense rest", len(operators), len(layers), alike=True)
     return OperatorSet(
         operators=operators,
         layers=tuple(layers),

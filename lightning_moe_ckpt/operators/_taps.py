@@ -16,7 +16,6 @@ Source: MoEvement (2024), Appendix B (popularity).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,9 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.moe._layer import in_backward
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 
 class TokenCounts:

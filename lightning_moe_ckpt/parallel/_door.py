@@ -12,7 +12,6 @@ Socket filters exist on Linux only; elsewhere the sockets stay open.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import re
 import socket
@@ -22,7 +21,9 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-log = logging.getLogger(__name__)
+from lightning_moe_ckpt._logging import rank_logger
+
+log = rank_logger(__name__)
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _SOCKET = re.compile(r"socket:\[(\d+)\]")

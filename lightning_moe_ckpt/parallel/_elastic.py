@@ -37,8 +37,13 @@ def restart_is_likely(error: BaseException) -> bool:
     It will if torchrun has restarts left, or if a collective failed: then another process died, and launchers restart
     such jobs.
     """
+    return restarts_left() or is_of_collective(error)
+
+
+def restarts_left() -> bool:
+    """Whether torchrun started this process and would start it again."""
     restarts, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return int(restarts) < int(most) or is_of_collective(error)
+    return int(restarts) < int(most)
 
 
 def is_of_collective(error: BaseException) -> bool:

@@ -18,7 +18,6 @@ alone, not on which gradients exist.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,12 +28,13 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel._collectives import ordered_all_reduce, plain_all_reduce
 from lightning_moe_ckpt.parallel._groups import ParallelGroups
 from lightning_moe_ckpt.parallel._lane import Lane, stream_writing
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 ReductionMode = Literal["ordered", "allreduce"]
 _REDUCE: dict[ReductionMode, Callable[..., Tensor]] = {"ordered": ordered_all_reduce, "allreduce": plain_all_reduce}

@@ -9,7 +9,6 @@ Source: MOETION (2024), Sec. 4.3; we differ in measuring over the whole run, and
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
 from collections import deque
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import rate_text, size_text
 from lightning_moe_ckpt.native import measure_bandwidth
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import MEMORY, STORAGE, Budget, ExpertLayout, Experts, Selection
@@ -26,7 +27,7 @@ from lightning_moe_ckpt.snapshot import PlanRecord, StateView, StepLayout, lay_o
 from lightning_moe_ckpt.storage import SegmentLayout
 from lightning_moe_ckpt.tiers import RING_HEADROOM
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 MEASURED_STEPS = 3
 """Steps of an incarnation before what they can hide, and the precisions in which they compute, are known."""
@@ -148,7 +149,7 @@ class Budgets:
         """Estimate what is `auto`: nothing was sent anywhere yet, so what memory takes stands for it."""
         if "auto" in self._config.values():
             self._local_rate = rate = measure_bandwidth(_BANDWIDTH_NBYTES, self._device)
-            log.info("copies to memory run at %.1f MiB/s, steps compute for %.4f s", rate / 2**20, self.clock.median)
+            log.info("copies to memory run at %s, steps compute for %.4f s", rate_text(rate), self.clock.median)
 
     def inputs(self) -> list[int]:
         """Return what this rank adds to the exchange: what it could take, by level."""
@@ -185,9 +186,9 @@ class Budgets:
         name = _NAMES[level]
         if over > 0 and name not in self.capped:
             log.info(
-                "`%s='auto'`: steps could hide %.2f MiB, and memory was made for %.2f MiB, which is what counts. A restart "
+                "`%s='auto'`: steps could hide %s, and memory was made for %s, which is what counts. A restart "
                 "makes it anew",
-                *(name, (ring_nbytes + over) / 2**20, ring_nbytes / 2**20),
+                *(name, size_text(ring_nbytes + over), size_text(ring_nbytes)),
             )
         if over > 0 or name in self.capped:
             self.capped[name] = max(over, 0)
@@ -260,8 +261,8 @@ class ExpertBudgets(Budgets):
             found[STORAGE] = min(found[STORAGE], found[MEMORY])
         if found != self.in_force:
             self.in_force = found
-            said = ", ".join(f"{nbytes / 2**20:.2f} MiB to {level}" for level, nbytes in found.items())
-            log.info("budgets: of the experts of one position, %s (of %.2f MiB)", said, self._position_nbytes() / 2**20)
+            said = ", ".join(f"{size_text(nbytes)} to {level}" for level, nbytes in found.items())
+            log.info("budgets: of the experts of one position, %s (of %s)", said, size_text(self._position_nbytes()))
 
     # -- private
 
@@ -300,9 +301,9 @@ class ExpertBudgets(Budgets):
         if level not in self._warned and STORAGE in self._config:
             self._warned.add(level)
             log.warning(
-                "`%s` of %d bytes has no room for an expert beside the dense part: one is taken all the same. Give %d "
-                "bytes more, or take generations less often",
-                *(_NAMES[level], budget, missing),
+                "`%s` of %s has no room for an expert beside the dense part: one is taken all the same. Give %s more "
+                "(%d bytes), or take generations less often",
+                *(_NAMES[level], size_text(budget), size_text(missing), missing),
             )
 
 

@@ -6,17 +6,17 @@ does not go on without them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Sequence
 
 import torch
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import WrongCounts
 from lightning_moe_ckpt.operators import ComputeDtypeProbe, CountProbe, OperatorSet
 from lightning_moe_ckpt.planning._popularity import sum_in_order
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 
 class CountProof:

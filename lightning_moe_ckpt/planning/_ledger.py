@@ -12,7 +12,6 @@ Source: PEC/MoC (2024), Sec. 3.1 and Algorithm 1; we differ in the exchange, whi
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.journal import Arrival, Arrivals
 from lightning_moe_ckpt.operators import LoadCounter, OperatorSet, RecordKind
@@ -43,7 +43,7 @@ from lightning_moe_ckpt.tiers import HOST, PersistWorker, TierWorker
 from lightning_moe_ckpt.tiers import PEER as PEER_TIER
 from lightning_moe_ckpt.tiers import STORAGE as STORAGE_TIER
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 LEVEL_OF_TIER: dict[str, str] = {HOST: MEMORY, STORAGE_TIER: STORAGE}
 """Whose completion the ledger follows; copies on other nodes of all that memory has come and go with it."""

@@ -11,7 +11,6 @@ taken to be what they learned from since the window before: else none would ever
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,8 @@ from typing import Any
 
 import torch
 
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.journal import JournalCapacity
@@ -56,7 +57,7 @@ from lightning_moe_ckpt.snapshot import (
 from lightning_moe_ckpt.storage import BadCopies, SlotClass
 from lightning_moe_ckpt.tiers import PEER, STORAGE, Mirroring, PeerRoom, TierWorker
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _IN_FLIGHT = 4
 """Generations of which a journal says that they are under way, over all tiers, roughly."""
@@ -430,7 +431,7 @@ class Planner:
         if not before or abs(found[0] - before) < NOISE * before:
             return False
         self._budgets.agreed(rows)
-        log.info("steps can hide %.2f MiB by now, %.2f when windows were planned", found[0] / 2**20, before / 2**20)
+        log.info("steps can hide %s by now, %s when windows were planned", size_text(found[0]), size_text(before))
         return True
 
     def _replan(self, popularity: list[float] | None) -> None:

@@ -14,7 +14,6 @@ Source: MoEvement (2024), Sec. 3.5, Appendix B.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -22,13 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.journal import Arrival, Arrivals
 from lightning_moe_ckpt.operators import LoadCounter, OperatorSet
 from lightning_moe_ckpt.policies import Popularity, decayed_popularity, popularity_per_capacity, should_reorder
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 # Shape suffix: E experts of all layers, over all ranks.
 

@@ -10,7 +10,6 @@ Sec. 3.2, for differences.
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,8 @@ from typing import Any
 
 from typing_extensions import override
 
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.operators import OperatorSet
 from lightning_moe_ckpt.policies._expert_tables import MEMORY
 from lightning_moe_ckpt.policies._plan import Plan
@@ -41,7 +42,7 @@ from lightning_moe_ckpt.policies._windows import (
     split_nbytes,
 )
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,8 @@ class SparsePolicy(Policy):
             return plan_for_window(items, self.window)
         budget, least = budgets[MEMORY], max(item.full_nbytes for item in items)
         if budget < least:
-            log.warning("a budget of %d bytes is less than a piece of the model; it is %d now", budget, least)
+            said = size_text(budget), size_text(least)
+            log.warning("a budget of %s is less than a piece of the model; it is %s now", *said, alike=True)
         return plan_window(
             items,
             budget_nbytes=max(budget, least),

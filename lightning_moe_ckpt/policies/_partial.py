@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.operators import OperatorSet
 from lightning_moe_ckpt.policies._balanced import Urgency, balanced
 from lightning_moe_ckpt.policies._expert_tables import (
@@ -57,7 +58,7 @@ from lightning_moe_ckpt.policies._expert_tables import (
 from lightning_moe_ckpt.policies._policy import Budget, ExpertPolicy, Measurement, PlanInputs
 from lightning_moe_ckpt.policies._token_ledger import TokenLedger
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 ExpertOrder = Literal["sequential", "load_aware"]
 

@@ -29,6 +29,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.policies._plan import Plan
 
 PlannerName = Literal["packed", "algorithm1"]
@@ -147,7 +148,7 @@ def _require_split(items: Sequence[PlanItem], budget_nbytes: int) -> None:
     if large:
         more = f" and {len(large) - 3} more" if len(large) > 3 else ""
         raise ValueError(
-            f"Operators {', '.join(large[:3])}{more} exceed the budget of {budget_nbytes} bytes per step alone. "
+            f"Operators {', '.join(large[:3])}{more} exceed the budget of {size_text(budget_nbytes)} per step alone. "
             "Split those above `split_nbytes` before planning."
         )
 

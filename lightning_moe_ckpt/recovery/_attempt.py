@@ -18,7 +18,6 @@ in agreeing per expert, on what every rank verified.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from typing import Literal, TypeVar
 
 import torch
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.recovery._assembly import Assembly, Exhausted, Wanted
 from lightning_moe_ckpt.recovery._index import (
     PARAM,
@@ -44,7 +44,7 @@ from lightning_moe_ckpt.recovery._transfer import MESSAGE_NBYTES, Rounds, Transf
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout, Span, dtype_of
 from lightning_moe_ckpt.tiers import HOST, PEER, STORAGE, TierName, is_differential, is_partial
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 T = TypeVar("T")
 

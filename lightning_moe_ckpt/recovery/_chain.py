@@ -9,7 +9,6 @@ Source: TierCheck (2026), Sec. 3.3. We differ in agreeing per chain on what ever
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.policies import Plan
@@ -30,7 +30,7 @@ from lightning_moe_ckpt.recovery._loading import stored_layout
 from lightning_moe_ckpt.snapshot import JOURNAL, PlanRecord
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordRows, SegmentEntry, SegmentLayout
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 AT_ONCE = 8
 """Differences that are brought and applied at once."""

@@ -8,7 +8,6 @@ Source: TierCheck (2025), Fig. 5, for what ranks resume from.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyMissing
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import STORAGE, Holding, Tier, TierName
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 T = TypeVar("T")
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Item, Reader, Replica, Version
 from lightning_moe_ckpt.recovery._transfer import FetchRequest, Rounds
 from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, RankMarker, digest_of
 from lightning_moe_ckpt.tiers import TierName, is_differential, is_partial
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 Which = tuple[Version, TierName | None]
 """A version, and the kind of copies whose marker is wanted, where they may hold different files."""

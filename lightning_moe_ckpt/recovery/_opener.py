@@ -10,7 +10,6 @@ one still commits, and the search begins again.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange, warn_of_other_versions
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, IdentityMismatch, NoUsableGeneration
 from lightning_moe_ckpt.parallel import ParallelGroups
@@ -57,7 +58,7 @@ from lightning_moe_ckpt.storage import (
 )
 from lightning_moe_ckpt.tiers import HostTier, MemoryClaim, ObjectTier, Tier, shared_directory
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 """In which launchers say how often they have started a job before."""
@@ -386,7 +387,7 @@ class Search:
         places = Counter[str]()
         for copy, nbytes in read.items():
             places[str(copy)] += nbytes
-        own = ", ".join(f"{nbytes / 2**20:.1f} MiB from {place}" for place, nbytes in places.items())
+        own = ", ".join(f"{size_text(nbytes)} from {place}" for place, nbytes in places.items())
         ranks: dict[object, list[int]] = {}
         for rank, text in enumerate(self._exchange.gather_values(own)):
             ranks.setdefault(text, []).append(rank)

@@ -9,17 +9,17 @@ that a later start has taken over only who writes. So an incarnation that ends a
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.snapshot import PlanRecord
 from lightning_moe_ckpt.storage import Commit, GenerationId, RankMarker, RunStore
 from lightning_moe_ckpt.tiers import RankMemory
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _PATIENCE_SECONDS = 1.0
 """Storage that does not answer within it is taken not to have what memory has."""

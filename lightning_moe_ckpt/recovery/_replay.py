@@ -13,7 +13,6 @@ Source: MoEvement (2024), Sec. 3.3; we differ in replaying inside the user's own
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.native import Column, Copy, CopyEngine, copy_through
 from lightning_moe_ckpt.operators import RecordKind
@@ -38,7 +38,7 @@ from lightning_moe_ckpt.snapshot import (
 )
 from lightning_moe_ckpt.storage import SegmentLayout
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 Scalars = Mapping[str, Mapping[str, Tensor]]
 """What the optimizer keeps once for several experts, by parameter and key."""

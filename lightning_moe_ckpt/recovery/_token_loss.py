@@ -5,13 +5,13 @@ Source: PEC/MoC (2024), Sec. 3; the accounting is that of `policies`.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.operators import OperatorSet
 from lightning_moe_ckpt.policies import NEVER, PEER, TokenLedger, expert_names
@@ -19,7 +19,7 @@ from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, RestorePlan
 from lightning_moe_ckpt.snapshot import JOURNAL
 from lightning_moe_ckpt.storage import GenerationId
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 TokensByGeneration = Mapping[GenerationId, Tensor]
 """Tokens behind the experts of each generation that supplies some, int64 `[E]`; of those that are counted."""

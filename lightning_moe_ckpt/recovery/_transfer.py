@@ -11,17 +11,17 @@ queue and step.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Protocol
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.recovery._assembly import Assembly, Exhausted, Wanted
 from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Item, Reader, Request, Version
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 MESSAGE_NBYTES = 8 * 2**20
 

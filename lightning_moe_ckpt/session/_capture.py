@@ -11,12 +11,13 @@ Source: MoEvement (2024), Sec. 3.2; PEC/MoC (2024), Sec. 5 (triple buffering).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, CodecError, ConfigurationError, RingFull
 from lightning_moe_ckpt.journal import Arrivals, Journal, JournalOverflow
@@ -39,7 +40,7 @@ from lightning_moe_ckpt.snapshot import (
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import Misses, SegmentRing, Slot
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _VOTES = 5
 """Integers in the exchange before a window, ahead of those of the tiers and of plans."""
@@ -135,8 +136,8 @@ class CaptureSession:
             return False
         elif not self._fits(layout):
             log.warning(
-                "a new plan needs %d segments of %d bytes, more than the ring has; the old plan stays in force",
-                *(len(layout.steps), layout.slot_nbytes),
+                "a new plan needs %d segments of %s, more than the ring has; the old plan stays in force",
+                *(len(layout.steps), size_text(layout.slot_nbytes)),
             )
             return False
         self._layout = layout

@@ -12,13 +12,13 @@ Source: TierCheck (2026), Sec. 3.2 and 3.4.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 from typing_extensions import override
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, RingFull
 from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.policies import Chains
@@ -34,7 +34,7 @@ from lightning_moe_ckpt.snapshot import (
 )
 from lightning_moe_ckpt.tiers import STORAGE
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 Capture: TypeAlias = CaptureSession
 _DTYPES = {"lossless": torch.float32, "bf16": torch.bfloat16, "compressed": torch.uint8}

@@ -6,13 +6,13 @@ buffer, which goes when it is stored, since the ring is sized for windows, and a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.journal import Journal, encode
@@ -23,7 +23,7 @@ from lightning_moe_ckpt.snapshot import BoundaryCapture, SegmentWriter, StateVie
 from lightning_moe_ckpt.storage import BadCopies, GenerationId
 from lightning_moe_ckpt.tiers import Announced, PersistWorker
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _MAPPED_AHEAD_NBYTES = 64 * 2**20
 """Bytes from which pages are mapped ahead; those of a smaller snapshot are mapped by the copies, at about 1 GB/s."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.snapshot import BoundaryCapture
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _TORN = "weights were changed in place, by a forward or backward pass, while they were copied; from here on it waits for copies"
 

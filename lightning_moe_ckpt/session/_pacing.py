@@ -23,7 +23,6 @@ and in what was lost already.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from bisect import bisect
@@ -33,7 +32,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
-log = logging.getLogger(__name__)
+from lightning_moe_ckpt._logging import rank_logger
+
+log = rank_logger(__name__)
 
 _WARM_UP_STEPS = 5
 """First steps of an incarnation, which are not like those that follow."""

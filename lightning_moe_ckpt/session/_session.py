@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
+from lightning_moe_ckpt.coordination import Exchange, Neighbours
 from lightning_moe_ckpt.journal import Journal, encode
 from lightning_moe_ckpt.native import create_engine
 from lightning_moe_ckpt.operators import StateSchema, discover
@@ -53,7 +55,7 @@ from lightning_moe_ckpt.tiers import (
     join_peers,
 )
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _MEASURED_JOURNALS = 2
 """Steps whose journals are measured, taken or not: the first plan reserves room by them."""
@@ -417,10 +419,11 @@ class CheckpointSession:
         saved = committed or (drained and self._write_dense(step, start, timeout=timeout + began - time.perf_counter()))
         self._end_seconds = seconds = time.perf_counter() - began
         level, what = (logging.INFO, "is durable") if saved else (logging.ERROR, "was not stored")
-        log.log(level, "the last step, %d, %s after %.2f s (limit: %.0f s)", step, what, seconds, timeout)
+        told = (step, what, seconds, timeout)
+        log.log(level, "the last step, %d, %s after %.2f s (limit: %.0f s)", *told, alike=saved)
         self._report_failures()
         report = self.report()
-        log.info("%s; %s", report.costs, report.overhead)
+        log.info("%s; %s", report.costs, report.overhead, alike=True)
         return saved
 
     def _write_dense(self, step: int, start: Journal, *, timeout: float) -> bool:
@@ -471,6 +474,16 @@ class CheckpointSession:
         """Whether some tier has a generation of this incarnation on every rank."""
         return bool(self._tiers.everywhere)
 
+    def neighbours(self) -> Neighbours:
+        """Return the processes of all ranks. Collective."""
+        return Neighbours(self._exchange)
+
+    @property
+    def newest_step(self) -> int | None:
+        """Boundary that a restart goes on from, or from a newer one; `None` if every rank has none in any tier."""
+        held = [each.step for each in self._tiers.everywhere.values()]
+        return max([*held, *([self._found.generation.step] if self._found is not None else [])], default=None)
+
     @property
     def windows_missed(self) -> int:
         """Windows in a row without a generation, if they are worth a word."""
@@ -520,9 +533,9 @@ class CheckpointSession:
         readers, busy = sum(worker.readers for worker in workers), self.least_steps <= window
         kept["copies"] = 1 + any(worker.name == PEER for worker in workers)  # one completes what other nodes have
         ring = made(self._rings).make(layout.slot_nbytes, window, readers=readers, back_to_back=busy, **kept)
-        sizes = ", ".join(f"{name} {nbytes / 2**20:.1f} MiB" for name, nbytes in self._tiers.reserved().items())
+        sizes = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in self._tiers.reserved().items())
         journals_nbytes = ring.num_slots * self._planner.journal_nbytes
-        log.info("shared memory: %s; of it journals %.1f MiB", sizes, journals_nbytes / 2**20)
+        log.info("shared memory: %s; of it journals %s", sizes, size_text(journals_nbytes))
         return ring
 
     def _report_failures(self) -> None:

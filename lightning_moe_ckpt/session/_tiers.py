@@ -20,11 +20,11 @@ Source: TierCheck (2025), Sec. 3.3 and Fig. 5.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, Fenced
 from lightning_moe_ckpt.recovery import RestoreSource
@@ -44,7 +44,7 @@ from lightning_moe_ckpt.tiers import (
     TierWorker,
 )
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _LINKS_IN_LINE = 12
 """Generations that a tier may have under way as a difference comes; else it gets none until the next base."""

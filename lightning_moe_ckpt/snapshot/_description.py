@@ -6,17 +6,17 @@ The description is taken once per process, at its start, from the module's own `
 from __future__ import annotations
 
 import base64
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import decode, encode, refusals
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.storage import HuggingFaceEntry, ModuleEntry
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 LEFT_OUT = "left_out"
 """Key of the names that `read_extra` returns for values that could not be stored."""

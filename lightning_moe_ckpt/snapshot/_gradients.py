@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from typing_extensions import override
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.native import (
     MAX_PART_NUMEL,
@@ -42,7 +43,7 @@ from lightning_moe_ckpt.snapshot._parts import PACKED
 from lightning_moe_ckpt.snapshot._writer import versions
 from lightning_moe_ckpt.tiers import Gradients, PartGradient, StepSettings
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 NOT_TRAINED = "the optimizer keeps nothing of it"
 

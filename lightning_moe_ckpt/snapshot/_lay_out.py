@@ -16,6 +16,8 @@ from functools import cache, partial
 
 import torch
 
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.operators import Operator, OperatorSet, RecordKind, split
 from lightning_moe_ckpt.parallel import ParallelGroups
@@ -37,7 +39,7 @@ from lightning_moe_ckpt.snapshot._parts import Shard
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import MAX_HEADER_NBYTES
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 EXPERT_SPLIT_NBYTES = 4 * 2**10
 """Slices of an expert of this many bytes or more are cut between its holders, where plans are partial."""
@@ -112,11 +114,12 @@ def log_plan(layout: WindowLayout, dense_nbytes: int, *, again: bool) -> None:
     """Log the sizes of a plan that is in force from here on; quietly if each generation has such a plan (`again`)."""
     log.log(
         logging.DEBUG if again else logging.INFO,
-        "plan %s: %d segments of at most %.1f MiB (everything: %.1f MiB)",
+        "plan %s: %d segments of at most %s (everything: %s)",
         layout.record.plan_hash[:8],
         len(layout.steps),
-        layout.slot_nbytes / 2**20,
-        dense_nbytes / 2**20,
+        size_text(layout.slot_nbytes),
+        size_text(dense_nbytes),
+        alike=True,
     )
 
 

@@ -7,7 +7,6 @@ keys. Every backend passes `lightning_moe_ckpt.testing.BackendContract`.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 import uuid
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, StorageError, StorageRefused
 from lightning_moe_ckpt.storage._json import described_nbytes
 from lightning_moe_ckpt.storage._names import COMMITTED, MAX_DOCUMENT_NBYTES, MAX_MARKER_NBYTES, PROBE_PREFIX
@@ -24,7 +24,7 @@ _CHUNKS_PER_SECOND = 8
 _MIN_CHUNK_NBYTES = 16 * 2**10
 
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 StorageOptions = Mapping[str, object]
 

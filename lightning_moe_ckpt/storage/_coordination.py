@@ -10,13 +10,13 @@ markers alone. If the same bytes are already there, the commit succeeded, whoeve
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyExists, KeyMissing, NoUsableGeneration, StorageError
 from lightning_moe_ckpt.storage._backend import Backend, create_once
 from lightning_moe_ckpt.storage._catalog import (
@@ -33,7 +33,7 @@ from lightning_moe_ckpt.storage._log import History, Lineage, Log, watermark_eve
 from lightning_moe_ckpt.storage._names import GenerationId, commit_key, new_nonce
 from lightning_moe_ckpt.storage._records import Commit, RankMarker, StoredMarker
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _FIRST_PAUSE_SECONDS = 0.005
 _LONGEST_PAUSE_SECONDS = 0.25

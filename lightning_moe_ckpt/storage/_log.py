@@ -14,12 +14,12 @@ nonce of the newest entry tells a process that the log is still the one it write
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, Fenced, KeyMissing
 from lightning_moe_ckpt.storage._backend import Backend, create_once
 from lightning_moe_ckpt.storage._entries import NONCE
@@ -38,7 +38,7 @@ from lightning_moe_ckpt.storage._json import (
 )
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_block, log_key, parse_log_key
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage._entries import GENERATION, RecordColumns
 from lightning_moe_ckpt.storage._json import INTEGER, TEXT, decode, digest_of, encode, keys, many, maybe
@@ -194,5 +195,5 @@ def lacking_memory(nbytes: int) -> str | None:
         lines = dict(line.split(":", 1) for line in _MEMORY.read_text(encoding="ascii").splitlines())
         available = int(lines.get("MemAvailable", "").split()[0]) * 1024
         if nbytes > available:
-            return f"takes {nbytes} bytes of memory, {available} are available"
+            return f"takes {size_text(nbytes)} of memory, {size_text(available)} are available"
     return None

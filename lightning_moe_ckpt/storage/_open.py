@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
-import logging
 import os
 import random
 import re
@@ -24,12 +23,13 @@ from typing import TypeVar
 
 from fsspec.registry import known_implementations, registry
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError, KeyExists, KeyMissing, StorageError, StorageRefused
 from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, PATIENCE, Backend, Entry, StorageOptions
 from lightning_moe_ckpt.storage._object_options import SCHEMES, Unmapped
 from lightning_moe_ckpt.storage._posix import PosixBackend
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SHORT = 3

@@ -10,7 +10,6 @@ files: their meaning depends on mount options.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import shutil
@@ -22,12 +21,13 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
 from lightning_moe_ckpt.native import append
 from lightning_moe_ckpt.storage._backend import Entry, Pace, chunks_of, expect_readable, probe_create
 from lightning_moe_ckpt.storage._names import is_ours
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _CHUNK_NBYTES = 4 * 2**20
 _MAX_PRUNED = 100

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Literal
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import (
     Corrupt,
     NoUsableGeneration,
@@ -55,7 +56,7 @@ from lightning_moe_ckpt.storage._open import memory_tag, place_of
 from lightning_moe_ckpt.storage._records import Commit, RankMarker
 from lightning_moe_ckpt.storage._retention import Retention, Survey, doomed_generations
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 Resume = Literal["auto", "must", "never", "memory"]
 

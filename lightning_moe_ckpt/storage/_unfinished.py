@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import StorageError
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _REFUSALS = {400, 401, 403, 405, 501}
 _ROUNDS = 3

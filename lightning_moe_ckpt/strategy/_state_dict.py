@@ -6,7 +6,6 @@ without expert parallelism, so any number of ranks (one included, without this s
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -15,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel import ParallelGroups
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 
 def gather_module_state(state: dict[str, Any], sharded: Collection[str], groups: ParallelGroups) -> dict[str, Any]:

@@ -7,7 +7,6 @@ freezing.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import duration, number_of_bytes
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.launch import Supervised
@@ -55,7 +55,7 @@ from lightning_moe_ckpt.strategy._state_dict import (
     shard_optimizer_state,
 )
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _FORMING = timedelta(seconds=15)
 """Limit for making one process group under a supervisor, when all ranks have come; gloo takes it five times to connect."""
@@ -153,8 +153,8 @@ class MoEStrategy(DDPStrategy):
         self.groups = _groups_of_this_process(self.expert_parallel, self.timeout)
         set_current_groups(self.groups)
         log.info(
-            "rank %d of %d holds experts of rank %d of %d",
-            *(self.groups.rank, self.groups.world_size, self.groups.ep_rank, self.groups.ep_size),
+            "one of %d ranks; holds experts of rank %d of %d",
+            *(self.groups.world_size, self.groups.ep_rank, self.groups.ep_size),
         )
 
     # -- recovery in place, under a supervisor

@@ -11,19 +11,19 @@ both, says how near, and leaves the copy exact.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.policies import Deltas
 from lightning_moe_ckpt.storage import GenerationId, RankMarker
 from lightning_moe_ckpt.tiers._delta import Baseline, EncodedDelta, encode_delta
 from lightning_moe_ckpt.tiers._delta_plan import Run
 from lightning_moe_ckpt.tiers._sealed import SealedSegment
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _STRIKES = 2
 """Deltas refused without one that was right in between, after which no more are sent."""

@@ -6,7 +6,6 @@ marker beside the ring that a restarted process looks for.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -15,6 +14,7 @@ from weakref import ref
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import CopyEngine
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry, SlotClass
@@ -26,7 +26,7 @@ from lightning_moe_ckpt.tiers._shm import expect_room, shared_directory
 from lightning_moe_ckpt.tiers._slots import slot_classes
 from lightning_moe_ckpt.tiers._writer import Announced, TierWorker, WriteJob
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _DENSE_GENERATIONS = 3
 """Bytes of a ring in snapshots of everything, roughly: snapshot, persist and recovery each hold one."""

@@ -17,7 +17,6 @@ Source: MOETION (arXiv 2412.15411v1), Sec. 5.1; PEC (2024), Sec. 3.2, for what i
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -28,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import rate_text
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import measure_bandwidth
@@ -35,7 +36,7 @@ from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers._placement import ReplicaPlacement
 from lightning_moe_ckpt.tiers._sealed import SealedSegment
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _PROBE_NBYTES = 4 * 2**20
 _PROBE_TAG = 70
@@ -101,8 +102,8 @@ def mirrors_pay(
     pays: bool = slowest_copies > _PAYS * replicas * slowest_wire
     if exchange.is_coordinator:
         log.info(
-            "copies from own state run at %.0f MiB/s, to other nodes at %.0f: what is replicated there is %s",
-            *(slowest_copies / 2**20, slowest_wire / 2**20, "not sent" if pays else "sent"),
+            "copies from own state run at %s, to other nodes at %s: what is replicated there is %s",
+            *(rate_text(slowest_copies), rate_text(slowest_wire), "not sent" if pays else "sent"),
         )
     return pays
 

@@ -18,7 +18,6 @@ Source: TierCheck (arXiv 2605.17821), Sec. 3.4, Fig. 5.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field, replace
 import torch.distributed as dist
 from torch import Tensor, split
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt
 from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, GenerationId, RankMarker, SlotClass, digest_of
 from lightning_moe_ckpt.tiers._delta import DeltaDecoder
@@ -48,7 +48,7 @@ from lightning_moe_ckpt.tiers._rank_memory import RankMemory
 from lightning_moe_ckpt.tiers._ring import SegmentRing
 from lightning_moe_ckpt.tiers._ring_state import Slot
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 COPIES = 2
 """Generations that there is room for if one is kept."""

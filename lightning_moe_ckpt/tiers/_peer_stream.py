@@ -14,7 +14,6 @@ Source: TierCheck (arXiv 2605.17821), Sec. 3.2, asymmetric transmission scheduli
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -27,6 +26,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import GenerationId, SlotClass
 from lightning_moe_ckpt.tiers._contract import DEFAULT_MAX_CHUNK
@@ -48,7 +49,7 @@ from lightning_moe_ckpt.tiers._peer_wire import (
 )
 from lightning_moe_ckpt.tiers._rank_memory import RankMemory
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -438,7 +439,7 @@ class Replication:
             store.allocate(slot_nbytes[owner], num_segments, keep=keep, links=links[owner : owner + 1])
             for owner, store in self.stores.items()
         )
-        log.info("%.1f MiB are reserved for copies of the segments of ranks %s", nbytes / 2**20, sorted(self.stores))
+        log.info("%s are reserved for copies of the segments of ranks %s", size_text(nbytes), sorted(self.stores))
 
     def start(self) -> None:
         """Begin to receive. Call it on every rank after all have allocated."""

@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Audience, Chains, Deltas
@@ -60,7 +62,7 @@ from lightning_moe_ckpt.tiers._shm import expect_room, has_room, shared_director
 from lightning_moe_ckpt.tiers._survival import survival_summary
 from lightning_moe_ckpt.tiers._writer import Announced, Released, TierWorker, WriteJob
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _STRIKES = 2
 """Generations refused without one that was right in between, after which holders take nothing from their own state."""
@@ -358,8 +360,8 @@ class PeerWorker(TierWorker):
                 self._held[job.generation], job.on_released = job.on_released, None
         log.log(
             logging.DEBUG if job.announced.follows else logging.INFO,
-            "%s is replicated to ranks %s: %.1f MiB, and %.1f MiB that are there anyway",
-            *(job.generation, stream.holders, nbytes / 2**20, mirrored / 2**20),
+            "%s is replicated to ranks %s: %s, and %s that are there anyway",
+            *(job.generation, stream.holders, size_text(nbytes), size_text(mirrored)),
         )
 
     def _refused(self, reason: str) -> None:

@@ -22,6 +22,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, SlotClass, digest_of, full_records
 from lightning_moe_ckpt.tiers._ring import SegmentRing
@@ -46,7 +47,7 @@ from lightning_moe_ckpt.tiers._shm import (
     unlink_shared_file,
 )
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _WASTE = 1.25
 """A claimed ring is used again if it has at most this many times the bytes that are needed."""

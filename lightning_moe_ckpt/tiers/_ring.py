@@ -29,7 +29,6 @@ Threads: all methods may be called from any thread; views may be used until thei
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -37,6 +36,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import Corrupt, RingFull
 from lightning_moe_ckpt.storage import (
     RING_HEADER_NBYTES,
@@ -59,7 +60,7 @@ from lightning_moe_ckpt.tiers._shm import (
 )
 from lightning_moe_ckpt.tiers._slots import PAGE_NBYTES
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 
 def slots_needed(window: int, *, readers: int = 0, lag: int = 0, keep: int = 1) -> int:
@@ -116,9 +117,9 @@ class SegmentRing(ExpertCopies):
         file = SharedFile.create(path, header.nbytes)
         file.memory[:RING_HEADER_NBYTES] = torch.frombuffer(bytearray(header.to_bytes()), dtype=torch.uint8)
         log.info(
-            "ring %s: %.1f MiB, %s",
-            *(path, header.nbytes / 2**20),
-            " and ".join(f"{each.slots} slots of {each.nbytes / 2**20:.2f} MiB" for each in header.classes),
+            "ring %s: %s, %s",
+            *(path, size_text(header.nbytes)),
+            " and ".join(f"{each.slots} slots of {size_text(each.nbytes)}" for each in header.classes),
         )
         return cls(path, file.memory[RING_HEADER_NBYTES:], slot_nbytes, file=file, header=header)
 

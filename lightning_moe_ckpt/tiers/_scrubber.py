@@ -9,7 +9,6 @@ Invariant: only records that the newest marker still names are called bad. Other
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,11 +17,12 @@ from typing import Protocol
 
 import xxhash
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyMissing, StorageError
 from lightning_moe_ckpt.process import guard_forks
 from lightning_moe_ckpt.storage import GenerationId, Pace, RankMarker, RecordEntry, SegmentEntry
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 NBYTES_PER_SECOND = 16 * 2**20
 """Reading speed of one rank: a hundredth of a current disk's, and a TiB in less than a day."""

@@ -30,7 +30,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import re
@@ -47,10 +46,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
 from lightning_moe_ckpt.storage import GenerationId
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # a tmpfs by definition; names carry the user and are created exclusively
 DIRECTORY_VARIABLE = "MOE_CKPT_SHARED_MEMORY"
@@ -329,7 +330,7 @@ def unlink_shared_file(path: Path) -> None:
         status = path.lstat()
         if _is_own(status):
             path.unlink()
-            log.info("removed ring %s of %.1f MiB", path, status.st_size / 2**20)
+            log.info("removed ring %s of %s", path, size_text(status.st_size))
 
 
 def expect_room(directory: Path, nbytes: int) -> None:
@@ -365,7 +366,8 @@ def _unusable(directory: Path, error: OSError) -> ConfigurationError:
 
 def _no_room(directory: Path, nbytes: int, free: int) -> ConfigurationError:
     return ConfigurationError(
-        f"A ring of {nbytes} bytes does not fit into {directory}: {free} bytes are free, {nbytes - free} are missing. "
+        f"A ring of {size_text(nbytes)} does not fit into {directory}: {size_text(free)} are free, {size_text(nbytes - free)} "
+        "are missing. "
         "Make that file system larger (docker: `--shm-size`), spread the model over more ranks, or lower `max_window`."
     )
 

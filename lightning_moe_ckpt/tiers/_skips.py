@@ -2,7 +2,8 @@
 
 A free tier takes the newest complete generation; generations completed while it was busy are never stored there.
 One line is logged when such a stretch begins, at its second generation since a single one is noise. Another, with the
-numbers, is logged when it is over: when eight generations in a row were taken, or at the end.
+numbers, is logged when it is over: when eight generations in a row were taken, or at the end. That is routine where storage
+is slow, and costs only how new the newest stored generation is, so it is no warning.
 
 A window that gives no generation concerns no tier. One alone is noise too; several in a row mean that a failure
 now would cost everything since then, which is an error.
@@ -10,12 +11,12 @@ now would cost everything since then, which is an error.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.storage import GenerationId
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _NOISE = 1
 """Skipped generations in a row that are not logged; the metric counts them."""
@@ -95,7 +96,7 @@ class SkipCounter:
         self._stretch.num_skipped += 1
         self._stretch.last, self._stretch.num_calm = generation, 0
         if self._stretch.num_skipped == _NOISE + 1:
-            log.warning(
+            log.info(
                 "%s is slower than training: generations from %s on are skipped, the newest goes first whenever it is "
                 "free. Take generations less often if that goes on",
                 *(self._tier, self._stretch.first),
@@ -115,7 +116,7 @@ class SkipCounter:
         """End the stretch, if there is one."""
         stretch, self._stretch = self._stretch, None
         if stretch is not None and stretch.num_skipped > _NOISE:
-            log.warning(
+            log.info(
                 "%s was slower than training: %d generations were skipped, from %s to %s, and %d taken meanwhile",
                 *(self._tier, stretch.num_skipped, stretch.first, stretch.last, stretch.num_taken),
             )

@@ -9,7 +9,6 @@ Invariant: a marker is stored only after every segment it names, a commit only a
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -17,6 +16,8 @@ from datetime import timedelta
 
 from typing_extensions import override
 
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.storage import (
     GenerationId,
@@ -35,7 +36,7 @@ from lightning_moe_ckpt.tiers._scrubber import Scrubber
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.tiers._writer import Base, References, TierWorker, WriteJob
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 _BASES = 4
 """Generations of which markers are kept; what ranks have agreed on is one of the two newest."""
@@ -179,7 +180,7 @@ class PersistWorker(TierWorker):
         for oldest in sorted(self._bases.keys() - agreed)[:-_BASES]:
             del self._bases[oldest]
         nbytes = sum(entry.nbytes for entry in job.entries)
-        log.info("%s is durable: %.1f MiB, read and written in %.2f s", job.generation, nbytes / 2**20, job.seconds)
+        log.info("%s is durable: %s, read and written in %.2f s", job.generation, size_text(nbytes), job.seconds)
 
     def _retain(self, generation: GenerationId) -> None:
         """Deleting can fail without harm to what was just committed; the next time goes on where this one stopped."""

@@ -10,7 +10,6 @@ own parallelism. What a tier does with a segment and with a whole generation are
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -21,6 +20,7 @@ from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import Fenced
 from lightning_moe_ckpt.policies import AUDIENCES, Audience
@@ -32,7 +32,7 @@ from lightning_moe_ckpt.tiers._rank_memory import RankMemory
 from lightning_moe_ckpt.tiers._ring import SegmentRing
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
 
-log = logging.getLogger(__name__)
+log = rank_logger(__name__)
 
 Released = Callable[[GenerationId], None]
 References = tuple[Sequence[ReferencedEntry], Sequence[ReferencedEntry]]

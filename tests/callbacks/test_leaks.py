@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.storage import GenerationId
 
@@ -111,7 +112,7 @@ def test_peak_memory_is_what_was_reserved(
     assert set(reserved) == {"host"}
     assert 1 <= watch.peak / reserved["host"] <= 1.05
     said = [record.message for record in caplog.records if record.message.startswith("shared memory: ")]
-    assert f"host {reserved['host'] / 2**20:.1f} MiB" in said[-1]
+    assert f"host {size_text(reserved['host'])}" in said[-1]
     print(f"{policy}, {steps} steps: peak {watch.peak} bytes, reserved {reserved['host']}")
 
 

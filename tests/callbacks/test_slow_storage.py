@@ -98,7 +98,7 @@ def test_the_newest_goes_first_and_the_rest_is_counted(
 ) -> None:
     """While storage stands still training goes on; then storage takes the newest complete one and leaves out the rest."""
     gate, checkpoint = Gate(), DenseCheckpoint(str(tmp_path), every_n_steps=1, keep=100, overhead_target=None)
-    with gate.before_every_put(monkeypatch), caplog.at_level(logging.WARNING):
+    with gate.before_every_put(monkeypatch), caplog.at_level(logging.INFO, "lightning_moe_ckpt"):
         fit(checkpoint, Outage(gate, checkpoint), steps=26)
     report = checkpoint.report
     skipped = sorted(set(range(27)) - set(gate.taken))
@@ -115,7 +115,7 @@ def test_the_newest_goes_first_and_the_rest_is_counted(
         first, last = (GenerationId(step=step, incarnation=1) for step in (steps[0], steps[-1]))
         assert f"generations from {first} on are skipped" in start
         assert f"{len(steps)} generations were skipped, from {first} to {last}" in end
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], "it is routine"
 
 
 def test_a_bandwidth_below_what_training_makes_skips_and_never_stops_it(tmp_path: Path) -> None:

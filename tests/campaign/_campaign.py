@@ -23,7 +23,10 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where rings live
 COMPLAINTS = ("ERROR:lightning_moe_ckpt", "WARNING:lightning_moe_ckpt")
 HARMLESS = (
     "WARNING:lightning_moe_ckpt.tiers._skips:",
-    "WARNING:lightning_moe_ckpt.fit._run:checkpoints need",
+    "checkpoints need",
+    " is gone; ",
+    " are gone; ",
+    "another rank is gone, or does not answer; ",
     "WARNING:lightning_moe_ckpt.fit._in_place:",
     "; the next plan reserves more",
     "training begins from nothing, although",  # nothing was stored: `_origin` checks that

@@ -61,14 +61,12 @@ def chained(seed: int) -> Case:
 def applied(lives: list[AttemptResult]) -> list[int]:
     """How many differences each life began with, as rank 0 says; lives that began with none are left out."""
     lines = [line for life in lives for line in life.log().splitlines() if " differences were applied to " in line]
-    return [int(line.split(":")[-1].split(" ")[0]) for line in lines]
+    return [int(line.partition(" differences were applied to ")[0].split()[-1].split(":")[-1]) for line in lines]
 
 
 def begun_at(life: AttemptResult) -> int:
     """The step that a life resumed from."""
-    (line,) = (
-        line for line in life.log().splitlines() if ": resumes from step" in line or ":resumes from step" in line
-    )
+    (line,) = (line for line in life.log().splitlines() if re.search(r"[:\]] ?resumes from step", line))
     return int(line.split(" at step ")[1].split(" ")[0])
 
 

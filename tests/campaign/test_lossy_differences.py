@@ -99,7 +99,7 @@ class Heard:
         Seam(module=_chain.__name__, attribute="fold", replacement=heard).apply()
         handler = logging.Handler()
         handler.emit = self._hear  # type: ignore[method-assign]
-        _chain.log.addHandler(handler)
+        _chain.log.logger.addHandler(handler)
 
     def _hear(self, record: logging.LogRecord) -> None:
         if " differences were applied to " in record.msg:

@@ -134,7 +134,7 @@ def test_whatever_an_owner_says_its_holder_makes_no_room_for_it_and_goes_on(two_
                 if name in REFUSED:
                     answer = wire.receive()
                     said = wire.receive_bytes(answer.numbers[0], 2**16).decode()
-                    assert "bytes are free" in said or "no room here for differences" in said
+                    assert "iB are free" in said or "no room here for differences" in said
                     say(group, header(MessageKind.CLOSE))
                 rank.wait_for(f"ended {name}")
             else:
