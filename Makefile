@@ -3,6 +3,7 @@
 #   make quick  between two of those, a minute: lint of what changed, unit tests, 20 drawn runs that are killed
 #   make test   lint, types and every test but the long campaigns, in JOBS processes; ten minutes on two cores
 #   make soak   the long campaigns of kills, all examples of properties        make bench  throughput, recovery, storage, quality after faults; an hour
+#   make docs   the site, into build/site; built from docs/ and the docstrings, and nothing is downloaded
 #   make wheel  with both compiled parts, into dist/; needs nvcc, and runs with the drivers that its CUDA version runs with
 #   make versions   killed runs under the lowest versions that pyproject.toml declares, and under the newest there are
 #   make sanitize   the tests of compiled code against builds with the address and the thread sanitizer
@@ -36,7 +37,7 @@ emulated = MOE_CKPT_EMULATED=$$($(BIN)/python tests/native/emulator/build.py --s
 SANITIZED := -p no:cacheprovider --hypothesis-profile=sanitized -k 'not forked and not other_builds' $(SANITIZED_TESTS)
 
 .DEFAULT_GOAL := test
-.PHONY: demo quick test lint style soak bench sanitize versions wheel clean distclean
+.PHONY: demo quick test lint style soak bench sanitize versions docs wheel clean distclean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -85,6 +86,10 @@ versions: $(STAMP)
 	$(VENV)/newest/bin/python -m pip --disable-pip-version-check install --quiet "setuptools>=77" "lightning<3" $$(sed -n 's/==.*//p' tests/versions/lowest.txt)
 	$(VENV)/newest/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation -e .
 	$(VENV)/newest/bin/python tests/versions/exactness.py
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet -f .ci/mkdocs.yml
+	@echo "build/site/index.html"
 
 wheel: $(STAMP)
 	MOE_CKPT_NATIVE=1 MOE_CKPT_CUDA=1 $(BIN)/python -m build --no-isolation --wheel

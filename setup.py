@@ -1,5 +1,6 @@
-"""Declares the compiled libraries, for which pyproject.toml and setup.cfg have no stable key; all else is there."""
+"""Declares the compiled libraries, and what depends on where a release lives; all else is in pyproject.toml."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "ext"))
 
 from build_commands import BdistWheel, BuildNative  # noqa: E402
+from build_metadata import REPOSITORY, long_description, project_urls  # noqa: E402
 from build_native import sources  # noqa: E402
 
 setup(
@@ -16,4 +18,7 @@ setup(
         Extension(f"lightning_moe_ckpt.native.{part}", sources(part), optional=True) for part in ("cuda", "cpu")
     ],
     cmdclass={"build_ext": BuildNative, "bdist_wheel": BdistWheel},
+    long_description=long_description((ROOT / "README.md").read_text("utf-8"), os.environ.get(REPOSITORY)),
+    long_description_content_type="text/markdown",
+    project_urls=project_urls(os.environ.get(REPOSITORY)),
 )

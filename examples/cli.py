@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 
 import lightning_moe_ckpt  # noqa: F401  # registers the strategy name `moe`
 from corpus import TextCrops
+from extras import require
 from moe_gpt import MoEGPT
 
 
@@ -25,6 +26,7 @@ def main(
     data: type[LightningDataModule] = TextCrops,
 ) -> LightningCLI:
     """Parse and run; with `run=False` only build the trainer, the model and the data."""
+    require("jsonargparse")
     return LightningCLI(
         model,
         data,

@@ -25,8 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from extras import require
+
+require("rich", "matplotlib")  # the picture is drawn after minutes of training
+
+from rich.console import Console  # noqa: E402
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn  # noqa: E402
 
 WORKER = Path(__file__).with_name("demo_worker.py")
 CLEAN, KILLED = "without-failures", "killed-and-resumed"
@@ -251,7 +255,7 @@ def _show(console: Console, args: argparse.Namespace, kills: list[Kill]) -> int:
     console.print(figures(clean, killed, verdict))
     for line in verdict.lines[:20]:
         console.print(f"  differs: {line}", markup=False)
-    console.print(f"Loss of both trainings and load of the experts: {picture}", soft_wrap=True)
+    console.print(f"Loss of both trainings, and their difference: {picture}", soft_wrap=True)
     return 0 if verdict.identical else 1
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from rich.table import Table
 
@@ -92,14 +91,6 @@ class RunRecords:
             for line in self.lines("step", rank):
                 changed += bits.setdefault((rank, line["step"]), line["loss"]) != line["loss"]
         return bits, changed
-
-    def loads(self) -> npt.NDArray[np.int64]:
-        """Bytes routed to each expert, over all ranks: `[steps, layers, experts]`; of a repeated step the last."""
-        by_step: dict[int, Any] = {}
-        for rank in range(len(self.ranks)):
-            own = {line["step"]: np.asarray(line["loads"], dtype=np.int64) for line in self.lines("step", rank)}
-            by_step = {step: by_step.get(step, 0) + load for step, load in own.items()}
-        return np.stack([by_step[step] for step in sorted(by_step)])
 
     def bits_per_byte(self) -> float:
         """Return the result of the last validation."""
@@ -203,25 +194,34 @@ def _share(reports: list[Line], taken: str, whole: str) -> str:
 
 
 def draw(clean: RunRecords, killed: RunRecords, kills: Sequence[Kill], path: Path) -> None:
-    """Write a picture: the loss of both trainings with kills and replays, and the load of every expert over time."""
+    """Write a picture: the loss of both trainings with kills and replays, and below it their difference.
+
+    Args:
+        clean: the training in peace.
+        killed: the one that lost ranks.
+        kills: when, and under which launcher.
+        path: of the picture; its suffix decides the format.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (losses, loads) = plt.subplots(
-        2, 1, figsize=(11, 8), sharex=True, height_ratios=[3, 2], layout="constrained"
+    figure, (losses, differs) = plt.subplots(
+        2, 1, figsize=(10, 6.4), sharex=True, height_ratios=[7, 3], layout="constrained"
     )
+    times = {1: "once", 2: "twice", 3: "three times"}.get(len(kills), f"{len(kills)} times")
+    figure.suptitle(f"One training, run twice: without failures, and with a rank killed {times}", fontsize="x-large")
     _draw_losses(losses, clean, killed, kills)
-    _draw_loads(loads, killed.loads())
-    figure.savefig(path, dpi=120)
+    _draw_differences(differs, clean, killed)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def _draw_losses(axes: Any, clean: RunRecords, killed: RunRecords, kills: Sequence[Kill]) -> None:
     for run, style in (
-        (clean, {"color": "0.75", "linewidth": 4, "label": "without failures"}),
-        (killed, {"color": "tab:blue", "linewidth": 1, "label": "killed and resumed"}),
+        (clean, {"color": "0.78", "linewidth": 5, "label": "without failures"}),
+        (killed, {"color": "tab:blue", "linewidth": 1.2, "label": "killed and resumed"}),
     ):
         losses = run.losses()
         axes.plot(list(losses), list(losses.values()), **style)
@@ -230,38 +230,37 @@ def _draw_losses(axes: Any, clean: RunRecords, killed: RunRecords, kills: Sequen
         axes.plot(
             *(list(found.replayed), list(found.replayed.values()), "o"),
             color="tab:orange",
-            markersize=3,
-            label="taken again (replay)" if last else None,
+            markersize=4,
+            label="steps repeated after a kill" if last else None,
         )
         axes.axvline(found.lost + 0.5, color="tab:red", linestyle="--", label="SIGKILL of one rank" if last else None)
         axes.annotate(
-            f"{kill.launcher}\n{found.seconds:.1f} s to the first new step",
+            f"{kill.launcher}\nnew step after {found.seconds:.1f} s",
             (found.lost + 2, 0.97),
             xycoords=("data", "axes fraction"),
             va="top",
             fontsize="small",
         )
-    for run, marker in ((clean, "s"), (killed, "x")):
-        validations = {line["step"]: float.fromhex(line["bits_per_byte"]) for line in run.lines("validation")}
-        axes.plot(list(validations), list(validations.values()), f"k{marker}", fillstyle="none", markersize=8)
-    axes.set_ylabel("bits per byte (training; squares and crosses: validation)")
+    axes.set_ylabel("training loss (bits per byte)")
     axes.legend(loc="center right")
 
 
-def _draw_loads(axes: Any, loads_SLE: npt.NDArray[np.int64]) -> None:
-    steps, layers, experts = loads_SLE.shape
-    share = loads_SLE / np.maximum(1, loads_SLE.sum(axis=2, keepdims=True)) * experts
-    image = axes.imshow(
-        share.reshape(steps, layers * experts).T,
-        aspect="auto",
-        interpolation="nearest",
-        cmap="magma",
-        vmin=0,
-        vmax=float(np.quantile(share, 0.995)),
-        extent=(0.5, steps + 0.5, layers * experts, 0),
+def _draw_differences(axes: Any, clean: RunRecords, killed: RunRecords) -> None:
+    """Of every rank at every step, in units of the loss's last float32 bit: anything but zero would be far off the line."""
+    want, got = clean.loss_bits()[0], killed.loss_bits()[0]
+    both = sorted(want.keys() & got.keys())
+    units = [_last_bits(float.fromhex(want[key]), float.fromhex(got[key])) for key in both]
+    axes.plot([step for _, step in both], units, ".", color="tab:blue", markersize=3)
+    equal = sum(want[key] == got[key] for key in both)
+    axes.set_title(
+        f"Difference of the two losses: {equal} of {len(want.keys() | got.keys())} are equal to the last bit",
+        fontsize="medium",
     )
-    for layer in range(1, layers):
-        axes.axhline(layer * experts, color="white", linewidth=0.5)
-    axes.set_yticks([(layer + 0.5) * experts for layer in range(layers)], [f"block {layer}" for layer in range(layers)])
+    axes.set_ylim(*np.array([-1.1, 1.1]) * max(2.0, *np.abs(units)))
+    axes.set_ylabel("last bits of float32")
     axes.set_xlabel("optimizer step")
-    axes.figure.colorbar(image, ax=axes, label="load of each expert, 1 is even")
+    axes.grid(axis="y", alpha=0.4)
+
+
+def _last_bits(want: float, got: float) -> float:
+    return (got - want) / float(np.spacing(np.float32(abs(want))))

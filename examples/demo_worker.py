@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from torch import Tensor
 from typing_extensions import override
 
 from corpus import TextCrops
@@ -33,13 +32,11 @@ class Records(Callback):
 
     Args:
         out: folder of this run.
-        model: whose experts are counted.
     """
 
-    def __init__(self, out: Path, model: MoEGPT) -> None:
-        self._out, self._model = out, model
+    def __init__(self, out: Path) -> None:
+        self._out = out
         self._file = -1
-        self._counts_LE = torch.zeros(())
 
     def write(self, event: str, **values: Any) -> None:
         line = {"event": event, "time": time.time(), **values}
@@ -59,10 +56,6 @@ class Records(Callback):
         self.write("begin", pid=os.getpid(), step=trainer.global_step)  # a process that recovers in place begins again
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._counts_LE = self._counts()
-
-    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -72,7 +65,6 @@ class Records(Callback):
             step=trainer.global_step,
             loss=float(loss).hex(),
             nats_per_byte=float(trainer.callback_metrics["train/loss"]),
-            loads=(self._counts() - self._counts_LE).tolist(),
         )
 
     @override
@@ -84,10 +76,6 @@ class Records(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         torch.save(capture_end(trainer, pl_module), self._out / f"end.rank{trainer.global_rank}.pt")
 
-    def _counts(self) -> Tensor:
-        """Bytes of this rank that each expert has seen since the counters were last reset, `[layers, experts]`."""
-        return torch.stack([layer.tokens_per_expert for layer in self._model.moe_layers()])
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
@@ -97,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
     model = MoEGPT(Architecture(num_blocks=args.blocks), Recipe(total_steps=args.steps))
-    records = Records(args.out, model)
+    records = Records(args.out)
     checkpoint = SparseCheckpoint(args.checkpoints, window=args.window) if args.checkpoints else None
     trainer = Trainer(
         accelerator=args.accelerator,

@@ -17,13 +17,13 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import cli
+from extras import require
 from lightning_moe_ckpt.moe import MoELayer
 
 NUM_CLASSES, IMAGE, PATCH = 10, 8, 2
@@ -45,6 +45,9 @@ class Digits(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read the images and split them, on every rank alike."""
+        require("sklearn")
+        from sklearn.datasets import load_digits
+
         digits = load_digits()
         images_BP4 = torch.as_tensor(digits.images, dtype=torch.float32) / WHITE
         classes_B = torch.as_tensor(digits.target, dtype=torch.int64)

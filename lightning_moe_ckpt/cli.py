@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_moe_ckpt._cli_run import RUN
 from lightning_moe_ckpt._cli_run import flag as _flag
 from lightning_moe_ckpt._cli_run import option as _option
+from lightning_moe_ckpt._extras import remedy
 from lightning_moe_ckpt._units import read_size
 from lightning_moe_ckpt.errors import CheckpointError
 
@@ -50,6 +51,11 @@ class _Program(click.Group):
             sys.stdout.flush()
         except CheckpointError as error:
             sys.stderr.write(f"moe-ckpt: {error}\n")
+            return 2
+        except ModuleNotFoundError as error:
+            if (sentence := remedy(error)) is None:
+                raise
+            sys.stderr.write(f"moe-ckpt: {sentence}\n")
             return 2
         except BrokenPipeError:
             # What is still buffered would fail again when Python ends.

@@ -17,7 +17,7 @@ PACKAGE = "lightning_moe_ckpt"
 
 # From the bottom up. A part imports only parts of lower levels; parts of one level do not import each other.
 LEVELS = [
-    {"errors"},
+    {"errors", "_extras"},
     {"_units", "_logging"},
     {"launch", "native", "metrics", "data", "process", "_cli_run"},
     {"storage", "journal"},

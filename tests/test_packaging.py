@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_moe_ckpt import cli
 from lightning_moe_ckpt.native._prototypes import ABI
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -129,6 +131,50 @@ def test_one_wheel_serves_every_version_of_python(wheel_path: Path, wheel: zipfi
 def test_a_wheel_carries_the_cuda_part(wheel: zipfile.ZipFile) -> None:
     """Most machines that have a GPU have no nvcc; it is small enough to be in every wheel."""
     assert 10**5 < wheel.getinfo(f"{PACKAGE}/native/libmoe_ckpt_cuda.so").file_size < 4 * 10**6
+
+
+def test_an_index_takes_both(built: Path) -> None:
+    """Metadata is whole, and the long description is one that an index can show."""
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, sorted(built.iterdir()))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2
+
+
+def test_the_wheel_can_get_a_manylinux_tag(wheel_path: Path, wheel: zipfile.ZipFile) -> None:
+    """The compiled parts need nothing but the C and C++ libraries of the system, which is what auditwheel asks for."""
+    if not [name for name in wheel.namelist() if Path(name).suffix == ".so"]:
+        pytest.skip("nothing was compiled here: `moe-ckpt doctor` says why")
+    command = [sys.executable, "-m", "auditwheel", "show", str(wheel_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"manylinux_2_\d+_\w+", done.stdout), done.stdout
+
+
+def test_links_of_the_long_description_lead_somewhere() -> None:
+    """Absolute where the release has an address, and none where it has none: an index has no files beside the text."""
+    made = runpy.run_path(str(ROOT / "ext" / "build_metadata.py"))
+    long_description, project_urls = made["long_description"], made["project_urls"]
+    readme = (ROOT / "README.md").read_text("utf-8")
+    shown = long_description(readme, "https://host.example/owner/name/blob/v1/")
+    links = re.findall(r"\]\(([^)]+)\)", shown)
+    assert len(links) == len(re.findall(r"\]\(([^)]+)\)", readme))
+    assert all(link.startswith("https://") for link in links)
+    assert "(https://host.example/owner/name/raw/v1/docs/images/demo.png)" in shown
+    assert "](" not in long_description(readme, None)
+    assert project_urls(None) == {}
+    assert project_urls("https://host.example/owner/name/blob/v1")["Repository"] == "https://host.example/owner/name"
+
+
+def test_a_command_without_its_extra_names_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a sentence, with status 2; rich is no dependency, since Lightning would take its progress bar."""
+    monkeypatch.delitem(sys.modules, f"{PACKAGE}.inspection.commands", raising=False)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert cli.main(["doctor"]) == 2
+    assert "pip install 'lightning-moe-ckpt[tools]'" in capsys.readouterr().err
 
 
 def test_source_archive_holds_what_the_wheel_is_built_from(built: Path) -> None:

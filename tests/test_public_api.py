@@ -176,15 +176,3 @@ def test_the_typing_file_uses_every_public_name() -> None:
         short = module.partition(".")[2]
         missing = [name for name in names.split() if name not in used and f"{short or module}.{name}" not in used]
         assert not missing, f"{module}: {missing}"
-
-
-def test_the_readme_names_the_public_modules() -> None:
-    """All of them, and which of them are layers that may change."""
-    section = (ROOT / "README.md").read_text().partition("\n## What is public\n")[2].partition("\n## ")[0]
-    told = set(re.findall(r"`\.?([a-z_]+)`", section)) - {
-        "session",
-        "benchmarks",
-        "register_adapter",
-        "register_optimizer",
-    }
-    assert told == {module.partition(".")[2] or module for module in PUBLIC}

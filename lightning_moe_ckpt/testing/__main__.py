@@ -8,8 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
+from lightning_moe_ckpt._extras import remedy
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.testing._fault_record import summarize_faults
 
@@ -27,8 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if args.json:
         sys.stdout.write(json.dumps({**dataclasses.asdict(summary), "ettr": summary.ettr}, indent=2) + "\n")
-    else:
-        Console().print(summary.table())
+        return 0
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"{remedy(error) or error}\n")
+        return 2
+    Console().print(summary.table())
     return 0
 
 

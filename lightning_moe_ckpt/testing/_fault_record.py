@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.testing._fault import FATAL
 from lightning_moe_ckpt.testing._records import JsonLines, Record, read_lines
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 FOLDER_VARIABLE = "MOE_CKPT_FAULTS"
 Event = Literal["start", "join", "train", "step", "fault", "struck", "over", "removed", "end"]
@@ -141,7 +142,9 @@ class FaultSummary:
         return sum(tally.injected for tally in self.kinds)
 
     def table(self) -> Table:
-        """Return the figures for a terminal."""
+        """Return the figures for a terminal, a table of rich, which the extra `tools` brings."""
+        from rich.table import Table
+
         caption = (
             f"{self.lives} starts, the last {'finished' if self.finished else 'did not finish'}; {self.steps} steps, "
             f"{self.steps_lost} lost; {self.productive_seconds:.1f} of {self.wall_seconds:.1f} s productive: "
