@@ -88,7 +88,7 @@ versions: $(STAMP)
 	$(VENV)/newest/bin/python tests/versions/exactness.py
 
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet -f .ci/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file .ci/mkdocs.yml
 	@echo "build/site/index.html"
 
 wheel: $(STAMP)
