@@ -1,6 +1,6 @@
-"""Exchange small values between all ranks, outside the training collectives.
+"""Exchange small values between ranks, outside the training collectives.
 
-They carry a few integers or a journal-codec value, over the `control` group (gloo, CPU tensors), in an order that is
+They carry a few integers or a journal-codec value, over a control group (gloo, CPU tensors), in an order that is
 the same on every rank. No pickle: `torch.distributed`'s object collectives would execute what a peer sends.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,33 +23,40 @@ _MAX_VALUE_NBYTES = 2**30
 
 
 class Exchange:
-    """Collectives on control values; every method must be called by all ranks. More than one need a `control` group."""
+    """Collectives on control values; every method must be called by all ranks. More than one need a control group.
 
-    def __init__(self, groups: ParallelGroups) -> None:
-        self._groups = groups
-        self._group = groups.group("control")
+    Args:
+        groups: this rank's place.
+        among: the control group, of all ranks, those of this rank's stage or those of its pipeline.
+    """
+
+    def __init__(
+        self, groups: ParallelGroups, among: Literal["control", "stage_control", "pipeline_control"] = "control"
+    ) -> None:
+        self._rank, self._ranks = groups.rank, groups.ranks(among)
+        self._group = groups.group(among) if len(self._ranks) > 1 else None
 
     @property
     def rank(self) -> int:
-        """This rank."""
-        return self._groups.rank
+        """This rank's place among those that take part, which is its number where all do."""
+        return self._ranks.index(self._rank)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
-        return self._groups.world_size
+        """Number of ranks that take part."""
+        return len(self._ranks)
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this rank decides for all; always rank 0."""
-        return self._groups.rank == 0
+        """Whether this rank decides for all; always the first."""
+        return self._rank == self._ranks[0]
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         """Return every rank's integers, by rank; all ranks must pass equally many."""
         if self._group is None:
             return [list(values)]
         own = torch.tensor(list(values), dtype=torch.int64)
-        out = [torch.empty_like(own) for _ in range(self._groups.world_size)]
+        out = [torch.empty_like(own) for _ in self._ranks]
         dist.all_gather(out, own, group=self._group)
         return [each.tolist() for each in out]
 
@@ -56,7 +64,7 @@ class Exchange:
         """Return every rank's CPU tensor, by rank; shapes and dtypes must agree."""
         if self._group is None:
             return [own]
-        out = [torch.empty_like(own) for _ in range(self._groups.world_size)]
+        out = [torch.empty_like(own) for _ in self._ranks]
         dist.all_gather(out, own.contiguous(), group=self._group)
         return out
 
@@ -77,7 +85,9 @@ class Exchange:
         except CheckpointError as reason:
             failed = reason
         reasons = self.gather_values(None if failed is None else str(failed))
-        told = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
+        told = [
+            f"rank {rank}: {reason}" for rank, reason in zip(self._ranks, reasons, strict=True) if reason is not None
+        ]
         if told:
             raise error(str(failed) if len(reasons) == 1 else " ".join(told)) from failed
 
@@ -90,7 +100,7 @@ class Exchange:
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         if self.is_coordinator:
             buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        dist.broadcast(buffer, src=0, group=self._group)
+        dist.broadcast(buffer, src=self._ranks[0], group=self._group)
         return decode(buffer.numpy().tobytes())
 
     def gather_values(self, value: object) -> list[object]:

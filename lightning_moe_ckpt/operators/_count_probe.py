@@ -241,7 +241,7 @@ class _LayerProbe:
             return f"experts {unseen} have a gradient, and no token was counted for them"
         idle = [e for e, has in moved.items() if not has and counts_E[e] and not _is_frozen(self.layer, e, params)]
         # Experts of this rank also get tokens of other ranks, whose gradients may be missing for other reasons.
-        if strict and self.layer.holders == "world" and counts_E[idle].sum() > _IDLE_SHARE * counts_E.sum():
+        if strict and self.layer.holders == "stage" and counts_E[idle].sum() > _IDLE_SHARE * counts_E.sum():
             return f"experts {idle} have no gradient, and {int(counts_E[idle].sum())} tokens were counted for them"
         return None
 

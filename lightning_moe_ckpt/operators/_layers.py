@@ -36,7 +36,7 @@ class MoELayerSpec:
     """Names of the router's buffers: correction bias, load counters."""
     top_k: int | None = None
     """Experts per token, where the model says so."""
-    holders: Holders = "world"
+    holders: Holders = "stage"
     """Ranks with the same experts: `expert_data` if other ranks hold other experts of this layer."""
     count: CountTap | None = None
     """Counts tokens per expert. `None` if that is not possible; experts then keep a fixed order."""

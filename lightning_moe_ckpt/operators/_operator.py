@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Literal
 
 OperatorKind = Literal["expert", "router", "dense"]
-Holders = Literal["world", "expert_data"]
+Holders = Literal["stage", "expert_data"]
 
 
 class RecordKind(str, Enum):
@@ -63,8 +63,9 @@ class Operator:
     """FQN of the MoE layer an expert or router belongs to."""
     expert_idx: int | None = None
     """Global expert index; `None` for routers and dense operators."""
-    holders: Holders = "world"
-    """Which ranks hold the same bits: all, or those that share this rank's experts."""
+    holders: Holders = "stage"
+    """Which ranks hold the same bits: all of the pipeline stage (of the world, without stages), or those that share this
+    rank's experts."""
     buffers: tuple[str, ...] = ()
     """Names of a router's buffers. Buffers are not sliced: every segment has all of them whole."""
 

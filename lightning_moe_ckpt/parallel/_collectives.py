@@ -9,8 +9,8 @@ hold the same bits because one rank computed them. `ordered_hook` brings it to p
 rebuilds its buckets after its first backward pass.
 
 *Norm of all gradients, experts counted once.* Expert-parallel ranks hold different experts, so each contributes the
-norms of its own. Every rank combines the same numbers in the same order, then all take rank 0's result. So replicas
-cannot diverge even if processors of two kinds add differently.
+norms of its own. Every rank combines the same numbers in the same order, then all take the first one's result. So
+replicas cannot diverge even if processors of two kinds add differently. Stages of a pipeline contribute one norm each.
 
 *Broadcast* of many small tensors in one message. One collective per tensor would pay the latency every time: 1,500
 tensors of 8 KB take seconds over gloo.
@@ -129,18 +129,18 @@ def global_grad_norm(
     norm_type: float = 2.0,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return the norm of the whole model's gradients, after their reduction. Collective.
+    """Return the norm of the whole model's gradients, over all stages, after their reduction. Collective.
 
     Args:
-        named_gradients: gradients in the same order of names on all ranks; `None` means no gradient.
-        expert_parallel: names that stand for different experts on each expert-parallel rank. Equal on all ranks; a name
-            without a gradient on this rank counts as zero.
+        named_gradients: gradients in the same order of names on all ranks of a stage; `None` means no gradient.
+        expert_parallel: names that stand for different experts on each expert-parallel rank. Equal on all ranks of a stage;
+            a name without a gradient on this rank counts as zero.
         groups: this rank's groups.
         norm_type: as in `torch.nn.utils.clip_grad_norm_`, infinity included.
         device: device of the result if there is no gradient at all.
 
     Returns:
-        A scalar, on the device of the gradients. Without expert-parallel names, the bits (and dtype) of
+        A scalar, on the device of the gradients. Without expert-parallel names and stages, the bits (and dtype) of
         `torch.nn.utils.get_total_norm`; with them fp32.
     """
     present = [(name, grad) for name, grad in named_gradients if grad is not None]
@@ -153,10 +153,14 @@ def global_grad_norm(
         zero = torch.zeros((), device=device)
         experts = _gather_norms(torch.stack([own.get(name, zero) for name in sorted(expert_parallel)]), groups)
         total = torch.linalg.vector_norm(torch.cat([*(norm.view(1) for norm in dense), experts]), norm_type)
-    world = groups.group("world")
-    if world is not None:
-        dist.broadcast(total, 0, group=world)
-    return total
+    stage = groups.group("stage")
+    if stage is not None and stage.size() > 1:
+        dist.broadcast(total, groups.ranks("stage")[0], group=stage)
+    if groups.num_stages == 1:
+        return total
+    # The same numbers in the same order on all ranks, replicas of a stage having the same bits.
+    norms = _gathered(total.to(torch.float32).view(1), groups.groups["pipeline"])
+    return torch.linalg.vector_norm(norms, norm_type)
 
 
 def _norm(grad: Tensor, norm_type: float) -> Tensor:
@@ -169,6 +173,11 @@ def _gather_norms(own: Tensor, groups: ParallelGroups) -> Tensor:
     group = groups.group("expert")
     if group is None or group.size() == 1:
         return own
+    return _gathered(own, group)
+
+
+def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the vectors of all ranks of a group, one behind the other."""
     everyone = own.new_empty(group.size() * own.numel())
     _all_gather_flat(everyone, own, group)
     return everyone

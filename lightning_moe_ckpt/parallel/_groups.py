@@ -4,7 +4,8 @@ A module that kept a `ProcessGroup` could not be pickled, deep-copied or moved t
 the groups before `configure_model`; without it (single process, plain DDP) the defaults describe one expert-parallel
 rank that holds every expert.
 
-Ranks of one expert-parallel group are consecutive: rank = dp_rank * ep_size + ep_rank.
+Ranks of one expert-parallel group are consecutive, and so are those of one pipeline stage:
+rank = (stage * dp_size + dp_rank) * ep_size + ep_rank. Without pipelining there is one stage, which is the world.
 """
 
 from __future__ import annotations
@@ -19,13 +20,28 @@ import torch.distributed as dist
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel._door import closed_doors
 
-GroupName = Literal["world", "expert", "expert_data", "control", "reduce", "replicate"]
-"""`expert`: ranks that together hold all experts once. `expert_data`: ranks that hold the same experts.
-`control`: all ranks, on gloo with CPU tensors whatever the training backend; for the training thread only.
-`reduce`: all ranks, used by the gradient reduction alone. It runs beside the backward pass, where a rank may reach
-its collectives earlier or later than the all-to-alls of expert parallelism, so the two must not share a group.
+GroupName = Literal[
+    "world",
+    "stage",
+    "pipeline",
+    "expert",
+    "expert_data",
+    "control",
+    "stage_control",
+    "pipeline_control",
+    "reduce",
+    "replicate",
+]
+"""`stage`: ranks that hold the same dense parameters, those of one pipeline stage. `pipeline`: one rank of each stage, which
+hand activations to each other. `expert`: ranks of a stage that together hold all its experts once. `expert_data`: ranks
+that hold the same experts.
+`control`, `stage_control` and `pipeline_control`: all ranks, those of `stage` and those of `pipeline`, on gloo with CPU
+tensors whatever the training backend; for the training thread only.
+`reduce`: ranks of the stage, used by the gradient reduction alone. It runs beside the backward pass, where a rank may
+reach its collectives earlier or later than the all-to-alls of expert parallelism, so the two must not share a group.
 `replicate`: all ranks, on gloo, for point-to-point operations of background threads. These may wait long for each
-other, so they must not share a group with collectives."""
+other, so they must not share a group with collectives.
+Without pipelining the groups of a stage are those of the world, and there are none of a pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,26 +52,61 @@ class ParallelGroups:
     world_size: int = 1
     ep_rank: int = 0
     ep_size: int = 1
+    num_stages: int = 1
+    """Stages of the pipeline, of equally many ranks."""
     groups: dict[GroupName, dist.ProcessGroup] = field(default_factory=dict)
+
+    @classmethod
+    def placed(cls, rank: int, world_size: int, *, ep_size: int = 1, num_stages: int = 1) -> ParallelGroups:
+        """Return the indices of a rank, without process groups.
+
+        Raises:
+            ConfigurationError: `num_stages` and `ep_size` do not divide the world.
+        """
+        check_ep_size(ep_size, world_size, num_stages=num_stages)
+        return cls(rank=rank, world_size=world_size, ep_rank=rank % ep_size, ep_size=ep_size, num_stages=num_stages)
+
+    @property
+    def stage(self) -> int:
+        """Index of this rank's pipeline stage."""
+        return self.rank // self.stage_size
+
+    @property
+    def stage_size(self) -> int:
+        """Number of ranks of one stage, which hold the same dense parameters."""
+        return self.world_size // self.num_stages
 
     @property
     def dp_rank(self) -> int:
         """Index of this rank among those that hold the same experts."""
-        return self.rank // self.ep_size
+        return self.rank % self.stage_size // self.ep_size
 
     @property
     def dp_size(self) -> int:
         """Number of ranks that hold the same experts."""
-        return self.world_size // self.ep_size
+        return self.stage_size // self.ep_size
 
     def ranks(self, name: GroupName) -> list[int]:
         """Return the global ranks of this rank's group `name`, ascending."""
+        first = self.stage * self.stage_size
         if name == "expert":
-            first = self.dp_rank * self.ep_size
-            return list(range(first, first + self.ep_size))
+            return list(range(first + self.dp_rank * self.ep_size, first + (self.dp_rank + 1) * self.ep_size))
         if name == "expert_data":
-            return list(range(self.ep_rank, self.world_size, self.ep_size))
+            return list(range(first + self.ep_rank, first + self.stage_size, self.ep_size))
+        if name in ("stage", "stage_control", "reduce"):
+            return list(range(first, first + self.stage_size))
+        if name in ("pipeline", "pipeline_control"):
+            return list(range(self.rank - first, self.world_size, self.stage_size))
         return list(range(self.world_size))
+
+    def peers(self) -> list[list[int]]:
+        """Return the ranks that hold the same experts, for every such group of the world; this rank's is among them."""
+        firsts = range(0, self.world_size, self.stage_size)
+        return [
+            list(range(first + ep_rank, first + self.stage_size, self.ep_size))
+            for first in firsts
+            for ep_rank in range(self.ep_size)
+        ]
 
     def group(self, name: GroupName) -> dist.ProcessGroup | None:
         """Return the process group, or `None` in a world of one process."""
@@ -78,62 +129,96 @@ def set_current_groups(groups: ParallelGroups | None) -> None:
     _current = groups if groups is not None else ParallelGroups()
 
 
-def build_groups(ep_size: int = 1, timeout: timedelta = timedelta(minutes=30)) -> ParallelGroups:
+def build_groups(
+    ep_size: int = 1, timeout: timedelta = timedelta(minutes=30), *, num_stages: int = 1
+) -> ParallelGroups:
     """Build every group over the default process group. Collective: all ranks call it at the same point.
 
     Args:
-        ep_size: ranks that share one set of experts; must divide the world size.
+        ep_size: ranks that share one set of experts; must divide the ranks of a stage.
         timeout: limit for one collective of the new groups.
+        num_stages: stages of the pipeline; must divide the world size.
 
     Returns:
         This rank's groups. They are not installed; see `set_current_groups`.
 
     Raises:
-        ConfigurationError: `ep_size` does not divide the world size.
+        ConfigurationError: `ep_size` or `num_stages` does not divide the ranks.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    check_ep_size(ep_size, world_size)
+    placed = ParallelGroups.placed(rank, world_size, ep_size=ep_size, num_stages=num_stages)
     if world_size == 1:
         return ParallelGroups()
-    rows = [list(range(first, first + ep_size)) for first in range(0, world_size, ep_size)]
-    columns = [list(range(first, world_size, ep_size)) for first in range(ep_size)]
+    everyone = [
+        ParallelGroups.placed(each, world_size, ep_size=ep_size, num_stages=num_stages) for each in range(world_size)
+    ]
+    new = _Maker(rank, everyone, timeout)
+    groups = placed.groups
     with closed_doors() if dist.get_backend() == "gloo" else nullcontext():
-        groups: dict[GroupName, dist.ProcessGroup] = {
-            "world": _world(),
-            "expert": _part_of(rows, rank, timeout),
-            "expert_data": _part_of(columns, rank, timeout),
-            "reduce": dist.new_group(timeout=timeout),
-        }
+        groups["world"] = _world()
+        groups["expert"], groups["expert_data"] = new.part("expert"), new.part("expert_data")
+        groups["stage"] = groups["world"]
+        if num_stages > 1:
+            groups["stage"], groups["pipeline"] = new.part("stage"), new.part("pipeline")
+        groups["reduce"] = new.own("reduce")
     with closed_doors():
-        groups["control"] = dist.new_group(timeout=timeout, backend="gloo")
-        groups["replicate"] = dist.new_group(timeout=timeout, backend="gloo")
-    return ParallelGroups(rank=rank, world_size=world_size, ep_rank=rank % ep_size, ep_size=ep_size, groups=groups)
+        groups["control"] = groups["stage_control"] = new.own("control", backend="gloo")
+        groups["replicate"] = new.own("replicate", backend="gloo")
+        if num_stages > 1:
+            groups["stage_control"] = new.own("stage_control", backend="gloo")
+            groups["pipeline_control"] = new.own("pipeline_control", backend="gloo")
+    return placed
 
 
-def check_ep_size(ep_size: int, world_size: int) -> None:
-    """Raise `ConfigurationError` unless `ep_size` ranks can share the experts in a world of `world_size`."""
-    if ep_size < 1 or world_size % ep_size:
+def check_ep_size(ep_size: int, world_size: int, *, num_stages: int = 1) -> None:
+    """Raise `ConfigurationError` unless the ranks of a world can form stages, in which `ep_size` ranks share the experts."""
+    if num_stages < 1 or world_size % num_stages:
         raise ConfigurationError(
-            f"`expert_parallel={ep_size}` does not divide the {world_size} processes of this run. "
+            f"`pipeline_parallel={num_stages}` does not divide the {world_size} processes of this run. "
+            "Choose a divisor of the number of processes."
+        )
+    if ep_size < 1 or world_size // num_stages % ep_size:
+        of = "of this run" if num_stages == 1 else f"of each of the {num_stages} stages"
+        raise ConfigurationError(
+            f"`expert_parallel={ep_size}` does not divide the {world_size // num_stages} processes {of}. "
             "Choose a divisor of the number of processes."
         )
 
 
-def _part_of(partition: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup:
-    if len(partition) == 1:
-        return _world()
-    if len(partition[0]) == 1:
-        # A real group even of one: `None` would mean the whole world to `torch.distributed`.
-        return _new_group([rank], timeout, use_local_synchronization=True)
-    made = [_new_group(ranks, timeout) for ranks in partition]  # all ranks take part in making each
-    return next(group for group, ranks in zip(made, partition, strict=True) if rank in ranks)
+class _Maker:
+    """Makes this rank's groups; all ranks take part in making each.
 
+    Args:
+        rank: this one.
+        everyone: places of all ranks.
+        timeout: limit for one collective of a group.
+    """
 
-def _new_group(ranks: list[int], timeout: timedelta, *, use_local_synchronization: bool = False) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=timeout, use_local_synchronization=use_local_synchronization
-    )
-    return group
+    def __init__(self, rank: int, everyone: list[ParallelGroups], timeout: timedelta) -> None:
+        self._rank, self._everyone, self._timeout = rank, everyone, timeout
+
+    def part(self, name: GroupName) -> dist.ProcessGroup:
+        """Return the group, which is that of the world if it has all ranks."""
+        return _world() if len(self._everyone[0].ranks(name)) == len(self._everyone) else self.own(name)
+
+    def own(self, name: GroupName, backend: str | None = None) -> dist.ProcessGroup:
+        """Return a group that nothing else uses."""
+        partition = list(dict.fromkeys(tuple(each.ranks(name)) for each in self._everyone))
+        if len(partition) == 1:
+            return self._new(None, backend)
+        if len(partition[0]) == 1:
+            # A real group even of one: `None` would mean the whole world to `torch.distributed`.
+            return self._new([self._rank], backend, use_local_synchronization=True)
+        made = [self._new(list(ranks), backend) for ranks in partition]
+        return next(group for group, ranks in zip(made, partition, strict=True) if self._rank in ranks)
+
+    def _new(
+        self, ranks: list[int] | None, backend: str | None, *, use_local_synchronization: bool = False
+    ) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(
+            ranks, timeout=self._timeout, backend=backend, use_local_synchronization=use_local_synchronization
+        )
+        return group
 
 
 def _world() -> dist.ProcessGroup:

@@ -4,9 +4,9 @@ Hooks copy each finished gradient into a static flat buffer. Full buckets are re
 pass, in the same order on all ranks. A missing gradient (frozen or unused, perhaps on this rank only) counts as zero,
 and stays `None` only if no replica has one.
 
-* Replicated parameters: the mean over all ranks.
-* Expert-parallel parameters: the sum over the ranks that hold the same experts, divided by the world size, because
-  the tokens of all ranks have reached the expert already.
+* Replicated parameters: the mean over all ranks of the stage, which is the world without pipelining.
+* Expert-parallel parameters: the sum over the ranks that hold the same experts, divided by the number of ranks of the
+  stage, because the tokens of all of them have reached the expert already.
 
 All gradients of one kind (same group, dtype, device) form one flat vector, in reverse order of registration, which is
 about the order in which backward finishes them. The vector is cut every `bucket_numel` elements, also within a
@@ -146,15 +146,16 @@ class GradientReducer:
     The reducer needs memory for a second copy of the gradients and for one bucket.
 
     Args:
-        named_parameters: all parameters, in the same order on every rank; only those that require a gradient on some
-            rank are reduced. A parameter that requires one later, on all ranks, is reduced from then on.
+        named_parameters: all parameters, in the same order on every rank of the stage; only those that require a gradient
+            on some rank are reduced. A parameter that requires one later, on all ranks, is reduced from then on.
         groups: this rank's groups; in a world of one nothing is reduced.
         is_expert_parallel: names of parameters whose experts differ between the ranks of an `expert` group.
         bucket_nbytes: size of one message of the reduction.
         mode: `"ordered"`: bits depend on the ranks' values only. `"allreduce"`: the backend's own all-reduce over
             the same static, zero-filled buckets; faster on some networks, with bits that change with `bucket_nbytes`,
             the set of parameters and the backend's choice of algorithm.
-        flags: names of integers whose maximum over ranks each reduction exchanges.
+        flags: names of integers whose maximum over all ranks each reduction exchanges.
+        stage_flags: names of integers whose maximum over the ranks of the stage it exchanges.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class GradientReducer:
         bucket_nbytes: int = 32 * 2**20,
         mode: ReductionMode = "ordered",
         flags: Iterable[str] = ("stop",),
+        stage_flags: Iterable[str] = (),
     ) -> None:
         if mode not in _REDUCE:
             raise ConfigurationError(f"`gradient_reduction={mode!r}` must be one of {sorted(_REDUCE)}.")
@@ -177,7 +179,8 @@ class GradientReducer:
         self._bucket_nbytes = bucket_nbytes
         self._mode = mode
         self._reduce = _REDUCE[mode]
-        self.flags: dict[str, int] = dict.fromkeys(flags, 0)
+        self._world_flags = tuple(flags)
+        self.flags: dict[str, int] = dict.fromkeys((*self._world_flags, *stage_flags), 0)
         """This rank's values. The owner of a flag sets and clears it; a signal handler may do so at any time."""
         self.agreed: dict[str, int] = dict(self.flags)
         """Maximum of each flag over all ranks, from the last reduction."""
@@ -196,7 +199,10 @@ class GradientReducer:
         return self._armed
 
     def prepare(self, *, sync: bool) -> None:
-        """Prepare for a backward. With `sync=False`, while gradients accumulate, nothing is reduced."""
+        """Prepare for a backward. With `sync=False`, while gradients accumulate, nothing is reduced.
+
+        Micro-batches of a pipeline accumulate too: only the backward of the last one is prepared with `sync=True`.
+        """
         self._sync = sync
         self._armed = sync and self._groups.world_size > 1
         if not self._armed:
@@ -243,7 +249,7 @@ class GradientReducer:
     # -- layout ------------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        """Lay out the parameters that require a gradient on any rank. Collective."""
+        """Lay out the parameters that require a gradient on any rank of the stage. Collective."""
         self.close()
         self._known = self._agree_on_names() if self._groups.world_size > 1 else frozenset(self._parameters)
         self._gradients, self._queue, self._unshared = {}, [], []
@@ -268,8 +274,8 @@ class GradientReducer:
 
     def _agree_on_names(self) -> frozenset[str]:
         own = [fqn for fqn, parameter in self._parameters.items() if parameter.requires_grad]
-        everyone: list[list[str]] = [[] for _ in range(self._groups.world_size)]
-        dist.all_gather_object(everyone, own, group=self._groups.group("control"))
+        everyone: list[list[str]] = [[] for _ in range(self._groups.stage_size)]
+        dist.all_gather_object(everyone, own, group=self._groups.group("stage_control"))
         return frozenset(name for names in everyone for name in names)
 
     def _kinds(self) -> Mapping[tuple[bool, torch.dtype, torch.device], list[str]]:
@@ -323,7 +329,7 @@ class GradientReducer:
             self._launched.append(self._launch(self._queue[position]))
 
     def _launch(self, bucket: _Bucket) -> Future[Tensor]:
-        divisor = self._groups.world_size
+        divisor = self._groups.stage_size
         return self._lane.submit(
             lambda: self._reduce(bucket.flat, bucket.group, divisor=divisor, scratch=bucket.scratch),
             device=bucket.flat.device,
@@ -333,16 +339,21 @@ class GradientReducer:
     def _agree(self, present: Mapping[str, bool]) -> dict[str, bool]:
         """Return which gradients exist on any rank that shares the parameter, and set `agreed`. Collective.
 
-        The exchange is a maximum over all ranks of a vector of integers: one element per replicated parameter, one per
-        sharded parameter and expert-parallel rank (the same name means different experts there), one per flag. It runs
-        on the host, which needs the result: a gradient is `None` or not.
+        The exchange is a maximum over the ranks of the stage of a vector of integers: one element per replicated parameter,
+        one per sharded parameter and expert-parallel rank (the same name means different experts there), one per flag.
+        Stages then exchange the flags that all ranks share. It runs on the host, which needs the result: a gradient is
+        `None` or not.
         """
         first, num_own = len(self._replicated), len(self._own_experts)
         own = slice(first + self._groups.ep_rank * num_own, first + (self._groups.ep_rank + 1) * num_own)
         votes = [int(present[fqn]) for fqn in self._replicated] + [0] * (self._groups.ep_size * num_own)
         votes[own] = [int(present[fqn]) for fqn in self._own_experts]
         exchanged = torch.tensor([*votes, *(self.flags[name] for name in self._flag_names)], dtype=torch.int32)
-        dist.all_reduce(exchanged, dist.ReduceOp.MAX, group=self._groups.groups["control"])
+        dist.all_reduce(exchanged, dist.ReduceOp.MAX, group=self._groups.groups["stage_control"])
+        if self._groups.num_stages > 1:
+            shared = exchanged[len(votes) : len(votes) + len(self._world_flags)].clone()
+            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._groups.groups["pipeline_control"])
+            exchanged[len(votes) : len(votes) + len(self._world_flags)] = shared
         found: list[int] = exchanged.tolist()
         self.agreed = dict(zip(self._flag_names, found[len(votes) :], strict=True))
         return {
@@ -360,4 +371,4 @@ class GradientReducer:
             for fqn in self._unshared:
                 grad = self._parameters[fqn].grad
                 if grad is not None:
-                    grad.div_(self._groups.world_size)
+                    grad.div_(self._groups.stage_size)

@@ -178,7 +178,7 @@ class Replay:
         shared = frozenset[str]() if scalars is None else self._shared()
         self._reset(shared, scalars or {})
         for region in REGIONS:
-            for writer in self._groups.ranks("expert_data" if region == "expert_data" else "world"):
+            for writer in self._groups.ranks("expert_data" if region == "expert_data" else "stage"):
                 self._load_region(layout, segment, region, writer, shared)
         self._load_scalars(scalars or {})
         fqns = dict.fromkeys(shard.piece.fqn for region in layout.parts.values() for shard in region)
@@ -256,7 +256,7 @@ class Replay:
                 yield _typed(source[at[-1] : at[-1] + dtype.itemsize], dtype), flat
 
     def _broadcast(self, source: Tensor, region: str, writer: int) -> Tensor:
-        group = self._groups.group("expert_data" if region == "expert_data" else "world")
+        group = self._groups.group("expert_data" if region == "expert_data" else "stage")
         if group is None or dist.get_world_size(group) == 1:
             return source
         on_device = source.cuda() if dist.get_backend(group) == "nccl" else source.contiguous()

@@ -305,13 +305,13 @@ def _pieces(operator: Operator, view: StateView) -> list[RecordPiece[str]]:
 
 def _holders(expert: Operator, groups: ParallelGroups, position: int) -> list[int]:
     """Return the ranks that hold an expert at an expert-parallel position, ascending."""
-    if expert.holders == "world":
-        return groups.ranks("world")
+    if expert.holders == "stage":
+        return groups.ranks("stage")
     return list(range(position, groups.world_size, groups.ep_size))
 
 
 def _ranks(region: str, groups: ParallelGroups) -> list[int]:
-    return groups.ranks("expert_data" if region == "expert_data" else "world")
+    return groups.ranks("expert_data" if region == "expert_data" else "stage")
 
 
 def _num_holders(operator: Operator, groups: ParallelGroups) -> int:

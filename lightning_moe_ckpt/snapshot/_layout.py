@@ -1,6 +1,6 @@
 """Say which bytes of which tensor lie where in a segment; writers and readers compute the same.
 
-A segment has three regions: records held by the whole world, records held by the ranks that share this rank's
+A segment has three regions: records held by all ranks of the stage, records held by the ranks that share this rank's
 experts, and what belongs to this rank alone (buffers, journal). A record is cut into parts with exactly one writer
 each. Since the layout is a pure function of plan, operators and groups, a reader knows every writer's layout and can
 take a whole region from a broadcast without a description of it.
@@ -27,7 +27,7 @@ from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import SegmentLayout, SpelledRows, TensorKind, dtype_code
 from lightning_moe_ckpt.tiers import Mirroring, aligned_gradient, gradient_nbytes
 
-REGIONS = ("world", "expert_data")
+REGIONS = ("stage", "expert_data")
 JOURNAL = "journal"
 PRESENT = "present"
 PARAM = "param"

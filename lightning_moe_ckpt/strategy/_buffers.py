@@ -1,7 +1,7 @@
-"""Keep buffers equal to rank 0's, as DistributedDataParallel does, but sending only what changed.
+"""Keep buffers equal to those of the stage's first rank, as DistributedDataParallel does, but sending only what changed.
 
 Statistics such as those of batch normalisation are computed from each rank's own tokens. They are made equal when an
-optimizer step reduces gradients, so that at every step boundary all ranks hold the same buffers.
+optimizer step reduces gradients, so that at every step boundary all ranks of a stage hold the same buffers.
 
 What changed is known by tensor version counters, but for normalisation layers: their kernels update running
 statistics without counting, so in training those always count as changed.
@@ -51,10 +51,10 @@ class BufferSync:
         }
 
     def apply(self, agreed: Mapping[str, int]) -> None:
-        """Take rank 0's value of every buffer that changed on any rank. Collective."""
+        """Take the first rank's value of every buffer that changed on any rank of the stage. Collective."""
         changed = [self._buffer(name) for name in self._owners if agreed[_PREFIX + name]]
         if changed:
-            broadcast_tensors(changed, self._groups.groups["world"], 0)
+            broadcast_tensors(changed, self._groups.groups["stage"], self._groups.ranks("stage")[0])
         self._seen = self._versions()
 
     def _buffer(self, name: str) -> Tensor:

@@ -42,6 +42,19 @@ def tap_clipping(precision: Precision, clip: Callable[[Optimizer, int | float], 
     return _set(precision, "clip_grad_by_norm", clip)
 
 
+def tap_zero_grad(trainer: Trainer, hold: Callable[[Callable[[], None] | None], None]) -> Callable[[], None]:
+    """Give what sets gradients to zero before a batch's backward to `hold`, and let Lightning do nothing there.
+
+    Uses `_AutomaticOptimization._make_zero_grad_fn`.
+
+    Returns:
+        A function that removes the tap.
+    """
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    original = loop._make_zero_grad_fn  # noqa: SLF001
+    return _set(loop, "_make_zero_grad_fn", lambda batch_idx, optimizer: hold(original(batch_idx, optimizer)))
+
+
 def tap_found_inf(precision: Precision, combine: Callable[[Tensor], None], device: torch.device) -> Callable[[], None]:
     """Call `combine` on every scaler verdict before anyone reads it; nothing if the plugin has no scaler.
 

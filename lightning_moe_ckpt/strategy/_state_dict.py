@@ -20,9 +20,12 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 
 log = rank_logger(__name__)
 
+STAGES = "pipeline_stages"
+"""Key of an optimizer's state dicts by stage, where there are several."""
+
 
 def gather_module_state(state: dict[str, Any], sharded: Collection[str], groups: ParallelGroups) -> dict[str, Any]:
-    """Return the module's state with all experts on rank 0. Collective over the world.
+    """Return the module's state with all experts, and the parameters of all stages, on rank 0. Collective over the world.
 
     Args:
         state: the module's state dict on this rank.
@@ -33,7 +36,9 @@ def gather_module_state(state: dict[str, Any], sharded: Collection[str], groups:
         On rank 0 a state dict with all experts, which are on the CPU; on other ranks `state`.
     """
     whole = {name: _gather(state[name], groups) for name in sorted(sharded) if name in state}
-    return {**state, **whole} if groups.rank == 0 else state
+    merged = {**state, **whole} if groups.rank == _first(groups) else state
+    stages = _gather_stages(merged, groups)
+    return {name: value for each in reversed(stages) for name, value in each.items()} if stages else merged
 
 
 def shard_module_state(
@@ -64,7 +69,7 @@ def shard_module_state(
 
 
 def gather_optimizer_state(optimizer: Optimizer, sharded: Collection[int], groups: ParallelGroups) -> dict[str, Any]:
-    """Return the optimizer state of all experts on rank 0, as without expert parallelism. Collective.
+    """Return the optimizer state of all experts on rank 0, as without expert parallelism; that of each stage apart. Collective.
 
     Args:
         optimizer: a plain torch optimizer.
@@ -74,6 +79,12 @@ def gather_optimizer_state(optimizer: Optimizer, sharded: Collection[int], group
     Returns:
         On rank 0 a whole state dict; elsewhere this rank's own.
     """
+    own = _gather_experts(optimizer, sharded, groups) if sharded or groups.num_stages == 1 else optimizer.state_dict()
+    stages = _gather_stages(own, groups)
+    return {STAGES: stages, "param_groups": own["param_groups"], "state": {}} if stages else own
+
+
+def _gather_experts(optimizer: Optimizer, sharded: Collection[int], groups: ParallelGroups) -> dict[str, Any]:
     own = optimizer.state_dict()
     parameters = dict(_sharded_parameters(optimizer, sharded))
     states = {idx: own["state"].get(idx, {}) for idx in parameters}
@@ -83,7 +94,7 @@ def gather_optimizer_state(optimizer: Optimizer, sharded: Collection[int], group
             log.warning("optimizer state of parameter %d is absent on some ranks; zeros are saved for those", idx)
         device = parameters[idx].device
         whole = {key: _gather_entry(entry, states[idx].get(key), device, groups) for key, entry in outline.items()}
-        if groups.rank == 0:
+        if groups.rank == _first(groups):
             own["state"][idx] = whole
     return own
 
@@ -91,7 +102,19 @@ def gather_optimizer_state(optimizer: Optimizer, sharded: Collection[int], group
 def shard_optimizer_state(
     state: Mapping[str, Any], optimizer: Optimizer, sharded: Collection[int], groups: ParallelGroups
 ) -> dict[str, Any]:
-    """Return this rank's part of a whole optimizer state dict; entries without an expert dimension stay as they are."""
+    """Return this rank's part of a whole optimizer state dict; entries without an expert dimension stay as they are.
+
+    Raises:
+        ConfigurationError: it is of another number of pipeline stages.
+    """
+    stages = state.get(STAGES, [state])
+    if len(stages) != groups.num_stages:
+        raise ConfigurationError(
+            f"The checkpoint has the optimizer state of {len(stages)} pipeline stages, and this run has {groups.num_stages}. "
+            "Parameters are numbered by stage in it, so it cannot be cut otherwise: resume with as many stages, or load the "
+            "weights alone."
+        )
+    state = stages[groups.stage]
     states = dict(state["state"])
     for idx, parameter in _sharded_parameters(optimizer, sharded):
         experts = parameter.shape[0] * groups.ep_size
@@ -125,8 +148,8 @@ def _exchange_outlines(
         }
         for idx, entries in states.items()
     }
-    everyone: list[dict[int, dict[str, Any]]] = [{} for _ in range(groups.world_size)]
-    dist.all_gather_object(everyone, outline, group=groups.groups["control"])
+    everyone: list[dict[int, dict[str, Any]]] = [{} for _ in range(groups.stage_size)]
+    dist.all_gather_object(everyone, outline, group=groups.groups["stage_control"])
     row = everyone[groups.dp_rank * groups.ep_size :][: groups.ep_size]
     return {idx: {key: value for rank in reversed(row) for key, value in rank[idx].items()} for idx in states}
 
@@ -142,11 +165,24 @@ def _own_part(whole: Tensor, groups: ParallelGroups) -> Tensor:
 
 
 def _gather(part: Tensor, groups: ParallelGroups) -> Tensor:
-    """Return the parts of expert-parallel ranks, concatenated, on rank 0; data-parallel replicas add nothing."""
+    """Return the parts of expert-parallel ranks, concatenated, on the stage's first; data-parallel replicas add nothing."""
     if groups.dp_rank != 0 or groups.ep_size == 1:
         return part
-    part = part.detach().contiguous()
-    parts = [torch.empty_like(part) for _ in range(groups.ep_size)] if groups.rank == 0 else None
+    part, first = part.detach().contiguous(), _first(groups)
+    parts = [torch.empty_like(part) for _ in range(groups.ep_size)] if groups.rank == first else None
     received = [tensor.view(torch.uint8) for tensor in parts] if parts is not None else None
-    dist.gather(part.view(torch.uint8), received, dst=0, group=groups.groups["expert"])
+    dist.gather(part.view(torch.uint8), received, dst=first, group=groups.groups["expert"])
     return torch.cat([tensor.cpu() for tensor in parts]) if parts is not None else part
+
+
+def _first(groups: ParallelGroups) -> int:
+    return groups.ranks("stage")[0]
+
+
+def _gather_stages(own: dict[str, Any], groups: ParallelGroups) -> list[dict[str, Any]]:
+    """Return what the first rank of each stage has, on rank 0; nothing elsewhere, and where there is one stage."""
+    if groups.num_stages == 1 or groups.rank != _first(groups):
+        return []
+    found: list[Any] | None = [None] * groups.num_stages if groups.rank == 0 else None
+    dist.gather_object(own, found, dst=0, group=groups.groups["pipeline_control"])
+    return found or []

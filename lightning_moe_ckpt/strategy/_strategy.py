@@ -20,7 +20,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -36,7 +35,6 @@ from lightning_moe_ckpt.parallel import (
     ParallelGroups,
     broadcast_tensors,
     build_groups,
-    check_ep_size,
     closed_doors,
     expert_parallel_fqns,
     expert_parallel_modules,
@@ -48,7 +46,9 @@ from lightning_moe_ckpt.parallel import (
 from lightning_moe_ckpt.parallel._experts import refuse_tutel, zero_filled
 from lightning_moe_ckpt.strategy import _glue
 from lightning_moe_ckpt.strategy._buffers import BufferSync
+from lightning_moe_ckpt.strategy._pipelined import PipelinedStrategy
 from lightning_moe_ckpt.strategy._state_dict import (
+    STAGES,
     gather_module_state,
     gather_optimizer_state,
     shard_module_state,
@@ -61,12 +61,19 @@ _FORMING = timedelta(seconds=15)
 """Limit for making one process group under a supervisor, when all ranks have come; gloo takes it five times to connect."""
 
 
-class MoEStrategy(DDPStrategy):
-    """Train Mixture-of-Experts models with data and expert parallelism; also `Trainer(strategy="moe")`.
+class MoEStrategy(PipelinedStrategy):
+    """Train Mixture-of-Experts models with data, expert and pipeline parallelism; also `Trainer(strategy="moe")`.
+
+    Ranks are numbered by stage, then by data-parallel replica, then by expert-parallel rank.
 
     Args:
-        expert_parallel: Number of ranks that share one set of experts; it divides the number of processes. Modules that shard
-            experts (`MoELayer`) must be built in `LightningModule.configure_model`.
+        expert_parallel: Number of ranks that share one set of experts; it divides the number of processes of a stage. Modules
+            that shard experts (`MoELayer`) must be built in `LightningModule.configure_model`.
+        pipeline_parallel: Number of stages into which the model is cut; it divides the number of processes. With more than
+            one the LightningModule has `configure_stage`, `split_batch` and `stage_loss` in place of `configure_model`,
+            `training_step` and `validation_step`.
+        micro_batches: Number of parts of a batch that are in the pipeline one behind the other; it divides the batch size.
+        schedule: ``"1f1b"`` keeps activations of at most as many micro-batches as there are stages, ``"gpipe"`` of all.
         gradient_reduction: ``"ordered"`` adds gradients in rank order, so a resumed run gives the same bits as one
             that was never interrupted; ``"allreduce"`` leaves the order to the backend, which is faster on some
             networks and exact to rounding only.
@@ -87,6 +94,9 @@ class MoEStrategy(DDPStrategy):
         self,
         *,
         expert_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        micro_batches: int = 1,
+        schedule: Literal["1f1b", "gpipe"] = "1f1b",
         gradient_reduction: Literal["ordered", "allreduce"] = "ordered",
         bucket_nbytes: int | str = 32 * 2**20,
         timeout: timedelta | float | str = timedelta(minutes=30),
@@ -102,6 +112,9 @@ class MoEStrategy(DDPStrategy):
             raise ConfigurationError(f"`MoEStrategy(expert_parallel={expert_parallel})` must be one or more.")
         limit = duration(self, "timeout", timeout)
         super().__init__(
+            pipeline_parallel=pipeline_parallel,
+            micro_batches=micro_batches,
+            schedule=schedule,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -115,10 +128,6 @@ class MoEStrategy(DDPStrategy):
         self.gradient_reduction = gradient_reduction
         self.bucket_nbytes = int(number_of_bytes(self, "bucket_nbytes", bucket_nbytes))
         self.timeout: timedelta = limit
-        self.groups = ParallelGroups()
-        """Rank and process groups of this process; set before `configure_model`."""
-        self.reducer: GradientReducer | None = None
-        """Reduces gradients while fitting; its `flags` are exchanged at every optimizer step."""
         self.last_grad_norm: Tensor | None = None
         """Norm of the last clipping by norm, before clipping; equal on all ranks."""
         self._buffer_sync: BufferSync | None = None
@@ -150,19 +159,20 @@ class MoEStrategy(DDPStrategy):
         self._join_fresh_store()
         with self._closed_doors():
             super().setup_distributed()
-        self.groups = _groups_of_this_process(self.expert_parallel, self.timeout)
+        self.groups = _groups_of_this_process(self._sizes, self.timeout)
         set_current_groups(self.groups)
         log.info(
-            "one of %d ranks; holds experts of rank %d of %d",
+            "one of %d ranks; holds experts of rank %d of %d, in stage %d of %d",
             *(self.groups.world_size, self.groups.ep_rank, self.groups.ep_size),
+            *(self.groups.stage, self.groups.num_stages),
         )
 
-    # -- recovery in place, under a supervisor
-
     @property
-    def apart(self) -> bool:
-        """Whether this process has no groups yet, taking the place of another one: the others are in the midst of training."""
-        return self.groups.world_size > 1 and not self.groups.groups
+    def _sizes(self) -> tuple[int, int]:
+        """Expert-parallel ranks, and stages."""
+        return self.expert_parallel, self.pipeline_parallel
+
+    # -- recovery in place, under a supervisor
 
     def reconnect(self, supervised: Supervised) -> None:
         """Join the other ranks in new process groups, in the place of those of an incarnation that has failed. Collective.
@@ -171,7 +181,7 @@ class MoEStrategy(DDPStrategy):
         """
         if self.reducer is not None:
             self.reducer.close()
-        self.reducer = self._buffer_sync = None
+        self.reducer = self._buffer_sync = self._pipeline = None
         if self._abort is not None:
             self._abort.close([dist.group.WORLD, *self.groups.groups.values()])
         self.groups.groups.clear()  # what still holds them holds no group
@@ -179,7 +189,7 @@ class MoEStrategy(DDPStrategy):
         if dist.is_initialized():
             dist.destroy_process_group()
         self._form_groups(supervised)
-        self.groups = _groups_of_this_process(self.expert_parallel, self.timeout)
+        self.groups = _groups_of_this_process(self._sizes, self.timeout)
         set_current_groups(self.groups)
         self._require_same_fit(supervised.fits)
         self._start_reducing()
@@ -193,11 +203,10 @@ class MoEStrategy(DDPStrategy):
         everyone = [survived] * self.groups.world_size
         if self.groups.world_size > 1:
             dist.all_gather_object(everyone, survived, group=self.groups.group("control"))
-        first = next((rank for rank, each in enumerate(everyone) if each), 0)
-        self._equalise_replicated(first)
-        holders = self.groups.ranks("expert_data")
-        self._equalise_experts(next((rank for rank in holders if everyone[rank]), holders[0]))
-        return first
+        dense, experts = self.groups.ranks("stage"), self.groups.ranks("expert_data")
+        self._equalise_replicated(next((rank for rank in dense if everyone[rank]), dense[0]))
+        self._equalise_experts(next((rank for rank in experts if everyone[rank]), experts[0]))
+        return next((rank for rank, each in enumerate(everyone) if each), 0)
 
     @property
     def _fits(self) -> bool:
@@ -229,10 +238,8 @@ class MoEStrategy(DDPStrategy):
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
-        rank, world_size = self.global_rank, self.world_size
-        check_ep_size(self.expert_parallel, world_size)
-        ep_size = self.expert_parallel
-        self.groups = ParallelGroups(rank=rank, world_size=world_size, ep_rank=rank % ep_size, ep_size=ep_size)
+        ep_size, num_stages = self._sizes
+        self.groups = ParallelGroups.placed(self.global_rank, self.world_size, ep_size=ep_size, num_stages=num_stages)
         set_current_groups(self.groups)
 
     def _form_groups(self, supervised: Supervised) -> None:
@@ -248,10 +255,10 @@ class MoEStrategy(DDPStrategy):
             supervised.watch(abort.abort)
             with self._closed_doors():
                 dist.init_process_group(self._backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-            groups = build_groups(self.expert_parallel, limit)
+            groups = build_groups(self.expert_parallel, limit, num_stages=self.pipeline_parallel)
         for group in {dist.group.WORLD, *groups.groups.values()}:
             dist.distributed_c10d._set_pg_timeout(self.timeout, group)  # noqa: SLF001  # torch has no public way
-        _built[self.expert_parallel, self.timeout] = (dist.group.WORLD, groups)
+        _built[self._sizes, self.timeout] = (dist.group.WORLD, groups)
 
     def _join_fresh_store(self) -> None:
         """Use a fresh store under torchrun, so that a restarted process does not read addresses of the previous one."""
@@ -277,6 +284,7 @@ class MoEStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         module = self._module
         self._check(module)
+        self._check_stages(trainer)
         self._sharded = expert_parallel_fqns(module)
         ignored = _glue.ignored_names(module) - self._sharded
         _glue.ignore_names(module, ignored | self._sharded)
@@ -288,12 +296,14 @@ class MoEStrategy(DDPStrategy):
         self._equalise_experts(self.groups.ranks("expert_data")[0])
         if trainer.state.fn == TrainerFn.FITTING:
             self._start_reducing()
+            if self.pipeline_parallel > 1:
+                self._untap.append(_glue.tap_zero_grad(trainer, self._hold_zero_grad))
 
     @override
     def configure_ddp(self) -> None:
         """Make replicated states equal to rank 0's, without a wrapper."""
         if not self.apart:
-            self._equalise_replicated(0)
+            self._equalise_replicated(self.groups.ranks("stage")[0])
 
     @override
     def setup_precision_plugin(self) -> None:
@@ -341,9 +351,9 @@ class MoEStrategy(DDPStrategy):
 
     def _equalise_replicated(self, source: int) -> None:
         module, ignored = self._module, _glue.ignored_names(self._module)
-        if self.groups.world_size > 1:
+        if self.groups.stage_size > 1:
             states = [*module.named_parameters(), *module.named_buffers()]
-            broadcast_tensors((t for name, t in states if name not in ignored), self.groups.groups["world"], source)
+            broadcast_tensors((t for name, t in states if name not in ignored), self.groups.groups["stage"], source)
 
     def _equalise_experts(self, source: int) -> None:
         if self.groups.dp_size > 1 and self.groups.ep_size > 1:
@@ -352,44 +362,41 @@ class MoEStrategy(DDPStrategy):
 
     def _start_reducing(self) -> None:
         module, ignored = self._module, self._ignored
-        self._buffer_sync = BufferSync(module, ignored, self.groups) if self.groups.world_size > 1 else None
+        self._buffer_sync = BufferSync(module, ignored, self.groups) if self.groups.stage_size > 1 else None
         self.reducer = GradientReducer(
             ((name, parameter) for name, parameter in module.named_parameters() if name not in ignored),
             groups=self.groups,
             is_expert_parallel=self._sharded,
             bucket_nbytes=self.bucket_nbytes,
             mode=self.gradient_reduction,
-            flags=("stop", *(self._buffer_sync.flags if self._buffer_sync is not None else ())),
+            stage_flags=self._buffer_sync.flags if self._buffer_sync is not None else (),
         )
-
-    @property
-    def _module(self) -> LightningModule:
-        module = self.lightning_module
-        if module is None:
-            raise RuntimeError("The strategy has no model yet. It is connected by `Trainer.fit` and its siblings.")
-        return module
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward, then reduce gradients before `on_after_backward`, as DDP does."""
+        """Run backward, then reduce gradients before `on_after_backward`, as DDP does.
+
+        With pipeline stages the schedule has run backward in `training_step`.
+        """
         module = self._module
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if self.reducer is not None:
-            self.reducer.prepare(sync=not (module.automatic_optimization and _glue.is_accumulating(module.trainer)))
-        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        if self.pipeline_parallel == 1:
+            if self.reducer is not None:
+                self.reducer.prepare(sync=not (module.automatic_optimization and _glue.is_accumulating(module.trainer)))
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._finish_reduction()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
     def grad_norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the gradients of `parameters` and of other ranks' experts. Collective, after reduction.
+        """Return the norm of the gradients of `parameters`, of other ranks' experts and of all stages. Collective, after reduction.
 
         Args:
-            parameters: the same parameters on every rank, including those without a gradient.
+            parameters: the same parameters on every rank of a stage, including those without a gradient.
             norm_type: as in `torch.nn.utils.clip_grad_norm_`.
 
         Returns:
@@ -433,13 +440,16 @@ class MoEStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state with all experts, on rank 0. Collective."""
+        """Return the module's state with all experts and of all stages, on rank 0. Collective."""
         return gather_module_state(super().lightning_module_state_dict(), self._sharded_names, self.groups)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's part of a checkpoint with all experts."""
+        """Load this rank's part of a checkpoint with all experts and stages."""
         state = checkpoint["state_dict"]
+        if self.pipeline_parallel > 1:
+            own = self._module.state_dict().keys()
+            state = {name: value for name, value in state.items() if name in own}
         missing = zero_filled(self._module, state)
         if missing:
             raise ConfigurationError(
@@ -456,7 +466,8 @@ class MoEStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state for all experts, on rank 0. Collective."""
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer  # noqa: SLF001
-        if not self._sharded_names or hasattr(plain, "consolidate_state_dict"):
+        stateless = not self._sharded_names and self.pipeline_parallel == 1
+        if stateless or hasattr(plain, "consolidate_state_dict"):
             return super().optimizer_state(plain)
         return gather_optimizer_state(plain, self._sharded_ids, self.groups)
 
@@ -464,7 +475,7 @@ class MoEStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer states."""
         states = checkpoint["optimizer_states"]
-        if self._sharded_names:
+        if self._sharded_names or self.pipeline_parallel > 1 or any(STAGES in state for state in states):
             sharded = self._sharded_ids
             states = [
                 shard_optimizer_state(state, optimizer, sharded, self.groups)
@@ -496,13 +507,13 @@ class MoEStrategy(DDPStrategy):
             )
 
 
-_built: dict[tuple[int, timedelta], tuple[object, ParallelGroups]] = {}
+_built: dict[tuple[tuple[int, int], timedelta], tuple[object, ParallelGroups]] = {}
 
 
-def _groups_of_this_process(ep_size: int, timeout: timedelta) -> ParallelGroups:
+def _groups_of_this_process(sizes: tuple[int, int], timeout: timedelta) -> ParallelGroups:
     """Return groups over the default process group, built once for all Trainers of this process. Collective."""
-    world, groups = _built.get((ep_size, timeout), (None, None))
+    world, groups = _built.get((sizes, timeout), (None, None))
     if groups is None or world is not dist.group.WORLD:
-        groups = build_groups(ep_size, timeout)
-        _built[ep_size, timeout] = (dist.group.WORLD, groups)
+        groups = build_groups(sizes[0], timeout, num_stages=sizes[1])
+        _built[sizes, timeout] = (dist.group.WORLD, groups)
     return groups

@@ -76,18 +76,23 @@ class RedundancyFigures:
         return self.nbytes_mirrored / max(1, self.nbytes_sent + self.nbytes_mirrored)
 
 
-def mirroring_of(placement: ReplicaPlacement, rank: int, ep_size: int) -> Mirroring:
+def mirroring_of(placement: ReplicaPlacement, rank: int, ep_size: int, num_stages: int = 1) -> Mirroring:
     """Return what `rank` mirrors under a placement; pure, so that owners and holders agree."""
+    stage_size = len(placement.holders) // num_stages
 
     def common(owner: int) -> frozenset[str]:
         holders = placement.holders[owner]
+        if not holders or any(holder // stage_size != owner // stage_size for holder in holders):
+            return frozenset()
         same_experts = all(holder % ep_size == owner % ep_size for holder in holders)
-        return frozenset(("world", "expert_data") if same_experts else ("world",)) if holders else frozenset()
+        return frozenset(("stage", "expert_data") if same_experts else ("stage",))
 
+    whole = "stage" if ep_size == 1 else "expert_data"
+    everyone = range(len(placement.holders)) if num_stages > 1 or ep_size > 1 else ()
     return Mirroring(
         owners={owner: common(owner) for owner in placement.owners(rank)},
         groups=common(rank),
-        everything=ep_size == 1 or all("expert_data" in common(each) for each in range(len(placement.holders))),
+        everything=all(whole in common(each) for each in everyone),
     )
 
 

@@ -247,7 +247,7 @@ def test_our_own_layer_is_found() -> None:
     model = Gpt(MoELayer(4, 6, 3, top_k=1))
     operators = discover(model)
     layer = operators.layers[0]
-    assert (layer.fqn, layer.num_experts, layer.top_k, layer.holders) == ("blocks.0.mlp", 3, 1, "world")
+    assert (layer.fqn, layer.num_experts, layer.top_k, layer.holders) == ("blocks.0.mlp", 3, 1, "stage")
     assert len(operators["blocks.0.mlp/expert.0"].slices) == 4
     assert_placed_once(operators, model)
 
@@ -281,7 +281,7 @@ def test_expert_parallel_coordinates_are_global() -> None:
         (24, 48, 72, (4, 4, 6)),
         (24, 48, 72, (4, 6, 4)),
     ]
-    assert {op.name: op.holders for op in sets[1]}["blocks.0"] == "world"
+    assert {op.name: op.holders for op in sets[1]}["blocks.0"] == "stage"
     assert expert.holders == "expert_data"
 
 

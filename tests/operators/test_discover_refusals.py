@@ -223,7 +223,7 @@ def test_an_adapter_that_leaves_a_gap_is_refused(merged: type[nn.Module]) -> Non
         spec = describe_merged(fqn, module, index)
         experts = {0: spec.experts[0], 2: spec.experts[2]}
         return MoELayerSpec(
-            fqn=fqn, num_experts=3, local_expert_ids=(0, 2), experts=experts, router=spec.router, holders="world"
+            fqn=fqn, num_experts=3, local_expert_ids=(0, 2), experts=experts, router=spec.router, holders="stage"
         )
 
     register_adapter(merged, describe)

@@ -40,7 +40,7 @@ def model(num_layers: int, num_experts: int, ep_size: int, ep_rank: int) -> Oper
             Operator(name=f"{layer}/router", kind="router", slices=(piece(f"{i}.gate", 0, 8),), layer=layer),
         ]
         experts = {e: (piece(f"{i}.w", k * 32, k * 32 + 32),) for k, e in enumerate(ids)}
-        holders: Literal["world", "expert_data"] = "expert_data" if ep_size > 1 else "world"
+        holders: Literal["stage", "expert_data"] = "expert_data" if ep_size > 1 else "stage"
         layers.append(
             MoELayerSpec(
                 fqn=layer,

@@ -182,7 +182,7 @@ def test_owners_and_holders_agree_on_what_both_have(nodes: list[int], ep_size: i
             assert found[holder].owners[owner] == found[owner].groups
     for owner in range(world):
         same = all(each in peers[owner % ep_size] for each in placement.holders[owner])
-        assert found[owner].groups == ({"world", "expert_data"} if same else {"world"})
+        assert found[owner].groups == ({"stage", "expert_data"} if same else {"stage"})
         assert found[owner].everything == (
             ep_size == 1 or all("expert_data" in found[each].groups for each in range(world))
         )

@@ -54,7 +54,7 @@ def describe_module_list(root: nn.Module, fqn: str, container: nn.Module, index:
         router=found.router,
         router_buffers=found.buffers,
         top_k=find_top_k(container, block, *block.children()),
-        holders="expert_data" if len(modules) < len(slots) else "world",
+        holders="expert_data" if len(modules) < len(slots) else "stage",
         count=RowsTap(modules),
         probabilities=ProbabilityTap(gate) if gate is not None else None,
         live_capacity=_find_expert_capacity(root, found.fqn, len(slots)),

@@ -62,7 +62,7 @@ def describe_own(fqn: str, module: nn.Module, index: ParameterIndex) -> MoELayer
         router=tuple(_by_name(layer.router_parameters(), index)),
         router_buffers=find_router_buffers(module, fqn, layer.num_experts),
         top_k=find_top_k(module, *module.children()),
-        holders="expert_data" if len(local) < layer.num_experts else "world",
+        holders="expert_data" if len(local) < layer.num_experts else "stage",
         count=_follow(fqn, module, _COUNTER),
         probabilities=ProbabilityTap(join(fqn, _PROBS), "none") if _PROBS in dict(module.named_children()) else None,
         capacity=CapacityTap(fqn),

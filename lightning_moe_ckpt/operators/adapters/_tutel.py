@@ -53,7 +53,7 @@ def describe_tutel(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELaye
         experts=_cut(fqn, layer, index, ids, num_experts),
         router=tuple(index.under(f"{prefix}gates")),
         top_k=int(layer.gates[0].top_k) if len(gates) == 1 else None,
-        holders="expert_data" if num_local < num_experts else "world",
+        holders="expert_data" if num_local < num_experts else "stage",
         count=TutelTap(fqn),
         probabilities=ProbabilityTap(gates[0], "softmax") if len(gates) == 1 else None,
         capacity=TutelTap(fqn, "capacity"),

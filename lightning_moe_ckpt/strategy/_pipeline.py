@@ -1,0 +1,301 @@
+"""Run batches through the stages of a pipeline, with schedules of torch.distributed.pipelining.
+
+A batch is cut into micro-batches. The schedule runs forward and backward of them all; what is gradient accumulation
+elsewhere is inside it, so the loss is divided by their number, and scaled for low precision, where the schedule computes it.
+Auxiliary losses of inner stages enter by an identity on the stage's output: its backward gives them their gradient.
+
+torch would find out the shapes of activations by running every stage once more, with all that this changes: buffers, counters
+of tokens, random state. A resumed process would then differ from one that was never interrupted. Here each stage runs once
+without a trace, and torch is told the shapes.
+
+Source: GPipe (2019), Sec. 2.3; PipeDream-Flush in Narayanan et al. (2021), Sec. 2.2 (1F1B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.journal import capture_rng, restore_rng
+from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups
+from lightning_moe_ckpt.strategy._stage_logs import StageLogs
+from lightning_moe_ckpt.strategy._stage_module import StagedModule, first_dimensions, staged
+
+# Shape suffix: M micro-batches.
+
+ScheduleName = Literal["1f1b", "gpipe"]
+
+SCHEDULES: dict[str, type[Schedule1F1B | ScheduleGPipe]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+
+Border = list[list[Any]]
+"""Shape and type of each tensor that one stage hands to the next."""
+
+
+class Pipeline:
+    """This rank's stage, and the schedules that run it.
+
+    Args:
+        module: the LightningModule.
+        stage: its part on this rank.
+        groups: this rank's place.
+        micro_batches: number into which a batch is cut.
+        schedule: order of forwards and backwards.
+        forward_context: makes the context of a forward, such as autocast.
+        scale: multiplies a loss as the precision asks for it.
+        device: of the stage.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        stage: nn.Module,
+        groups: ParallelGroups,
+        *,
+        micro_batches: int,
+        schedule: ScheduleName,
+        forward_context: Callable[[], AbstractContextManager[None]],
+        scale: Callable[[Tensor], Tensor],
+        device: torch.device,
+    ) -> None:
+        self._module, self._stage, self._groups = module, _Forward(module, stage, forward_context, self._inject), groups
+        self._hooks: StagedModule = staged(module)
+        self._micro_batches, self._schedule, self._context = micro_batches, schedule, forward_context
+        self._scale, self._device = scale, device
+        self._exchange = Exchange(groups, "pipeline_control")
+        self._logs = StageLogs(module, self._exchange)
+        self._borders: dict[bool, tuple[list[Border], Any]] = {}
+        self._runners: dict[bool, _Runner] = {}
+        self._reducer: GradientReducer | None = None
+
+    def train(self, batch: Any, reducer: GradientReducer) -> Tensor:
+        """Run forward and backward of a batch, and return its mean loss, the same on all stages. Collective."""
+        self._reducer = reducer
+        return self._run(batch, training=True)
+
+    def evaluate(self, batch: Any) -> Tensor:
+        """Run forward of a batch, and return its mean loss, the same on all stages. Collective."""
+        return self._run(batch, training=False)
+
+    # -- private
+
+    def _run(self, batch: Any, *, training: bool) -> Tensor:
+        inputs, target = self._split(batch)
+        runner = self._runner(inputs, training=training)
+        self._logs.begin()
+        with self._logs.taken():
+            runner.run(inputs, target)
+        loss = self._logs.exchanged()
+        return loss.to(self._device)
+
+    def _split(self, batch: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+        split = getattr(self._hooks, "split_batch", None)
+        pair = batch if split is None else split(batch)
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise ConfigurationError(
+                f"A batch of {type(pair).__name__} is no pair of inputs and target. Return one from `split_batch`."
+            )
+        inputs, target = pair
+        lengths = {*first_dimensions(inputs), *first_dimensions(target)}
+        if len(lengths) > 1 or next(iter(lengths)) % self._micro_batches:
+            raise ConfigurationError(
+                f"A batch of {' and '.join(map(str, sorted(lengths)))} samples cannot be cut into "
+                f"`micro_batches={self._micro_batches}` of equal size. Choose a batch size that is a multiple of it, and "
+                "`drop_last=True` where the last batch is smaller."
+            )
+        return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), target
+
+    def _runner(self, inputs: Sequence[Tensor], *, training: bool) -> _Runner:
+        """Return the schedule for batches like these; the first batch decides on the shapes of activations."""
+        said = _border(inputs)
+        known = self._borders.get(training)
+        if known is not None and known[1] == said:
+            return self._runners[training]
+        if known is not None and training:
+            raise ConfigurationError(
+                f"A batch has {_shown(said)}, batches before had {_shown(known[1])}: activations would have other shapes, which "
+                "`pipeline_parallel` does not support. Give all batches one shape, with `drop_last=True` where the last is "
+                "smaller."
+            )
+        borders = self._shapes(inputs)
+        self._borders[training] = borders, said
+        self._runners[training] = _Runner(self, borders, training=training)
+        return self._runners[training]
+
+    def _shapes(self, inputs: Sequence[Tensor]) -> list[Border]:
+        """Return what crosses each border, the first of which is before stage 0. Collective over the pipeline."""
+        borders = [_border(each.chunk(self._micro_batches)[0] for each in inputs)]
+        for stage in range(self._groups.num_stages):
+            own: Border | None = None
+            if stage == self._groups.stage:
+                given = [each.chunk(self._micro_batches)[0] for each in inputs]
+                if stage > 0:
+                    given = [
+                        torch.zeros(shape, dtype=getattr(torch, name), device=self._device)
+                        for shape, name in borders[-1]
+                    ]
+                with _undisturbed(self._stage.stage), torch.no_grad():
+                    own = _border(_tensors(self._stage.plain(*given)))
+            borders.append(cast("Border", self._exchange.gather_values(own)[stage]))
+        return borders
+
+    def _inject(self, output: Any) -> Any:
+        """Let the auxiliary loss of the micro-batch just run have a gradient, where there is one."""
+        hook = getattr(self._hooks, "stage_auxiliary_loss", None)
+        auxiliary = None if hook is None else hook()
+        if auxiliary is None:
+            return output
+        self._logs.auxiliary.append(auxiliary.detach())
+        first, *rest = _tensors(output)
+        if torch.is_grad_enabled() and auxiliary.requires_grad:
+            first = _WithAuxiliary.apply(first, self._scale(auxiliary / self._micro_batches))
+        return (first, *rest) if rest else first
+
+    def _loss(self, output: Any, target: Tensor) -> Tensor:
+        with self._context():
+            loss = self._hooks.stage_loss(output, target)
+        self._logs.losses.append(loss.detach())
+        return self._scale(loss / self._micro_batches)
+
+    def _backward_begins(self, *, last: bool) -> None:
+        """Collect gradients over micro-batches; what the last one completes is reduced while it goes on."""
+        assert self._reducer is not None
+        self._scale(
+            torch.zeros((), device=self._device)
+        )  # inner stages unscale too, and have no loss that tells them by what
+        self._reducer.prepare(sync=last)
+
+
+class _Runner:
+    """A stage and a schedule of torch for one shape of batches."""
+
+    def __init__(self, pipeline: Pipeline, borders: Sequence[Border], *, training: bool) -> None:
+        groups, here = pipeline._groups, pipeline._groups.stage  # noqa: SLF001  # of this module
+        self._is_first, self._is_last = here == 0, here == groups.num_stages - 1
+        self._training = training
+        stage = _Stage(
+            pipeline._stage,  # noqa: SLF001
+            here,
+            groups.num_stages,
+            pipeline._device,  # noqa: SLF001
+            input_args=_metas(borders[here], grad=training and not self._is_first),
+            output_args=_metas(borders[here + 1], grad=training),
+            group=groups.groups["pipeline"],
+        )
+        stage.backward_begins = pipeline._backward_begins  # noqa: SLF001
+        kind = SCHEDULES[pipeline._schedule] if training else ScheduleGPipe  # noqa: SLF001
+        self._schedule = kind(stage, pipeline._micro_batches, loss_fn=pipeline._loss, scale_grads=False)  # noqa: SLF001
+
+    def run(self, inputs: Sequence[Tensor], target: Tensor) -> None:
+        """Run all micro-batches."""
+        given: dict[str, Any] = {"target": target, "losses": []} if self._is_last else {}
+        run = self._schedule.step if self._training else self._schedule.eval
+        run(*(inputs if self._is_first else ()), **given)
+
+
+class _Stage(PipelineStage):
+    """A stage that says when the backward of a micro-batch begins, and whether it is the last."""
+
+    backward_begins: Callable[..., None]
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, last_backward: bool = False, **kwargs: Any) -> Any:
+        """Run the backward of one micro-batch."""
+        if self.has_backward:
+            self.backward_begins(last=last_backward)
+        return super().backward_one_chunk(bwd_chunk_id, *args, last_backward=last_backward, **kwargs)
+
+
+class _Forward(nn.Module):
+    """What torch runs as a stage. It is part of no model, so it changes no names."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        stage: nn.Module,
+        context: Callable[[], AbstractContextManager[None]],
+        inject: Callable[[Any], Any],
+    ) -> None:
+        super().__init__()
+        self.stage, self._context, self._inject = stage, context, inject
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Return the stage's output, with its auxiliary loss behind it."""
+        output = self.plain(*inputs)
+        with self._context():
+            return self._inject(output)
+
+    def plain(self, *inputs: Tensor) -> Any:
+        """Return the stage's output."""
+        with self._context():
+            output = self.stage(*inputs)
+        whole = tuple(each.contiguous() for each in _tensors(output))
+        return whole if len(whole) > 1 else whole[0]
+
+
+class _WithAuxiliary(torch.autograd.Function):
+    """The identity on an output, whose backward gives a second loss the gradient of a loss."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, auxiliary: Tensor) -> Tensor:
+        """Return the output."""
+        ctx.like = auxiliary.dtype, auxiliary.shape, auxiliary.device
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return the gradients of both."""
+        dtype, shape, device = ctx.like
+        return grad, torch.ones(shape, dtype=dtype, device=device)
+
+
+def _tensors(output: Any) -> tuple[Tensor, ...]:
+    found = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+    wrong = [type(each).__name__ for each in found if not isinstance(each, Tensor)]
+    if wrong:
+        raise ConfigurationError(f"A stage returned {wrong[0]}. Return a tensor, or several, to the next stage.")
+    return found
+
+
+def _border(tensors: Any) -> Border:
+    return [[list(each.shape), str(each.dtype).removeprefix("torch.")] for each in tensors]
+
+
+def _metas(border: Border, *, grad: bool) -> tuple[Tensor, ...]:
+    made = [torch.empty(shape, dtype=getattr(torch, name), device="meta") for shape, name in border]
+    return tuple(each.requires_grad_(grad and each.is_floating_point()) for each in made)
+
+
+def _shown(border: Border) -> str:
+    return " and ".join(f"{shape} {name}" for shape, name in border)
+
+
+@contextmanager
+def _undisturbed(stage: nn.Module) -> Iterator[None]:
+    """Leave random state, buffers, attributes and whatever hooks count as they were before the context."""
+    random = capture_rng()
+    before = [(each, dict(vars(each)), dict(each._buffers)) for each in stage.modules()]  # noqa: SLF001
+    values = [(buffer, buffer.clone()) for _, _, own in before for buffer in own.values() if buffer is not None]
+    for module, own, _ in before:
+        for name in own:
+            if name.endswith("_hooks") or "_hooks_" in name:
+                vars(module)[name] = type(own[name])()
+    try:
+        yield
+    finally:
+        for module, own, buffers in before:
+            vars(module).clear()
+            vars(module).update(own)
+            module._buffers.clear()  # noqa: SLF001
+            module._buffers.update(buffers)  # noqa: SLF001
+        with torch.no_grad():
+            for buffer, value in values:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+        restore_rng(random)

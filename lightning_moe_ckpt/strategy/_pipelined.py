@@ -1,0 +1,154 @@
+"""Take the steps of a trainer with pipeline stages; without them the user's own.
+
+Lightning runs `training_step`, sets gradients to zero, and runs backward. A schedule runs forward and backward of all
+micro-batches together, so it is the step, gradients are set to zero before it, and `backward` has only the reduction left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from typing_extensions import override
+
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups
+from lightning_moe_ckpt.strategy._pipeline import SCHEDULES, Pipeline
+from lightning_moe_ckpt.strategy._stage_module import (
+    build_stage,
+    refuse_module,
+    refuse_tied,
+    stage_of,
+    staged,
+    stand_in,
+)
+
+
+class PipelinedStrategy(DDPStrategy):
+    """The part of `MoEStrategy` that knows of stages; arguments as there, others as of `DDPStrategy`."""
+
+    def __init__(
+        self, *, pipeline_parallel: int, micro_batches: int, schedule: Literal["1f1b", "gpipe"], **ddp: Any
+    ) -> None:
+        _check_pipeline(pipeline_parallel, micro_batches, schedule)
+        super().__init__(**ddp)
+        self.pipeline_parallel = pipeline_parallel
+        self.micro_batches = micro_batches
+        self.schedule = schedule
+        self.groups = ParallelGroups()
+        """Rank and process groups of this process; set before `configure_model`."""
+        self.reducer: GradientReducer | None = None
+        """Reduces gradients while fitting; its `flags` are exchanged at every optimizer step."""
+        self._pipeline: Pipeline | None = None
+        self._zero_grad: Callable[[], None] | None = None
+
+    @property
+    def apart(self) -> bool:
+        """Whether this process has no groups yet, taking the place of another one: the others are in the midst of training."""
+        return self.groups.world_size > 1 and not self.groups.groups
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks of a pipeline take the same batches."""
+        size = self.world_size // self.pipeline_parallel
+        return {"num_replicas": size, "rank": self.global_rank % size}
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        if self.pipeline_parallel > 1:
+            staged(model)
+            stand_in(model, lambda: build_stage(model, self.groups))
+
+    @property
+    def _module(self) -> LightningModule:
+        module = self.lightning_module
+        if module is None:
+            raise RuntimeError("The strategy has no model yet. It is connected by `Trainer.fit` and its siblings.")
+        return module
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Take the user's step; with pipeline stages run forward and backward of all micro-batches."""
+        if self.pipeline_parallel == 1:
+            return super().training_step(*args, **kwargs)
+        zero_grad, self._zero_grad = self._zero_grad, None
+        if zero_grad is not None:  # Lightning does so between forward and backward, which are one here
+            zero_grad()
+        assert self.reducer is not None
+        return self._stages().train(args[0], self.reducer)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Take the user's step; with pipeline stages run forward of all micro-batches."""
+        return (
+            super().validation_step(*args, **kwargs)
+            if self.pipeline_parallel == 1
+            else self._stages().evaluate(args[0])
+        )
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Take the user's step; with pipeline stages run forward of all micro-batches."""
+        return super().test_step(*args, **kwargs) if self.pipeline_parallel == 1 else self._stages().evaluate(args[0])
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Take the user's step. Raises `ConfigurationError` with pipeline stages."""
+        if self.pipeline_parallel > 1:
+            raise ConfigurationError(
+                "`Trainer.predict` does not run with `pipeline_parallel`: a schedule returns losses. Export the weights and "
+                "predict without stages."
+            )
+        return super().predict_step(*args, **kwargs)
+
+    def _hold_zero_grad(self, zero_grad: Callable[[], None] | None) -> None:
+        self._zero_grad = zero_grad
+
+    def _stages(self) -> Pipeline:
+        if self._pipeline is None:
+            precision = self.precision_plugin
+            scaler = getattr(precision, "scaler", None)
+            self._pipeline = Pipeline(
+                *(self._module, stage_of(self._module), self.groups),
+                micro_batches=self.micro_batches,
+                schedule=self.schedule,
+                forward_context=precision.forward_context,
+                scale=(lambda loss: loss) if scaler is None else scaler.scale,
+                device=self.root_device,
+            )
+        return self._pipeline
+
+    def _check_stages(self, trainer: Trainer) -> None:
+        if self.pipeline_parallel == 1:
+            return
+        if trainer.accumulate_grad_batches > 1:
+            raise ConfigurationError(
+                f"`accumulate_grad_batches={trainer.accumulate_grad_batches}` does not go with `pipeline_parallel`: gradients are "
+                "accumulated over micro-batches. Use larger batches, and more `micro_batches`."
+            )
+        refuse_module(self._module)
+        if not self.apart:
+            refuse_tied(self._module, Exchange(self.groups, "pipeline_control"))
+
+
+def _check_pipeline(pipeline_parallel: int, micro_batches: int, schedule: str) -> None:
+    if pipeline_parallel < 1 or micro_batches < 1:
+        raise ConfigurationError(
+            f"`MoEStrategy(pipeline_parallel={pipeline_parallel}, micro_batches={micro_batches})` must be one or more."
+        )
+    if schedule not in SCHEDULES:
+        raise ConfigurationError(
+            f"`MoEStrategy(schedule={schedule!r})` must be one of {sorted(SCHEDULES)}: others interleave stages or change "
+            "the order in which gradients are added up."
+        )
+    if micro_batches > 1 and pipeline_parallel == 1:
+        raise ConfigurationError(
+            f"`MoEStrategy(micro_batches={micro_batches})` has no effect without `pipeline_parallel`. Use the trainer's "
+            "`accumulate_grad_batches`."
+        )

@@ -1,0 +1,93 @@
+"""Bring what one stage knows of a batch to all: its loss, and what is logged while it runs.
+
+The last stage alone computes the loss, and whatever the user logs there. Callbacks, loggers and schedulers run on every
+rank, so after a batch the ranks of a pipeline exchange both, and all log the same. Each value is the mean over the
+micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import ConfigurationError
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class StageLogs:
+    """Losses and logged values of the batch under way.
+
+    Args:
+        module: whose `log` is used.
+        exchange: between the stages of this rank's pipeline.
+    """
+
+    def __init__(self, module: LightningModule, exchange: Exchange) -> None:
+        self._module, self._exchange = module, exchange
+        self.losses: list[Tensor] = []
+        """By micro-batch, on the last stage."""
+        self.auxiliary: list[Tensor] = []
+        """Auxiliary losses by micro-batch, on stages that have some."""
+        self._logged: dict[str, tuple[list[Tensor], dict[str, Any]]] = {}
+
+    def begin(self) -> None:
+        """Forget the batch before, of which there is something left where it has failed."""
+        self.losses, self.auxiliary, self._logged = [], [], {}
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Take what is logged in the context."""
+        self._module.log = self._log  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            vars(self._module).pop("log", None)
+
+    def exchanged(self) -> Tensor:
+        """Log the values of all stages, and return the loss of the batch, on the CPU. Collective over the pipeline."""
+        logged = [[name, _mean(values), options] for name, (values, options) in self._logged.items()]
+        own = [None if not each else _mean(each) for each in (self.losses, self.auxiliary)]
+        rows: list[Any] = self._exchange.gather_values([*own, logged])
+        self.begin()
+        named = [(stage, each) for stage, row in enumerate(rows) for each in row[2]]
+        seen: dict[str, int] = {}
+        for stage, (name, value, options) in named:
+            if name in seen:
+                raise ConfigurationError(
+                    f"Stages {seen[name]} and {stage} both log `{name}`. Give each a name of its own, such as "
+                    f"`{name}/stage{stage}`."
+                )
+            seen[name] = stage
+            self._module.log(name, value.to(self._module.device), **options)
+        loss: Tensor = rows[-1][0]
+        for row in rows:  # in the order of stages, so that the bits are the same everywhere
+            loss = loss if row[1] is None else loss + row[1].to(loss.dtype)
+        return loss
+
+    def _log(self, name: str, value: Any, **options: Any) -> None:
+        if not isinstance(value, (Tensor, int, float)):
+            raise ConfigurationError(
+                f"`self.log({name!r})` was given {type(value).__name__} in a pipeline stage, which cannot be averaged over "
+                "micro-batches. Log a number or a tensor; what a metric has computed, from `on_validation_epoch_end`."
+            )
+        odd = [key for key, each in options.items() if not isinstance(each, _PLAIN)]
+        if odd:
+            raise ConfigurationError(
+                f"`self.log({name!r}, {odd[0]}=...)`: only options that are numbers, words or flags reach other stages."
+            )
+        value = torch.as_tensor(value).detach().reshape(())
+        values, _ = self._logged.setdefault(name, ([], options))
+        values.append(value.to(torch.promote_types(value.dtype, torch.float32)))
+
+
+def _mean(values: list[Tensor]) -> Tensor:
+    """Return the mean over micro-batches, on the CPU."""
+    stacked = torch.stack([each.reshape(()) for each in values])
+    return stacked.to(torch.promote_types(stacked.dtype, torch.float32)).mean().cpu()
