@@ -28,7 +28,7 @@ from lightning_moe_ckpt.recovery import (
     folded,
     stored_index,
 )
-from lightning_moe_ckpt.snapshot import is_average
+from lightning_moe_ckpt.snapshot import STAGES, is_average
 from lightning_moe_ckpt.storage import Backend, RankMarker, dtype_of, lacking_memory
 from lightning_moe_ckpt.tiers import is_differential
 
@@ -80,13 +80,16 @@ class Assembler:
         """Operator of which the last failed read was."""
         self.notes: list[str] = []
         """Remarks on the result for the user."""
-        # Ranks keep their own buffers; an export has room for one.
-        first = self._indexes[0].step(Version(self._generation, ""), self._generation.step).values()
-        self._journal = next((each for each in first if each.record.kind == JOURNAL), None)
+        # Ranks keep their own buffers; an export has room for one of each pipeline stage.
+        size = len(markers) // int(str(markers[0].policy.get(STAGES, 1)))
+        own = [[*index.step(Version(self._generation, ""), self._generation.step).values()] for index in self._indexes]
+        self._journal = next((each for each in own[0] if each.record.kind == JOURNAL), None)
         self._buffers: dict[str, StoredTensor] = {}
-        for each in first:
-            if each.record.kind == BUFFER and not is_average(each.record.fqn):
-                _add(self._buffers, each.record.fqn, each)
+        for first in own[::size]:
+            known = set(self._buffers)
+            for each in first:
+                if each.record.kind == BUFFER and not is_average(each.record.fqn) and each.record.fqn not in known:
+                    _add(self._buffers, each.record.fqn, each)
         self._parameters: dict[str, StoredTensor] = {}
         self._full: list[Replicas] = []
         self._sources: dict[str, Version] = {}

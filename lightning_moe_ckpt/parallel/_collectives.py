@@ -160,7 +160,8 @@ def global_grad_norm(
         return total
     # The same numbers in the same order on all ranks, replicas of a stage having the same bits.
     norms = _gathered(total.to(torch.float32).view(1), groups.groups["pipeline"])
-    return torch.linalg.vector_norm(norms, norm_type)
+    combined: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    return combined
 
 
 def _norm(grad: Tensor, norm_type: float) -> Tensor:

@@ -3,6 +3,9 @@
 The planner measures what a policy needs, agrees on it with the other ranks (the smallest budget, tokens and popularity
 over all ranks, the strictest compute precision), asks the policy and lays its plan out. So every rank has the same plan.
 
+With pipeline stages each plans for itself, from what its own ranks have measured. Before a plan is put in force the stages'
+plans are joined to one, with the same window for all, on the training thread.
+
 A plan holds until popularity asks for another order, or what steps can hide has changed so much that windows would have another
 length: steps, machines and links to other nodes are measured again while training goes on. Where tokens are counted every window has a plan of its own: while
 a window is being taken, the next one is planned on a thread. What experts learn from until then is not known yet, and
@@ -24,7 +27,6 @@ import torch
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange
-from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.journal import JournalCapacity
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
@@ -32,6 +34,7 @@ from lightning_moe_ckpt.planning._budgets import MEASURED_STEPS, NOISE, Budgets,
 from lightning_moe_ckpt.planning._first_steps import CountProof, PrecisionProof
 from lightning_moe_ckpt.planning._ledger import LedgerKeeper, LossFigures
 from lightning_moe_ckpt.planning._popularity import PopularityMeter
+from lightning_moe_ckpt.planning._stages import StagePlans, require_plans
 from lightning_moe_ckpt.policies import (
     MEMORY,
     Audience,
@@ -72,7 +75,7 @@ class Planner:
     Args:
         policy: what is taken when.
         view: live state, operators not split.
-        groups, exchange: of this rank.
+        groups, exchange: of this rank; between all ranks.
         module: the model, in which the policy's needs are measured.
         autocast_dtype: low precision under autocast, `None` without.
         may_probe: whether the first steps may be watched by what later ones are not. If not, parameters are stored in
@@ -93,11 +96,12 @@ class Planner:
         autocast_dtype: torch.dtype | None = None,
         may_probe: bool = True,
     ) -> None:
-        if (refusal := policy.refusal(view.operators)) is not None:
-            raise ConfigurationError(refusal)
+        require_plans(policy, view, groups, exchange)
         if exchange.is_coordinator and (remark := policy.remark(view.operators)) is not None:
             log.warning("%s", remark)
-        self._policy, self._view, self._groups, self._exchange = policy, view, groups, exchange
+        self._policy, self._view, self._groups = policy, view, groups
+        self._everyone, self._stages = exchange, StagePlans(view, groups, exchange)
+        self._exchange = self._stages.exchange
         self._period = policy.least_steps(len(view.operators))
         low = autocast_dtype if "compute_dtypes" in policy.needs and may_probe else None
         self._probe = PrecisionProof(module, low) if low is not None else None
@@ -106,7 +110,9 @@ class Planner:
         self.tokens = LedgerKeeper(policy, view, module) if "tokens" in policy.needs else None
         proves = may_probe and self.order is not None and self.order.counts_tokens
         required = self.tokens is not None
-        self._proof = CountProof(view.operators, module, exchange, required=required) if proves or required else None
+        self._proof = (
+            CountProof(view.operators, module, self._exchange, required=required) if proves or required else None
+        )
         self._journal = JournalCapacity()
         self._budgets = self._make_budgets()
         self._looks_again = "bandwidths" in policy.needs and self.tokens is None
@@ -153,7 +159,7 @@ class Planner:
         wanted = self._policy.deltas
         if wanted is not None:
             reason = why_no_deltas(self._view, every_n_steps=self._period, exact=wanted.kind == "lossless")
-            if not self._exchange.all_agree(reason is None):
+            if not self._everyone.all_agree(reason is None):
                 log.info(
                     "generations are sent to other nodes as they are: %s", reason or "another rank has no gradients"
                 )
@@ -254,10 +260,10 @@ class Planner:
         if self.order is not None:
             self.order.stepped(step)
 
-    def collect(self, exchange: Exchange) -> None:
+    def collect(self) -> None:
         """Take in the tokens counted since the last window, before a generation outside of windows. Collective."""
         if self.tokens is not None:
-            self.tokens.count(exchange.gather(self.tokens.counted()), self._step)
+            self.tokens.count(self._exchange.gather(self.tokens.counted()), self._step)
 
     def loss_figures(self) -> LossFigures | None:
         """Return the figures on lost tokens for `Report`; `None` where restarts are exact."""
@@ -313,7 +319,8 @@ class Planner:
             self._budgets.measure()
             self._budgets.agreed(self._exchange.gather(self._budgets.inputs()))
         inputs = self._inputs(popularity)
-        layout = self._make(inputs, dtypes)
+        layout = self._joined(self._make(inputs, dtypes))
+        assert layout is not None, "this stage has a plan"
         if self.tokens is not None:
             # One round of turns as if nothing were at risk: each position gives most of all once.
             nothing, positions = self.tokens.ledger.blank(), {rank for each in inputs.layouts for rank in each.rank_of}
@@ -345,6 +352,10 @@ class Planner:
     # -- at window boundaries
 
     def inputs(self) -> list[int]:
+        """Return what rides on the exchange between all ranks: what has to be agreed on, unless that is a stage's own affair."""
+        return [] if self._stages.several else self._inputs_of_rank()
+
+    def _inputs_of_rank(self) -> list[int]:
         """Return what the components that are there have to agree on."""
         told: list[int] = []
         if self.tokens is not None:
@@ -354,7 +365,9 @@ class Planner:
         return told + self.order.inputs() if self.order is not None else told
 
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
-        """Take what every rank added, by rank."""
+        """Take what every rank added, by rank. Collective, as `take_next`."""
+        if self._stages.several:
+            rows = self._exchange.gather(self._inputs_of_rank())
         if self.tokens is not None:
             width, levels = self.tokens.width, len(self._policy.budgets)
             self.tokens.agreed([row[:width] for row in rows], self._step)
@@ -372,15 +385,15 @@ class Planner:
         self._replan(popularity)
 
     def take_next(self) -> WindowLayout | None:
-        """Return the plan of the window that may begin now, and wait for it; `None` for the one in force."""
+        """Return the plan of the window that may begin now, and wait for it; `None` for the one in force. Collective."""
         following, self._next = self._next, None
         layout = None if following is None else following.result()
-        if layout is None or self._current is None or layout.record.plan.partial:
-            return layout
-        # Another budget that leads to windows of the same length is not worth a change.
-        old, new = self._current.record, layout.record
-        same = len(old.plan.steps) == len(new.plan.steps) and old.popularity == new.popularity
-        return None if same else layout
+        if layout is not None and self._current is not None and not layout.record.plan.partial:
+            # Another budget that leads to windows of the same length is not worth a change.
+            old, new = self._stages.own(self._current.record), layout.record
+            if len(old.plan.steps) == len(new.plan.steps) and old.popularity == new.popularity:
+                layout = None
+        return self._joined(layout)
 
     def refused(self) -> None:
         """Note that a plan could not be put in force; what asked for it may ask again."""
@@ -394,6 +407,13 @@ class Planner:
             self._next = _in_background(partial(self._make, self._inputs(), {}))
 
     # -- private
+
+    def _joined(self, layout: WindowLayout | None) -> WindowLayout | None:
+        """Return the layout of the plans of all stages; `None` if none has another one than before. Collective with stages."""
+        if not self._stages.several:
+            return layout
+        record = self._stages.joined(layout, self._current)
+        return None if record is None else self._lay_out(record)
 
     def _make_budgets(self) -> Budgets:
         config, device = self._policy.budgets, next(iter(self._view.params.values())).device

@@ -11,7 +11,7 @@ file stays in memory, where that takes more than storage does (PEC, Sec. 3.2).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -90,6 +90,32 @@ class Plan:
         """Return the plan of one step that takes this kind of record of all operators."""
         return cls((WindowStep({"durable": dict.fromkeys(names, kind)}),))
 
+    @classmethod
+    def joined(cls, plans: Sequence[Plan]) -> Plan:
+        """Return the plan of all pipeline stages together, from one for each: a shorter one takes nothing in its last steps."""
+        window = max(plan.window for plan in plans)
+        steps = []
+        for index in range(window):
+            own = [plan.steps[index].files for plan in plans if index < plan.window]
+            files = {
+                each: {name: kind for kinds in RecordKind for name, kind in _all(own, each) if kind is kinds}
+                for each in AUDIENCES
+            }
+            steps.append(WindowStep({each: records for each, records in files.items() if records or each == "durable"}))
+        return cls(tuple(steps), max(plan.interval_steps for plan in plans), any(plan.partial for plan in plans))
+
+    def restricted(self, names: Collection[str]) -> Plan:
+        """Return what it takes of some operators, without last steps that take nothing of them."""
+        steps = [
+            WindowStep(
+                {each: {n: kind for n, kind in records.items() if n in names} for each, records in step.files.items()}
+            )
+            for step in self.steps
+        ]
+        while len(steps) > 1 and not any(steps[-1].files.values()):
+            steps.pop()
+        return Plan(tuple(steps), self.interval_steps, self.partial)
+
     @property
     def is_differential(self) -> bool:
         """Whether it has what leads from the boundary before to this one, and no state."""
@@ -162,6 +188,10 @@ class Plan:
     @cached_property
     def _json(self) -> str:
         return json.dumps(self.to_value(), separators=(",", ":"), ensure_ascii=True)
+
+
+def _all(files: Iterable[Mapping[Audience, Records]], audience: Audience) -> Iterator[tuple[str, RecordKind]]:
+    return (pair for each in files for pair in each.get(audience, {}).items())
 
 
 def _audiences(step: Any) -> list[Audience]:

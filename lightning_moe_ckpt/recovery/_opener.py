@@ -429,8 +429,12 @@ class Search:
         identity = Identity.of_stored(stored)
         lines = list(self._job.identity.job_differences(identity))
         if self._job.identity.fingerprint != identity.fingerprint:
-            optimizer = live_optimizer(self._job.view.operators, self._job.view.schema, self._job.view.params)
-            lines += model_differences(was(), (live, optimizer))
+            facts, optimizer_was = was()
+            # With stages the coordinator knows a part of the optimizer only; names and shapes are told of all.
+            one = self._job.groups.num_stages == 1
+            view = self._job.view
+            optimizer = live_optimizer(view.operators, view.schema, view.params) if one else optimizer_was
+            lines += model_differences((facts, optimizer_was), (live, optimizer))
         return "; ".join(lines) or "the order of parameters, or settings of the optimizer's state"
 
 

@@ -96,8 +96,9 @@ class Replay:
 
     @property
     def dense(self) -> bool:
-        """Whether every operator is active."""
-        return len(self._active) == len(self._view.operators.operators)
+        """Whether every operator is active, and the window over, which other pipeline stages may need longer for."""
+        is_last = self._newest == len(self._layouts) - 1
+        return is_last and len(self._active) == len(self._view.operators.operators)
 
     def outcome(self, step: int) -> Journal:
         """Return what the original run recorded of the optimizer step that ends at boundary `step`."""

@@ -1,7 +1,7 @@
 """From a plan to bytes in memory: what lies where, and filling it from live state."""
 
 from lightning_moe_ckpt.snapshot._columns import columns_of as columns_of
-from lightning_moe_ckpt.snapshot._description import describe as describe
+from lightning_moe_ckpt.snapshot._description import describe_stages as describe_stages
 from lightning_moe_ckpt.snapshot._description import read_extra as read_extra
 from lightning_moe_ckpt.snapshot._gradients import DifferentialRecorder as DifferentialRecorder
 from lightning_moe_ckpt.snapshot._gradients import GradientRecorder as GradientRecorder
@@ -10,6 +10,7 @@ from lightning_moe_ckpt.snapshot._gradients import log_whole as log_whole
 from lightning_moe_ckpt.snapshot._gradients import repeatable as repeatable
 from lightning_moe_ckpt.snapshot._gradients import step_settings as step_settings
 from lightning_moe_ckpt.snapshot._gradients import why_no_deltas as why_no_deltas
+from lightning_moe_ckpt.snapshot._identity import STAGES as STAGES
 from lightning_moe_ckpt.snapshot._identity import Facts as Facts
 from lightning_moe_ckpt.snapshot._identity import Identity as Identity
 from lightning_moe_ckpt.snapshot._identity import live_facts as live_facts
@@ -18,6 +19,7 @@ from lightning_moe_ckpt.snapshot._identity import model_differences as model_dif
 from lightning_moe_ckpt.snapshot._identity import stored_facts as stored_facts
 from lightning_moe_ckpt.snapshot._lay_out import dense_layout as dense_layout
 from lightning_moe_ckpt.snapshot._lay_out import dense_nbytes as dense_nbytes
+from lightning_moe_ckpt.snapshot._lay_out import dense_plan_of_stages as dense_plan_of_stages
 from lightning_moe_ckpt.snapshot._lay_out import expect_header_fits as expect_header_fits
 from lightning_moe_ckpt.snapshot._lay_out import expert_nbytes as expert_nbytes
 from lightning_moe_ckpt.snapshot._lay_out import lay_out as lay_out

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from itertools import chain, zip_longest
+from typing import Any, cast
 
 from torch import nn
 
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.journal import decode, encode, refusals
 from lightning_moe_ckpt.operators import StateSchema
-from lightning_moe_ckpt.storage import HuggingFaceEntry, ModuleEntry
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.storage import HuggingFaceEntry, ModuleEntry, ModuleLine
 
 log = rank_logger(__name__)
 
@@ -45,6 +49,26 @@ def describe(module: nn.Module, schema: StateSchema, extra: Mapping[str, object]
         param_groups=tuple(tuple(names.get(id(each), "") for each in group["params"]) for group in groups),
         hugging_face=tuple(_hugging_face(module)),
         extra=_encoded(extra),
+    )
+
+
+def describe_stages(
+    module: nn.Module, schema: StateSchema, extra: Mapping[str, object], exchange: Exchange, groups: ParallelGroups
+) -> ModuleEntry:
+    """Return the description of the modules of all pipeline stages as that of one. Collective."""
+    own = describe(module, schema, extra)
+    if groups.num_stages == 1:
+        return own
+    said = exchange.gather_values(ModuleLine.of(own).line)[:: groups.stage_size]
+    stages = [ModuleLine(bytes(cast("bytes", each))).read() for each in said]
+    rows = zip_longest(*(each.param_groups for each in stages), fillvalue=())
+    return replace(
+        stages[0],
+        unsaved=tuple(chain.from_iterable(each.unsaved for each in stages)),
+        aliases={name: stored for each in stages for name, stored in each.aliases.items()},
+        foreign=tuple(chain.from_iterable(each.foreign for each in stages)),
+        param_groups=tuple(tuple(chain.from_iterable(row)) for row in rows),
+        hugging_face=tuple(chain.from_iterable(each.hugging_face for each in stages)),
     )
 
 

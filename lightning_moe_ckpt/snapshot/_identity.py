@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt.coordination import VERSIONS, Exchange, agreed_versions
 from lightning_moe_ckpt.errors import Corrupt
@@ -20,6 +21,9 @@ from lightning_moe_ckpt.snapshot._layout import PARAM, PRESENT, is_average
 from lightning_moe_ckpt.storage import Commit, ModuleEntry, RankMarker, dtype_code
 
 _MAX_NAMED = 6
+
+STAGES = "pipeline_parallel"
+"""In a marker, number of pipeline stages, where there are several."""
 
 Facts = dict[str, str]
 """Shape and type by parameter."""
@@ -34,6 +38,7 @@ class Identity:
     """Low precision of forward under autocast."""
     world_size: int
     expert_parallel: int
+    pipeline_parallel: int = 1
     versions: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Releases of the libraries that decide bits; with others a run is resumed, and a warning says so."""
 
@@ -46,12 +51,17 @@ class Identity:
         autocast_dtype: torch.dtype | None,
         exchange: Exchange,
     ) -> Identity:
-        """Return the identity of this job. Collective."""
+        """Return the identity of this job, with all its pipeline stages. Collective."""
+        fingerprint = f"{operators.fingerprint()}-{schema.fingerprint()}"
+        if groups.num_stages > 1:
+            said = exchange.gather_values(fingerprint)
+            fingerprint = xxh3_128_hexdigest("\n".join(map(str, said[:: groups.stage_size])).encode())
         return cls(
-            fingerprint=f"{operators.fingerprint()}-{schema.fingerprint()}",
+            fingerprint=fingerprint,
             autocast=None if autocast_dtype is None else str(autocast_dtype).removeprefix("torch."),
             world_size=groups.world_size,
             expert_parallel=groups.ep_size,
+            pipeline_parallel=groups.num_stages,
             versions=agreed_versions(exchange),
         )
 
@@ -60,7 +70,9 @@ class Identity:
         """Return the identity of the run that wrote a generation. Raises `Corrupt` if it does not say."""
         policy: Mapping[str, Any] = stored.policy
         fingerprint, expert_parallel = policy.get("fingerprint"), policy.get("expert_parallel")
-        if not isinstance(fingerprint, str) or not isinstance(expert_parallel, int) or "plan" not in policy:
+        stages = policy.get(STAGES, 1)
+        numbers = isinstance(fingerprint, str) and isinstance(stages, int)
+        if not numbers or not isinstance(expert_parallel, int) or "plan" not in policy:
             raise Corrupt(
                 f"{stored.generation} does not say which model wrote it, and by which plan. If another program stored "
                 "it, remove it, or give another URL."
@@ -70,6 +82,7 @@ class Identity:
             autocast=policy.get("autocast"),
             world_size=stored.world_size,
             expert_parallel=expert_parallel,
+            pipeline_parallel=stages,
         )
 
     def policy(self) -> dict[str, object]:
@@ -78,6 +91,7 @@ class Identity:
             "fingerprint": self.fingerprint,
             "autocast": self.autocast,
             "expert_parallel": self.expert_parallel,
+            **({STAGES: self.pipeline_parallel} if self.pipeline_parallel > 1 else {}),
             VERSIONS: dict(self.versions),
         }
 
@@ -86,6 +100,7 @@ class Identity:
         for what, was, now in (
             ("processes", stored.world_size, self.world_size),
             ("expert_parallel", stored.expert_parallel, self.expert_parallel),
+            ("pipeline_parallel", stored.pipeline_parallel, self.pipeline_parallel),
             ("autocast", stored.autocast or "none", self.autocast or "none"),
         ):
             if was != now:

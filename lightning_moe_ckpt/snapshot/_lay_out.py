@@ -11,6 +11,7 @@ Source: PEC/MoC (2024), Sec. 3.2 (adaptive data-parallel sharding).
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 
@@ -18,12 +19,12 @@ import torch
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.operators import Operator, OperatorSet, RecordKind, split
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import (
     DensePolicy,
-    Plan,
     PlanInputs,
     RecordPiece,
     WindowStep,
@@ -61,7 +62,7 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
     """Make a stored or fresh plan concrete on this rank.
 
     Args:
-        record: equal on all ranks.
+        record: equal on all ranks, of all pipeline stages.
         view: live state.
         groups: this rank's place.
         journal_nbytes: capacity of the journal record.
@@ -69,10 +70,11 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
     Raises:
         IdentityMismatch: the plan is for other operators.
     """
-    dtypes = {fqn: getattr(torch, name) for fqn, name in record.compute_dtypes.items()}
+    record = record.of_stage(groups.stage)
+    dtypes = {fqn: getattr(torch, name) for fqn, name in record.compute_dtypes.items() if fqn in view.params}
     view = view.assuming(averages_consumed=record.averages_consumed)
     view = view.replanned(split_operators(view, groups, record.split_nbytes), dtypes)
-    _expect_operators(record.plan, view.operators)
+    _expect_operators(record, view.operators)
     shards = _stable_parts if record.plan.partial else _balanced_parts
     return WindowLayout(
         record=record,
@@ -82,9 +84,34 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
 
 def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
     """Return the layout of one step of everything, whatever the policy: the first and last generation of a run."""
-    policy, nothing = DensePolicy(), [0.0] * view.operators.num_experts
-    inputs = PlanInputs(operators=view.operators, sizes=record_nbytes(view, groups), popularity=nothing)
-    return lay_out(PlanRecord(plan=policy.plan(inputs), config=policy.config()), view, groups, journal_nbytes)
+    record = own_dense_plan(view) if view.dense_plan is None else view.dense_plan
+    return lay_out(record, view, groups, journal_nbytes)
+
+
+def own_dense_plan(view: StateView) -> PlanRecord:
+    """Return the plan that takes everything of this rank's pipeline stage."""
+    policy = DensePolicy()
+    return PlanRecord(plan=policy.plan(PlanInputs(operators=view.operators)), config=policy.config())
+
+
+def dense_plan_of_stages(view: StateView, groups: ParallelGroups, exchange: Exchange) -> PlanRecord | None:
+    """Return the plan that takes everything of all pipeline stages; `None` where there is one. Collective.
+
+    Raises:
+        ConfigurationError: two stages call an operator by the same name.
+    """
+    if groups.num_stages == 1:
+        return None
+    said = exchange.gather_values(own_dense_plan(view).to_json())[:: groups.stage_size]
+    records = [PlanRecord.from_json(str(text)) for text in said]
+    count = Counter(name for each in records for name in each.plan.names)
+    if twice := [name for name, times in count.items() if times > 1]:
+        where = [stage for stage, each in enumerate(records) if twice[0] in each.plan.names]
+        raise ConfigurationError(
+            f"Stages {where} each have an operator `{twice[0]}`: parameters that belong to no block are stored together under "
+            "the name of the module that has them. Put those of one stage into a submodule with a name of its own."
+        )
+    return PlanRecord.joined(records, [False] * len(records), groups.stage)
 
 
 def expect_header_fits(view: StateView, groups: ParallelGroups) -> None:
@@ -201,10 +228,12 @@ def _step(files: Sequence[Parts], view: StateView, groups: ParallelGroups, journ
     )
 
 
-def _expect_operators(plan: Plan, operators: OperatorSet) -> None:
+def _expect_operators(record: PlanRecord, operators: OperatorSet) -> None:
+    plan = record.plan
     named, known = set(plan.names), all_names(operators)
     experts = {name for layer in operators.layers for name in expert_names(layer)} if plan.partial else set()
-    unknown, missing = named - set(known), [name for name in known if name not in named and name not in experts]
+    unknown = set() if record.stages else named - set(known)  # other stages have the rest
+    missing = [name for name in known if name not in named and name not in experts]
     if unknown or missing:
         raise IdentityMismatch(
             f"The stored plan is of other operators than this model has: it lacks {missing[:4] or 'none'}, and names "

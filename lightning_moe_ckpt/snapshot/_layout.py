@@ -127,6 +127,8 @@ class StateView:
         self.compute_dtypes = dict(compute_dtypes)
         self.gradient_dtype: torch.dtype | None = None
         """Type in which gradients of experts are kept behind segments; `None` if they are not."""
+        self.dense_plan: PlanRecord | None = None
+        """Plan that takes everything of all pipeline stages; `None` where there is one, which knows it by itself."""
         self.repeatable = frozenset[str]()
         """Parameters whose steps can be repeated: DELTA records of them have the gradient."""
         self.difference_dtype = torch.float32
@@ -155,7 +157,7 @@ class StateView:
 
     def _like(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype], averages: Averages) -> StateView:
         view = StateView(self.module, operators, self.schema, compute_dtypes, averages)
-        view.gradient_dtype = self.gradient_dtype
+        view.gradient_dtype, view.dense_plan = self.gradient_dtype, self.dense_plan
         view.repeatable, view.consumed = self.repeatable, self.consumed
         view.difference_dtype = self.difference_dtype
         return view
@@ -434,6 +436,8 @@ class WindowLayout:
     @cached_property
     def is_incomplete(self) -> bool:
         """Whether there are such operators on any rank; equal on all ranks."""
+        if self.record.stages:
+            return self.record.is_incomplete
         return not self._durable.issuperset(all_names(self.steps[0].view.operators))
 
     @cached_property

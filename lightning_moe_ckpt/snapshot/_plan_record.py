@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,11 @@ from lightning_moe_ckpt.policies import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRecord:
-    """A plan and the facts that its layout depends on; equal on all ranks."""
+    """A plan and the facts that its layout depends on; equal on all ranks.
+
+    With pipeline stages the plan is that of all of them, made of one for each. What each was made from is kept by stage, and
+    the fields are those of one of them, see `of_stage`; text and hash have all and do not depend on which.
+    """
 
     plan: Plan
     config: Mapping[str, Any]
@@ -30,6 +34,47 @@ class PlanRecord:
     """Bytes per step and rank; 0 for no budget."""
     split_nbytes: int = 0
     """Bytes above which operators were cut into pieces; 0 for none."""
+    stages: tuple[Mapping[str, Any], ...] = ()
+    """What differs between pipeline stages, by stage; empty without them."""
+
+    @classmethod
+    def joined(cls, records: Sequence[PlanRecord], incomplete: Sequence[bool], stage: int) -> PlanRecord:
+        """Return the record of all stages as one of them sees it.
+
+        Args:
+            records: of each stage for itself.
+            incomplete: whether the durable files of each lack operators of the stage.
+            stage: whose fields to have.
+        """
+        dtypes = {name: dtype for each in records for name, dtype in each.compute_dtypes.items()}
+        facts = tuple(
+            {
+                "popularity": list(each.popularity),
+                "budget_nbytes": each.budget_nbytes,
+                "split_nbytes": each.split_nbytes,
+                "incomplete": lacks,
+            }
+            for each, lacks in zip(records, incomplete, strict=True)
+        )
+        plan = Plan.joined([each.plan for each in records])
+        return replace(records[stage], plan=plan, compute_dtypes=dtypes, stages=facts).of_stage(stage)
+
+    def of_stage(self, stage: int) -> PlanRecord:
+        """Return the same record with the fields of another stage."""
+        if not self.stages:
+            return self
+        facts = self.stages[stage]
+        return replace(
+            self,
+            popularity=tuple(facts["popularity"]),
+            budget_nbytes=facts["budget_nbytes"],
+            split_nbytes=facts["split_nbytes"],
+        )
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether durable files lack operators of some stage, where there are several."""
+        return any(facts["incomplete"] for facts in self.stages)
 
     @property
     def plan_hash(self) -> str:
@@ -49,7 +94,8 @@ class PlanRecord:
             LookupError, TypeError, ValueError: another entry is missing or of another type.
         """
         value = json.loads(text)
-        return cls(
+        stages = tuple(_facts(each) for each in value.get("stages", ()))
+        record = cls(
             plan=Plan.from_value(value["plan"]),
             config=dict(value["config"]),
             popularity=tuple(float(each) for each in value["popularity"]),
@@ -57,17 +103,31 @@ class PlanRecord:
             averages_consumed=value["averages_consumed"],
             budget_nbytes=value["budget_nbytes"],
             split_nbytes=value["split_nbytes"],
+            stages=stages,
         )
+        return record.of_stage(0)
 
     @cached_property
     def _json(self) -> str:
         value = {
             "plan": self.plan.to_value(),
             "config": dict(self.config),
-            "popularity": list(self.popularity),
+            "popularity": [] if self.stages else list(self.popularity),
             "compute_dtypes": dict(self.compute_dtypes),
             "averages_consumed": self.averages_consumed,
-            "budget_nbytes": self.budget_nbytes,
-            "split_nbytes": self.split_nbytes,
+            "budget_nbytes": 0 if self.stages else self.budget_nbytes,
+            "split_nbytes": 0 if self.stages else self.split_nbytes,
         }
+        if self.stages:
+            value["stages"] = [dict(each) for each in self.stages]
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _facts(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what differs between stages. Raises as `PlanRecord.from_json`."""
+    return {
+        "popularity": [float(each) for each in value["popularity"]],
+        "budget_nbytes": int(value["budget_nbytes"]),
+        "split_nbytes": int(value["split_nbytes"]),
+        "incomplete": bool(value["incomplete"]),
+    }

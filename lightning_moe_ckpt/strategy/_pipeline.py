@@ -5,16 +5,17 @@ elsewhere is inside it, so the loss is divided by their number, and scaled for l
 Auxiliary losses of inner stages enter by an identity on the stage's output: its backward gives them their gradient.
 
 torch would find out the shapes of activations by running every stage once more, with all that this changes: buffers, counters
-of tokens, random state. A resumed process would then differ from one that was never interrupted. Here each stage runs once
-without a trace, and torch is told the shapes.
+of tokens, random state. A resumed process would then differ from one that was never interrupted. Here a copy of each stage
+runs once, and torch is told the shapes.
 
 Source: GPipe (2019), Sec. 2.3; PipeDream-Flush in Narayanan et al. (2021), Sec. 2.2 (1F1B).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
 
 import torch
@@ -141,8 +142,10 @@ class Pipeline:
                         torch.zeros(shape, dtype=getattr(torch, name), device=self._device)
                         for shape, name in borders[-1]
                     ]
-                with _undisturbed(self._stage.stage), torch.no_grad():
-                    own = _border(_tensors(self._stage.plain(*given)))
+                random = capture_rng()
+                with torch.no_grad():
+                    own = _border(_tensors(self._stage.run(_trial(self._stage.stage), *given)))
+                restore_rng(random)
             borders.append(cast("Border", self._exchange.gather_values(own)[stage]))
         return borders
 
@@ -155,7 +158,7 @@ class Pipeline:
         self._logs.auxiliary.append(auxiliary.detach())
         first, *rest = _tensors(output)
         if torch.is_grad_enabled() and auxiliary.requires_grad:
-            first = _WithAuxiliary.apply(first, self._scale(auxiliary / self._micro_batches))
+            first = _WithAuxiliary.apply(first, self._scale(auxiliary / self._micro_batches))  # type: ignore[no-untyped-call]
         return (first, *rest) if rest else first
 
     def _loss(self, output: Any, target: Tensor) -> Tensor:
@@ -205,11 +208,13 @@ class _Stage(PipelineStage):
 
     backward_begins: Callable[..., None]
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, last_backward: bool = False, **kwargs: Any) -> Any:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
         """Run the backward of one micro-batch."""
         if self.has_backward:
             self.backward_begins(last=last_backward)
-        return super().backward_one_chunk(bwd_chunk_id, *args, last_backward=last_backward, **kwargs)
+        return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
 
 class _Forward(nn.Module):
@@ -227,14 +232,14 @@ class _Forward(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         """Return the stage's output, with its auxiliary loss behind it."""
-        output = self.plain(*inputs)
+        output = self.run(self.stage, *inputs)
         with self._context():
             return self._inject(output)
 
-    def plain(self, *inputs: Tensor) -> Any:
-        """Return the stage's output."""
+    def run(self, stage: nn.Module, *inputs: Tensor) -> Any:
+        """Return the output of a stage."""
         with self._context():
-            output = self.stage(*inputs)
+            output = stage(*inputs)
         whole = tuple(each.contiguous() for each in _tensors(output))
         return whole if len(whole) > 1 else whole[0]
 
@@ -249,7 +254,7 @@ class _WithAuxiliary(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of both."""
         dtype, shape, device = ctx.like
         return grad, torch.ones(shape, dtype=dtype, device=device)
@@ -276,26 +281,28 @@ def _shown(border: Border) -> str:
     return " and ".join(f"{shape} {name}" for shape, name in border)
 
 
-@contextmanager
-def _undisturbed(stage: nn.Module) -> Iterator[None]:
-    """Leave random state, buffers, attributes and whatever hooks count as they were before the context."""
-    random = capture_rng()
-    before = [(each, dict(vars(each)), dict(each._buffers)) for each in stage.modules()]  # noqa: SLF001
-    values = [(buffer, buffer.clone()) for _, _, own in before for buffer in own.values() if buffer is not None]
-    for module, own, _ in before:
-        for name in own:
-            if name.endswith("_hooks") or "_hooks_" in name:
-                vars(module)[name] = type(own[name])()
+def _trial(stage: nn.Module) -> nn.Module:
+    """Return a stage with the same parameters that leaves no trace: buffers, counters and attributes are copies, without hooks.
+
+    Raises:
+        ConfigurationError: something in the stage cannot be copied.
+    """
+    shared = [*stage.parameters(), *(each for module in stage.modules() for each in vars(module).values())]
+    # An auxiliary loss of the batch before has a graph, and such a tensor has no copy.
+    memo = {
+        id(each): each
+        for each in shared
+        if isinstance(each, nn.Parameter) or getattr(each, "grad_fn", None) is not None
+    }
     try:
-        yield
-    finally:
-        for module, own, buffers in before:
-            vars(module).clear()
-            vars(module).update(own)
-            module._buffers.clear()  # noqa: SLF001
-            module._buffers.update(buffers)  # noqa: SLF001
-        with torch.no_grad():
-            for buffer, value in values:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
-        restore_rng(random)
+        trial = copy.deepcopy(stage, memo)
+    except (TypeError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"`{type(stage).__name__}` cannot be copied ({error}), so the shapes of its activations cannot be found out without "
+            "changing it. Keep locks, files and process groups out of modules."
+        ) from error
+    for module in trial.modules():
+        for name, hooks in vars(module).items():
+            if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(hooks, dict):
+                hooks.clear()
+    return trial

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import nn
 from typing_extensions import override
 
 from lightning_moe_ckpt.coordination import Exchange
@@ -64,6 +65,11 @@ class PipelinedStrategy(DDPStrategy):
         if self.pipeline_parallel > 1:
             staged(model)
             stand_in(model, lambda: build_stage(model, self.groups))
+
+    @property
+    def pipeline_stage(self) -> nn.Module | None:
+        """This rank's part of the model; `None` without pipeline stages."""
+        return stage_of(self._module) if self.pipeline_parallel > 1 else None
 
     @property
     def _module(self) -> LightningModule:
@@ -146,6 +152,12 @@ def _check_pipeline(pipeline_parallel: int, micro_batches: int, schedule: str) -
         raise ConfigurationError(
             f"`MoEStrategy(schedule={schedule!r})` must be one of {sorted(SCHEDULES)}: others interleave stages or change "
             "the order in which gradients are added up."
+        )
+    if schedule == "1f1b" and micro_batches < pipeline_parallel:
+        raise ConfigurationError(
+            f"`MoEStrategy(pipeline_parallel={pipeline_parallel}, micro_batches={micro_batches})`: 1f1b keeps every stage busy "
+            f"with as many micro-batches as there are stages at least. Use `micro_batches={pipeline_parallel}` or more, or "
+            "`schedule='gpipe'`."
         )
     if micro_batches > 1 and pipeline_parallel == 1:
         raise ConfigurationError(

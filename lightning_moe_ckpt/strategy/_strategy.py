@@ -72,7 +72,8 @@ class MoEStrategy(PipelinedStrategy):
         pipeline_parallel: Number of stages into which the model is cut; it divides the number of processes. With more than
             one the LightningModule has `configure_stage`, `split_batch` and `stage_loss` in place of `configure_model`,
             `training_step` and `validation_step`.
-        micro_batches: Number of parts of a batch that are in the pipeline one behind the other; it divides the batch size.
+        micro_batches: Number of parts of a batch that are in the pipeline one behind the other; it divides the batch size. With
+            ``"1f1b"`` at least as many as there are stages.
         schedule: ``"1f1b"`` keeps activations of at most as many micro-batches as there are stages, ``"gpipe"`` of all.
         gradient_reduction: ``"ordered"`` adds gradients in rank order, so a resumed run gives the same bits as one
             that was never interrupted; ``"allreduce"`` leaves the order to the backend, which is faster on some

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from torch import nn
 from typing_extensions import override
 
 from lightning_moe_ckpt.storage import wrapping_backends
@@ -48,33 +49,54 @@ class PhaseCallback(Callback):
         self.micro = -1
         """Index of the micro-batch in an accumulated step, from 0."""
         self._micro_step = -1
-        self._forward: tuple[LightningModule, Callable[..., Any] | None] | None = None
+        self._forward: Callable[[], None] | None = None
+        """Ends the watch over forward."""
 
     def reached(self, trainer: Trainer, phase: HookPhase) -> None:
         """Act on a phase that training has reached; `trainer.global_step` has its value of that hook."""
         raise NotImplementedError
 
     def watch_forward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report the phase `forward` too, by wrapping the module's `training_step` until `unwatch_forward`."""
-        training_step = pl_module.training_step
+        """Report the phase `forward` too, until `unwatch_forward`.
+
+        The module's `training_step` is wrapped; a pipeline stage reports the first of its micro-batches.
+        """
+        stage = getattr(trainer.strategy, "pipeline_stage", None)  # of `MoEStrategy`
+        if isinstance(stage, nn.Module):
+            self._forward = self._watch_stage(trainer, stage)
+            return
+        training_step, own = pl_module.training_step, vars(pl_module).get("training_step")
 
         def step_then_tell(*args: Any, **kwargs: Any) -> Any:
             output = training_step(*args, **kwargs)
             self.reached(trainer, "forward")
             return output
 
-        self._forward = pl_module, vars(pl_module).get("training_step")
+        def restore() -> None:
+            if own is None:
+                del pl_module.training_step  # the class has one
+            else:
+                pl_module.training_step = own  # type: ignore[method-assign]
+
+        self._forward = restore
         pl_module.training_step = step_then_tell  # type: ignore[method-assign]
 
     def unwatch_forward(self) -> None:
-        """Restore the module's `training_step`."""
-        if self._forward is None:
-            return
-        (module, own), self._forward = self._forward, None
-        if own is None:
-            del module.training_step  # the class has one
-        else:
-            module.training_step = own  # type: ignore[method-assign]
+        """Report the phase `forward` no more."""
+        restore, self._forward = self._forward, None
+        if restore is not None:
+            restore()
+
+    def _watch_stage(self, trainer: Trainer, stage: nn.Module) -> Callable[[], None]:
+        told = -1
+
+        def tell(module: nn.Module, *_: object) -> None:
+            nonlocal told
+            if module.training and told != self.batches:
+                told = self.batches
+                self.reached(trainer, "forward")
+
+        return stage.register_forward_hook(tell).remove
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from strategy._staged import BATCH, Staged, train
 from torch import Tensor
 
+from strategy._staged import BATCH, Staged, train
 
-CLIP = {"gradient_clip_val": 0.05}
+CLIP: dict[str, Any] = {"gradient_clip_val": 0.05}
 
 
 def whole(ranks: list[Any], stages: int, ep_size: int = 1) -> dict[str, Tensor]:
@@ -36,7 +36,7 @@ def test_stages_change_nothing_but_rounding(world_size: int, stages: int, ep_siz
     replicas = world_size // stages
     options = {"pipeline_parallel": stages, "expert_parallel": ep_size, "micro_batches": 2, "schedule": schedule}
     found = train(world_size, strategy=options, limit_val_batches=2, **CLIP)
-    single = {"strategy": {"expert_parallel": ep_size}, "model": lambda: Staged(batch_size=BATCH // 2)}
+    single: dict[str, Any] = {"strategy": {"expert_parallel": ep_size}, "model": lambda: Staged(batch_size=BATCH // 2)}
     wanted = train(replicas, **single, accumulate_grad_batches=2, limit_val_batches=4, **CLIP)
     one_piece = whole(wanted, 1, ep_size)
     cut = whole(found, stages, ep_size)

@@ -1,0 +1,78 @@
+"""Join the plans of pipeline stages: each plans for itself, and all take the same windows.
+
+Ranks of a stage measure and agree among themselves; what other stages hide or count is no concern of theirs. A window of
+all is as long as the longest of a stage. A stage whose plan is shorter is dense before the others, and trains on while they
+replay.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, cast
+
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.policies import Policy, all_names
+from lightning_moe_ckpt.snapshot import PlanRecord, StateView, WindowLayout, split_operators
+
+
+class StagePlans:
+    """The plan of this rank's stage among those of all.
+
+    Args:
+        view: live state, operators not split.
+        groups: this rank's place.
+        everyone: between all ranks.
+    """
+
+    def __init__(self, view: StateView, groups: ParallelGroups, everyone: Exchange) -> None:
+        self._view, self._groups, self._everyone = view, groups, everyone
+        self.several = groups.num_stages > 1
+        """Whether there is more than one stage."""
+        self.exchange = Exchange(groups, "stage_control") if self.several else everyone
+        """Between the ranks of this stage."""
+
+    def own(self, record: PlanRecord) -> PlanRecord:
+        """Return the record of this stage, of that of all."""
+        if not record.stages:
+            return record
+        view = self._view.replanned(split_operators(self._view, self._groups, record.split_nbytes), {})
+        return replace(record, plan=record.plan.restricted(set(all_names(view.operators))), stages=())
+
+    def joined(self, layout: WindowLayout | None, in_force: WindowLayout | None) -> PlanRecord | None:
+        """Return the plan of all stages; `None` if no stage has another one than before. Collective.
+
+        Args:
+            layout: of this stage's new plan; `None` to go on with that in force.
+            in_force: layout of the plan of all stages; `None` before the first.
+        """
+        if not any(self._told(layout is not None)):
+            return None
+        if layout is not None:
+            record, lacks = layout.record, layout.is_incomplete
+        else:
+            assert in_force is not None
+            record = self.own(in_force.record)
+            lacks = bool(in_force.record.stages[self._groups.stage]["incomplete"])
+        rows = [cast("list[Any]", each) for each in self._told([record.to_json(), lacks])]
+        records = [PlanRecord.from_json(text) for text, _ in rows]
+        return PlanRecord.joined(records, [row[1] for row in rows], self._groups.stage)
+
+    def _told(self, own: object) -> list[object]:
+        """Return the value of the first rank of each stage. Collective."""
+        return self._everyone.gather_values(own)[:: self._groups.stage_size]
+
+
+def require_plans(policy: Policy, view: StateView, groups: ParallelGroups, exchange: Exchange) -> None:
+    """Raise `ConfigurationError`, on all ranks, if a policy cannot plan over what some rank has. Collective with stages."""
+    refusal = policy.refusal(view.operators)
+    if groups.num_stages > 1 and getattr(policy, "schedule", None) is not None:
+        refusal = (
+            "`SparseCheckpoint(schedule=...)` names operators of the whole model, and pipeline stages plan each for itself. "
+            "Use `window` or `budget` with them."
+        )
+    with exchange.raise_together() if groups.num_stages > 1 else nullcontext():
+        if refusal is not None:
+            raise ConfigurationError(refusal)

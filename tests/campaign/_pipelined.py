@@ -1,0 +1,111 @@
+"""A training run whose model is cut into pipeline stages."""
+
+# Shape suffixes: B sequences, S places, D model dim, V vocabulary.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from campaign._data import VOCABULARY, make_loader, make_validation_loader
+from campaign._models import MODEL_DIM
+from campaign._training import Module, Setup
+from lightning_moe_ckpt.moe import MoELayer
+from lightning_moe_ckpt.strategy import MoEStrategy
+from lightning_moe_ckpt.testing._attempts import Attempt
+
+BLOCKS = 4
+
+
+class Block(nn.Module):
+    """Normalised statistics, experts and dropout on a residual stream; counts its calls, which it depends on."""
+
+    calls: Tensor
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(MODEL_DIM)
+        self.moe = MoELayer(MODEL_DIM, 24, num_experts, top_k=1)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    @override
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        if self.training:
+            self.calls = self.calls + 1
+        y_BSD = self.norm(x_BSD.flatten(0, 1)).view(x_BSD.shape) * (1 + 1e-3 * self.calls)
+        out_BSD: Tensor = x_BSD + self.dropout(self.moe(y_BSD))
+        return out_BSD
+
+
+class Stage(nn.Module):
+    """Some of the blocks, by their number in the whole model; embedding and head at its ends."""
+
+    def __init__(self, stage: int, num_stages: int, num_experts: int) -> None:
+        super().__init__()
+        # The last stage has fewest blocks, so that windows of stages have different lengths.
+        cuts = [-(-BLOCKS * i // num_stages) for i in range(num_stages + 1)]
+        self.embed = nn.Embedding(VOCABULARY, MODEL_DIM) if stage == 0 else None
+        self.blocks = nn.ModuleDict({str(i): Block(num_experts) for i in range(cuts[stage], cuts[stage + 1])})
+        self.head = nn.Linear(MODEL_DIM, VOCABULARY) if stage == num_stages - 1 else None
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        x_BSD = x if self.embed is None else self.embed(x)
+        for block in self.blocks.values():
+            x_BSD = block(x_BSD)
+        return x_BSD if self.head is None else self.head(x_BSD)
+
+
+class PipelinedModule(Module):
+    """Hooks of a module in stages."""
+
+    def configure_stage(self, stage: int, num_stages: int) -> nn.Module:
+        return Stage(stage, num_stages, dict(self._setup.options).get("num_experts", 4))
+
+    def stage_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        if not self.training:
+            torch.rand(1)  # validation that draws numbers moves the generator for training
+        loss = functional.cross_entropy(output.float().flatten(0, 1), target.flatten())
+        self.log("train_loss" if self.training else "validation_loss", loss, batch_size=len(target))
+        return loss
+
+    def stage_auxiliary_loss(self) -> Tensor | None:
+        found = [each.l_aux for each in self.modules() if isinstance(each, MoELayer) and each.l_aux is not None]
+        return 0.01 * torch.stack(found).sum() if found else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelined(Setup):
+    """A `Setup` in stages; a batch is cut into two micro-batches."""
+
+    stages: int = 2
+    micro_batches: int = 2
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+
+    @override
+    def make_module(self, life: Attempt) -> Module:
+        return PipelinedModule(self, life)
+
+    @override
+    def loaders(self, life: Attempt) -> tuple[Any, Any]:
+        length = self.batches * self.batch_size * life.world_size // self.stages
+        training = make_loader(
+            self.loader, length=length, batch_size=self.batch_size, workers=self.workers, augment=self.augment
+        )
+        return training, make_validation_loader(self.batch_size) if self.validate_every else None
+
+    @override
+    def trainer_options(self, life: Attempt) -> dict[str, Any]:
+        strategy = MoEStrategy(
+            expert_parallel=self.expert_parallel,
+            pipeline_parallel=self.stages,
+            micro_batches=self.micro_batches,
+            schedule=self.schedule,
+        )
+        return {**super().trainer_options(life), "strategy": strategy}
