@@ -15,8 +15,9 @@ taken to be what they learned from since the window before: else none would ever
 from __future__ import annotations
 
 import threading
+import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -30,6 +31,7 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.journal import JournalCapacity
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.planning._background import in_background
 from lightning_moe_ckpt.planning._budgets import MEASURED_STEPS, NOISE, Budgets, ExpertBudgets, slot_sizes
 from lightning_moe_ckpt.planning._first_steps import CountProof, PrecisionProof
 from lightning_moe_ckpt.planning._ledger import LedgerKeeper, LossFigures
@@ -319,8 +321,7 @@ class Planner:
             self._budgets.measure()
             self._budgets.agreed(self._exchange.gather(self._budgets.inputs()))
         inputs = self._inputs(popularity)
-        layout = self._joined(self._make(inputs, dtypes))
-        assert layout is not None, "this stage has a plan"
+        layout = self._joined(made := self._make(inputs, dtypes)) or made
         if self.tokens is not None:
             # One round of turns as if nothing were at risk: each position gives most of all once.
             nothing, positions = self.tokens.ledger.blank(), {rank for each in inputs.layouts for rank in each.rank_of}
@@ -342,7 +343,7 @@ class Planner:
         self._layouts.clear()
         following, self._next = self._next, None
         if following is not None:
-            self._next = _in_background(lambda: self._lay_out(following.result().record))
+            self._next = in_background(lambda: self._lay_out(following.result().record))
         larger = self._lay_out(layout.record)
         if self._reserve_nbytes:
             self._reserve_nbytes += max(0, larger.slot_nbytes - layout.slot_nbytes)
@@ -352,22 +353,17 @@ class Planner:
     # -- at window boundaries
 
     def inputs(self) -> list[int]:
-        """Return what rides on the exchange between all ranks: what has to be agreed on, unless that is a stage's own affair."""
-        return [] if self._stages.several else self._inputs_of_rank()
-
-    def _inputs_of_rank(self) -> list[int]:
-        """Return what the components that are there have to agree on."""
+        """Return what rides on the exchange between all ranks; what is a stage's own affair is exchanged by `agreed`."""
         told: list[int] = []
         if self.tokens is not None:
             told += [*self.tokens.inputs(), *self._budgets.inputs()]
         elif self._looks_again:
             told += self._budgets.look_again()
-        return told + self.order.inputs() if self.order is not None else told
+        return self._stages.riding(told + self.order.inputs() if self.order is not None else told)
 
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
         """Take what every rank added, by rank. Collective, as `take_next`."""
-        if self._stages.several:
-            rows = self._exchange.gather(self._inputs_of_rank())
+        rows = self._stages.exchanged(rows)
         if self.tokens is not None:
             width, levels = self.tokens.width, len(self._policy.budgets)
             self.tokens.agreed([row[:width] for row in rows], self._step)
@@ -404,7 +400,7 @@ class Planner:
         """Note that a window begins; where tokens are counted, the next is planned from what is known now."""
         if self.tokens is not None:
             self.tokens.took(step, self._selection(layout.record.plan))
-            self._next = _in_background(partial(self._make, self._inputs(), {}))
+            self._next = in_background(partial(self._make, self._inputs(), {}))
 
     # -- private
 
@@ -412,8 +408,7 @@ class Planner:
         """Return the layout of the plans of all stages; `None` if none has another one than before. Collective with stages."""
         if not self._stages.several:
             return layout
-        record = self._stages.joined(layout, self._current)
-        return None if record is None else self._lay_out(record)
+        return None if (record := self._stages.joined(layout, self._current)) is None else self._lay_out(record)
 
     def _make_budgets(self) -> Budgets:
         config, device = self._policy.budgets, next(iter(self._view.params.values())).device
@@ -462,7 +457,7 @@ class Planner:
         record = self._current.record
         dtypes = {fqn: getattr(torch, name) for fqn, name in record.compute_dtypes.items()}
         budgets = self._budgets.in_force or ({MEMORY: record.budget_nbytes} if record.budget_nbytes else {})
-        self._next = _in_background(partial(self._make, self._inputs(popularity, budgets), dtypes))
+        self._next = in_background(partial(self._make, self._inputs(popularity, budgets), dtypes))
 
     def _make(self, inputs: PlanInputs, dtypes: dict[str, torch.dtype]) -> WindowLayout:
         """Ask the policy, and lay out; from any thread."""
@@ -535,17 +530,3 @@ class Planner:
 
     def _selection(self, plan: Plan) -> Selection:
         return Selection.of_plan(plan, self._view.operators)
-
-
-def _in_background(make: Callable[[], WindowLayout]) -> Future[WindowLayout]:
-    """Make a plan on a thread of its own: for thousands of operators that takes a good part of a second."""
-    made: Future[WindowLayout] = Future()
-
-    def run() -> None:
-        try:
-            made.set_result(make())
-        except BaseException as error:  # noqa: BLE001  # thread entry: raised by `result` on the training thread
-            made.set_exception(error)
-
-    threading.Thread(target=run, name="moe-ckpt-plan", daemon=True).start()
-    return made

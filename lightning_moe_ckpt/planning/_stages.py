@@ -7,6 +7,7 @@ replay.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -15,11 +16,11 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Policy, all_names
-from lightning_moe_ckpt.snapshot import PlanRecord, StateView, WindowLayout, split_operators
+from lightning_moe_ckpt.snapshot import PlanRecord, StateView, WindowLayout, dense_plan_of_stages, split_operators
 
 
 class StagePlans:
-    """The plan of this rank's stage among those of all.
+    """The plan of this rank's stage among those of all. Its construction is collective.
 
     Args:
         view: live state, operators not split.
@@ -31,8 +32,19 @@ class StagePlans:
         self._view, self._groups, self._everyone = view, groups, everyone
         self.several = groups.num_stages > 1
         """Whether there is more than one stage."""
+        view.dense_plan = dense_plan_of_stages(view, groups, everyone)
         self.exchange = Exchange(groups, "stage_control") if self.several else everyone
         """Between the ranks of this stage."""
+        self._inputs: list[int] = []
+
+    def riding(self, inputs: list[int]) -> list[int]:
+        """Return the part of a rank's inputs that all ranks exchange: all, or nothing with stages, which measure other things."""
+        self._inputs = inputs
+        return [] if self.several else inputs
+
+    def exchanged(self, rows: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Return the inputs of every rank of the stage, of which `rows` is what all ranks have exchanged. Collective."""
+        return self.exchange.gather(self._inputs) if self.several else rows
 
     def own(self, record: PlanRecord) -> PlanRecord:
         """Return the record of this stage, of that of all."""

@@ -38,7 +38,6 @@ from lightning_moe_ckpt.snapshot import (
     StateView,
     WindowLayout,
     dense_nbytes,
-    dense_plan_of_stages,
     describe_stages,
     log_plan,
 )
@@ -136,7 +135,6 @@ class CheckpointSession:
     def _begin(self) -> Journal | None:
         started = time.perf_counter()
         view, ops, groups = self._view, self._operators, self._groups
-        view.dense_plan = dense_plan_of_stages(view, groups, self._exchange)
         identity = Identity.of_job(ops, view.schema, groups, self._autocast_dtype, self._exchange)
         self._runs = RunOpener(
             self._config.url, self._config.storage_options, self._exchange, groups, bandwidth=self._config.bandwidth
@@ -173,13 +171,12 @@ class CheckpointSession:
     def _join_tiers(self, identity: Identity) -> None:
         """Make one worker per tier, in the same order on all ranks."""
         is_first, runs, view = self._exchange.is_coordinator, made(self._runs), self._view
-        module = describe_stages(view.module, view.schema, self._extra, self._exchange, self._groups)
         markers = Markers(
             run_id=runs.run_id,
             rank=self._groups.rank,
             world_size=self._groups.world_size,
             policy={"policy": self._policy.kind, **identity.policy()},
-            module=module if is_first else None,
+            module=describe_stages(view.module, view.schema, self._extra, self._exchange, self._groups),
             lineage=runs.store.lineage,
         )
         resumed = self._found.generation if self._found is not None else None

@@ -54,13 +54,15 @@ def describe(module: nn.Module, schema: StateSchema, extra: Mapping[str, object]
 
 def describe_stages(
     module: nn.Module, schema: StateSchema, extra: Mapping[str, object], exchange: Exchange, groups: ParallelGroups
-) -> ModuleEntry:
-    """Return the description of the modules of all pipeline stages as that of one. Collective."""
-    own = describe(module, schema, extra)
+) -> ModuleEntry | None:
+    """Return the description of the modules of all pipeline stages as that of one; `None` but on rank 0. Collective."""
     if groups.num_stages == 1:
-        return own
+        return describe(module, schema, extra) if exchange.is_coordinator else None
+    own = describe(module, schema, extra)
     said = exchange.gather_values(ModuleLine.of(own).line)[:: groups.stage_size]
     stages = [ModuleLine(bytes(cast("bytes", each))).read() for each in said]
+    if not exchange.is_coordinator:
+        return None
     rows = zip_longest(*(each.param_groups for each in stages), fillvalue=())
     return replace(
         stages[0],

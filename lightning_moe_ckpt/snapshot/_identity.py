@@ -71,8 +71,9 @@ class Identity:
         policy: Mapping[str, Any] = stored.policy
         fingerprint, expert_parallel = policy.get("fingerprint"), policy.get("expert_parallel")
         stages = policy.get(STAGES, 1)
-        numbers = isinstance(fingerprint, str) and isinstance(stages, int)
-        if not numbers or not isinstance(expert_parallel, int) or "plan" not in policy:
+        if not isinstance(stages, int):
+            fingerprint = None
+        if not isinstance(fingerprint, str) or not isinstance(expert_parallel, int) or "plan" not in policy:
             raise Corrupt(
                 f"{stored.generation} does not say which model wrote it, and by which plan. If another program stored "
                 "it, remove it, or give another URL."

@@ -111,7 +111,8 @@ class PipelinedStrategy(DDPStrategy):
                 "`Trainer.predict` does not run with `pipeline_parallel`: a schedule returns losses. Export the weights and "
                 "predict without stages."
             )
-        return super().predict_step(*args, **kwargs)
+        predicted: STEP_OUTPUT = super().predict_step(*args, **kwargs)
+        return predicted
 
     def _hold_zero_grad(self, zero_grad: Callable[[], None] | None) -> None:
         self._zero_grad = zero_grad
