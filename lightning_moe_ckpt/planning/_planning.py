@@ -14,8 +14,6 @@ taken to be what they learned from since the window before: else none would ever
 
 from __future__ import annotations
 
-import threading
-import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
