@@ -151,7 +151,7 @@ class CheckpointCallback(Checkpoint):
 
     @property
     def report(self) -> Report:
-        """Figures of this process's run: window, bytes, stall, overhead, generations. They are final after `fit`.
+        """Figures of this process's run: window, bytes, stall, overhead, generations; `print` shows a table. Final after `fit`.
 
         Raises:
             ConfigurationError: `fit` was not called yet.

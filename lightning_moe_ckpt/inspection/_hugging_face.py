@@ -7,6 +7,7 @@ that its own `save_pretrained` uses.
 from __future__ import annotations
 
 import json
+import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -147,10 +148,13 @@ def save_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str,
 
 
 def write_whole(path: Path, save: Callable[[Path], None]) -> None:
-    """Write to a temporary name and rename, so that a file under its own name is complete."""
+    """Write to a temporary name and rename, so that a file under its own name is complete; its rights follow the umask."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
+        temporary.touch()  # as the umask has it; safetensors makes files that only this user reads
+        rights = stat.S_IMODE(temporary.stat().st_mode)
         save(temporary)
+        temporary.chmod(rights)
         temporary.replace(path)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be written: {error.strerror or error}.") from error

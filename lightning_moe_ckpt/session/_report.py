@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from typing_extensions import override
+
+from lightning_moe_ckpt._units import size_text, time_text
 from lightning_moe_ckpt.planning import LossFigures
 from lightning_moe_ckpt.session._pacing import Overhead
 from lightning_moe_ckpt.tiers import DeltaFigures, RedundancyFigures
@@ -125,6 +128,40 @@ class Report:
             f"({self.overhead_share * 1e2:.1f} % of the time), of which it waited "
             f"{self.stall_seconds_per_step * 1e3:.2f} ms{device if self.device_stall_seconds else ''}"
         )
+
+    @override
+    def __str__(self) -> str:
+        """Return a short table, for `print(callback.report)`; the fields have the rest."""
+        resumed = "nothing: a fresh start"
+        if self.resumed_from is not None:
+            places = ", ".join(f"{size_text(nbytes)} from {place}" for place, nbytes in self.restored_from.items())
+            resumed = f"step {self.resumed_from} in {time_text(self.restore_seconds)}" + (
+                f", {places}" if places else ""
+            )
+        newest = ", ".join(f"{tier} {step}" for tier, step in self.generations.items()) or "no tier has one yet"
+        lost = [f"{sum(each.values())} {what}" for what, each in self._not_taken.items() if sum(each.values())]
+        lines = {
+            "resumed from": resumed,
+            "steps": f"{self.steps}" + (f", {self.replayed_steps} of them replayed" if self.replayed_steps else ""),
+            "window": f"{self.window} steps, {size_text(self.nbytes_per_step)} each"
+            if self.window
+            else "not planned yet",
+            "newest step in": newest,
+            "generations": ", ".join(
+                [f"{self.generations_complete} whole, {self.generations_committed} stored", *lost]
+            ),
+            "shared memory": ", ".join(f"{k} {size_text(n)}" for k, n in self.reserved_nbytes.items()) or "none",
+            "cost": f"{self.overhead_seconds_per_step * 1e3:.2f} ms per step, {self.overhead_share:.1%} of the time, of which "
+            f"it waited {self.stall_seconds_per_step * 1e3:.2f} ms",
+        }
+        if self.missing_experts:
+            lines["began anew"] = ", ".join(self.missing_experts)
+        width = max(map(len, lines)) + 2
+        return "\n".join(f"{name:<{width}}{text}" for name, text in lines.items())
+
+    @property
+    def _not_taken(self) -> dict[str, dict[str, int]]:
+        return {"skipped": self.generations_skipped, "failed": self.generations_failed}
 
 
 def captured_figures(capture: CaptureSession | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import re
 import time
 import warnings
 from collections.abc import Iterator
@@ -459,3 +460,22 @@ def test_a_buffer_that_changes_shape_is_named_and_training_goes_on(
         trainer = fit(SparseCheckpoint(str(tmp_path), window=2), steps=8, module=Stretching())
     assert trainer.global_step == 8
     assert "buffer `history` is torch.float32 (3,), was torch.float32 (2,)" in caplog.text
+
+
+def test_a_report_prints_as_a_short_table(tmp_path: Path) -> None:
+    """What a person asks first: from where, how far, what is stored where, and what it cost; before `fit` it says so."""
+    checkpoint = SparseCheckpoint(str(tmp_path), window=2)
+    with pytest.raises(ConfigurationError, match=r"has no figures before `Trainer.fit`"):
+        str(checkpoint.report)
+    fit(checkpoint, steps=6)
+    said = dict(line.split("  ", 1) for line in str(checkpoint.report).splitlines())
+    assert said["resumed from"].strip() == "nothing: a fresh start"
+    assert said["window"].strip().startswith("2 steps, ")
+    assert "storage 6" in said["newest step in"]
+    assert "ms per step" in said["cost"]
+    again = SparseCheckpoint(str(tmp_path), window=2)
+    fit(again, steps=8)
+    lines = str(again.report).splitlines()
+    assert len(lines) <= 8
+    assert max(map(len, lines)) <= 110
+    assert re.match(r"resumed from +step 6 in .* MiB from storage", lines[0])

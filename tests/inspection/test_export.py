@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import stat
 import warnings
 from pathlib import Path
 from typing import Any
@@ -162,3 +164,17 @@ def test_state_that_is_not_there_yet_is_told(sharded_run: tuple[str, Any, Any]) 
     parts = Assembler(backend, [without(marker) for marker in markers])
     assert parts.optimizer() == {}
     assert "left out" in parts.notes[0]
+
+
+@pytest.mark.parametrize(("umask", "rights"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+@pytest.mark.parametrize("name", ["out.safetensors", "out.ckpt"])
+def test_rights_of_files_follow_the_umask(
+    umask: int, rights: int, name: str, dense_run: tuple[str, object], tmp_path: Path
+) -> None:
+    """As of any other program's files: colleagues may read them where they may read what `cp` makes."""
+    before = os.umask(umask)
+    try:
+        assert main(["export", dense_run[0], str(tmp_path / name)]) == 0
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / name).stat().st_mode) == rights
