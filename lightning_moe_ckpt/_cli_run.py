@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from lightning_moe_ckpt._units import read_duration
+
 
 def option(flag: str, text: str, metavar: str | None = None, **more: Any) -> click.Option:
     """Return an option whose value is passed on under the name of its flag; a default is shown."""
@@ -21,6 +23,14 @@ def flag(flag: str, text: str, name: str | None = None) -> click.Option:
     return click.Option([flag, name or flag.strip("-").replace("-", "_")], help=text, is_flag=True)
 
 
+def seconds(text: object) -> float:
+    """Return the seconds that an option says, such as `300`, `5min` or `0:05:00`."""
+    try:
+        return read_duration(text).total_seconds()
+    except ValueError as error:
+        raise click.BadParameter(f"`{text}` {error}") from error
+
+
 _RUN = """\
 Start the ranks of a training on this node, and keep it running: only a rank that dies is replaced.
 
@@ -33,7 +43,7 @@ Exit status: 0 all ranks have ended well, 1 given up, 2 wrong arguments, 128 + N
 _SPARE_AT = """\
 Up to where they run: until MoEStrategy asks for its rank, or, for scripts that read RANK earlier, until torch, lightning
 and this package are imported."""
-_RECOVER_TIMEOUT = "Seconds from a failure until training goes on; then all ranks are started anew."
+_RECOVER_TIMEOUT = "Time from a failure until training goes on; then all ranks are started anew."
 _HANG_TIMEOUT = (
     "Least silence within a step that counts as a hang; always five times the longest step. While a rank is between two steps, "
     "as when it validates or saves, the others wait for it as long as --recover-timeout."
@@ -107,8 +117,8 @@ RUN = click.Command(
         option("--spares", "Processes per node that wait for a place.", "N", type=int, default=0),
         option("--spare-at", _SPARE_AT, type=click.Choice(["strategy", "imports"]), default="strategy"),
         option("--max-failures", "More of them end the job; without 'per', in all.", "RATE", default="10 per 1h"),
-        option("--recover-timeout", _RECOVER_TIMEOUT, "SECONDS", type=float, default=300.0),
-        option("--hang-timeout", _HANG_TIMEOUT, "SECONDS", type=float, default=10.0),
+        option("--recover-timeout", _RECOVER_TIMEOUT, "TIME", type=seconds, default="300s"),
+        option("--hang-timeout", _HANG_TIMEOUT, "TIME", type=seconds, default="10s"),
         click.Option(["-m", "--module", "module"], help="SCRIPT is the name of a module.", is_flag=True),
         click.Argument(["command"], metavar="SCRIPT [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED),
     ],

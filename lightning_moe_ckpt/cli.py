@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from lightning_moe_ckpt._cli_run import RUN
 from lightning_moe_ckpt._cli_run import flag as _flag
 from lightning_moe_ckpt._cli_run import option as _option
 from lightning_moe_ckpt._extras import remedy
-from lightning_moe_ckpt._units import read_size
+from lightning_moe_ckpt._units import read_duration, read_size
 from lightning_moe_ckpt.errors import CheckpointError
 
 _HELP = """\
@@ -38,6 +39,7 @@ Exit status:
 Errors never stand in standard output but with --json, where they are a document {"error": ...}.
 
 Completion: put eval "$(_MOE_CKPT_COMPLETE=bash_source moe-ckpt)" into ~/.bashrc, or zsh_source and ~/.zshrc."""
+_SHORTEST = timedelta(seconds=0.1)
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 _INTERRUPTED = 130  # 128 + SIGINT
 _LARGE_PAGES = "glibc.malloc.hugetlb"
@@ -127,6 +129,17 @@ def _size(text: object) -> int:
         return read_size(int(text) if isinstance(text, str) and text.isdigit() else text)
     except ValueError as error:
         raise click.BadParameter(f"`{text}` {error}") from error
+
+
+def _time(text: object) -> timedelta:
+    """Return a time from seconds with or without a unit."""
+    try:
+        found = read_duration(text)
+    except ValueError as error:
+        raise click.BadParameter(f"`{text}` {error}") from error
+    if found < _SHORTEST:
+        raise click.BadParameter(f"`{text}` must be 0.1 s or more")
+    return found
 
 
 def _count(text: object) -> int:
@@ -221,6 +234,26 @@ Works while a job uses URL, which takes note and goes on; a job that starts mean
 
 Exit status: 0 done, 2 there is no run or something could not be read or deleted; the next gc goes on there."""
 
+_TOP = """\
+Show how far a run is, again and again until Ctrl-C: its newest step in every tier and of every rank, how far storage is
+behind, steps and bytes per second, what checkpoints cost, starts, goodput and when it will be done.
+
+Reads what the run writes anyway: its log, names in storage, and names in shared memory of this node. Nothing is asked of
+the job, and nothing is written. Rates and ETA are as of the newest entry of the log, which the run adds when it gives up
+older generations. Goodput is the time that the steps which stand would take without failures and checkpoints, as a part of
+the time since the first start. Memory of other nodes is not seen: run it there.
+
+Exit status: 0 shown, 2 there is no run or it could not be read."""
+
+_REPORT = """\
+Write one HTML page about a run: its steps over time, how far storage was behind, speed and overhead, every start, and what
+is stored. The page has all that it needs in it, so that it may be sent and kept.
+
+OUT is report.html if it is not given. The figures are those of `top`: the newest thousand entries of the log, names in
+storage, and memory of this node. Works while the run goes on, and changes nothing there.
+
+Exit status: 0 written, 2 there is no run, or the page could not be written."""
+
 _REPAIR = """\
 Rebuild the log of URL, of which `_log/` is gone or cannot be read, from the manifests of committed generations.
 
@@ -306,6 +339,22 @@ _LOOKING = [
             "--keep-days", "Keep those committed at most D days before the newest (default: none).", "D", type=float
         ),
         _flag("--verify", "With --keep-...: read what is to be kept before others are given up.", "verify_first"),
+    ),
+    _on_a_run(
+        "top",
+        "Follow a run: newest steps, lag, rates, goodput, ETA.",
+        _TOP,
+        _flag("--once", "Show it once and end; so it is where output is no terminal, and with --json."),
+        _option("--every", "Time between two looks, such as 2s or 1min.", "TIME", type=_time, default="2s"),
+    ),
+    _on_a_run(
+        "report",
+        "Write a page with plots of a run.",
+        _REPORT,
+        click.Argument(
+            ["out"], metavar="[OUT]", required=False, type=click.Path(path_type=Path), default="report.html"
+        ),
+        _flag("--force", "Replace a file that exists."),
     ),
     _on_a_run(
         "repair",

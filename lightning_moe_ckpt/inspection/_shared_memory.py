@@ -22,6 +22,7 @@ from rich.console import RenderableType
 from lightning_moe_ckpt._units import size_text, time_text
 from lightning_moe_ckpt.inspection._report import Answer, plain_table
 from lightning_moe_ckpt.tiers import shared_directory
+from lightning_moe_ckpt.tiers._shm import close_shared, open_shared
 
 _NAME = re.compile(
     r"(?P<memory>moe-ckpt-(?P<uid>\d+)-(?P<tag>[A-Za-z0-9_.-]{1,100})-(?P<rank>\d+)(?:\.\d+)?\.(?P<kind>ring|replica))"
@@ -80,10 +81,10 @@ def answer(*, tag: str | None, clear: bool, force: bool, dry_run: bool) -> Answe
     return Answer(document, lambda: _tables(directory, found, goes, clear=clear, dry_run=dry_run), 2 if failed else 0)
 
 
-def leftovers(directory: Path) -> list[Leftover]:
-    """Return what is there, by run and rank."""
+def leftovers(directory: Path, pattern: str = "*") -> list[Leftover]:
+    """Return what is there, by run and rank; of names behind the package's own part only those that match the pattern."""
     groups: dict[str, list[Path]] = {}
-    for path in sorted(directory.glob(f"{_PREFIX}*")):
+    for path in sorted(directory.glob(f"{_PREFIX}{pattern}")):
         match = _NAME.fullmatch(path.name)
         groups.setdefault(match["memory"] if match else path.name, []).append(path)
     holders = _Holders(directory)
@@ -156,7 +157,7 @@ class _Holders:
             found |= self._pids.get(str(path), set())
             if path.suffix in {".ring", ".replica"} and (pid := _locked_by(path)) is not None:
                 found.add(pid)
-        return found - {os.getpid()}
+        return found
 
 
 def _paths_of(process: Path) -> Iterator[str]:
@@ -174,14 +175,14 @@ def _paths_of(process: Path) -> Iterator[str]:
 def _locked_by(path: Path) -> int | None:
     """Return the process that has locked a file, 0 if it is of another container; `None` if none has."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+        descriptor = open_shared(path)
+    except OSError:  # another user's
         return None
     try:
         asked = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         kind, _, _, _, pid = struct.unpack(_LOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
     finally:
-        os.close(descriptor)
+        close_shared(descriptor)  # of a file that this process owns later: closing would lose its lock
     return None if kind == fcntl.F_UNLCK else max(0, pid)
 
 

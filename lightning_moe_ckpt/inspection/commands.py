@@ -24,7 +24,7 @@ from rich.text import Text
 
 from lightning_moe_ckpt._units import rate_text, size_text
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, NoUsableGeneration
-from lightning_moe_ckpt.inspection import _placement, _shared_memory
+from lightning_moe_ckpt.inspection import _page, _placement, _shared_memory, _top
 from lightning_moe_ckpt.inspection._conformance import Check, examine_url
 from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
@@ -196,6 +196,31 @@ def repair(backend: Backend, *, write: bool) -> Answer:
     """Rebuild a lost log."""
     found = repair_log(backend, dry_run=not write)
     return Answer(repair_document(found), lambda: repair_tables(found))
+
+
+@_of_run
+def _top_once(backend: Backend) -> Answer:
+    return _top.answer(RunView.open(backend))
+
+
+def top(*, url: str, as_json: bool, storage_option: Sequence[tuple[str, object]], once: bool, every: timedelta) -> int:
+    """Show how a run is, until it is interrupted; once where nobody looks."""
+    if once or as_json or not sys.stdout.isatty():
+        return _top_once(url=url, as_json=as_json, storage_option=storage_option)
+    try:
+        backend = open_backend(url, storage_options=dict(storage_option), patience=_PATIENCE)
+        try:
+            return _top.follow(RunView.open(backend), every.total_seconds())
+        finally:
+            backend.close()
+    except CheckpointError as error:
+        return _fail(url, error, {"url": url}, as_json=as_json)
+
+
+@_of_run
+def report(backend: Backend, *, out: Path, force: bool) -> Answer:
+    """Write a page about the run."""
+    return _page.answer(RunView.open(backend), out, force=force)
 
 
 def doctor(*, url: str | None, as_json: bool, storage_option: Sequence[tuple[str, object]]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -187,6 +188,28 @@ def tier_figures(tiers: Tiers, found: RestoreSource | None) -> dict[str, Any]:
         "generations_failed": tiers.failed(),
         "redundancy": next((each.redundancy for each in tiers.workers if each.redundancy is not None), None),
         "deltas": next((worker.deltas for worker in tiers.workers if worker.deltas is not None), None),
+    }
+
+
+def log_figures(
+    tiers: Tiers, capture: CaptureSession | None, began: tuple[float, float] | None, hook_seconds: float
+) -> dict[str, object]:
+    """Return figures for the log of the run, as JSON values; the thread of storage calls it while training goes on.
+
+    Args:
+        tiers: what they hold and skipped.
+        capture: what has been taken.
+        began: `perf_counter` and seconds in hooks as the first batch began.
+        hook_seconds: seconds in hooks by now.
+    """
+    since, hooks = (time.perf_counter(), hook_seconds) if began is None else began
+    return {
+        "seconds": round(time.perf_counter() - since, 3),
+        "overhead_seconds": round(hook_seconds - hooks, 4),
+        "newest": tiers.newest(),
+        "skipped": tiers.skipped(),
+        "failed": tiers.failed(),
+        "nbytes_captured": 0 if capture is None else capture.nbytes_captured,
     }
 
 

@@ -29,7 +29,7 @@ from lightning_moe_ckpt.process import FrozenHeap, HookClock, StallMeter, collec
 from lightning_moe_ckpt.recovery import Replay, RestoreSource, ResumeRequest, RunOpener, is_superseded, load_found
 from lightning_moe_ckpt.session._chain import Capture, capture_session
 from lightning_moe_ckpt.session._dense import DenseCapture
-from lightning_moe_ckpt.session._report import Report, captured_figures, found_figures, made, tier_figures
+from lightning_moe_ckpt.session._report import Report, captured_figures, found_figures, log_figures, made, tier_figures
 from lightning_moe_ckpt.session._tiers import Tiers, build_on_stored, report_failures
 from lightning_moe_ckpt.snapshot import (
     Averages,
@@ -119,6 +119,8 @@ class CheckpointSession:
         self._outcome: Journal = {}
         self._began: tuple[float, float] | None = None  # time, and seconds on the clock of hooks
         self._last_window: int | None = None
+        self._at: int | None = None
+        self._last_step: int | None = None
 
     # -- start
 
@@ -184,6 +186,8 @@ class CheckpointSession:
             older = not self._policy.exact or self._policy.chains is not None
             self._memory = claim_memory(runs.claim, markers.rank, resumed, dense_nbytes=self._dense_nbytes, older=older)
         self._rings = Rings(self._memory, self._engine)
+        if is_first:
+            runs.store.tell(self._figures)
         in_turns = () if self._policy.exact else self._operators
         self._storage = PersistWorker(
             runs.store,
@@ -296,6 +300,7 @@ class CheckpointSession:
 
     def forward_begins(self, last_step: int | None = None) -> None:
         """Call before a batch runs forward and backward, with the step that is planned to be the last, if one is."""
+        self._last_step = last_step
         self._planner.forward_begins(replaying=self.replaying, last_step=last_step)
 
     def fence_gradients(self) -> None:
@@ -323,7 +328,7 @@ class CheckpointSession:
         if capture.generations_complete == (2 if self._replayed else 1):
             with self._stalls.measure("heap"):
                 self._heap.freeze()
-        self._steps, self._outcome = self._steps + 1, outcome
+        self._steps, self._at, self._outcome = self._steps + 1, step, outcome
         self._planner.stepped(step)
         hooks = None if self.replaying else self.clock.seconds
         self._tiers.stepped(max(self.least_steps, self._planner.interval_steps), hooks, self.clock.validated)
@@ -473,6 +478,14 @@ class CheckpointSession:
     def has_generation(self) -> bool:
         """Whether some tier has a generation of this incarnation on every rank."""
         return bool(self._tiers.everywhere)
+
+    def _figures(self) -> dict[str, object]:
+        """Return what the log tells of this incarnation; the thread of storage calls it."""
+        found = None if self._found is None else self._found.generation.step
+        told: dict[str, object] = {"step": self._at, "last_step": self._last_step, "resumed_from": found}
+        told |= {"steps": self._steps, "replayed": self._replayed, "world_size": self._groups.world_size}
+        told["restore_seconds"] = round(self._restore_seconds, 3)
+        return told | log_figures(self._tiers, self._capture, self._began, self.clock.seconds)
 
     def neighbours(self) -> Neighbours:
         """Return the processes of all ranks. Collective."""

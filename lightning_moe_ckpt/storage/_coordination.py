@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -100,6 +100,8 @@ class Coordination:
     run_of: Callable[[GenerationId], str | None]
     """Returns the run that wrote a committed generation; `None` if unknown."""
     incarnation: int | None = None
+    figures: Callable[[], Mapping[str, object]] = dict
+    """Returns what the job tells of itself, JSON values, with every entry of its own; any thread may call it."""
     offered: frozenset[GenerationId] = frozenset()
     lineage: Lineage | None = None
     """Lineage of our incarnation, as it began."""
@@ -127,6 +129,7 @@ class Coordination:
             history = history.adopted(resumed)
         history = history.opened(incarnation, resumed, new_nonce())
         event = {"type": "open", "incarnation": incarnation, "resumed": maybe(GENERATION).body(resumed)}
+        event["unix_time"] = round(time.time(), 3)
         if resumed is not None and resumed not in self.offered:
             event["volatile"] = True  # in memory only, never committed
         if not self.log.append(event, history):
@@ -149,7 +152,8 @@ class Coordination:
         if history is None and self.history.has_commits:
             return True
         history = replace(history or self.history, has_commits=True)
-        if not self.log.append(watermark_event(incarnation, history.watermark), history):
+        told = {"unix_time": round(time.time(), 3), "figures": dict(self.figures())}
+        if not self.log.append(watermark_event(incarnation, history.watermark) | told, history):
             if not self.catch_up():
                 raise Fenced("the log entry after ours was written by somebody else, and is not listed. Start again.")
             return False

@@ -16,7 +16,7 @@ calls the other methods, from one thread at a time: the main thread at start, th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import Literal
 
@@ -145,6 +145,10 @@ class RunStore:
     def name(self, step: int) -> GenerationId:
         """Return the name of this incarnation's generation at `step`; call after `open_incarnation`."""
         return GenerationId(step=step, incarnation=self._coordinator().opened_incarnation(), nonce=self.nonce)
+
+    def tell(self, figures: Callable[[], Mapping[str, object]]) -> None:
+        """Let every entry that this job adds to the log have these figures, JSON values, for people. Coordinator only."""
+        self._coordinator().figures = figures
 
     # Data: any rank, any thread.
 

@@ -7,6 +7,7 @@ used while the job runs. It applies the same rules: the newest readable log entr
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, NoUsableGeneration
@@ -21,9 +22,12 @@ from lightning_moe_ckpt.storage._catalog import (
     read_committed_marker,
 )
 from lightning_moe_ckpt.storage._log import History, Log, read_entry
-from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, parse_log_key
+from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_key, parse_log_key
 from lightning_moe_ckpt.storage._records import Commit, RankMarker
 from lightning_moe_ckpt.storage._retention import needed_by, spare_for, what_lacks
+
+_READERS = 16
+"""Threads that read entries of the log, each of which is a request to a store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +66,14 @@ class StoredGeneration:
     def why_not(self) -> str | None:
         """Why it is not usable; `None` if it is."""
         return self.dead or self.damage or (None if self.committed else f"not committed; ranks done: {len(self.ranks)}")
+
+
+@dataclass(frozen=True, slots=True)
+class LogEvent:
+    """What an entry of the log says happened, and the state of the log after it."""
+
+    event: Mapping[str, object]
+    history: History
 
 
 class RunView:
@@ -108,6 +120,28 @@ class RunView:
         lent = spare_for(usable) | needed_by(usable)
         only_lent = {g: by for g, by in lent.items() if g in found and found[g].dead is None}
         return [_explained(each, only_lent.get(each.generation)) for each in judged]
+
+    def events(self, known: Mapping[int, LogEvent] | None = None, *, most: int = 1000) -> dict[int, LogEvent]:
+        """Return what the log says happened, by index of the entry, oldest first; entries that cannot be read are left out.
+
+        Args:
+            known: what an earlier call returned, which is not read again.
+            most: newest entries that are read at most.
+        """
+        known = known or {}
+        indices = sorted(i for e in self._backend.list(LOG_PREFIX) if (i := parse_log_key(e.key)) is not None)[-most:]
+        wanted = [index for index in indices if index not in known]
+        with ThreadPoolExecutor(_READERS, "moe-ckpt-log") as pool:
+            read = dict(zip(wanted, pool.map(self._event, wanted), strict=True))
+        found = {index: known.get(index) or read.get(index) for index in indices}
+        return {index: event for index, event in found.items() if event is not None}
+
+    def _event(self, index: int) -> LogEvent | None:
+        try:
+            entry = read_entry(self._backend.get(log_key(index)), index)
+        except CheckpointError:
+            return None
+        return LogEvent(entry.event, entry.history)
 
     def log_damage(self) -> list[str]:
         """Read every log entry and return the defects of damaged and missing ones."""

@@ -1,0 +1,184 @@
+"""Write the report of a run: one HTML page with its plots in it, which needs nothing else to be shown."""
+
+from __future__ import annotations
+
+import html
+import io
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_moe_ckpt._units import size_text, time_text
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.inspection._hugging_face import write_whole
+from lightning_moe_ckpt.inspection._progress import Follower, Incarnation, NewestStep, RunProgress, Sample, by_rank
+from lightning_moe_ckpt.inspection._report import Answer, kind_of
+from lightning_moe_ckpt.inspection._top import figures, start_cells
+from lightning_moe_ckpt.storage import RunView, StoredGeneration
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1d2433; background: #fff; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+table { border-collapse: collapse; } td, th { padding: .2rem .8rem .2rem 0; text-align: right; border-bottom: 1px solid #e3e6ec; }
+td:first-child, th:first-child, .facts td { text-align: left; } code { overflow-wrap: anywhere; }
+svg { width: 100%; height: auto; } figcaption { color: #5a6472; } figure { margin: 1rem 0; }
+"""
+_COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#805ad5", "#b83280", "#718096")
+_MOST_ROWS = 50
+
+
+def answer(view: RunView, out: Path, *, force: bool) -> Answer:
+    """Write the page and return what it is of.
+
+    Raises:
+        ConfigurationError: the file exists or cannot be written.
+    """
+    if out.is_dir() or (out.exists() and not force):
+        raise ConfigurationError(f"{out} exists. Give another name, or --force to replace it.")
+    if not out.parent.is_dir():
+        raise ConfigurationError(f"{out.parent} is not a folder. Make it, or give another name.")
+    found = Follower(view).look()
+    page = page_of(found)
+
+    def save(path: Path) -> None:
+        path.write_text(page, encoding="utf-8")
+
+    write_whole(out, save)
+    document = {"out": str(out), "nbytes": len(page.encode()), **found.document()}
+    return Answer(document, lambda: [f"{out}: {size_text(len(page.encode()))}, {len(found.incarnations)} starts"])
+
+
+def page_of(found: RunProgress) -> str:
+    """Return the page, as HTML."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.now))
+    facts = {"state": found.state, **figures(found)}
+    parts = [
+        f"<h1>{html.escape(found.url)}</h1>",
+        f"<p>run <code>{html.escape(found.run_id)}</code>, as of {when}</p>",
+        _table((), list(facts.items()), kind="facts"),
+        *_plots(found),
+        "<h2>Starts</h2>",
+        _table(
+            ("incarnation", "began", "from step", "reached", "steps/s", "overhead", "restored in"),
+            map(start_cells, found.incarnations[-_MOST_ROWS:]),
+        ),
+        "<h2>Newest step by rank and tier</h2>",
+        _table(("rank", "own memory", "other nodes", "storage"), _rank_rows(found.places)),
+        "<h2>Generations in storage</h2>",
+        _table(("step", "age", "incarnation", "kind", "size", "usable"), _generations(found)),
+    ]
+    title = html.escape(f"{found.url}: {found.state}")
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+    return f"{head}<body>{''.join(parts)}</body></html>\n"
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "rows") -> str:
+    head = "".join(f"<th>{html.escape(each)}</th>" for each in titles)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<table class="{kind}">' + f"{f'<tr>{head}</tr>' if titles else ''}{body}</table>"
+
+
+def _rank_rows(places: Sequence[NewestStep]) -> list[list[str]]:
+    rows = []
+    for rank, tiers in list(by_rank(places).items())[: _MOST_ROWS + 1]:
+        cells = [tiers.get(tier) for tier in ("host", "peer", "storage")]
+        said = ["-" if each is None else f"{each.step}, {time_text(each.age_seconds)} ago" for each in cells]
+        rows.append(["all, committed" if rank < 0 else str(rank), *said])
+    return rows
+
+
+def _generations(found: RunProgress) -> list[list[str]]:
+    return [_generation(each, found.now) for each in found.generations[:_MOST_ROWS]]
+
+
+def _generation(each: StoredGeneration, now: float) -> list[str]:
+    commit, name = each.commit, each.generation
+    age = "?" if commit is None else time_text(now - commit.unix_time)
+    kind = "?" if commit is None else kind_of(commit)
+    return [str(name.step), age, str(name.incarnation), kind, size_text(each.nbytes), each.why_not or "yes"]
+
+
+# -- plots
+
+_Draw = Callable[[Any, "_Axis"], None]
+
+
+class _Axis:
+    """Samples over the time since the first start."""
+
+    def __init__(self, incarnations: Sequence[Incarnation]) -> None:
+        self.incarnations = [each for each in incarnations if each.samples]
+        opened = [each.opened for each in incarnations if each.opened is not None]
+        first = [sample.unix_time for each in self.incarnations for sample in each.samples]
+        self.began = min([*opened, *first], default=0.0)
+        span = max(first, default=self.began) - self.began
+        self.unit, self.name = next(
+            ((s, n) for s, n in ((86400, "days"), (3600, "hours"), (60, "minutes")) if span > 2 * s), (1, "s")
+        )
+        self.starts = [(each - self.began) / self.unit for each in opened[1:]]
+
+    def times(self, samples: Sequence[Sample]) -> list[float]:
+        return [(each.unix_time - self.began) / self.unit for each in samples]
+
+
+def _plots(found: RunProgress) -> list[str]:
+    axis = _Axis(found.incarnations)
+    if not axis.incarnations:
+        return ["<p>There are no plots: the log of this run has no figures yet, or an older release wrote it.</p>"]
+    drawn = [
+        ("Steps", "Boundaries that training had come to; each colour is a start, dashed lines are restarts.", _steps),
+        ("Lag of storage", "Steps between training and the newest generation in storage.", _lag),
+        ("Speed", "Steps per second between two entries of the log, replayed steps included.", _speed),
+        ("Overhead", "Part of the time that the training thread spent on checkpoints since its start.", _overhead),
+    ]
+    return [f"<h2>{title}</h2>{_figure(draw, axis, title, caption)}" for title, caption, draw in drawn]
+
+
+def _figure(draw: _Draw, axis: _Axis, title: str, caption: str) -> str:
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 2.8), layout="constrained")
+    axes = figure.add_subplot()
+    draw(axes, axis)
+    for at in axis.starts:
+        axes.axvline(at, color="#a0aec0", linestyle="--", linewidth=1)
+    axes.set_xlabel(f"{axis.name} since the first start")
+    axes.grid(visible=True, color="#edf0f4")
+    axes.spines[["top", "right"]].set_visible(False)
+    text = io.StringIO()
+    canvas: Any = FigureCanvasSVG(figure)
+    canvas.print_svg(text, metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()[text.getvalue().index("<svg") :]
+    return f'<figure role="img" aria-label="{html.escape(title)}">{svg}<figcaption>{html.escape(caption)}</figcaption></figure>'
+
+
+def _lines(axes: Any, axis: _Axis, values: Callable[[Sequence[Sample]], list[float]], label: str) -> None:
+    for each in axis.incarnations:
+        colour = _COLOURS[each.number % len(_COLOURS)]
+        axes.plot(axis.times(each.samples), values(each.samples), ".-", color=colour, markersize=3, linewidth=1.2)
+    axes.set_ylabel(label)
+    axes.set_ylim(bottom=0)
+
+
+def _steps(axes: Any, axis: _Axis) -> None:
+    _lines(axes, axis, lambda samples: [each.step for each in samples], "step")
+
+
+def _lag(axes: Any, axis: _Axis) -> None:
+    _lines(axes, axis, lambda samples: [each.step - (each.stored or 0) for each in samples], "steps")
+
+
+def _overhead(axes: Any, axis: _Axis) -> None:
+    _lines(axes, axis, lambda samples: [1e2 * each.overhead_seconds / (each.seconds or 1) for each in samples], "%")
+
+
+def _speed(axes: Any, axis: _Axis) -> None:
+    def values(samples: Sequence[Sample]) -> list[float]:
+        pairs = zip([samples[0], *samples[:-1]], samples, strict=True)
+        found = [(b.steps - a.steps) / (b.seconds - a.seconds) if b.seconds > a.seconds else None for a, b in pairs]
+        first = samples[0].steps / samples[0].seconds if samples[0].seconds else 0.0
+        return [first if each is None else each for each in found]
+
+    _lines(axes, axis, values, "steps per second")

@@ -1,0 +1,315 @@
+"""Follow a run from outside: what its log, its manifests and the memory of this node say of its progress.
+
+Nothing is asked of the job. What it appends to the log when older generations are given up has a few figures of its own;
+what is newer, names say: manifests and markers in storage, markers beside memory on this node. So steps between two of
+those are not seen, and rates are means between two entries.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from lightning_moe_ckpt.inspection._shared_memory import Leftover, leftovers
+from lightning_moe_ckpt.storage import RunView, StoredGeneration
+from lightning_moe_ckpt.storage._open import memory_tag
+from lightning_moe_ckpt.storage._view import LogEvent
+from lightning_moe_ckpt.tiers import shared_directory
+
+_RECENT = 20
+"""Samples of an incarnation that its present rate is the mean of."""
+_QUIET_SECONDS = 60.0
+"""Silence after which a run that nothing holds memory of counts as over or interrupted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """What the log said at one moment."""
+
+    unix_time: float
+    incarnation: int
+    step: int
+    """Boundary that training had come to."""
+    stored: int | None
+    """Newest boundary in storage."""
+    seconds: float
+    """Of this incarnation, since its first batch."""
+    overhead_seconds: float
+    steps: int
+    """Taken in this incarnation, replayed ones included."""
+    nbytes_captured: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Incarnation:
+    """One start of the job, as far as the log tells."""
+
+    number: int
+    opened: float | None
+    """Seconds since 1970."""
+    resumed_from: int | None
+    samples: list[Sample] = field(default_factory=list)
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """Those of its newest entry."""
+
+    @property
+    def reached(self) -> int | None:
+        """Newest step that is known of it."""
+        return self.samples[-1].step if self.samples else self.resumed_from
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a step, without what checkpoints take of the training thread."""
+        last = self.samples[-1] if self.samples else None
+        if last is None or last.steps == 0 or last.seconds <= last.overhead_seconds:
+            return None
+        return (last.seconds - last.overhead_seconds) / last.steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewestStep:
+    """The newest generation in one tier of one rank."""
+
+    tier: str
+    rank: int
+    step: int
+    age_seconds: float
+    held: bool | None = None
+    """Of memory, whether a process holds it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunProgress:
+    """A run at one moment."""
+
+    url: str
+    run_id: str
+    now: float
+    state: str
+    """`training`; `finished`; `interrupted` if its processes on this node are gone; `quiet` if nothing is seen of it here."""
+    step: int | None
+    """Newest boundary that is known, in any tier."""
+    last_step: int | None
+    stored: int | None
+    lag_steps: int | None
+    """Boundaries that storage is behind memory, or behind what the log says."""
+    steps_per_second: float | None
+    nbytes_per_second: float | None
+    """Captured; storage gets less where it skips generations."""
+    overhead_share: float | None
+    eta_seconds: float | None
+    goodput: float | None
+    """Part of the time since the first start that the steps which stand would have taken without failures and checkpoints."""
+    lost_steps: int
+    """Steps that were taken again after a restart, as far as the log shows."""
+    incarnations: tuple[Incarnation, ...]
+    places: tuple[NewestStep, ...]
+    generations: tuple[StoredGeneration, ...]
+    silent_seconds: float | None
+    """Since anything changed that is seen from here."""
+
+    def document(self) -> dict[str, Any]:
+        """Return JSON values, without stored generations, which `ls` lists."""
+        whole = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "generations"}
+        starts = [{**asdict(each), "reached": each.reached} for each in self.incarnations]
+        return whole | {"incarnations": starts, "places": [asdict(each) for each in self.places]}
+
+
+class Follower:
+    """Look at one run again and again; entries of its log are read once."""
+
+    def __init__(self, view: RunView) -> None:
+        self._view = view
+        self._events: dict[int, LogEvent] = {}
+
+    def look(self, now: float | None = None) -> RunProgress:
+        """Read what there is.
+
+        Raises:
+            StorageError: the medium failed.
+        """
+        now = time.time() if now is None else now
+        self._events = self._view.events(self._events)
+        generations = tuple(self._view.generations())
+        incarnations = _incarnations(self._events, self._view.run_id)
+        memory = self._memory()
+        places = (*_in_memory(memory), *_in_storage(generations, now))
+        return _progress(self._view, now, incarnations, places, generations, held=any(each.held_by for each in memory))
+
+    def _memory(self) -> list[Leftover]:
+        if self._view.history is None:
+            return []
+        tag = memory_tag(self._view.history.key, self._view.url)
+        return [each for each in leftovers(shared_directory(), f"*-{tag}-*") if each.tag == tag]
+
+
+def _incarnations(events: Mapping[int, LogEvent], run_id: str) -> tuple[Incarnation, ...]:
+    found: dict[int, Incarnation] = {}
+    for each in events.values():
+        event, number = each.event, each.event.get("incarnation")
+        if each.history.run_id != run_id or not isinstance(number, int):
+            continue
+        if event.get("type") == "open":
+            resumed = event.get("resumed")
+            step = int(resumed["step"]) if isinstance(resumed, Mapping) else None
+            found[number] = Incarnation(number=number, opened=_number(event.get("unix_time")), resumed_from=step)
+        figures = event.get("figures")
+        if not isinstance(figures, Mapping) or (at := _number(event.get("unix_time"))) is None:
+            continue
+        mine = found.setdefault(
+            number, Incarnation(number=number, opened=None, resumed_from=figures.get("resumed_from"))
+        )
+        mine.figures = dict(figures)
+        if isinstance(figures.get("step"), int):
+            mine.samples.append(_sample(number, at, figures))
+    return tuple(found[number] for number in sorted(found))
+
+
+def _sample(incarnation: int, at: float, figures: Mapping[str, Any]) -> Sample:
+    newest = figures.get("newest")
+    stored = newest.get("storage", figures.get("resumed_from")) if isinstance(newest, Mapping) else None
+    return Sample(
+        unix_time=at,
+        incarnation=incarnation,
+        step=int(figures["step"]),
+        stored=stored if isinstance(stored, int) else None,
+        seconds=_number(figures.get("seconds")) or 0.0,
+        overhead_seconds=_number(figures.get("overhead_seconds")) or 0.0,
+        steps=int(_number(figures.get("steps")) or 0),
+        nbytes_captured=int(_number(figures.get("nbytes_captured")) or 0),
+    )
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _in_memory(memory: Sequence[Leftover]) -> list[NewestStep]:
+    return [
+        NewestStep(
+            tier="host" if each.what == "ring" else "peer",
+            rank=each.rank or 0,
+            step=each.step,
+            age_seconds=each.age_seconds,
+            held=bool(each.held_by),
+        )
+        for each in memory
+        if each.step is not None
+    ]
+
+
+def _in_storage(generations: Sequence[StoredGeneration], now: float) -> list[NewestStep]:
+    """Return each rank's newest marker, and of rank -1 the newest manifest that a restart would try."""
+    newest: dict[int, NewestStep] = {}
+    for each in reversed(generations):
+        if each.dead is not None:
+            continue
+        age = 0.0 if each.commit is None else max(0.0, now - each.commit.unix_time)
+        ranks = [*each.ranks, *([-1] if each.usable else [])]
+        for rank in ranks:
+            newest[rank] = NewestStep(tier="storage", rank=rank, step=each.generation.step, age_seconds=age)
+    return [newest[rank] for rank in sorted(newest)]
+
+
+def _progress(
+    view: RunView,
+    now: float,
+    incarnations: tuple[Incarnation, ...],
+    places: Sequence[NewestStep],
+    generations: tuple[StoredGeneration, ...],
+    *,
+    held: bool,
+) -> RunProgress:
+    newest = incarnations[-1] if incarnations else None
+    stored = max((each.step for each in places if each.tier == "storage" and each.rank == -1), default=None)
+    known = [each.step for each in places if each.tier != "peer"]
+    if newest is not None and newest.reached is not None:
+        known.append(newest.reached)
+    step = max(known, default=None)
+    last_step = newest.figures.get("last_step") if newest is not None else None
+    rate, captured = _rates(newest)
+    silent = _silence(now, incarnations, places)
+    finished = isinstance(last_step, int) and stored is not None and stored >= last_step
+    gone = not held and any(each.held is False and each.tier == "host" for each in places)
+    quiet = gone or (not held and (silent is None or silent > _QUIET_SECONDS))
+    left = last_step - step if isinstance(last_step, int) and step is not None else None
+    return RunProgress(
+        url=view.url,
+        run_id=view.run_id,
+        now=now,
+        state="finished" if finished else "interrupted" if gone else "quiet" if quiet else "training",
+        step=step,
+        last_step=last_step if isinstance(last_step, int) else None,
+        stored=stored,
+        lag_steps=None if step is None or stored is None else step - stored,
+        steps_per_second=rate,
+        nbytes_per_second=captured,
+        overhead_share=_overhead(newest),
+        eta_seconds=left / rate if left is not None and rate and not quiet and not finished else None,
+        goodput=_goodput(incarnations),
+        lost_steps=_lost(incarnations),
+        incarnations=incarnations,
+        places=tuple(places),
+        generations=generations,
+        silent_seconds=silent,
+    )
+
+
+def _rates(newest: Incarnation | None) -> tuple[float | None, float | None]:
+    """Return steps and captured bytes per second of the newest samples."""
+    samples = [] if newest is None else newest.samples[-_RECENT:]
+    if len(samples) == 1:
+        (only,) = samples
+        return (only.steps / only.seconds, only.nbytes_captured / only.seconds) if only.seconds else (None, None)
+    if not samples or samples[-1].seconds <= samples[0].seconds:
+        return None, None
+    first, last = samples[0], samples[-1]
+    seconds = last.seconds - first.seconds
+    return (last.steps - first.steps) / seconds, (last.nbytes_captured - first.nbytes_captured) / seconds
+
+
+def _overhead(newest: Incarnation | None) -> float | None:
+    last = newest.samples[-1] if newest is not None and newest.samples else None
+    return last.overhead_seconds / last.seconds if last is not None and last.seconds else None
+
+
+def _lost(incarnations: Sequence[Incarnation]) -> int:
+    return sum(
+        max(0, (before.reached or 0) - (after.resumed_from or 0))
+        for before, after in pairwise(incarnations)
+        if before.reached is not None
+    )
+
+
+def _goodput(incarnations: Sequence[Incarnation]) -> float | None:
+    """Return net steps times the seconds of a bare step, over the time from the first start to the newest entry."""
+    costs = [cost for each in incarnations if (cost := each.step_seconds) is not None]
+    opened = [each.opened for each in incarnations if each.opened is not None]
+    last = max((each.samples[-1] for each in incarnations if each.samples), key=lambda s: s.unix_time, default=None)
+    if not costs or not opened or last is None or last.unix_time <= opened[0]:
+        return None
+    net = last.step - (incarnations[0].resumed_from or 0)
+    return max(0.0, min(1.0, net * statistics.median(costs) / (last.unix_time - opened[0])))
+
+
+def _silence(now: float, incarnations: Sequence[Incarnation], places: Sequence[NewestStep]) -> float | None:
+    seen = [now - each.age_seconds for each in places]
+    for each in incarnations:
+        seen += [each.opened] if each.opened is not None else []
+        seen += [sample.unix_time for sample in each.samples[-1:]]
+    return max(0.0, now - max(seen)) if seen else None
+
+
+def by_rank(places: Sequence[NewestStep]) -> dict[int, dict[str, NewestStep]]:
+    """Return places by rank, then by tier; of several in a tier the newest."""
+    found: dict[int, dict[str, NewestStep]] = defaultdict(dict)
+    for each in places:
+        known = found[each.rank].get(each.tier)
+        if known is None or known.step < each.step:
+            found[each.rank][each.tier] = each
+    return dict(sorted(found.items()))
