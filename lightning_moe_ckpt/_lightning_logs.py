@@ -5,7 +5,8 @@ the folder is fixed, `CSVLogger` deletes what an earlier process wrote. So the s
 resumed run goes on in it, reads what is there, and drops what it would write a second time. What is already there was
 written by steps that are trained again bit for bit, so it has the same values.
 
-This holds for `CSVLogger` and `TensorBoardLogger` on a local disk. Both are flushed after every row, by Lightning where the
+This holds for `CSVLogger` and `TensorBoardLogger` on a local disk; for `WandbLogger` and `MLFlowLogger` see
+`_lightning_remote_logs`. Both are flushed after every row, by Lightning where the
 trainer logs and here, before each boundary, where others do; a SIGKILL loses nothing that was flushed. Other loggers get the rows of steps that are trained again a second time.
 """
 
@@ -16,17 +17,17 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from typing_extensions import override
 
+from lightning_moe_ckpt._lightning_once import LineCounts, LoggedOnce
+from lightning_moe_ckpt._lightning_remote_logs import remote_log
 from lightning_moe_ckpt._logging import rank_logger
 
 log = rank_logger(__name__)
-
-LineCounts: TypeAlias = "Counter[tuple[int, str]]"
-"""Number of times that a key was logged under a step."""
 
 KEPT = "metrics.kept.csv"
 """Second name (hard link) of a `metrics.csv`; it stays when a starting `CSVLogger` deletes the first name."""
@@ -37,11 +38,9 @@ class LogFolders:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._logs = [
-            _Log(logger, owner=trainer.is_global_zero)
-            for logger in trainer.loggers
-            if isinstance(logger, (CSVLogger, TensorBoardLogger))
-        ]
+        owner = trainer.is_global_zero
+        found = [_log_of(logger, owner=owner) for logger in trainer.loggers]
+        self._logs = [each for each in found if each is not None]
 
     def take(self) -> dict[str, Any]:
         """Return the folders, and counts of what was logged under the newest step."""
@@ -57,7 +56,7 @@ class LogFolders:
 
     def start(self) -> dict[str, Any]:
         """Return the folders, as of before the first row."""
-        return {"logs": [{"version": each.version, "step": -1, "keys": {}} for each in self._logs]}
+        return {"logs": [each.start() for each in self._logs]}
 
     def follow(self, state: dict[str, Any]) -> None:
         """Do nothing: rows are dropped by name and step, whatever values replay gives them."""
@@ -68,34 +67,40 @@ class LogFolders:
             each.remove()
 
 
-class _Log:
-    """Log of one logger in its folder. The `owner` is the rank that writes it; other ranks only count."""
+def _log_of(logger: Logger, *, owner: bool) -> LoggedOnce | None:
+    if isinstance(logger, CSVLogger | TensorBoardLogger):
+        return _FolderLog(logger, owner=owner)
+    return remote_log(logger, owner=owner)
+
+
+class _FolderLog(LoggedOnce):
+    """Log of one logger in its folder."""
+
+    _logger: CSVLogger | TensorBoardLogger
 
     def __init__(self, logger: CSVLogger | TensorBoardLogger, *, owner: bool) -> None:
-        self._logger, self._owner = logger, owner
-        self._there: LineCounts = Counter()
-        """Rows in the folder that will be logged again."""
-        self._newest: dict[str, Any] = {"step": -1, "keys": {}}
+        super().__init__(logger, owner=owner)
         self._unsaved = False
         self._kept: Path | None = None
-        self._log, self._save = logger.log_metrics, logger.save
-        logger.log_metrics = self._log_once  # type: ignore[method-assign]
+        self._save = logger.save
         logger.save = self._save_and_keep  # type: ignore[method-assign]
 
-    @property
-    def version(self) -> int | str:
-        return self._logger.version
-
+    @override
     def take(self) -> dict[str, Any]:
         if (
             self._unsaved
         ):  # by a callback that gives rows to the logger itself; a run that goes on from here will not again
             self._logger.save()
-        return {"version": self._logger.version, "step": self._newest["step"], "keys": dict(self._newest["keys"])}
+        return {"version": self._logger.version, "step": self.newest["step"], "keys": dict(self.newest["keys"])}
 
+    @override
+    def start(self) -> dict[str, Any]:
+        return {"version": self._logger.version, "step": -1, "keys": {}}
+
+    @override
     def restore(self, taken: Mapping[str, Any]) -> None:
         logger, before = self._logger, Path(self._logger.log_dir)
-        self._newest = {"step": taken["step"], "keys": dict(taken["keys"])}
+        self.go_on_behind(taken)
         moves = logger.version != taken["version"]
         if moves and self._owner and logger._experiment is not None:
             _leave(logger, before)
@@ -103,37 +108,22 @@ class _Log:
         if not self._owner:
             return
         folder = Path(logger.log_dir)
-        self._there = _go_on_csv(logger, folder) if isinstance(logger, CSVLogger) else _events_in(folder)
+        self.there = _go_on_csv(logger, folder) if isinstance(logger, CSVLogger) else _events_in(folder)
         # What was logged under the same step before this boundary will not be logged again.
-        self._there.subtract({(taken["step"], key): number for key, number in taken["keys"].items()})
-        log.info(
-            "log rows go on in %s; it has rows up to step %d", folder, max((s for s, _ in self._there), default=-1)
-        )
+        self.there.subtract({(taken["step"], key): number for key, number in taken["keys"].items()})
+        log.info("log rows go on in %s; it has rows up to step %d", folder, max((s for s, _ in self.there), default=-1))
 
+    @override
     def remove(self) -> None:
-        self._logger.__dict__.pop("log_metrics", None)
+        super().remove()
         self._logger.__dict__.pop("save", None)
 
+    @override
     def _log_once(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        if step is None:
-            self._log(metrics, step)  # type: ignore[arg-type]
-            self._unsaved = True
-            return
-        if step != self._newest["step"]:
-            self._newest = {"step": step, "keys": {}}
-        fresh = {key: value for key, value in metrics.items() if self._is_fresh(step, key)}
-        if fresh:
-            self._log(fresh, step)
-            self._unsaved = True
-
-    def _is_fresh(self, step: int, key: str) -> bool:
-        prefix = self._logger._prefix
-        name = f"{prefix}{self._logger.LOGGER_JOIN_CHAR}{key}" if prefix else key
-        self._newest["keys"][name] = self._newest["keys"].get(name, 0) + 1
-        if self._there[step, name] > 0:
-            self._there[step, name] -= 1
-            return False
-        return True
+        before, self.has_logged = self.has_logged, False
+        super()._log_once(metrics, step)
+        self._unsaved |= self.has_logged
+        self.has_logged |= before
 
     def _save_and_keep(self) -> None:
         self._save()

@@ -19,6 +19,7 @@ from typing import Any
 import click
 from typing_extensions import override
 
+from lightning_moe_ckpt import _cli_texts as texts
 from lightning_moe_ckpt._cli_run import RUN
 from lightning_moe_ckpt._cli_run import flag as _flag
 from lightning_moe_ckpt._cli_run import option as _option
@@ -170,146 +171,25 @@ _STORAGE = _option(
 )
 _STEP = _option("--step", "This step instead of the newest usable one.", "N", type=int)
 
-_LS = """\
-List what is stored under URL, newest first, and say of each generation whether a restart would try it.
-
-Reads names, the log and manifests, no segments: `verify` reads those. KIND is dense if one step holds everything,
-sparse if a window of steps adds up to it, partial if it references experts from older ones; NEEDS says from which. Works
-while the run goes on, and writes nothing.
-
-Exit status: 0 listed, 2 there is no run or it could not be read."""
-
-_INSPECT = """\
-Show one generation: how it was planned, which operator was captured at which step, and which rank wrote what.
-
-Reads the markers of all ranks, no segments. What a partial generation references is shown with the step it is of. Sizes
-are without padding; `compute` is what forward and backward of replayed steps need of an operator whose full state comes
-later in the window.
-
-Exit status: 0 shown, 2 there is no such generation or its markers could not be read."""
-
-_VERIFY = """\
-Read every byte of committed generations, and the log, and compare all digests.
-
-Without --step and --all: each generation that a restart would try, and what it references. Files stream past, so memory
-does not depend on their size.
-
-Exit status: 0 all good, 1 something is damaged or there is nothing to restore, 2 could not be read."""
-
-_EXPORT = """\
-Write a generation as files that other programs read; experts of all ranks are put together. Those that a partial
-generation references are as old as they are; the file says which.
-
-\b
-OUT decides what is written:
-  *.safetensors   parameters and buffers by name
-  *.ckpt          what Lightning would have saved, for load_from_checkpoint
-                  and Trainer.fit(ckpt_path=...); it passes
-                  torch.load(weights_only=True), and what does not is left
-                  out and named
-  a folder        for from_pretrained of transformers: config.json and
-                  weights of the Hugging Face model in the module
-
-Names are those of the module's state_dict: with tied weights, without buffers that are not persistent. Buffers are
-those of rank 0. No format has what an exact restart needs; a run itself resumes from URL. A sparse generation is several
-steps in one and cannot be exported; the message names the nearest dense one.
-
-Exit status: 0 written, 2 not written."""
-
-_GC = """\
-Delete what nobody may restore any more, and say why; with --dry-run only say it.
-
-Without --keep-...: what the run itself has given up but not deleted, because it was killed or its storage failed:
-generations below the watermark, of incarnations that others took over from, never committed by incarnations that are over, and of
-earlier runs once the newer one has more than it keeps; and what interrupted writes and uploads of those left.
-
-With --keep-...: first gives up all that none of these rules keeps, the newest always being kept. What a generation
-that stays refers to stays with it; if the newest references, the last two are kept, since a save may refer to both,
-and with them the copy before the newest one of each operator that is taken in turns.
-
-Manifests and sizes say what is whole. With --verify, which reads every byte of as many of the newest as --keep-last says
-(2 without it), a damaged one does not count, and the next older one is kept in its place.
-
-Works while a job uses URL, which takes note and goes on; a job that starts meanwhile picks again.
-
-Exit status: 0 done, 2 there is no run or something could not be read or deleted; the next gc goes on there."""
-
-_TOP = """\
-Show how far a run is, again and again until Ctrl-C: its newest step in every tier and of every rank, how far storage is
-behind, steps and bytes per second, what checkpoints cost, starts, goodput and when it will be done.
-
-Reads what the run writes anyway: its log, names in storage, and names in shared memory of this node. Nothing is asked of
-the job, and nothing is written. Rates and ETA are as of the newest entry of the log, which the run adds when it gives up
-older generations. Goodput is the time that the steps which stand would take without failures and checkpoints, as a part of
-the time since the first start. Memory of other nodes is not seen: run it there.
-
-Exit status: 0 shown, 2 there is no run or it could not be read."""
-
-_REPORT = """\
-Write one HTML page about a run: its steps over time, how far storage was behind, speed and overhead, every start, and what
-is stored. The page has all that it needs in it, so that it may be sent and kept.
-
-OUT is report.html if it is not given. The figures are those of `top`: the newest thousand entries of the log, names in
-storage, and memory of this node. Works while the run goes on, and changes nothing there.
-
-Exit status: 0 written, 2 there is no run, or the page could not be written."""
-
-_REPAIR = """\
-Rebuild the log of URL, of which `_log/` is gone or cannot be read, from the manifests of committed generations.
-
-Without --yes it only shows which generations a restart would then try. What is shown as left out is not deleted. Each
-generation names the line of starts that led to it; of several lines, that of the start which began last counts. (Older
-releases named none: there, a later start is taken to have begun right below its oldest generation that is there.) A
-manifest that cannot be read is made again where the markers of all ranks are good. Memory of the nodes is not found any
-more: names of it were derived from the log that is lost. Stop the job first.
-
-Exit status: 0 shown or written, 2 there is a log that can be read, or nothing to make one from."""
-
-_DOCTOR = """\
-Without URL: show which compiled parts are in use and why not, and what limits copies on this machine. Exit status: 0
-whatever was found, since everything runs without compiled parts, only slower.
-
-With URL: try there what checkpoints rely on (listings, exclusive creates and races of them, large and half-written
-objects, leftovers), and say whether they are safe. Objects are written under URL/_doctor/ and removed again, also when
-interrupted; a run that is stored there is not touched. Exit status: 0 fenced, that is safe whatever happens; 1 unfenced
-or unsafe, and the last line says which and what that means; 2 nothing can be written there."""
-
-_SHM = """\
-List what runs have in shared memory of this node (/dev/shm/moe-ckpt-*): whose it is, of which run and rank, its newest
-step, size, age, and which process holds it. With URL only memory of the run there.
-
-That is no garbage: a rank that is started again resumes from it, often from a newer step than storage has. What is
-left of runs that nobody will go on with is cleared with --clear, which keeps what a process holds or another user owns.
-
-Exit status: 0 listed or cleared, 2 something could not be removed."""
-
-_PLACEMENT = """\
-Show who keeps copies of whose state on a cluster of NODES, and the probability that memory still holds every rank's
-newest generation after nodes, or racks, are lost at once.
-
-A run on such a cluster places its copies the same way. Ranks are numbered node by node, nodes rack by rack.
-
-Exit status: 0 shown, 2 there can be no such placement."""
-
 
 def _on_a_run(name: str, summary: str, text: str, *params: click.Parameter) -> click.Command:
     return _command(name, summary, text, [_URL, *params, _JSON, _STORAGE])
 
 
 _LOOKING = [
-    _on_a_run("ls", "List stored generations.", _LS),
-    _on_a_run("inspect", "Show one generation: operators, steps, ranks, bytes.", _INSPECT, _STEP),
+    _on_a_run("ls", "List stored generations.", texts.LS),
+    _on_a_run("inspect", "Show one generation: operators, steps, ranks, bytes.", texts.INSPECT, _STEP),
     _on_a_run(
         "verify",
         "Read every byte and check every digest.",
-        _VERIFY,
+        texts.VERIFY,
         _STEP,
         _flag("--all", "Also generations that no restart would use any more.", "everything"),
     ),
     _on_a_run(
         "export",
         "Write a dense or partial generation to safetensors, a .ckpt or a Hugging Face folder.",
-        _EXPORT,
+        texts.EXPORT,
         click.Argument(["out"], metavar="OUT", type=click.Path(path_type=Path)),
         _STEP,
         _option("--format", "Whatever OUT ends in.", type=click.Choice(["safetensors", "ckpt", "huggingface"])),
@@ -331,7 +211,7 @@ _LOOKING = [
     _on_a_run(
         "gc",
         "Delete what no restart would use any more.",
-        _GC,
+        texts.GC,
         _flag("--dry-run", "Delete nothing and write nothing."),
         _option("--keep-last", "Keep the newest N (default: 2).", "N", type=int),
         _option("--keep-every", "Keep the first at or after every Nth step (default: none).", "N", type=int),
@@ -343,14 +223,14 @@ _LOOKING = [
     _on_a_run(
         "top",
         "Follow a run: newest steps, lag, rates, goodput, ETA.",
-        _TOP,
+        texts.TOP,
         _flag("--once", "Show it once and end; so it is where output is no terminal, and with --json."),
         _option("--every", "Time between two looks, such as 2s or 1min.", "TIME", type=_time, default="2s"),
     ),
     _on_a_run(
         "report",
         "Write a page with plots of a run.",
-        _REPORT,
+        texts.REPORT,
         click.Argument(
             ["out"], metavar="[OUT]", required=False, type=click.Path(path_type=Path), default="report.html"
         ),
@@ -359,19 +239,19 @@ _LOOKING = [
     _on_a_run(
         "repair",
         "Rebuild a lost log from committed generations.",
-        _REPAIR,
+        texts.REPAIR,
         _flag("--yes", "Write the log; without it, only show what it would name.", "write"),
     ),
     _command(
         "doctor",
         "Show which compiled parts are in use, or whether checkpoints are safe at a URL.",
-        _DOCTOR,
+        texts.DOCTOR,
         [click.Argument(["url"], metavar="[URL]", required=False), _JSON, _STORAGE],
     ),
     _command(
         "shm",
         "List what runs have left in shared memory of this node, and clear it.",
-        _SHM,
+        texts.SHM,
         [
             click.Argument(["url"], metavar="[URL]", required=False),
             _flag("--clear", "Remove what no process holds."),
@@ -384,7 +264,7 @@ _LOOKING = [
     _command(
         "placement",
         "Show who keeps whose copies on a cluster, and which losses that survives.",
-        _PLACEMENT,
+        texts.PLACEMENT,
         [
             _option("--nodes", "Machines of the run.", "N", type=_count, required=True),
             _number("--ranks-per-node", 8, "Processes on each."),

@@ -19,7 +19,7 @@ PACKAGE = "lightning_moe_ckpt"
 LEVELS = [
     {"errors", "_extras"},
     {"_units", "_logging"},
-    {"launch", "native", "metrics", "data", "process", "_cli_run"},
+    {"launch", "native", "metrics", "data", "process", "_cli_run", "_cli_texts"},
     {"storage", "journal"},
     {"parallel"},
     {"coordination", "moe"},

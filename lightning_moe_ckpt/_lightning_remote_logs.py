@@ -1,0 +1,143 @@
+"""Keep one run of Weights & Biases or MLflow, with each row once, in a training that is killed and resumed.
+
+The journal names the tracker's run, as it names the folder of other loggers, and a resumed training goes on under that id.
+If Lightning has begun another run by then, to log hyperparameters, that one is left: MLflow's is deleted, an offline one of
+Weights & Biases is removed, an online one is finished and stays empty.
+
+What a killed process had logged beyond the boundary that is resumed from, MLflow can be asked. Weights & Biases cannot, at
+least offline. So the steps and names of rows are written to a small file beside its own, `moe-ckpt-rows-<id>.jsonl`, row by row.
+A resumed training that does not find that file, as on another machine without a shared disk, logs those rows a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
+from typing_extensions import override
+
+from lightning_moe_ckpt._lightning_once import LineCounts, LoggedOnce
+from lightning_moe_ckpt._logging import rank_logger
+
+log = rank_logger(__name__)
+
+
+class RemoteLog(LoggedOnce):
+    """Rows of a logger whose rows are in a service; `owner` is the rank that writes them."""
+
+    @property
+    def run_id(self) -> str | None:
+        """Id of the tracker's run; `None` as long as there is none."""
+        raise NotImplementedError
+
+    @override
+    def take(self) -> dict[str, Any]:
+        newest = {"step": self.newest["step"], "keys": dict(self.newest["keys"])}
+        return {"version": self.run_id if self._owner else None, **newest}
+
+    @override
+    def restore(self, taken: Mapping[str, Any]) -> None:
+        self.go_on_behind(taken)
+        run_id = taken["version"]
+        if not self._owner or run_id is None:
+            return
+        if run_id != self.run_id:
+            self._move_to(str(run_id))
+        self.there = self._rows_of(str(run_id))
+        # What was logged under the same step before this boundary will not be logged again.
+        self.there.subtract({(taken["step"], key): number for key, number in taken["keys"].items()})
+        log.info("rows go on in run %s of %s", run_id, type(self._logger).__name__)
+
+    def _move_to(self, run_id: str) -> None:
+        """Leave the run that this process has begun, if it has, and go on in another."""
+        raise NotImplementedError
+
+    def _rows_of(self, run_id: str) -> LineCounts:
+        """Return the rows that the run has."""
+        raise NotImplementedError
+
+
+class WandbLog(RemoteLog):
+    """Rows of a `WandbLogger`."""
+
+    _logger: WandbLogger
+
+    @property
+    @override
+    def run_id(self) -> str | None:
+        found: str | None = getattr(self._logger._experiment, "id", None) or self._logger._id
+        return found
+
+    @override
+    def _move_to(self, run_id: str) -> None:
+        logger, begun = self._logger, self._logger._experiment
+        if begun is not None:
+            folder = Path(begun.dir).parent
+            begun.finish(quiet=True)
+            if begun.offline and not self.has_logged:
+                shutil.rmtree(folder, ignore_errors=True)
+        logger._experiment, logger._id = None, run_id
+        logger._wandb_init.update(id=run_id, resume="allow")
+
+    @override
+    def wrote(self, step: int, names: Iterable[str]) -> None:
+        run_id = self.run_id
+        if self._owner and run_id is not None:
+            with self._file(run_id).open("a", encoding="utf-8") as file:
+                file.write(json.dumps([step, *names]) + "\n")
+
+    @override
+    def _rows_of(self, run_id: str) -> LineCounts:
+        rows: LineCounts = Counter()
+        path = self._file(run_id)
+        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+            with contextlib.suppress(ValueError):  # torn by the kill
+                step, *names = json.loads(line)
+                rows.update((int(step), name) for name in names)
+        return rows
+
+    def _file(self, run_id: str) -> Path:
+        return Path(self._logger.save_dir or ".") / f"moe-ckpt-rows-{run_id}.jsonl"
+
+
+class MLFlowLog(RemoteLog):
+    """Rows of an `MLFlowLogger`."""
+
+    _logger: MLFlowLogger
+
+    @property
+    @override
+    def run_id(self) -> str | None:
+        return self._logger._run_id
+
+    @override
+    def _move_to(self, run_id: str) -> None:
+        logger = self._logger
+        if logger._initialized and not self.has_logged:
+            logger._mlflow_client.delete_run(logger._run_id)
+        logger._run_id, logger._initialized = run_id, False
+        logger._mlflow_client.update_run(run_id, status="RUNNING")
+
+    @override
+    def _rows_of(self, run_id: str) -> LineCounts:
+        client = self._logger.experiment
+        names = client.get_run(run_id).data.metrics
+        return Counter((each.step, name) for name in names for each in client.get_metric_history(run_id, name))
+
+    @override
+    def name_of(self, key: str) -> str:
+        return re.sub("[^a-zA-Z0-9_/. -]+", "", super().name_of(key))  # as the logger itself
+
+
+def remote_log(logger: Logger, *, owner: bool) -> RemoteLog | None:
+    """Return what keeps the rows of a logger once; `None` for one whose rows are no such service's."""
+    if isinstance(logger, WandbLogger):
+        return WandbLog(logger, owner=owner)
+    return MLFlowLog(logger, owner=owner) if isinstance(logger, MLFlowLogger) else None
