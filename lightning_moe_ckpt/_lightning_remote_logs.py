@@ -80,7 +80,7 @@ class WandbLog(RemoteLog):
         logger, begun = self._logger, self._logger._experiment
         if begun is not None:
             folder = Path(begun.dir).parent
-            begun.finish(quiet=True)
+            begun.finish()
             if begun.offline and not self.has_logged:
                 shutil.rmtree(folder, ignore_errors=True)
         logger._experiment, logger._id = None, run_id
