@@ -18,6 +18,7 @@ from typing_extensions import Unpack, override
 
 from lightning_moe_ckpt._lightning import callbacks_of
 from lightning_moe_ckpt._lightning_callbacks import tries_only
+from lightning_moe_ckpt._lightning_cli import explain_errors
 from lightning_moe_ckpt._lightning_files import LightningResume, let_best_come_first
 from lightning_moe_ckpt._lightning_stops import name_status
 from lightning_moe_ckpt._logging import rank_logger
@@ -330,3 +331,6 @@ class CheckpointCallback(Checkpoint):
 def checkpoint_of(trainer: Trainer) -> CheckpointCallback | None:
     """Return the trainer's checkpoint callback, if it has one."""
     return next((each for each in callbacks_of(trainer) if isinstance(each, CheckpointCallback)), None)
+
+
+explain_errors()

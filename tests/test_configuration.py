@@ -31,7 +31,7 @@ from lightning_moe_ckpt.callbacks import (
     SparseCheckpoint,
 )
 from lightning_moe_ckpt.cli import main as moe_ckpt
-from lightning_moe_ckpt.errors import NoUsableGeneration
+from lightning_moe_ckpt.errors import ConfigurationError, NoUsableGeneration
 from lightning_moe_ckpt.testing import FaultInjector
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -207,9 +207,49 @@ def test_a_mistyped_argument_in_a_file_is_named(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit) as ended:
         cli.main(["--config", str(tmp_path / "mistyped.yaml")], run=False)
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert "kepp" in said, said
-    assert "DenseCheckpoint" in said, said
+    said = capsys.readouterr().err.rstrip().splitlines()
+    assert (
+        said[-1] == "lightning_moe_ckpt: `DenseCheckpoint(kepp=...)`: there is no such argument. Did you mean `keep`?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "last"),
+    [
+        ("--trainer.callbacks.init_args.every_n_step=3", "`DenseCheckpoint(every_n_step=...)`: there is no such argument. Did you mean `every_n_steps`?"),
+        ("--trainer.strategy.init_args.expert_paralel=2", "`MoEStrategy(expert_paralel=...)`: there is no such argument. Did you mean `expert_parallel`?"),
+        ("--trainer.callbacks=lightning_moe_ckpt.callbacks.DenseChekpoint", "there is no such class. Did you mean `DenseCheckpoint`?"),
+    ],
+)  # fmt: skip
+def test_the_last_line_about_a_misspelt_name_says_what_is_meant(
+    option: str, last: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Above it stands what LightningCLI has to say of every type that it could have been."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(
+            ["--config", str(EXAMPLES / ("sparse.yaml" if "strategy" in option else "dense.yaml")), option], run=False
+        )
+    assert ended.value.code == 2
+    (*_, said) = capsys.readouterr().err.rstrip().splitlines()
+    assert said.startswith("lightning_moe_ckpt: ")
+    assert said.endswith(last), said
+
+
+def test_a_value_that_is_refused_is_an_error_of_ours(tmp_path: Path) -> None:
+    """Not one about the types that the callback could have been: a traceback ends with the reason, the call and what is wanted."""
+    option = "--trainer.callbacks.init_args.every_n_steps=0"
+    with pytest.raises(ConfigurationError, match=r"^`DenseCheckpoint\(every_n_steps=0\)` must be 1 or more") as raised:
+        cli.main(["--config", str(EXAMPLES / "dense.yaml"), option], run=False)
+    assert raised.value.__suppress_context__
+
+
+@pytest.mark.parametrize(("given", "wanted"), [("25", 25), ("90s", 90), ("1min", 60), ("0:00:30", 30)])
+def test_times_and_sizes_of_a_file_may_have_units(given: str, wanted: int) -> None:
+    """As in Python: a number is seconds."""
+    options = [f"--trainer.callbacks.init_args.stop_grace={given}", "--trainer.callbacks.init_args.bandwidth=400MB"]
+    built = cli.main(["--config", str(EXAMPLES / "dense.yaml"), *options], run=False)
+    dense = callback(built, DenseCheckpoint)
+    assert (dense.stop_grace, dense.bandwidth) == (timedelta(seconds=wanted), 400 * 10**6)
 
 
 def train(url: Path, steps: int, resume: str) -> int | None:

@@ -28,6 +28,7 @@ from lightning_moe_ckpt._lightning_callbacks import Findings, ProgressNote, aver
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Neighbours
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.fit._asked import Asked
 from lightning_moe_ckpt.fit._batches import Batches, BatchLog, Logged
 from lightning_moe_ckpt.fit._departed import say_who_is_gone
 from lightning_moe_ckpt.fit._recorder import BoundaryRecorder, JournalPart
@@ -111,9 +112,9 @@ class FitSession:
         self._batches = BatchLog(trainer, batches, keep=policy.replays, original=original, compared=compared)
         self._layers = LayerState(module, self.session.layers)
         self._findings = Findings(trainer, module)
-        self._files = _lightning_files.CheckpointFiles(trainer)
+        self._files, self._asked = _lightning_files.CheckpointFiles(trainer), Asked(trainer)
         parts: dict[str, JournalPart] = {"files": self._files, "logs": self._logs, "batches": self._batches}
-        parts |= {"layers": self._layers, "findings": self._findings}
+        parts |= {"layers": self._layers, "findings": self._findings, "asked": self._asked}
         self._recorder: BoundaryRecorder = BoundaryRecorder(
             *(trainer, module, own_callbacks, parts, self._trains),
             deterministic_dataset=deterministic_dataset,
@@ -285,6 +286,7 @@ class FitSession:
             for reason in reasons:
                 log.warning("this run cannot be reproduced bit for bit: %s", reason, alike=True)
             self._last_step = _lightning_progress.last_step(self._trainer)
+            self._asked.first_batch(self._trainer)
         self._trained = True
         self._stops.batch_begins()
         start = self._recorder.complete_start(self._batches.take_digest())

@@ -479,3 +479,41 @@ def test_a_report_prints_as_a_short_table(tmp_path: Path) -> None:
     assert len(lines) <= 8
     assert max(map(len, lines)) <= 110
     assert re.match(r"resumed from +step 6 in .* MiB from storage", lines[0])
+
+
+class Rated(Linear):
+    """With a learning rate of its own."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), self.rate)
+
+
+@pytest.mark.parametrize("change", ["nothing", "rate", "seed", "batch size"])
+def test_another_rate_seed_or_batch_size_than_the_stored_runs_is_said(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the script asks for by now, what the run has, and which of the two it goes on with; at the third start, too."""
+    for start in range(3):
+        changed = start > 0
+        caplog.clear()
+        monkeypatch.setenv("PL_GLOBAL_SEED", "2" if changed and change == "seed" else "1")
+        data = TensorDataset(torch.arange(96.0).view(24, FEATURES) / 96)
+        batches = DataLoader(data, batch_size=2 if changed and change == "batch size" else 1)
+        module = Rated(0.2 if changed and change == "rate" else 0.1)
+        checkpoint = SparseCheckpoint(str(tmp_path), window=2)
+        fit(checkpoint, steps=4 + 2 * start, module=module, train_dataloaders=batches)
+        assert module.trainer.optimizers[0].param_groups[0]["lr"] == 0.1
+        said = [record.getMessage() for record in caplog.records if record.name.endswith("fit._asked")]
+        words = {
+            "nothing": [],
+            "rate": ["sets a learning rate of 0.2, and the stored run began with 0.1: it goes on with its own"],
+            "seed": ["sets the seed 2, and the stored run has 1: it goes on with its own random numbers"],
+            # the second start trained with batches of 2, which is what the run has since
+            "batch size": ["batches have 2 items on each rank, and those of the stored run had 1"] * (start == 1),
+        }[change]
+        assert len(said) == (len(words) if changed else 0), said
+        assert all(word in line for word, line in zip(words, said, strict=False))

@@ -1,0 +1,94 @@
+"""End errors of LightningCLI about our classes with a sentence of ours.
+
+LightningCLI says of a misspelt key which types it could not be, over dozens of lines, and wraps the reason why a constructor has
+refused a value. So its parser's messages get a last line that says what was meant, and a refusal of ours is raised as it was.
+Done where this package is imported after `lightning.pytorch.cli`, as by a configuration file or by sorted imports.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from lightning_moe_ckpt.errors import CheckpointError
+
+_PACKAGE = "lightning_moe_ckpt"
+_CLASS = re.compile(rf"\b({_PACKAGE}(?:\.\w+)*)\.([A-Z]\w+)")
+_UNKNOWN = re.compile(
+    r"(?:Option|Key|Group key) '([\w.]+)' is not (?:accepted|expected)|Unrecognized arguments?: .*?--[\w.]*?(\w+)="
+)
+
+
+def explain_errors() -> None:
+    """Let LightningCLI end its errors so, if it is imported; once."""
+    parser = getattr(sys.modules.get("lightning.pytorch.cli"), "LightningArgumentParser", None)
+    if parser is None or hasattr(parser, "explains_moe_ckpt"):
+        return
+    parser.explains_moe_ckpt = True
+    parser.error = _with_remedy(parser.error)
+    for name in ("instantiate_classes", "instantiate"):
+        if hasattr(parser, name):
+            setattr(parser, name, _unwrapped(getattr(parser, name)))
+
+
+def remedy(message: str) -> str | None:
+    """Return what was meant, if the message of a parser is about a name that this package does not have."""
+    for module, name in dict.fromkeys(_CLASS.findall(message)):
+        try:
+            found = getattr(importlib.import_module(module), name, None)
+        except ImportError:
+            continue
+        if found is None:
+            return _meant(f"`{module}.{name}`: there is no such class.", name, dir(importlib.import_module(module)))
+        takes = list(inspect.signature(found).parameters)
+        for unknown in filter(None, (key for keys in _UNKNOWN.findall(message) for key in keys)):
+            option = unknown.rpartition(".")[2]
+            if option not in takes:
+                return _meant(f"`{name}({option}=...)`: there is no such argument.", option, takes)
+    return None
+
+
+def _meant(what: str, word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, [each for each in known if not each.startswith("_")], n=1)
+    return f"{what} " + (f"Did you mean `{near[0]}`?" if near else f"It takes {', '.join(known)}.")
+
+
+def _with_remedy(error: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(error)
+    def explained(parser: object, message: str, *rest: Any, **more: Any) -> Any:
+        sentence = remedy(str(message))
+        return error(parser, message if sentence is None else f"{message}\n{_PACKAGE}: {sentence}", *rest, **more)
+
+    return explained
+
+
+def _unwrapped(instantiate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(instantiate)
+    def tried(*given: Any, **more: Any) -> Any:
+        try:
+            return instantiate(*given, **more)
+        except Exception as error:
+            found = _ours(error)
+            if found is None or found is error:
+                raise
+            raise found from None
+
+    return tried
+
+
+def _ours(error: BaseException) -> CheckpointError | None:
+    """Return the error of this package that is behind another one."""
+    seen: set[int] = set()
+    behind: BaseException | None = error
+    while behind is not None and id(behind) not in seen:
+        if isinstance(behind, CheckpointError):
+            return behind
+        seen.add(id(behind))
+        behind = behind.__cause__ or behind.__context__
+    return None
