@@ -122,6 +122,7 @@ class RestoreAttempt:
         digests: what manifests say of this rank's markers, by version in storage.
         allow_missing: go on without the experts of which there is no good copy.
         message_nbytes: most bytes per message.
+        num_stages: pipeline stages, each of as many consecutive ranks, with a ledger of tokens of its own.
     """
 
     def __init__(
@@ -135,9 +136,10 @@ class RestoreAttempt:
         digests: Mapping[Version, str],
         allow_missing: bool = False,
         message_nbytes: int = MESSAGE_NBYTES,
+        num_stages: int = 1,
     ) -> None:
         self._transport, self._reader, self._inventory, self.version = transport, reader, inventory, version
-        self._digests, self._allow_missing = digests, allow_missing
+        self._digests, self._allow_missing, self._num_stages = digests, allow_missing, num_stages
         self.missing: dict[str, str] = {}
         """Experts of which no good copy was found, and where the bad ones were; the same on all ranks."""
         self._bad: dict[str, dict[GenerationId, bool]] = {}
@@ -230,7 +232,7 @@ class RestoreAttempt:
     def read_common(
         self, generations: Collection[GenerationId], name: str, extract: Callable[[memoryview], T]
     ) -> dict[GenerationId, T]:
-        """Read what generations say in a record that every rank has of its own, and that says the same on all.
+        """Read what generations say in a record that every rank has of its own, and that says the same on all of a stage.
 
         Args:
             generations: that were chosen; the same on all ranks.
@@ -238,19 +240,21 @@ class RestoreAttempt:
             extract: makes a plain value of its bytes, or raises `Corrupt`.
 
         Returns:
-            By generation, from the first rank that can read its record; nothing of those that nobody can.
+            By generation, from the first rank of this stage that can read its record; nothing of those that nobody can.
         """
         wanted, found, rank = sorted(generations), dict[int, T](), self._transport.rank
         self._add_markers([each for each in self._reachable if each.generation in generations])
         local = {i: replicas for i, each in enumerate(wanted) if (replicas := self._index.local(each, name))}
+        size = self._transport.world_size // self._num_stages
+        here = rank // size * size
         while True:
             rows = self._transport.gather_values([i for i in local if i not in found])
-            first = {i: reader for reader, row in reversed([*enumerate(rows)]) for i in row}
-            if not first:
+            if not any(rows):
                 return {wanted[i]: value for i, value in found.items()}
+            first = {i: here + reader for reader, row in reversed([*enumerate(rows[here : here + size])]) for i in row}
             own = [i for i, reader in first.items() if reader == rank]
             values = [[i, self._extracted(wanted[i], local.pop(i), extract)] for i in own]
-            for row in self._transport.gather_values(values):
+            for row in self._transport.gather_values(values)[here : here + size]:
                 found |= {i: value for i, value in row if value is not None}
 
     def _extracted(self, generation: GenerationId, replicas: Replicas, extract: Callable[[memoryview], T]) -> T | None:

@@ -334,6 +334,7 @@ class Search:
             *(self._exchange, self._reader, self._inventory, version, self._alive),
             digests=digests,
             allow_missing=may_lack,
+            num_stages=self._job.groups.num_stages,
         )
         marker = attempt.marker()
         if marker is not None and version not in self._commits:

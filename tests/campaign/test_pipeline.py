@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from pathlib import Path
+
 import pytest
 
 from campaign._campaign import Campaigns
+from campaign._partial_runs import KILL, Machines, restarts, two_level_setup
 from campaign._pipelined import Pipelined
 from campaign._training import Checkpointing
 from campaign.test_expert_parallel import random_kills
@@ -38,3 +42,46 @@ def test_killed_on_random_ranks_stages_end_the_same(
     )
     lives = campaigns.check(setup, *random_kills(setup, 3, seed=10 * stages + replicas + expert_parallel))
     assert lives[-1].steps()[0] > 1, "it did not start over"
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "expert_parallel", "policy"),
+    [
+        (2, 1, 1, "differential"),
+        (2, 2, 2, "differential"),
+    ],
+)
+def test_differences_of_stages_lead_back_to_the_same_bits(
+    campaigns: Campaigns, stages: int, replicas: int, expert_parallel: int, policy: str
+) -> None:
+    """Bases and differences of all stages are of the same steps."""
+    setup = Pipelined(
+        stages=stages,
+        world_size=stages * replicas,
+        expert_parallel=expert_parallel,
+        batches=6,
+        checkpointing=Checkpointing(policy="differential", every_n_steps=5, batch=2),
+    )
+    campaigns.check(setup, *random_kills(setup, 3, seed=stages + replicas))
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "expert_parallel", "policy"),
+    [(2, 1, 1, "partial"), (2, 2, 2, "selective"), pytest.param(3, 1, 1, "partial", marks=pytest.mark.soak)],
+)
+def test_experts_of_every_stage_are_as_old_as_promised(
+    campaigns: Campaigns, folder: Path, stages: int, replicas: int, expert_parallel: int, policy: str
+) -> None:
+    """Each stage chooses among its own experts; what a restart finds of them is what was taken of each last."""
+    plain = two_level_setup(stages * replicas, expert_parallel)
+    if policy == "selective":  # a stage's dense part, and some of its experts
+        checkpointing = Checkpointing(policy="selective", keep=100, local_budget=120_000, remote_budget=100_000)
+        plain = replace(plain, checkpointing=checkpointing)
+    setup = Pipelined(
+        **{each.name: getattr(plain, each.name) for each in fields(plain)},
+        stages=stages,
+        micro_batches=4 if stages > 2 else 2,
+    )
+    found = restarts(campaigns, setup, Machines(folder, (0,) * setup.world_size), KILL)
+    promise = found.require(1)
+    assert len(set(promise.experts.values())) > 1, "experts are of different ages"
