@@ -292,13 +292,13 @@ class MoEStrategy(PipelinedStrategy):
         super().setup(trainer)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._ignored = ignored
+        if self.pipeline_parallel > 1 and trainer.state.fn == TrainerFn.FITTING:
+            self._untap.append(_glue.tap_zero_grad(trainer, self._hold_zero_grad))
         if self.apart:
             return
         self._equalise_experts(self.groups.ranks("expert_data")[0])
         if trainer.state.fn == TrainerFn.FITTING:
             self._start_reducing()
-            if self.pipeline_parallel > 1:
-                self._untap.append(_glue.tap_zero_grad(trainer, self._hold_zero_grad))
 
     @override
     def configure_ddp(self) -> None:

@@ -12,10 +12,11 @@ from campaign._partial_runs import KILL, Machines, restarts, two_level_setup
 from campaign._pipelined import Pipelined
 from campaign._training import Checkpointing
 from campaign.test_expert_parallel import random_kills
+from campaign.test_in_place import check_killed
+from lightning_moe_ckpt.testing._kill import Kill
 
 DENSE = Checkpointing(policy="dense", every_n_steps=2)
 SPARSE = Checkpointing(policy="sparse", window=3, order="popularity")
-PARTIAL = Checkpointing(policy="partial", k=1)
 
 
 @pytest.mark.parametrize(
@@ -85,3 +86,29 @@ def test_experts_of_every_stage_are_as_old_as_promised(
     found = restarts(campaigns, setup, Machines(folder, (0,) * setup.world_size), KILL)
     promise = found.require(1)
     assert len(set(promise.experts.values())) > 1, "experts are of different ages"
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "expert_parallel", "kills"),
+    [
+        (2, 2, 1, (Kill(phase="forward", step=4, rank=3), Kill(phase="before_optimizer_step", step=7, rank=0))),
+        pytest.param(
+            *(3, 1, 1, (Kill(phase="after_backward", step=5, rank=1), Kill(phase="batch_start", step=8, rank=2))),
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_a_rank_of_a_stage_is_replaced_and_the_others_go_on_in_place(
+    campaigns: Campaigns, stages: int, replicas: int, expert_parallel: int, kills: tuple[Kill, ...]
+) -> None:
+    """Schedules and groups are made anew in processes that keep theirs."""
+    setup = Pipelined(
+        stages=stages,
+        world_size=stages * replicas,
+        expert_parallel=expert_parallel,
+        micro_batches=4 if stages > 2 else 2,
+        batches=6,
+        checkpointing=SPARSE,
+    )
+    lives = check_killed(campaigns, setup, *kills)
+    assert len(lives) > 1
