@@ -95,7 +95,9 @@ class Restarts:
 
     @property
     def _layers(self) -> list[tuple[str, int]]:
-        rows = (each for rank in self.ranks for each in self.read(0, rank, "experts")["layers"])  # stages have their own
+        rows = (
+            each for rank in self.ranks for each in self.read(0, rank, "experts")["layers"]
+        )  # stages have their own
         return list(dict.fromkeys((prefix, number) for prefix, number in rows))
 
     @cached_property

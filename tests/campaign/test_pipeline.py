@@ -67,14 +67,14 @@ def test_differences_of_stages_lead_back_to_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("stages", "replicas", "expert_parallel", "policy"),
-    [(2, 1, 1, "partial"), (2, 2, 2, "selective"), pytest.param(3, 1, 1, "partial", marks=pytest.mark.soak)],
+    ("stages", "ep_size", "policy"),
+    [(2, 1, "partial"), (2, 2, "selective"), pytest.param(3, 1, "partial", marks=pytest.mark.soak)],
 )
 def test_experts_of_every_stage_are_as_old_as_promised(
-    campaigns: Campaigns, folder: Path, stages: int, replicas: int, expert_parallel: int, policy: str
+    campaigns: Campaigns, folder: Path, stages: int, ep_size: int, policy: str
 ) -> None:
     """Each stage chooses among its own experts; what a restart finds of them is what was taken of each last."""
-    plain = two_level_setup(stages * replicas, expert_parallel)
+    plain = two_level_setup(stages * ep_size, ep_size)
     if policy == "selective":  # a stage's dense part, and some of its experts
         checkpointing = Checkpointing(policy="selective", keep=100, local_budget=120_000, remote_budget=100_000)
         plain = replace(plain, checkpointing=checkpointing)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
+from launcher import WorldFailed
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.strategy import MoEStrategy
 from strategy._staged import BATCH, Staged, train
 
 CLIP: dict[str, Any] = {"gradient_clip_val": 0.05}
@@ -56,3 +63,124 @@ def test_stages_change_nothing_but_rounding(world_size: int, stages: int, ep_siz
         assert rank.norm is not None
         assert first.norm is not None
         assert torch.equal(rank.norm, first.norm)
+
+
+STAGES: dict[str, Any] = {"pipeline_parallel": 2, "micro_batches": 2}
+
+
+@pytest.mark.parametrize(
+    ("precision", "plugins"),
+    [
+        ("bf16-mixed", None),
+        pytest.param("bf16-true", None, marks=pytest.mark.soak),
+        (None, "16-mixed"),
+    ],
+    ids=["bf16-mixed", "bf16-true", "16-mixed"],
+)
+def test_losses_are_scaled_where_they_are_computed(precision: str | None, plugins: Any) -> None:
+    """In low precision stages train as one piece does; with a scaler every stage unscales by the same factor."""
+    more: dict[str, Any] = {**CLIP, "precision": precision} if precision else dict(CLIP)
+    if plugins is not None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        more["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+    found = train(2, strategy=STAGES, **more)
+    wanted = train(1, model=lambda: Staged(batch_size=BATCH // 2), accumulate_grad_batches=2, **more)
+    for name, parameter in whole(found, 2).items():
+        torch.testing.assert_close(parameter, wanted[0].parameters[name], rtol=0.05, atol=0.02)
+
+
+def test_a_checkpoint_of_lightning_has_the_whole_model_and_the_optimizer_of_every_stage(tmp_path: Path) -> None:
+    """Saved in stages, it is resumed in stages to the same bits, and its weights load into the whole model."""
+    path = tmp_path / "whole.ckpt"
+
+    def save(trainer: pl.Trainer) -> None:
+        trainer.save_checkpoint(path)
+
+    train(2, model=lambda: Staged(norm=True), strategy=STAGES, after=save)
+    resumed = train(2, model=lambda: Staged(norm=True), strategy=STAGES, max_epochs=2, ckpt_path=str(path))
+    straight = train(2, model=lambda: Staged(norm=True), strategy=STAGES, max_epochs=2)
+    for rank, same in zip(resumed, straight, strict=True):
+        assert rank.parameters.keys() == same.parameters.keys()
+        assert all(torch.equal(each, same.parameters[name]) for name, each in rank.parameters.items())
+    model = Staged(norm=True)
+    model.configure_model()
+    model.load_state_dict(torch.load(path)["state_dict"])
+    with pytest.raises(WorldFailed, match="optimizer state of 2 pipeline stages, and this run has 1"):
+        train(1, model=lambda: Staged(norm=True), max_epochs=2, ckpt_path=str(path))
+
+
+class Manual(Staged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Compiled(Staged):
+    def configure_stage(self, stage: int, num_stages: int) -> nn.Module:
+        made = super().configure_stage(stage, num_stages)
+        made._compiled_call_impl = made._call_impl  # all that `made.compile()` leaves, but for seconds of imports
+        return made
+
+
+class Tied(Staged):
+    def configure_stage(self, stage: int, num_stages: int) -> nn.Module:
+        made = super().configure_stage(stage, num_stages)
+        made.shared = nn.Linear(2, 2)
+        return made
+
+
+class Hookless(pl.LightningModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Talkative(Staged):
+    def stage_auxiliary_loss(self) -> Tensor | None:
+        self.log("balance", 1.0)
+        return None
+
+
+class Ragged(Staged):
+    def train_dataloader(self) -> DataLoader[Any]:
+        x = torch.randn(6, 6)
+        return DataLoader(TensorDataset(x, x.sum(1)), batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (Manual, {}, "needs automatic optimization"),
+        (Compiled, {}, "torch.compile over a pipeline stage"),
+        (Tied, {}, r"`stage.shared.weight` and 1 more: stages \[0, 1\]"),
+        (Hookless, {}, r"Hookless.configure_stage`, which it does not have"),
+        (Talkative, {}, "Stages 0 and 1 both log `balance`"),
+        (Ragged, {}, r"\[2, 6\] float32, batches before had \[4, 6\] float32"),
+        (lambda: Staged(batch_size=3), {}, "3 samples cannot be cut into `micro_batches=2`"),
+        (Staged, {"accumulate_grad_batches": 2}, "accumulated over micro-batches"),
+    ],
+)
+def test_what_no_pipeline_can_run_is_refused_by_name(model: Any, options: dict[str, Any], message: str) -> None:
+    """On every rank, and before any of them waits for another."""
+    with pytest.raises(WorldFailed, match=message):
+        train(2, model=model, strategy=STAGES, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "interleaved"}, r"must be one of \['1f1b', 'gpipe'\]"),
+        ({"pipeline_parallel": 0}, "must be one or more"),
+        ({"pipeline_parallel": 1}, "has no effect without `pipeline_parallel`"),
+        ({"pipeline_parallel": 4}, "as many micro-batches as there are stages"),
+    ],
+)
+def test_arguments_that_make_no_pipeline_are_refused(options: dict[str, Any], message: str) -> None:
+    """They name the argument and what may stand there."""
+    with pytest.raises(ConfigurationError, match=message):
+        MoEStrategy(**{**STAGES, **options})
+
+
+def test_stages_divide_the_processes() -> None:
+    """Both numbers are named, before any group is made."""
+    with pytest.raises(WorldFailed, match="`pipeline_parallel=2` does not divide the 3 processes"):
+        train(3, strategy=STAGES)
