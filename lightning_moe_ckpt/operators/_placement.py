@@ -1,8 +1,8 @@
 """Give every parameter to exactly one operator.
 
 MoE layers come first. The parameters outside them are grouped: one dense operator per transformer block, the rest by
-child module. Blocks are the children of the outermost `ModuleList` on a parameter's path (or of a `Sequential` or
-`ModuleDict` that repeats a class). A module that contains blocks is opened: embeddings, final norm and head beside the
+child module. Blocks are the children of the outermost `ModuleList` on a parameter's path (or of a `ModuleDict` by numbers, or of
+a `Sequential` or `ModuleDict` that repeats a class). A module that contains blocks is opened: embeddings, final norm and head beside the
 blocks become operators of their own, never one giant operator.
 
 Invariant: the slices of all operators tile every parameter. Parameters that share bytes are in one operator.
@@ -155,10 +155,12 @@ class _DenseGroups:
 
     def _repeats_blocks(self, prefix: str) -> bool:
         module = self._modules[prefix]
-        slots = child_slots(module).items()
-        kinds = Counter(type(child) for name, child in slots if child is not None and self._has(prefix, name))
+        slots = child_slots(module)
+        kinds = Counter(type(child) for name, child in slots.items() if child is not None and self._has(prefix, name))
         if isinstance(module, nn.ModuleList):
             return bool(kinds)
+        if isinstance(module, nn.ModuleDict) and all(name.isdecimal() for name in slots):
+            return bool(kinds)  # blocks by their number in a model of which this is a part
         if isinstance(module, nn.ModuleDict):
             # Named stages are no blocks, even if each of them is a Sequential.
             return any(n > 1 and not issubclass(kind, _CONTAINERS) for kind, n in kinds.items())

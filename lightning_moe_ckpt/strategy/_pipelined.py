@@ -26,6 +26,7 @@ from lightning_moe_ckpt.strategy._stage_module import (
     stage_of,
     staged,
     stand_in,
+    stand_out,
 )
 
 
@@ -65,6 +66,13 @@ class PipelinedStrategy(DDPStrategy):
         if self.pipeline_parallel > 1:
             staged(model)
             stand_in(model, lambda: build_stage(model, self.groups))
+
+    @override
+    def teardown(self) -> None:
+        if self.pipeline_parallel > 1 and self.lightning_module is not None:
+            stand_out(self.lightning_module)
+        self._pipeline = None
+        super().teardown()
 
     @property
     def pipeline_stage(self) -> nn.Module | None:

@@ -76,9 +76,16 @@ def stand_in(module: LightningModule, build: Callable[[], None]) -> None:
     module.configure_model = build  # type: ignore[method-assign]
 
 
+def stand_out(module: LightningModule) -> None:
+    """Undo `stand_in`."""
+    vars(module).pop("configure_model", None)
+    for name in _STEPS:
+        if vars(module).get(name) is _never_called:
+            delattr(module, name)
+
+
 def build_stage(module: LightningModule, groups: ParallelGroups) -> None:
-    """Make this rank's stage part of the module, once."""
-    module.__dict__.pop("configure_model", None)
+    """Make this rank's stage part of the module, once; callbacks that average weights may have asked for it before Lightning."""
     known = _built.get(module)
     if known is not None and known[:2] == (groups.stage, groups.num_stages):
         return

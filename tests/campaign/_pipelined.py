@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -14,10 +15,11 @@ from typing_extensions import override
 
 from campaign._data import VOCABULARY, make_loader, make_validation_loader
 from campaign._models import MODEL_DIM
-from campaign._training import Module, Setup
+from campaign._training import Checkpointing, Module, Setup
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing._kill import Kill, Phase
 
 BLOCKS = 4
 
@@ -109,3 +111,51 @@ class Pipelined(Setup):
             schedule=self.schedule,
         )
         return {**super().trainer_options(life), "strategy": strategy}
+
+
+def draw(seed: int) -> tuple[Pipelined, list[Kill]]:
+    """A run in stages and where its lives end, by a number: how it is spread, trained and stored."""
+    rng = random.Random(f"stages {seed}")
+    stages, replicas, ep_size = rng.choice([(2, 1, 1), (2, 2, 1), (2, 2, 2), (3, 1, 1), (4, 1, 1)])
+    checkpointing = rng.choice(
+        [
+            Checkpointing(policy="dense", every_n_steps=rng.randint(1, 3)),
+            Checkpointing(policy="sparse", window=rng.randint(1, 5), order=rng.choice(["popularity", "fixed"])),
+            # As much as steps hide, or a given number of bytes: windows of stages have lengths of their own.
+            Checkpointing(policy="sparse", window="auto", budget_nbytes=rng.choice([None, 12_000, 20_000, 40_000])),
+            Checkpointing(policy="differential", every_n_steps=rng.randint(2, 7), batch=rng.randint(1, 3)),
+        ]
+    )
+    setup = Pipelined(
+        stages=stages,
+        world_size=stages * replicas,
+        expert_parallel=ep_size,
+        micro_batches=4 if stages > 2 else rng.choice([2, 4]),
+        schedule=rng.choice(["1f1b", "gpipe"]),
+        batches=rng.randint(4, 7),
+        precision=rng.choice(["32-true", "32-true", "bf16-mixed", "16-mixed"]),
+        optimizer=rng.choice(["adamw", "adam", "sgd", "adamw_fused"]),
+        scheduler=rng.choice(["none", "cosine", "epoch", "plateau"]),
+        clip=rng.choice([0.5, None]),
+        validate_every=rng.choice([2, 3]),
+        averaged=rng.choice([None, None, "ema"]),
+        workers=rng.choice([0, 0, 1]),
+        checkpointing=checkpointing,
+    )
+    if setup.precision != "32-true" and setup.optimizer == "adamw_fused":  # Lightning does not clip it then
+        setup = replace(setup, optimizer="adamw")
+    phases: list[Phase] = [
+        "batch_start",
+        "forward",
+        "after_backward",
+        "before_optimizer_step",
+        "batch_end",
+        "after_batch_end",
+    ]
+    steps = sorted(rng.sample(range(setup.steps - 1), rng.randint(1, 3)))
+    ranks = [rng.randrange(setup.world_size) for _ in steps]
+    kills = [
+        Kill(phase=rng.choice(phases), step=step, rank=rank, settle=rng.choice([0.0, 10.0]))
+        for step, rank in zip(steps, ranks, strict=True)
+    ]
+    return setup, kills

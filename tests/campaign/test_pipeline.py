@@ -9,7 +9,7 @@ import pytest
 
 from campaign._campaign import Campaigns
 from campaign._partial_runs import KILL, Machines, restarts, two_level_setup
-from campaign._pipelined import Pipelined
+from campaign._pipelined import Pipelined, draw
 from campaign._training import Checkpointing
 from campaign.test_expert_parallel import random_kills
 from campaign.test_in_place import check_killed
@@ -112,3 +112,15 @@ def test_a_rank_of_a_stage_is_replaced_and_the_others_go_on_in_place(
     )
     lives = check_killed(campaigns, setup, *kills)
     assert len(lives) > 1
+
+
+SEEDS = (2, 5)
+
+
+@pytest.mark.parametrize(
+    "seed", [*SEEDS, *(pytest.param(each, marks=pytest.mark.soak) for each in range(100) if each not in SEEDS)]
+)
+def test_a_drawn_run_in_stages_ends_as_if_nothing_had_happened(campaigns: Campaigns, seed: int) -> None:
+    """However it is spread and trained, whatever it stores and wherever it dies."""
+    setup, kills = draw(seed)
+    campaigns.check(setup, *kills, must_strike=False)
