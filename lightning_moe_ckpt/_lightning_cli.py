@@ -2,19 +2,25 @@
 
 LightningCLI says of a misspelt key which types it could not be, over dozens of lines, and wraps the reason why a constructor has
 refused a value. So its parser's messages get a last line that says what was meant, and a refusal of ours is raised as it was.
-Done where this package is imported after `lightning.pytorch.cli`, as by a configuration file or by sorted imports.
+Nothing here imports `lightning.pytorch.cli`, which needs jsonargparse: its parser is told when somebody else has imported it,
+before this package or after.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-import importlib
+import importlib.util
 import inspect
 import re
 import sys
 from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
+
+from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CheckpointError
 
@@ -25,9 +31,39 @@ _UNKNOWN = re.compile(
 )
 
 
+_CLI = "lightning.pytorch.cli"
+
+
 def explain_errors() -> None:
-    """Let LightningCLI end its errors so, if it is imported; once."""
-    parser = getattr(sys.modules.get("lightning.pytorch.cli"), "LightningArgumentParser", None)
+    """Let LightningCLI end its errors so, now or as soon as it is imported; once."""
+    if _CLI in sys.modules:
+        _explain(sys.modules[_CLI])
+    elif not any(isinstance(each, _Awaiting) for each in sys.meta_path):
+        sys.meta_path.insert(0, _Awaiting())
+
+
+class _Awaiting(MetaPathFinder):
+    """Finds no module itself; as the one of LightningCLI is imported, what follows is added, and this goes."""
+
+    @override
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if fullname != _CLI:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def executed(module: ModuleType) -> None:
+                execute(module)
+                _explain(module)
+
+            spec.loader.exec_module = executed  # type: ignore[method-assign]
+        return spec
+
+
+def _explain(module: ModuleType) -> None:
+    parser = getattr(module, "LightningArgumentParser", None)
     if parser is None or hasattr(parser, "explains_moe_ckpt"):
         return
     parser.explains_moe_ckpt = True

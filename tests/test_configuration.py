@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
 import re
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -233,6 +235,31 @@ def test_the_last_line_about_a_misspelt_name_says_what_is_meant(
     (*_, said) = capsys.readouterr().err.rstrip().splitlines()
     assert said.startswith("lightning_moe_ckpt: ")
     assert said.endswith(last), said
+
+
+_ORDER = """
+import sys
+{imports}
+sys.argv = ["cli.py"]
+try:
+    LightningCLI(BoringModel, run=False, args=["--trainer.callbacks=lightning_moe_ckpt.callbacks.DenseChekpoint"])
+except SystemExit:
+    pass
+"""
+
+
+@pytest.mark.parametrize("first", ["cli", "package"])
+def test_the_order_of_imports_does_not_matter(first: str) -> None:
+    """A cold process each: the package before LightningCLI's module, or behind it."""
+    imports = ["import lightning_moe_ckpt", "from lightning.pytorch.cli import LightningCLI"]
+    imports = [*(imports if first == "package" else imports[::-1])]
+    imports.append("from lightning.pytorch.demos.boring_classes import BoringModel")
+    program = _ORDER.format(imports="\n".join(imports))
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=120, check=True, text=True, env=environment
+    )
+    assert done.stderr.rstrip().endswith("there is no such class. Did you mean `DenseCheckpoint`?"), done.stderr[-500:]
 
 
 def test_a_value_that_is_refused_is_an_error_of_ours(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ COMPLAINTS = ("ERROR:lightning_moe_ckpt", "WARNING:lightning_moe_ckpt")
 HARMLESS = (
     "WARNING:lightning_moe_ckpt.tiers._skips:",
     "checkpoints need",
+    "it goes on with its own random numbers",
     " is gone; ",
     " are gone; ",
     "another rank is gone, or does not answer; ",
@@ -34,7 +35,8 @@ HARMLESS = (
     "restarts are not exact if items draw random numbers",
 )
 """Storage of a busy machine lets generations pass it by, which memory has; a drawn run may be short, and its callbacks may
-come to say more than twice what they said at first; its items may draw no random numbers."""
+come to say more than twice what they said at first; its items may draw no random numbers, and each life has a seed
+of its own."""
 SCRATCH_PREFIX = "moe-ckpt-campaigns-"
 """Scratch folders are called so, followed by the process id of the tests."""
 
