@@ -142,6 +142,8 @@ class CheckpointCallback(Checkpoint):
         """Return the policy that chooses what is taken at which step."""
         raise NotImplementedError
 
+    dense_every_n_steps: int | None = None
+    """Steps after which storage gets everything of one boundary in the place of what the policy takes there."""
     best_model_path = ""
     """Always empty: this callback does not look for the best weights. Lightning reads it from every `Checkpoint`."""
 
@@ -288,6 +290,7 @@ class CheckpointCallback(Checkpoint):
             max_chunk=self.max_chunk,
             failure_domains=self.failure_domains,
             freeze_heap=self.freeze_heap,
+            dense_every_n_steps=self.dense_every_n_steps,
         )
         own = (CheckpointCallback, ReplayHooks)
         self._run = FitSession(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -53,6 +54,9 @@ class SparseCheckpoint(CheckpointCallback):
         max_window: longest window to plan, in steps; it bounds the shared memory that is reserved.
         over_budget: what to do if the weights alone exceed the budget: `stall` waits at the window's first step, `dense`
             takes everything at once, less often.
+        dense_every_n_steps: steps after which storage gets everything of one boundary, in the place of the next window, for
+            `moe-ckpt export`: a window holds several steps, which only replay makes one. The newest stays until there is a
+            newer one. Training waits while it is copied. `None` for none between start and end, which are dense.
         **shared: arguments of every checkpoint callback, see `CheckpointArguments`.
 
     Raises:
@@ -74,6 +78,7 @@ class SparseCheckpoint(CheckpointCallback):
         schedule: Sequence[Sequence[str]] | None = None,
         max_window: int = 16,
         over_budget: Literal["stall", "dense"] = "stall",
+        dense_every_n_steps: int | None = None,
         **shared: Unpack[CheckpointArguments],
     ) -> None:
         super().__init__(url, **shared)
@@ -97,6 +102,10 @@ class SparseCheckpoint(CheckpointCallback):
         self.budget_nbytes: int | None = number_of_bytes(self, "budget_nbytes", budget_nbytes, also=[None])
         self.order, self.popularity, self.schedule = order, popularity, schedule
         self.max_window, self.over_budget = max_window, over_budget
+        require_count(self, "dense_every_n_steps", dense_every_n_steps, what="steps", also=[None])
+        self.dense_every_n_steps = dense_every_n_steps
+        if dense_every_n_steps is not None and self.retention.dense == 0:
+            self.retention = replace(self.retention, dense=1)
 
     @override
     def _policy(self) -> Policy:

@@ -42,7 +42,8 @@ OUT decides what is written:
 
 Names are those of the module's state_dict: with tied weights, without buffers that are not persistent. Buffers are
 those of rank 0. No format has what an exact restart needs; a run itself resumes from URL. A sparse generation is several
-steps in one and cannot be exported; the message names the nearest dense one.
+steps in one and cannot be exported, since only replay in training makes them one: the message names the nearest dense one.
+SparseCheckpoint(dense_every_n_steps=...) leaves one now and then, and each run where it ends.
 
 Exit status: 0 written, 2 not written."""
 

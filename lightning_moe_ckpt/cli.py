@@ -218,6 +218,7 @@ _LOOKING = [
         _option(
             "--keep-days", "Keep those committed at most D days before the newest (default: none).", "D", type=float
         ),
+        _option("--keep-dense", "Keep the newest N that can be exported, besides (default: none).", "N", type=int),
         _flag("--verify", "With --keep-...: read what is to be kept before others are given up.", "verify_first"),
     ),
     _on_a_run(

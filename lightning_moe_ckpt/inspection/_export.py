@@ -256,10 +256,11 @@ def _dense_commit(view: RunView, step: int | None) -> Commit:
     dense = [c.generation.step for each in view.generations() if each.usable and (c := each.commit) and _is_dense(c)]
     nearest = min(dense, key=lambda other: abs(other - wanted), default=None)
     remedy = (
-        "There is no dense one. Resume the run and let it end: what a run that ends leaves last is dense."
+        "There is no dense one. Resume the run and let it end: what a run that ends leaves last is dense; while it trains, "
+        "`SparseCheckpoint(dense_every_n_steps=...)` leaves one now and then."
         if nearest is None
         else f"The nearest dense one is step {nearest}: give --step {nearest}, or resume the run and let it end, "
-        "which leaves a dense one."
+        "which leaves a dense one; so does `SparseCheckpoint(dense_every_n_steps=...)` now and then."
     )
     raise NoUsableGeneration(
         f"{commit.generation} is sparse: its operators are of {len(commit.steps)} different steps "

@@ -167,14 +167,15 @@ def gc(
     keep_last: int | None,
     keep_every: int | None,
     keep_days: float | None,
+    keep_dense: int | None,
     verify_first: bool,
     dry_run: bool,
 ) -> Answer:
     """Delete generations that no rule keeps; without rules, those that the run itself has given up."""
     retention = None
-    if (keep_last, keep_every, keep_days) != (None, None, None):
+    if (keep_last, keep_every, keep_days, keep_dense) != (None,) * 4:
         last = Retention().last if keep_last is None else keep_last
-        retention = Retention(last=last, every_n_steps=keep_every, days=keep_days)
+        retention = Retention(last=last, every_n_steps=keep_every, days=keep_days, dense=keep_dense or 0)
     elif verify_first:
         raise ConfigurationError(
             "--verify reads what is to be kept before others are given up, and without --keep-... none are. "

@@ -150,12 +150,13 @@ class CaptureSession:
         self.abort_window()
         self._layout = None
 
-    def open_window(self, step: int, use: Callable[[WindowLayout], None] | None = None) -> bool:
+    def open_window(self, step: int, use: Callable[[WindowLayout], None] | None = None, *, dense: bool = False) -> bool:
         """Agree with all ranks to start a window whose slot 0 is boundary `step`.
 
         Args:
             step: the boundary just reached.
             use: puts a plan in force, if it may change here.
+            dense: whether storage is to get everything of this boundary instead; the same on all ranks.
         """
         assert self._layout is not None
         if self._name(step + len(self._layout.steps) - 1) == self._given_up:
@@ -177,7 +178,7 @@ class CaptureSession:
         if following is not None and use is not None:
             self._follow(following, use, fits=all(fits))
         why_not = self._restore_names() if not grown or any(unnamed) else None
-        whole = self._tiers.wants_whole(self._name(step), self._layout)
+        whole = dense or self._tiers.wants_whole(self._name(step), self._layout)
         self.whole_at = step if whole else None
         if whole:
             return False

@@ -44,6 +44,24 @@ class JournalSource(Protocol):
         """Copies in storage that no generation names any more; the same on all ranks."""
 
 
+class DenseTurns:
+    """When a window gives way to a dense generation, for exports: once in every `every_n_steps`, or never."""
+
+    def __init__(self, every_n_steps: int | None) -> None:
+        self._every, self._turn = every_n_steps, -1
+
+    def due(self, step: int, *, replaying: bool) -> bool:
+        """Return whether it is the turn of one at boundary `step`, where a window could begin; the same on all ranks.
+
+        The start of a run is dense already; parts that are frozen in replay are of an older step.
+        """
+        if self._every is None or replaying:
+            return False
+        turn, before = step // self._every, self._turn
+        self._turn = turn
+        return 0 <= before < turn
+
+
 class DenseCapture:
     """Take dense generations of one incarnation; `worker` is that of the tier that gets them."""
 

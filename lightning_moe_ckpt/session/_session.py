@@ -28,7 +28,7 @@ from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import FrozenHeap, HookClock, StallMeter, collections_paused
 from lightning_moe_ckpt.recovery import Replay, RestoreSource, ResumeRequest, RunOpener, is_superseded, load_found
 from lightning_moe_ckpt.session._chain import Capture, capture_session
-from lightning_moe_ckpt.session._dense import DenseCapture
+from lightning_moe_ckpt.session._dense import DenseCapture, DenseTurns
 from lightning_moe_ckpt.session._report import Report, captured_figures, found_figures, log_figures, made, tier_figures
 from lightning_moe_ckpt.session._tiers import Tiers, build_on_stored, report_failures
 from lightning_moe_ckpt.snapshot import (
@@ -106,6 +106,7 @@ class CheckpointSession:
         self._memory: RankMemory | None = None
         self._rings: Rings | None = None
         self._dense: DenseCapture | None = None
+        self._turns = DenseTurns(config.dense_every_n_steps)
         self._tiers = Tiers([])
         self._capture: Capture | None = None
         self._engine = create_engine(device)
@@ -335,7 +336,9 @@ class CheckpointSession:
         if not capture.window_open:
             self._plan()
             use = self._use if self.replay is None else None
-            if capture.layout is None or not self._due(step) or not capture.open_window(step, use):
+            if capture.layout is None or not self._due(step):
+                return
+            if not capture.open_window(step, use, dense=self._turns.due(step, replaying=self.replaying)):
                 return
             self._last_window = step
             outcome = {**outcome, **self._planner.state()}

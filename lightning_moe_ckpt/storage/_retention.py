@@ -44,7 +44,12 @@ class Retention:
     """Keep generations committed at most so many days before the newest one. If the clock was ahead when the newest was
     committed, others go that much too early; if it was behind, they stay longer."""
 
+    dense: int = 0
+    """Number of newest generations to keep of those with everything at one step, which can be exported, besides."""
+
     def __post_init__(self) -> None:
+        if not (_is_int(self.dense) and self.dense >= 0):
+            raise ConfigurationError(f"`Retention(dense={self.dense!r})` must be 0 or more generations.")
         for name, what in (("last", "generations, of which one is resumed from"), ("every_n_steps", "steps")):
             value = getattr(self, name)
             if (value is None and name != "last") or (_is_int(value) and value >= 1):
@@ -74,6 +79,8 @@ class Retention:
         if self.days is not None:
             oldest = max((commit.unix_time for commit in restorable[:1]), default=0) - self.days * _SECONDS_PER_DAY
             reasons |= {c.generation: f"within {self.days:g} days" for c in restorable if c.unix_time >= oldest}
+        whole = [commit.generation for commit in restorable if len(commit.steps) == 1 and not commit.needs]
+        reasons |= dict.fromkeys(whole[: self.dense], f"among the last {self.dense} with everything at one step")
         return reasons | {c.generation: f"among the last {self.last}" for c in restorable[: self.last]}
 
 

@@ -44,6 +44,8 @@ class SessionConfig:
     """Bytes of one message of a copy, the same on all ranks."""
     failure_domains: Sequence[FailureDomain] | None = None
     """Node and rack of every rank, by rank; `None` for what each finds out."""
+    dense_every_n_steps: int | None = None
+    """Steps after which storage gets everything of one boundary in the place of a window; `None` for never."""
     commit_timeout: timedelta = timedelta(seconds=120)
     """How long a generation may take to become durable at the end, when training waits for it."""
     overhead_target: float | None = None

@@ -29,8 +29,9 @@ from lightning_moe_ckpt.errors import (
     NoUsableGeneration,
     StorageRefused,
 )
+from lightning_moe_ckpt.inspection import Export, export
 from lightning_moe_ckpt.process._heap import _Owner
-from lightning_moe_ckpt.storage import PosixBackend, RunStore, open_backend
+from lightning_moe_ckpt.storage import PosixBackend, RunStore, RunView, open_backend
 
 FEATURES = 4
 
@@ -517,3 +518,47 @@ def test_another_rate_seed_or_batch_size_than_the_stored_runs_is_said(
         }[change]
         assert len(said) == (len(words) if changed else 0), said
         assert all(word in line for word, line in zip(words, said, strict=False))
+
+
+def test_dense_generations_of_a_sparse_run_can_be_exported(tmp_path: Path) -> None:
+    """One every so many steps in the place of a window, the newest of which stays, and no restart is less exact for it."""
+    seen: list[tuple[int, list[tuple[int, bool]]]] = []
+    exported: list[Export] = []
+    url = tmp_path / "run"
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            assert checkpoint.wait_committed(60)
+            stored = RunView.open(open_backend(str(url))).generations()
+            found = [
+                (each.generation.step, len(each.commit.steps) == 1) for each in stored if each.commit and each.usable
+            ]
+            seen.append((trainer.global_step, found))
+            if trainer.global_step == 24:
+                step = next(at for at, dense in found if dense)
+                exported.append(export(open_backend(str(url)), tmp_path / "out.safetensors", step=step))
+
+    def trained(where: Path, steps: int) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        module = Linear()
+        fit(checkpoint, *looks, steps=steps, module=module)
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+    looks: list[Callback] = [Look()]
+    options: dict[str, Any] = {"window": 2, "dense_every_n_steps": 7, "overhead_target": None}
+    checkpoint = SparseCheckpoint(url, **options)
+    trained(url, 25)
+    assert checkpoint.retention.dense == 1
+    for step, found in seen[18:24]:
+        kept = [at for at, dense in found if dense]
+        assert len(kept) == 1, (step, found)
+        assert 14 <= kept[0] <= step
+        assert len(found) == (3 if kept[0] < found[1][0] else 2), "the last two stay besides"
+    assert [each.step for each in exported] == [next(at for at, dense in seen[23][1] if dense)]
+    looks.clear()
+    checkpoint = SparseCheckpoint(url, **options)
+    resumed = trained(url, 33)
+    assert checkpoint.report.resumed_from == 25
+    checkpoint = SparseCheckpoint(tmp_path / "other", window=2, overhead_target=None)
+    whole = trained(tmp_path / "other", 33)
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
