@@ -73,7 +73,8 @@ class Recipe:
 Weighted = TypeVar("Weighted", nn.Linear, nn.Embedding)
 
 
-def _normal(layer: Weighted, std: float) -> Weighted:
+def normal(layer: Weighted, std: float) -> Weighted:
+    """Draw the weights of a layer anew, from a normal distribution."""
     nn.init.normal_(layer.weight, std=std)
     return layer
 
@@ -84,8 +85,8 @@ class CausalAttention(nn.Module):
     def __init__(self, wanted: Architecture) -> None:
         super().__init__()
         self.num_heads, self.dropout = wanted.num_heads, wanted.dropout
-        self.qkv = _normal(nn.Linear(wanted.model_dim, 3 * wanted.model_dim, bias=False), std=wanted.model_dim**-0.5)
-        self.out = _normal(nn.Linear(wanted.model_dim, wanted.model_dim, bias=False), std=wanted.model_dim**-0.5)
+        self.qkv = normal(nn.Linear(wanted.model_dim, 3 * wanted.model_dim, bias=False), std=wanted.model_dim**-0.5)
+        self.out = normal(nn.Linear(wanted.model_dim, wanted.model_dim, bias=False), std=wanted.model_dim**-0.5)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         B, T, D = x_BTD.shape
@@ -138,12 +139,12 @@ class MoEGPT(LightningModule):
         wanted = self.architecture
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.init_seed)
-            self.embed = _normal(nn.Embedding(VOCABULARY, wanted.model_dim), std=0.5)
-            self.position = _normal(nn.Embedding(wanted.context, wanted.model_dim), std=0.5)
+            self.embed = normal(nn.Embedding(VOCABULARY, wanted.model_dim), std=0.5)
+            self.position = normal(nn.Embedding(wanted.context, wanted.model_dim), std=0.5)
             self.blocks.extend(Block(wanted, self.make_moe(wanted, i)) for i in range(wanted.num_blocks))
             self.norm = nn.LayerNorm(wanted.model_dim)
             # Close to zero: the first guess is uniform, 8 bits per byte.
-            self.head = _normal(nn.Linear(wanted.model_dim, VOCABULARY, bias=False), std=0.02)
+            self.head = normal(nn.Linear(wanted.model_dim, VOCABULARY, bias=False), std=0.02)
 
     def make_moe(self, wanted: Architecture, block: int) -> nn.Module:
         """The experts of block number `block`: a layer that leaves its balancing loss in `l_aux`."""
@@ -183,7 +184,7 @@ class MoEGPT(LightningModule):
         return nn.functional.cross_entropy(self(bytes_BT).flatten(0, 1), target_BT.flatten())
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        embeddings = {id(self.embed.weight), id(self.position.weight)}
+        embeddings = {id(each.weight) for each in self.modules() if isinstance(each, nn.Embedding)}
         decayed = [p for p in self.parameters() if p.ndim >= 2 and id(p) not in embeddings]
         chosen = {id(p) for p in decayed}
         groups = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ import cli
 import demo
 import demo_worker
 import digits
+import pipeline_gpt
 from corpus import RandomCrops, TextCrops, load_corpus
 from demo_report import RunRecords, compare, draw, figures, recoveries
 from lightning_moe_ckpt import MoEStrategy
@@ -274,6 +276,39 @@ def test_digits_are_learned_from_the_configuration_file(tmp_path: Path) -> None:
     ((num_images, accuracy, stored),) = run_world(1, work, timeout=timedelta(seconds=120), process_group=False)
     assert (num_images, stored) == (1797, 66)
     assert accuracy > 0.6
+
+
+@lightning_cli
+def test_two_stages_learn_from_the_configuration_file_and_go_on_where_they_were(tmp_path: Path) -> None:
+    """Some steps bring the loss below that of a uniform guess on both processes, a second start finds the run finished."""
+    options = [
+        *("--config", str(ROOT / "examples" / "pipeline.yaml"), "--trainer.max_steps=30", "--data.val_crops=32"),
+        *(
+            "--trainer.callbacks.init_args.url",
+            str(tmp_path),
+            "--trainer.logger=false",
+            "--model.architecture.context=16",
+        ),
+        *("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--data.context=16"),
+        *("--model.architecture.model_dim=32", "--trainer.default_root_dir", str(tmp_path)),
+        *("--trainer.val_check_interval=10", "--model.architecture.expert_dim=32", "--data.train_crops=480"),
+    ]
+
+    def work(rank: int) -> tuple[float, float, int, list[str]]:
+        built = pipeline_gpt.main(options, run=False)
+        built.trainer.fit(built.model, built.datamodule)
+        (checkpoint,) = (c for c in built.trainer.callbacks if isinstance(c, SparseCheckpoint))  # type: ignore[attr-defined]
+        seen = built.trainer.callback_metrics
+        blocks = sorted({name.split(".")[2] for name, _ in built.model.named_parameters() if ".blocks." in name})
+        return float(seen["train/loss"]), float(seen["val/bits_per_byte"]), checkpoint.report.steps, blocks
+
+    first = run_world(2, work, timeout=timedelta(seconds=120), process_group=False)
+    assert [row[2:] for row in first] == [(30, ["0", "1"]), (30, ["2", "3"])]
+    assert first[0][:2] == first[1][:2]
+    assert first[0][0] < math.log(256) - 0.5
+    assert first[0][1] < 8
+    again = run_world(2, lambda rank: work(rank)[2], timeout=timedelta(seconds=120), process_group=False)
+    assert again == [0, 0]
 
 
 @lightning_cli

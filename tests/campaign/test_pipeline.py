@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from campaign._campaign import Campaigns
+from campaign._campaign import Campaigns, checkpoints
 from campaign._partial_runs import KILL, Machines, restarts, two_level_setup
-from campaign._pipelined import Pipelined, draw
+from campaign._pipelined import Pipelined, PipelinedModule, Stage, draw
 from campaign._training import Checkpointing
 from campaign.test_expert_parallel import random_kills
 from campaign.test_in_place import check_killed
+from lightning_moe_ckpt.inspection import export, verify
+from lightning_moe_ckpt.storage import open_backend
 from lightning_moe_ckpt.testing._kill import Kill
 
 DENSE = Checkpointing(policy="dense", every_n_steps=2)
@@ -124,3 +128,23 @@ def test_a_drawn_run_in_stages_ends_as_if_nothing_had_happened(campaigns: Campai
     """However it is spread and trained, whatever it stores and wherever it dies."""
     setup, kills = draw(seed)
     campaigns.check(setup, *kills, must_strike=False)
+
+
+def test_tools_see_one_model(campaigns: Campaigns, tmp_path: Path) -> None:
+    """What stages and expert-parallel ranks have stored is whole, and is exported as the model that nobody cut."""
+    setup = Pipelined(world_size=4, expert_parallel=2, validate_every=None, batches=4, epochs=1, checkpointing=SPARSE)
+    (life,) = campaigns.run(setup)
+    with closing(open_backend(checkpoints(life.workdir).as_uri())) as backend:
+        assert verify(backend).sound
+        done = export(backend, tmp_path / "whole.ckpt")
+    assert done.step == setup.steps
+    whole = PipelinedModule(setup, None)  # type: ignore[arg-type]
+    whole.stage = Stage(0, 1, 4)
+    found = torch.load(tmp_path / "whole.ckpt")
+    whole.load_state_dict(found["state_dict"])
+    ends = [life.end(rank) for rank in range(4)]
+    for name, parameter in whole.named_parameters():
+        own = [end[f"param/{name}"] for end in ends if f"param/{name}" in end]
+        shared = torch.cat(own) if name.rpartition(".")[2] in {"w1", "b1", "w2", "b2"} else own[0]
+        assert torch.equal(parameter, shared), name
+    assert len(found["optimizer_states"][0]["state"]) == len(list(whole.parameters()))
