@@ -162,7 +162,10 @@ class CheckpointCallback(Checkpoint):
         if self._run is not None:
             return self._run.session.report()
         if self._report is None:
-            raise ConfigurationError("`report` has no figures before `Trainer.fit`. Read it during or after the fit.")
+            raise ConfigurationError(
+                "`report` has no figures before `Trainer.fit`. Read it during or after the fit, and where Lightning starts processes of "
+                "its own (spawn, fork, notebooks) in those: a callback reads it in `on_fit_end`."
+            )
         return self._report
 
     @property
