@@ -32,7 +32,7 @@ def test_bytes_have_one_unit(nbytes: int, text: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (-1, "0.0 s"), (0.25, "0.2 s"), (59.6, "1 min"), (42, "42 s"), (200, "3 min 20 s"), (3600, "1 h"),
+        (-1.0, "0.0 s"), (3, "3 s"), (0.25, "0.2 s"), (59.6, "1 min"), (42, "42 s"), (200, "3 min 20 s"), (3600, "1 h"),
         (18420, "5 h 7 min"), (86400 * 3 + 4 * 3600 + 59, "3 d 4 h"),
     ],
 )  # fmt: skip

@@ -34,7 +34,9 @@ def answer(view: RunView, out: Path, *, force: bool) -> Answer:
     Raises:
         ConfigurationError: the file exists or cannot be written.
     """
-    if out.is_dir() or (out.exists() and not force):
+    if out.is_dir():
+        raise ConfigurationError(f"{out} is a folder. Give the name of a file in it, such as {out / 'report.html'}.")
+    if out.exists() and not force:
         raise ConfigurationError(f"{out} exists. Give another name, or --force to replace it.")
     if not out.parent.is_dir():
         raise ConfigurationError(f"{out.parent} is not a folder. Make it, or give another name.")

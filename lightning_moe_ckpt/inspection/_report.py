@@ -67,7 +67,9 @@ class Screen(Console):
 def plain_table(*titles: str, right: Iterable[str] = (), wraps: str | None = None, title: str | None = None) -> Table:
     """Return a table without a frame, which is readable at 80 columns: only the column `wraps` breaks its lines."""
     style: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 0, 0, 1), "pad_edge": False, "show_edge": False}
-    table = Table(**style, title=title and f"\n{title}", title_justify="left", title_style="bold")
+    if title is not None:
+        style |= {"title": f"\n{title}", "title_justify": "left", "title_style": "bold", "min_width": len(title)}
+    table = Table(**style)
     for each in titles:
         justify: JustifyMethod = "right" if each in right else "left"
         least = _WRAPPED if each == wraps else None
@@ -277,7 +279,8 @@ def _heading(document: Row) -> str:
     facts = {**plan["config"], **{key: value for key, value in plan.items() if key != "config"}}
     usable = document["why_not"] or "usable"
     steps = _steps(document["first_step"], document["step"])
-    size = f"{document['window']} segments per rank, {document['ranks']} ranks, {size_text(document['nbytes'])}"
+    window, ranks = _count(document["window"], "segment"), _count(document["ranks"], "rank")
+    size = f"{window} per rank, {ranks}, {size_text(document['nbytes'])}"
     if document["needs"]:
         referenced = sum(row["nbytes"] for row in document["referenced"])
         size += (
@@ -286,12 +289,16 @@ def _heading(document: Row) -> str:
     lines = [
         f"{document['url']}",
         f"step {document['step']} (incarnation {document['incarnation']}) of run {document['run_id']}: {usable}",
-        f"{document['kind']}, steps {steps}, {size}",
+        f"{document['kind']}, {'step' if document['window'] == 1 else 'steps'} {steps}, {size}",
         "written by: " + _facts({key: value for key, value in policy.items() if key != "fingerprint"}),
         f"written with: {in_words(document['versions'])}",
         "plan: " + _facts(facts),
     ]
     return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _facts(facts: Mapping[str, Any]) -> str:

@@ -49,6 +49,9 @@ def screen_of(found: RunProgress) -> RenderableType:
 
 
 def _heading(found: RunProgress) -> Text:
+    if not found.run_id:
+        said = f"{found.url}\nthe log cannot be read: `moe-ckpt repair {found.url}` rebuilds it from generations"
+        return Text(said, overflow="fold")
     text = Text(f"{found.url}\nrun {found.run_id}: ", overflow="fold")
     text.append(found.state, _STATES[found.state])
     number = found.incarnations[-1].number if found.incarnations else "?"
@@ -92,7 +95,8 @@ def figures(found: RunProgress) -> dict[str, str]:
         said["goodput"] = f"{found.goodput:.0%} of the time since the first start"
     starts = len(found.incarnations)
     if starts:
-        again = f", {found.lost_steps} steps were taken again" if found.lost_steps else ""
+        lost = "1 step was" if found.lost_steps == 1 else f"{found.lost_steps} steps were"
+        again = f", {lost} taken again" if found.lost_steps else ""
         said["starts"] = f"{starts}{again}"
     skipped = found.incarnations[-1].figures.get("skipped") if found.incarnations else None
     if isinstance(skipped, dict) and sum(skipped.values()):
