@@ -1,5 +1,7 @@
 """Count the tokens per expert of all MoE layers, summed over ranks; numbers of each rank share the collective.
 
+With pipeline stages ranks of a stage add up what they count, and every rank learns of the layers of other stages.
+
 The counters are those that the planner of checkpoints reads. This module has its own accumulators, so that neither
 reader changes what the other reads.
 """
@@ -8,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.metrics import load_skew
 from lightning_moe_ckpt.operators import CountProbe, LoadCounter, OperatorSet, discover
+from lightning_moe_ckpt.parallel import current_groups
 
 log = rank_logger(__name__)
 
@@ -88,7 +93,7 @@ class LayerLoads:
             counter.distrust([failure.layer for failure in failures])
 
     def read(self, numbers: Sequence[int] = ()) -> tuple[list[LayerLoad], Tensor]:
-        """Return the loads since the last call, by one collective of all ranks. Waits for the device.
+        """Return the loads since the last call, by one collective of all ranks, or several with stages. Waits for the device.
 
         Args:
             numbers: numbers of this rank; every rank must give equally many.
@@ -101,13 +106,22 @@ class LayerLoads:
         ranks_RN = torch.zeros(world_size, len(numbers), dtype=torch.int64)
         ranks_RN[rank] = torch.tensor(numbers, dtype=torch.int64)
         counts = [counter.read_and_reset().to(self._device) for counter in self._counters]
-        # Each rank adds its numbers in its own row, so that the sum gathers them without a second collective.
-        everything = torch.cat([*counts, ranks_RN.flatten().to(self._device)])
-        sizes = [self._processed.num_experts, self._dropped.num_experts, ranks_RN.numel()]
-        processed, dropped, ranks = torch.split(sum_over_ranks(everything, self._device), sizes)
+        sizes = [self._processed.num_experts, self._dropped.num_experts]
+        if (groups := current_groups()).num_stages == 1:
+            # Each rank adds its numbers in its own row, so that the sum gathers them without a second collective.
+            everything = torch.cat([*counts, ranks_RN.flatten().to(self._device)])
+            *found, ranks = torch.split(sum_over_ranks(everything, self._device), [*sizes, ranks_RN.numel()])
+            return self._loads(*found), ranks.view_as(ranks_RN)
+        own = self._loads(*torch.split(sum_over_ranks(torch.cat(counts), self._device), sizes))
+        told = Exchange(groups, "pipeline_control").gather_values(
+            [[each.layer, each.tokens, each.drops] for each in own]
+        )
+        rows = Exchange(groups).gather([*numbers]) if numbers else ranks_RN.tolist()
+        return [LayerLoad(*each) for stage in cast("list[list[Any]]", told) for each in stage], torch.tensor(rows)
+
+    def _loads(self, processed: Tensor, dropped: Tensor) -> list[LayerLoad]:
         drops = dict(_by_layer(self._dropped, dropped))
-        loads = [LayerLoad(name, tokens_E, drops.get(name)) for name, tokens_E in _by_layer(self._processed, processed)]
-        return loads, ranks.view_as(ranks_RN)
+        return [LayerLoad(name, tokens_E, drops.get(name)) for name, tokens_E in _by_layer(self._processed, processed)]
 
     def remove(self) -> None:
         """Stop counting."""
@@ -117,21 +131,27 @@ class LayerLoads:
 
 
 def sum_over_ranks(vector: Tensor, device: torch.device) -> Tensor:
-    """Return the sum of a vector over all ranks, on the CPU, by one collective on `device`."""
+    """Return the sum of a vector over all ranks of the stage, on the CPU, by one collective on `device`."""
     total = vector.to(device)
     if dist.is_available() and dist.is_initialized() and len(total):
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=_of_stage())
     return total.cpu()
 
 
 def gather_over_ranks(vector: Tensor, device: torch.device) -> Tensor:
-    """Return the vectors of all ranks, one a row in the order of ranks, on the CPU, by one collective on `device`."""
-    own = vector.to(device)
+    """Return the vectors of all ranks of the stage, one a row in the order of ranks, on the CPU, by one collective on `device`."""
+    own, stage = vector.to(device), _of_stage()
     if not (dist.is_available() and dist.is_initialized()):
         return own[None].cpu()
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, own)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(stage))]
+    dist.all_gather(rows, own, group=stage)
     return torch.stack(rows).cpu()
+
+
+def _of_stage() -> dist.ProcessGroup | None:
+    """Return the group of this rank's pipeline stage; `None`, which is the world, where there is one stage."""
+    groups = current_groups()
+    return groups.group("stage") if groups.num_stages > 1 else None
 
 
 def _by_layer(operators: OperatorSet, counts: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -33,6 +33,11 @@ def ignore_names(module: LightningModule, names: set[str]) -> None:
     setattr(module, IGNORED, sorted(names))
 
 
+def named_states(module: LightningModule) -> list[tuple[str, Tensor]]:
+    """Return parameters and buffers by name."""
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
 def tap_clipping(precision: Precision, clip: Callable[[Optimizer, int | float], None]) -> Callable[[], None]:
     """Route clipping by norm through `clip`. Every plugin and algorithm ends in `clip_grad_by_norm`.
 

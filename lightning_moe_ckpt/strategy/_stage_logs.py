@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
+
+_OPTIONS = list(signature(LightningModule.log).parameters)[3:]
+"""Names of the arguments behind name and value."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -44,7 +48,7 @@ class StageLogs:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Take what is logged in the context."""
-        self._module.log = self._log  # type: ignore[method-assign, assignment]
+        self._module.log = self._log  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -71,7 +75,8 @@ class StageLogs:
             loss = loss if row[1] is None else loss + row[1].to(loss.dtype)
         return loss
 
-    def _log(self, name: str, value: Any, **options: Any) -> None:
+    def _log(self, name: str, value: Any, *positional: Any, **options: Any) -> None:
+        options |= dict(zip(_OPTIONS, positional, strict=False))
         if not isinstance(value, (Tensor, int, float)):
             raise ConfigurationError(
                 f"`self.log({name!r})` was given {type(value).__name__} in a pipeline stage, which cannot be averaged over "

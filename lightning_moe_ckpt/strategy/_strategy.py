@@ -288,16 +288,22 @@ class MoEStrategy(PipelinedStrategy):
         self._check_stages(trainer)
         self._sharded = expert_parallel_fqns(module)
         ignored = _glue.ignored_names(module) - self._sharded
-        _glue.ignore_names(module, ignored | self._sharded)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        # Lightning makes states equal to those of rank 0 where it does not fit, and stages have no state in common.
+        apart = set() if fits or self.pipeline_parallel == 1 else {n for n, _ in _glue.named_states(module)}
+        _glue.ignore_names(module, ignored | self._sharded | apart)
         super().setup(trainer)
+        if apart:
+            _glue.ignore_names(module, ignored | self._sharded)
+            self.configure_ddp()
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._ignored = ignored
-        if self.pipeline_parallel > 1 and trainer.state.fn == TrainerFn.FITTING:
+        if self.pipeline_parallel > 1 and fits:
             self._untap.append(_glue.tap_zero_grad(trainer, self._hold_zero_grad))
         if self.apart:
             return
         self._equalise_experts(self.groups.ranks("expert_data")[0])
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fits:
             self._start_reducing()
 
     @override
@@ -353,7 +359,7 @@ class MoEStrategy(PipelinedStrategy):
     def _equalise_replicated(self, source: int) -> None:
         module, ignored = self._module, _glue.ignored_names(self._module)
         if self.groups.stage_size > 1:
-            states = [*module.named_parameters(), *module.named_buffers()]
+            states = _glue.named_states(module)
             broadcast_tensors((t for name, t in states if name not in ignored), self.groups.groups["stage"], source)
 
     def _equalise_experts(self, source: int) -> None:

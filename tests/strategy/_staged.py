@@ -89,7 +89,10 @@ class Staged(pl.LightningModule):
 
     def stage_loss(self, output: Tensor, target: Tensor) -> Tensor:
         loss: Tensor = (output[:, 0] - target).pow(2).mean()
-        self.log("loss" if self.training else "val", loss, sync_dist=not self.training)
+        if self.training:
+            self.log("loss", loss, False)  # as users may write it
+        else:
+            self.log_dict({"val": loss}, sync_dist=True)
         return loss
 
     def stage_auxiliary_loss(self) -> Tensor | None:
@@ -187,7 +190,7 @@ def train(
         pl.seed_everything(1, verbose=False)
         watcher = Watcher()
         trainer = pl.Trainer(
-            **{**QUIET, "devices": world_size, **options},
+            **{**QUIET, "devices": world_size, **{k: v for k, v in options.items() if k != "callbacks"}},
             strategy=MoEStrategy(**(strategy or {})),
             callbacks=[watcher, *(options.get("callbacks") or [])],
         )

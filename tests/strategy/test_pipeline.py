@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.strategy import MoEStrategy
 from strategy._staged import BATCH, Staged, train
@@ -107,6 +108,23 @@ def test_a_checkpoint_of_lightning_has_the_whole_model_and_the_optimizer_of_ever
     model.load_state_dict(torch.load(path)["state_dict"])
     with pytest.raises(WorldFailed, match="optimizer state of 2 pipeline stages, and this run has 1"):
         train(1, model=lambda: Staged(norm=True), max_epochs=2, ckpt_path=str(path))
+
+
+@pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders")
+def test_loads_of_all_stages_are_logged() -> None:
+    """Each layer's tokens add up to those that passed, though a stage counts its own only; validation alone works too."""
+
+    def after(trainer: pl.Trainer) -> tuple[dict[str, float], float]:
+        (monitor,) = (each for each in trainer.callbacks if isinstance(each, ExpertLoadMonitor))  # type: ignore[attr-defined]
+        row = monitor.latest
+        (found,) = trainer.validate(trainer.lightning_module, verbose=False)
+        return row, found["val"]
+
+    monitor = ExpertLoadMonitor(every_n_steps=3)
+    ranks = train(4, strategy=STAGES, after=after, limit_val_batches=2, callbacks=[monitor])
+    row = ranks[0].value[0]
+    assert [f"moe/max_share/stage.blocks.{block}.moe" in row for block in range(4)] == [True] * 4
+    assert len({rank.value[1] for rank in ranks}) == 1
 
 
 class Manual(Staged):
