@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import closing
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from campaign._campaign import Campaigns, checkpoints
+from campaign._nodes import Nodes
 from campaign._partial_runs import KILL, Machines, restarts, two_level_setup
 from campaign._pipelined import Pipelined, PipelinedModule, Stage, draw
 from campaign._training import Checkpointing
 from campaign.test_expert_parallel import random_kills
 from campaign.test_in_place import check_killed
+from campaign.test_peers import train_with_copies_only
 from lightning_moe_ckpt.inspection import export, verify
 from lightning_moe_ckpt.storage import open_backend
 from lightning_moe_ckpt.testing._kill import Kill
@@ -148,3 +152,33 @@ def test_tools_see_one_model(campaigns: Campaigns, tmp_path: Path) -> None:
         shared = torch.cat(own) if name.rpartition(".")[2] in {"w1", "b1", "w2", "b2"} else own[0]
         assert torch.equal(parameter, shared), name
     assert len(found["optimizer_states"][0]["state"]) == len(list(whole.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("placed", "redundancy"),
+    [
+        ((0, 0, 1, 1), False),
+        pytest.param((0, 1, 0, 1), True, marks=pytest.mark.soak),
+        pytest.param((0, 0, 1, 1), True, marks=pytest.mark.soak),
+    ],
+    ids=["a node has a stage", "a node has half of each", "stages mirror nothing of each other"],
+)
+def test_a_node_of_a_stage_comes_back_from_the_other_one(
+    campaigns: Campaigns, folder: Path, placed: tuple[int, ...], redundancy: bool
+) -> None:
+    """Copies may lie with another stage, which has nothing of them in its own state."""
+    checkpointing = replace(DENSE, arguments=(("redundancy", redundancy),))
+    setup, nodes = Pipelined(world_size=4, batches=6, checkpointing=checkpointing), Nodes(folder, placed, dies=1)
+    kill = Kill(phase="forward", step=10, rank=placed.index(1))
+    lives = campaigns.check(setup, kill, may_complain=True, fit=partial(train_with_copies_only, setup, nodes))
+    assert " from peer (rank" in lives[-1].log()
+    assert nodes.files() == []
+
+
+def test_a_signal_to_one_rank_stops_all_stages_at_one_boundary(campaigns: Campaigns) -> None:
+    """The stop rides on the exchange of a step, which all stages take part in."""
+    setup = Pipelined(world_size=2, checkpointing=DENSE)
+    stop = Kill(phase="forward", step=5, rank=1, signal=signal.SIGTERM)
+    lives = campaigns.check(setup, stop)
+    assert [life.outcome for life in lives] == ["stopped", "finished"]
+    assert lives[1].steps()[0] == lives[0].steps()[-1] + 1, "no step is trained twice"
