@@ -200,7 +200,8 @@ def _plan(text: object, where: str) -> Row:
         raise Corrupt(f"{where}: its plan is none of this format. Read it with the release that wrote it.")
     window = plan.get("plan", {})
     found = {"interval": window["interval_steps"]} if isinstance(window, dict) and "interval_steps" in window else {}
-    found |= {key: plan[key] for key in ("split_nbytes",) if key in plan}
+    if not plan.get("stages"):  # each of which cuts operators in its own way
+        found |= {key: plan[key] for key in ("split_nbytes",) if key in plan}
     return {"config": config, **found, "compute_dtypes": sorted({str(dtype) for dtype in dtypes.values()})}
 
 

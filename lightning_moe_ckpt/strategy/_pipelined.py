@@ -7,12 +7,15 @@ micro-batches together, so it is the step, gradients are set to zero before it, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe
 from typing_extensions import override
 
 from lightning_moe_ckpt.coordination import Exchange
@@ -28,6 +31,12 @@ from lightning_moe_ckpt.strategy._stage_module import (
     stand_in,
     stand_out,
 )
+
+_NEEDED = {
+    "scale_grads": "scale_grads" in signature(ScheduleGPipe.__init__).parameters,
+    "eval": hasattr(ScheduleGPipe, "eval"),
+}
+"""What schedules have not had from the beginning, and whether they have it here."""
 
 
 class PipelinedStrategy(DDPStrategy):
@@ -161,6 +170,12 @@ def _check_pipeline(pipeline_parallel: int, micro_batches: int, schedule: str) -
         raise ConfigurationError(
             f"`MoEStrategy(schedule={schedule!r})` must be one of {sorted(SCHEDULES)}: others interleave stages or change "
             "the order in which gradients are added up."
+        )
+    lacks = [name for name, there in _NEEDED.items() if not there]
+    if pipeline_parallel > 1 and lacks:
+        raise ConfigurationError(
+            f"`MoEStrategy(pipeline_parallel={pipeline_parallel})` needs schedules of torch with `{lacks[0]}`, which torch "
+            f"{torch.__version__} does not have. Use a newer torch; 2.13 was tested."
         )
     if schedule == "1f1b" and micro_batches < pipeline_parallel:
         raise ConfigurationError(

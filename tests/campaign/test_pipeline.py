@@ -57,7 +57,7 @@ def test_killed_on_random_ranks_stages_end_the_same(
     ("stages", "replicas", "expert_parallel", "policy"),
     [
         (2, 1, 1, "differential"),
-        (2, 2, 2, "differential"),
+        pytest.param(2, 2, 2, "differential", marks=pytest.mark.soak),
     ],
 )
 def test_differences_of_stages_lead_back_to_the_same_bits(
@@ -122,7 +122,7 @@ def test_a_rank_of_a_stage_is_replaced_and_the_others_go_on_in_place(
     assert len(lives) > 1
 
 
-SEEDS = (2, 5)
+SEEDS = (2,)
 
 
 @pytest.mark.parametrize(
