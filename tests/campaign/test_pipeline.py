@@ -182,3 +182,12 @@ def test_a_signal_to_one_rank_stops_all_stages_at_one_boundary(campaigns: Campai
     lives = campaigns.check(setup, stop)
     assert [life.outcome for life in lives] == ["stopped", "finished"]
     assert lives[1].steps()[0] == lives[0].steps()[-1] + 1, "no step is trained twice"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_a_drawn_run_in_stages_goes_on_in_place(campaigns: Campaigns, seed: int) -> None:
+    """The dead alone are replaced. Before there is a generation, a stage that nobody has any more begins from its seed."""
+    setup, kills = draw(seed)
+    # Workers of a killed process end seconds later, and are counted as left behind.
+    check_killed(campaigns, replace(setup, workers=0), *kills, same_seed=True, must_strike=False)
