@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -134,6 +135,7 @@ class Trained:
         self._names = {id(param): name for name, param in self._params.items()}
         self._keeps_gradients = is_overridden("optimizer_zero_grad", module)
         self._num_configured = len(optimizer.param_groups)
+        self._configured = [param for group in optimizer.param_groups for param in group["params"]]
 
     @property
     def num_groups(self) -> int:
@@ -141,7 +143,12 @@ class Trained:
         return len(self._optimizer.param_groups)
 
     def take(self) -> dict[str, Any]:
-        """Return the state, in types that the journal stores."""
+        """Return the state, in types that the journal stores.
+
+        Raises:
+            ConfigurationError: the optimizer trains other parameters than those that the module had when fit began.
+        """
+        self._require_same()
         added = self._optimizer.param_groups[self._num_configured :]
         graded = (param.grad is not None for param in self._params.values()) if self._keeps_gradients else ()
         return {
@@ -160,6 +167,26 @@ class Trained:
                 param.grad = torch.zeros_like(param)
         for names in state["added"][self.num_groups - self._num_configured :]:
             self._optimizer.add_param_group({"params": [self._params[name] for name in names]})
+
+    def _require_same(self) -> None:
+        """Replaced parameters are no part of what is stored, and a restart would have the old ones."""
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        now = list(chain.from_iterable(groups[: self._num_configured]))
+        added = chain.from_iterable(groups[self._num_configured :])
+        if (
+            len(now) == len(self._configured)
+            and all(map(is_, now, self._configured))
+            and self._names.keys() >= set(map(id, added))
+        ):
+            return
+        kept = set(map(id, now))
+        gone = [self._names.get(id(param), "?") for param in self._configured if id(param) not in kept]
+        raise ConfigurationError(
+            "The optimizer has other parameters than when `fit` began"
+            + (f": without {', '.join(f'`{name}`' for name in gone[:3])}" if gone else "")
+            + ". What replaced or left them cannot be restored: change weights in place, stop training a parameter with "
+            "`requires_grad_(False)`, and add only parameters that the module has before `fit`."
+        )
 
 
 def _unwrapped(value: object) -> object:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -56,6 +56,10 @@ class _Consumed:
     settings: StepSettings
 
 
+def _unchanged(consumed: Collection[_Consumed]) -> bool:
+    return versions([each.gradient for each in consumed]) == [each.version for each in consumed]
+
+
 class _StepRecorder:
     """Follow the steps of one optimizer, as far as they change some parameters. Used by the training thread."""
 
@@ -66,6 +70,10 @@ class _StepRecorder:
         self._num_steps, self._edited = 0, False
         self._versions = self._now()
         self._hook = view.schema.optimizer.register_step_post_hook(self._stepped)
+        hooks = self._hook.hooks_dict_ref()
+        assert hooks is not None, "the optimizer keeps its hooks"
+        # Ahead of those that are there: what they change of weights, gradients and settings comes after the step.
+        hooks.move_to_end(self._hook.id, last=False)
 
     def step_begins(self) -> None:
         """Note whether the coming step begins from the weights of the last segment; call before the optimizer steps."""
@@ -81,10 +89,12 @@ class _StepRecorder:
         self.skip()
 
     def _take(self) -> dict[str, _Consumed] | None:
-        """Return what the step to this boundary consumed; `None` if that does not lead from the one before to this."""
+        """Return what the step to this boundary consumed; `None` if that does not lead here, or is there no more."""
         consumed, leads_here = self._consumed, not self._edited and self._num_steps <= 1
         self.skip()
-        return consumed if leads_here and self._now() == self._versions else None
+        if not leads_here or self._now() != self._versions:
+            return None
+        return consumed if _unchanged(consumed.values()) else None
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._num_steps += 1
@@ -208,7 +218,7 @@ class DifferentialRecorder(_StepRecorder):
         """Let go of the gradients, which are copied; return whether they are still what was consumed."""
         taken, self._taken = self._taken, []
         self._view.consumed.clear()
-        return versions([each.gradient for each in taken]) == [each.version for each in taken]
+        return _unchanged(taken)
 
     @override
     def close(self) -> None:
@@ -306,7 +316,7 @@ class RecordedStep:
 
     def _decide(self) -> None:
         with self._lock:
-            if versions([each.gradient for each in self._sources]) != [each.version for each in self._sources]:
+            if not _unchanged(self._sources):
                 self._gradients = None
             self._sources = ()
 

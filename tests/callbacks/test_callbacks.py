@@ -425,6 +425,21 @@ def test_pruning_while_training_is_refused_at_start(tmp_path: Path) -> None:
         fit(DenseCheckpoint(str(tmp_path)), pruning, steps=4)
 
 
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_parameter_that_is_replaced_or_leaves_the_optimizer_is_named(tmp_path: Path, replaced: bool) -> None:
+    """What is trained then is no part of what is stored: a restart would have the old one, without a word."""
+
+    class Swaps(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+            group, old = trainer.optimizers[0].param_groups[0], pl_module.get_parameter("net.0.weight")
+            if trainer.global_step == 2:
+                new = [nn.Parameter(old.detach().clone())] if replaced else []
+                group["params"] = [*new, *(each for each in group["params"] if each is not old)]
+
+    with pytest.raises(ConfigurationError, match=r"other parameters than when `fit` began: without `net\.0\.weight`"):
+        fit(DenseCheckpoint(str(tmp_path), overhead_target=None), Swaps(), steps=6)
+
+
 def test_a_callback_that_cannot_load_its_own_state_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Lightning's class fails in `load_state_dict`: a run that began with it could not resume."""
     fit(DenseCheckpoint(str(tmp_path)), SpikeDetection(atol=1e9), steps=4)

@@ -232,9 +232,12 @@ def _any_batches(setup: Drawn) -> bool:
 
 def _hooks(rng: random.Random, setup: Drawn) -> Any:
     """A few; those that end an epoch or training do so where a step ends."""
-    chosen = set(_some(rng, {hook: 0.06 for hook in HOOKS if hook != "renorms"}))
-    if random.Random(repr(setup)).random() < 0.06:  # beside the others, whose seeds were chosen before
+    chosen = set(_some(rng, {hook: 0.06 for hook in HOOKS if hook not in {"renorms", "after_step"}}))
+    beside = random.Random(repr(setup))  # beside the others, whose seeds were chosen before
+    if beside.random() < 0.06:
         chosen.add("renorms")
+    if beside.random() < 0.06:
+        chosen.add("after_step")
     if setup.accumulate > 1 or setup.world_size > 1:
         chosen -= {"skips_rest", "stops"}
     if setup.world_size > 1 or setup.clip_algorithm == "value":

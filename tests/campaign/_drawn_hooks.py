@@ -32,6 +32,7 @@ Hook = Literal[
     "logs",
     "reseeds",
     "renorms",
+    "after_step",
 ]
 """See `HOOKS`."""
 
@@ -229,6 +230,35 @@ class Steps(LightningModule):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
 
+class AfterStep(LightningModule):
+    """Has hooks of the optimizer: one sets the decay, one bounds a weight, takes the decay back and clears gradients behind the step."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        found: Any = super().configure_optimizers()
+        optimizer = (
+            found["optimizer"] if isinstance(found, dict) else found[0][0] if isinstance(found, tuple) else found
+        )
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._behind_step)
+        return found
+
+    @staticmethod
+    def _before_step(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.02
+
+    @torch.no_grad()
+    def _behind_step(self, optimizer: Any, *_: Any) -> None:
+        if self.global_step % 3 == 1:
+            _first_matrix(self).clamp_(-0.1, 0.1)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+            for param in group["params"]:
+                if param.grad is not None and self.global_step % 3 == 2:
+                    param.grad.zero_()
+
+
 class KeepsGradients(LightningModule):
     """Sets gradients to zero, which others set to `None`."""
 
@@ -325,6 +355,7 @@ HOOKS: dict[Hook, type[LightningModule]] = {
     "no_loss": NoLoss,
     "extra_state": HasExtraState,
     "renorms": Renorms,
+    "after_step": AfterStep,
 }
 EDITS: frozenset[Hook] = frozenset({"edits"})
 """What a validation between repeated steps may see too early."""
