@@ -108,7 +108,8 @@ def test_a_line_is_written_once(root: bool, tmp_path: Path) -> None:
         logging.getLogger().handlers = []
         if root:
             logging.basicConfig(format="%(levelname)s %(filename)s %(message)s", force=True)
-        assert logging.getLogger("lightning.pytorch").handlers or not root
+        if root:  # Lightning's own, which it leaves out where the root logger has one as it is imported
+            logging.getLogger("lightning.pytorch").handlers = [logging.StreamHandler()]
         rank_logger("lightning_moe_ckpt.made_up").warning("once")
 
     run_world(1, work, process_group=False)
