@@ -154,7 +154,8 @@ class GradientReducer:
         mode: `"ordered"`: bits depend on the ranks' values only. `"allreduce"`: the backend's own all-reduce over
             the same static, zero-filled buckets; faster on some networks, with bits that change with `bucket_nbytes`,
             the set of parameters and the backend's choice of algorithm.
-        flags: names of integers whose maximum over all ranks each reduction exchanges.
+        flags: names of integers whose maximum over all ranks each reduction exchanges; with pipeline stages over those of the
+            stage, and `exchange_flags` over all.
         stage_flags: names of integers whose maximum over the ranks of the stage it exchanges.
     """
 
@@ -236,6 +237,12 @@ class GradientReducer:
             if not gradient.ready:
                 self._contribute(gradient)
         self._write_back(self._agree(present))  # agrees while the last buckets are reduced
+
+    def exchange_flags(self) -> dict[str, int]:
+        """Return the maximum over all ranks of flags that are not of a stage alone. Collective."""
+        own = torch.tensor([self.flags[name] for name in self._world_flags], dtype=torch.int32)
+        dist.all_reduce(own, dist.ReduceOp.MAX, group=self._groups.groups["control"])
+        return dict(zip(self._world_flags, own.tolist(), strict=True))
 
     def close(self) -> None:
         """Remove the hooks and end the worker."""
@@ -350,10 +357,6 @@ class GradientReducer:
         votes[own] = [int(present[fqn]) for fqn in self._own_experts]
         exchanged = torch.tensor([*votes, *(self.flags[name] for name in self._flag_names)], dtype=torch.int32)
         dist.all_reduce(exchanged, dist.ReduceOp.MAX, group=self._groups.groups["stage_control"])
-        if self._groups.num_stages > 1:
-            shared = exchanged[len(votes) : len(votes) + len(self._world_flags)].clone()
-            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._groups.groups["pipeline_control"])
-            exchanged[len(votes) : len(votes) + len(self._world_flags)] = shared
         found: list[int] = exchanged.tolist()
         self.agreed = dict(zip(self._flag_names, found[len(votes) :], strict=True))
         return {

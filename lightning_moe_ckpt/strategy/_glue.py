@@ -60,6 +60,21 @@ def tap_zero_grad(trainer: Trainer, hold: Callable[[Callable[[], None] | None], 
     return _set(loop, "_make_zero_grad_fn", lambda batch_idx, optimizer: hold(original(batch_idx, optimizer)))
 
 
+def tap_after_closure(precision: Precision, then: Callable[[], None]) -> Callable[[], None]:
+    """Call `then` when gradients are clipped, right before the optimizer steps. Uses `_after_closure`.
+
+    Returns:
+        A function that removes the tap.
+    """
+    original = precision._after_closure  # noqa: SLF001
+
+    def after_closure(*args: Any) -> None:
+        original(*args)
+        then()
+
+    return _set(precision, "_after_closure", after_closure)
+
+
 def tap_found_inf(precision: Precision, combine: Callable[[Tensor], None], device: torch.device) -> Callable[[], None]:
     """Call `combine` on every scaler verdict before anyone reads it; nothing if the plugin has no scaler.
 

@@ -8,6 +8,9 @@ torch would find out the shapes of activations by running every stage once more,
 of tokens, random state. A resumed process would then differ from one that was never interrupted. Here a copy of each stage
 runs once, and torch is told the shapes.
 
+A stage that repeats steps runs its micro-batches one behind the other, without a schedule and without neighbours: see
+`UpstreamLog`. Gradients are added in the order of micro-batches in both schedules, and forward alone draws random numbers.
+
 Source: GPipe (2019), Sec. 2.3; PipeDream-Flush in Narayanan et al. (2021), Sec. 2.2 (1F1B).
 """
 
@@ -16,17 +19,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining._backward import stage_backward
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
 from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups
+from lightning_moe_ckpt.parallel._upstream import UpstreamLog
 from lightning_moe_ckpt.strategy._stage_logs import StageLogs
 from lightning_moe_ckpt.strategy._stage_module import StagedModule, first_dimensions, staged
 
@@ -52,6 +59,7 @@ class Pipeline:
         forward_context: makes the context of a forward, such as autocast.
         scale: multiplies a loss as the precision asks for it.
         device: of the stage.
+        upstream: keeps what crosses the stage's borders.
     """
 
     def __init__(
@@ -65,13 +73,14 @@ class Pipeline:
         forward_context: Callable[[], AbstractContextManager[None]],
         scale: Callable[[Tensor], Tensor],
         device: torch.device,
+        upstream: UpstreamLog,
     ) -> None:
         self._module, self._stage, self._groups = module, _Forward(module, stage, forward_context, self._inject), groups
         self._hooks: StagedModule = staged(module)
         self._micro_batches, self._schedule, self._context = micro_batches, schedule, forward_context
-        self._scale, self._device = scale, device
+        self._scale, self._device, self._upstream = scale, device, upstream
         self._exchange = Exchange(groups, "pipeline_control")
-        self._logs = StageLogs(module, self._exchange)
+        self._logs = StageLogs(module, self._exchange, upstream)
         self._borders: dict[bool, tuple[list[Border], Any]] = {}
         self._runners: dict[bool, _Runner] = {}
         self._reducer: GradientReducer | None = None
@@ -89,12 +98,35 @@ class Pipeline:
 
     def _run(self, batch: Any, *, training: bool) -> Tensor:
         inputs, target = self._split(batch)
-        runner = self._runner(inputs, training=training)
+        run: Callable[[Sequence[Tensor], Tensor], None] = partial(self._repeat, training=training)
+        if not self._upstream.repeating:
+            run = self._runner(inputs, training=training).run
         self._logs.begin()
         with self._logs.taken():
-            runner.run(inputs, target)
+            run(inputs, target)
         loss = self._logs.exchanged()
         return loss.to(self._device)
+
+    def _repeat(self, inputs: Sequence[Tensor], target: Tensor, *, training: bool) -> None:
+        """Run all micro-batches of a batch that was run before, fed by what came from other stages then."""
+        first, last = self._groups.stage == 0, self._groups.stage == self._groups.num_stages - 1
+        cut = [each.chunk(self._micro_batches) for each in inputs]
+        for index, part in enumerate(target.chunk(self._micro_batches)):
+            given = [each[index] for each in cut] if first else self._upstream.take("down")
+            if training and not first:
+                given = [each.to(self._device).requires_grad_(each.is_floating_point()) for each in given]
+            with torch.set_grad_enabled(training):
+                output = self._stage(*given)
+                loss = self._loss(output, part) if last else None
+            if not last:
+                self._upstream.sent("down", _tensors(output))
+            if training:
+                self._backward_begins(last=index == self._micro_batches - 1)
+                grads = None if last else [each.to(self._device) for each in self._upstream.take("up")]
+                found = stage_backward(loss if last else _tensors(output), grads, given)
+                if not first:
+                    pairs = [(each, grad) for each, grad in zip(given, found, strict=True) if each.is_floating_point()]
+                    self._upstream.sent("up", [torch.zeros_like(e) if grad is None else grad for e, grad in pairs])
 
     def _split(self, batch: Any) -> tuple[tuple[Tensor, ...], Tensor]:
         split = getattr(self._hooks, "split_batch", None)
@@ -193,6 +225,7 @@ class _Runner:
             group=groups.groups["pipeline"],
         )
         stage.backward_begins = pipeline._backward_begins  # noqa: SLF001
+        stage.upstream = pipeline._upstream  # noqa: SLF001
         kind = SCHEDULES[pipeline._schedule] if training else ScheduleGPipe  # noqa: SLF001
         self._schedule = kind(stage, pipeline._micro_batches, loss_fn=pipeline._loss, scale_grads=False)  # noqa: SLF001
 
@@ -204,9 +237,32 @@ class _Runner:
 
 
 class _Stage(PipelineStage):
-    """A stage that says when the backward of a micro-batch begins, and whether it is the last."""
+    """A stage that says when the backward of a micro-batch begins, and whether it is the last, and what crosses its borders."""
 
     backward_begins: Callable[..., None]
+    upstream: UpstreamLog
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what sends activations, which are kept."""
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        self.upstream.sent("down", [op.tensor for op in ops])
+        return ops
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what sends gradients, which are kept."""
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        self.upstream.sent("up", [op.tensor for op in ops])
+        return ops
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        found = super()._retrieve_recv_activations(fwd_chunk_id)
+        self.upstream.received("down", found)
+        return found
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        found = super()._retrieve_recv_grads(bwd_chunk_id)
+        self.upstream.received("up", found)
+        return found
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False

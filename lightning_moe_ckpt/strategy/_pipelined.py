@@ -14,13 +14,14 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
 from typing_extensions import override
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups
+from lightning_moe_ckpt.parallel._upstream import UpstreamLog
 from lightning_moe_ckpt.strategy._pipeline import SCHEDULES, Pipeline
 from lightning_moe_ckpt.strategy._stage_module import (
     build_stage,
@@ -54,6 +55,8 @@ class PipelinedStrategy(DDPStrategy):
         """Rank and process groups of this process; set before `configure_model`."""
         self.reducer: GradientReducer | None = None
         """Reduces gradients while fitting; its `flags` are exchanged at every optimizer step."""
+        self.upstream = UpstreamLog()
+        """What crosses the borders of this rank's stage; nothing is kept unless it is `on`."""
         self._pipeline: Pipeline | None = None
         self._zero_grad: Callable[[], None] | None = None
 
@@ -131,6 +134,46 @@ class PipelinedStrategy(DDPStrategy):
         predicted: STEP_OUTPUT = super().predict_step(*args, **kwargs)
         return predicted
 
+    # -- what all ranks get to know, which a stage that repeats steps is told as it was
+
+    def commit(self) -> None:
+        """Agree with all ranks that the step is taken, with the flags of all. Collective.
+
+        Behind it nothing of the step can fail because another rank does.
+        """
+        assert self.reducer is not None
+        self.reducer.agreed |= self.upstream.answer("commit", self.reducer.exchange_flags)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self.upstream.apart:
+            super().barrier(*args, **kwargs)
+
+    @override
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what all ranks have together; while nobody is asked, the own."""
+        if self.upstream.silent:
+            return tensor
+        return self.upstream.answer("reduce", lambda: super(PipelinedStrategy, self).reduce(tensor, *args, **kwargs))
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self.upstream.silent else super().reduce_boolean_decision(decision, all)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self.upstream.silent:
+            return obj
+        return self.upstream.answer("broadcast", lambda: super(PipelinedStrategy, self).broadcast(obj, src))
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self.upstream.silent:
+            return tensor[None]
+        return self.upstream.answer(
+            "all_gather", lambda: super(PipelinedStrategy, self).all_gather(tensor, group, sync_grads)
+        )
+
     def _hold_zero_grad(self, zero_grad: Callable[[], None] | None) -> None:
         self._zero_grad = zero_grad
 
@@ -145,6 +188,7 @@ class PipelinedStrategy(DDPStrategy):
                 forward_context=precision.forward_context,
                 scale=(lambda loss: loss) if scaler is None else scaler.scale,
                 device=self.root_device,
+                upstream=self.upstream,
             )
         return self._pipeline
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.parallel._upstream import UpstreamLog
 
 _OPTIONS = list(signature(LightningModule.log).parameters)[3:]
 """Names of the arguments behind name and value."""
@@ -31,10 +32,11 @@ class StageLogs:
     Args:
         module: whose `log` is used.
         exchange: between the stages of this rank's pipeline.
+        upstream: knows what it gave, where a stage repeats steps.
     """
 
-    def __init__(self, module: LightningModule, exchange: Exchange) -> None:
-        self._module, self._exchange = module, exchange
+    def __init__(self, module: LightningModule, exchange: Exchange, upstream: UpstreamLog) -> None:
+        self._module, self._exchange, self._upstream = module, exchange, upstream
         self.losses: list[Tensor] = []
         """By micro-batch, on the last stage."""
         self.auxiliary: list[Tensor] = []
@@ -58,7 +60,9 @@ class StageLogs:
         """Log the values of all stages, and return the loss of the batch, on the CPU. Collective over the pipeline."""
         logged = [[name, _mean(values), options] for name, (values, options) in self._logged.items()]
         own = [None if not each else _mean(each) for each in (self.losses, self.auxiliary)]
-        rows: list[Any] = self._exchange.gather_values([*own, logged])
+        row = [*own, logged]
+        rows: list[Any] = self._upstream.answer("logged", lambda: self._exchange.gather_values(row))
+        self._upstream.require_same("what a stage computed and logged", row, rows[self._exchange.rank])
         self.begin()
         named = [(stage, each) for stage, row in enumerate(rows) for each in row[2]]
         seen: dict[str, int] = {}

@@ -320,6 +320,8 @@ class MoEStrategy(PipelinedStrategy):
             _glue.tap_clipping(self.precision_plugin, self._clip_by_norm),
             _glue.tap_found_inf(self.precision_plugin, self._combine_found_inf, self.root_device),
         ]
+        if self.pipeline_parallel > 1:
+            self._untap.append(_glue.tap_after_closure(self.precision_plugin, lambda: self.commit()))  # noqa: PLW0108  # looked up when it is called
 
     @override
     def teardown(self) -> None:
@@ -409,12 +411,15 @@ class MoEStrategy(PipelinedStrategy):
         Returns:
             A scalar on the device of the gradients, equal in bits on all ranks.
         """
-        return global_grad_norm(
-            ((self._names.get(id(parameter), ""), parameter.grad) for parameter in parameters),
-            expert_parallel=self._sharded,
-            groups=self.groups,
-            norm_type=norm_type,
-            device=self.root_device,
+        return self.upstream.answer(
+            "norm",
+            lambda: global_grad_norm(
+                ((self._names.get(id(parameter), ""), parameter.grad) for parameter in parameters),
+                expert_parallel=self._sharded,
+                groups=self.groups,
+                norm_type=norm_type,
+                device=self.root_device,
+            ),
         )
 
     def _finish_reduction(self) -> None:
@@ -436,7 +441,7 @@ class MoEStrategy(PipelinedStrategy):
     def _combine_found_inf(self, found_inf: Tensor) -> None:
         world = self.groups.group("world")
         if world is not None:
-            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=world)
+            found_inf.copy_(self.upstream.answer("found_inf", lambda: _largest(found_inf.clone(), world)))
 
     def _remove_taps(self) -> None:
         for untap in self._untap:
@@ -512,6 +517,11 @@ class MoEStrategy(PipelinedStrategy):
                 override=True,
                 start_method=start_method,
             )
+
+
+def _largest(found_inf: Tensor, world: dist.ProcessGroup) -> Tensor:
+    dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=world)
+    return found_inf
 
 
 _built: dict[tuple[tuple[int, int], timedelta], tuple[object, ParallelGroups]] = {}

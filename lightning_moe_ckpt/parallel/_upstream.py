@@ -1,0 +1,237 @@
+"""Keep what crosses the borders of a pipeline stage, step by step, so that a stage can repeat steps while others stay where they are.
+
+A stage that repeats a step needs what its neighbours have sent it, and what all stages have agreed on meanwhile: losses and
+logged values, norms, flags. A neighbour has kept what it sent, and every rank of the pipeline the same answers. So the ranks
+that live feed the one that has died, and nothing of its own is needed, not even its node.
+
+What a repeating stage sends again goes to nobody. Its neighbours have kept digests of what they had got from it: a difference
+ends the repetition, see `Diverged`.
+
+Invariant: a step's record has everything from the beginning of its (last) attempt to that of the next step's, validation between
+the two included, in the order in which it happened.
+
+Source: MoEvement (2024), Sec. 3.4 (upstream logging); we differ in keeping answers beside tensors, so that a stage repeats steps
+in the ordinary training loop, and in checking what it sends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_64_hexdigest
+
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.journal import differs
+
+T = TypeVar("T")
+
+Direction = Literal["down", "up"]
+"""Activations go down, to the next stage; their gradients come up."""
+
+_MAY_BE_PASSED = "norm"
+"""Kind of answer that is not asked for again where a journal has it."""
+
+
+class Diverged(CheckpointError):
+    """A stage that repeats steps does not do what it did: others cannot go on with it."""
+
+
+@dataclass(slots=True)
+class Crossings:
+    """What crossed the borders of one rank's stage in one step."""
+
+    answers: list[list[Any]] = field(default_factory=list)
+    """Kind and value of what all ranks of a pipeline got to know alike."""
+    sent: dict[str, list[list[Tensor]]] = field(default_factory=lambda: {"down": [], "up": []})
+    """Copies on the host, by direction, in the order in which they were sent."""
+    seen: dict[str, list[str]] = field(default_factory=lambda: {"down": [], "up": []})
+    """Digests of what was received, by the direction in which it came."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(each.nbytes for sent in self.sent.values() for tensors in sent for each in tensors)
+
+
+@dataclass(slots=True)
+class _Given:
+    """What one step is repeated from: what was answered, what comes in, and what is to go out."""
+
+    answers: deque[list[Any]]
+    inputs: dict[str, deque[list[Tensor]]]
+    outputs: dict[str, deque[str]]
+
+
+class UpstreamLog:
+    """The log of one rank; while its stage repeats steps, what these are repeated from."""
+
+    def __init__(self) -> None:
+        self.on = False
+        """Whether anything is kept."""
+        self.silent = False
+        """Whether this process is about to repeat steps, and asks nobody anything until it does."""
+        self._steps: dict[int, Crossings] = {}
+        self._now: Crossings | None = None
+        self._given: dict[int, _Given] = {}
+        self._from: _Given | None = None
+
+    # -- what is kept
+
+    @property
+    def steps(self) -> range:
+        """The steps that are kept, of which the last is under way."""
+        return range(min(self._steps, default=0), max(self._steps, default=-1) + 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that are kept."""
+        return sum(each.nbytes for each in self._steps.values())
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, or an attempt at one: what was kept of an attempt before is dropped."""
+        if self.repeating:
+            self._require_done()
+            self._from = self._given.pop(step)
+            self.silent = False
+        elif not self.on:
+            return
+        self._steps.pop(step, None)
+        self._now = self._steps[step] = Crossings()
+
+    def collect(self, horizon: int) -> None:
+        """Forget steps before `horizon`, from which on any stage will ever repeat some."""
+        for step in [each for each in self._steps if each < horizon]:
+            del self._steps[step]
+
+    def forget(self) -> None:
+        """Forget everything: this process begins again from another step."""
+        self._steps, self._given, self._now, self._from, self.silent = {}, {}, None, None, False
+
+    def answer(self, kind: str, ask: Callable[[], T]) -> T:
+        """Return what all ranks of the pipeline get to know, by asking them or as it was."""
+        if self._from is not None:
+            value: T = self._next(kind)
+        else:
+            value = ask()
+        if self._now is not None:
+            self._now.answers.append([kind, value])
+        return value
+
+    def sent(self, direction: Direction, tensors: Iterable[Tensor]) -> None:
+        """Keep copies of what is sent; while steps are repeated, require that it is what was sent."""
+        if self._now is None:
+            return
+        copies = [each.detach().to("cpu", copy=True) for each in tensors]
+        if not copies:
+            return
+        self._now.sent[direction].append(copies)
+        if self._from is not None:
+            expected = self._from.outputs[direction]
+            if not expected or expected.popleft() != digest_of(copies):
+                raise Diverged(f"other {'activations' if direction == 'down' else 'gradients'} were sent than before")
+
+    def received(self, direction: Direction, tensors: Iterable[Tensor]) -> None:
+        """Keep a digest of what was received."""
+        if self._now is not None and (found := [each for each in tensors if isinstance(each, Tensor)]):
+            self._now.seen[direction].append(digest_of(found))
+
+    # -- a stage repeats steps
+
+    @property
+    def repeating(self) -> bool:
+        """Whether steps are repeated, or are about to be."""
+        return bool(self._given) or self._from is not None
+
+    @property
+    def apart(self) -> bool:
+        """Whether other stages are not asked anything."""
+        return self.silent or self.repeating
+
+    def given_for(self, first: int, last: int) -> list[Any] | None:
+        """Return what this rank has for ranks that repeat steps from `first` on, `last` excluded; `None` if that is not all."""
+        if any(step not in self._steps for step in range(first, last)):
+            return None
+        records = [self._steps[step] for step in range(first, last)]
+        return [[each.answers, each.sent, each.seen] for each in records]
+
+    def repeat(self, first: int, before: Sequence[Any] | None, behind: Sequence[Any] | None) -> None:
+        """Take what steps from `first` on are repeated from.
+
+        Args:
+            first: the first of them.
+            before: what the rank of the stage before this one has for it, as `given_for` returned it; `None` for the first stage.
+            behind: the same of the stage behind it; `None` for the last stage.
+        """
+        self.forget()
+        count = len(before if before is not None else behind or ())
+        empty: list[list[Any]] = [[[], {"down": [], "up": []}, {"down": [], "up": []}]] * count
+        for index, (above, below) in enumerate(zip(before or empty, behind or empty, strict=True)):
+            self._given[first + index] = _Given(
+                answers=deque(above[0] if before is not None else below[0]),
+                inputs={"down": deque(above[1]["down"]), "up": deque(below[1]["up"])},
+                outputs={"down": deque(below[2]["down"]), "up": deque(above[2]["up"])},
+            )
+        self.silent = True
+
+    def take(self, direction: Direction) -> list[Tensor]:
+        """Return what came next in a step that is repeated."""
+        assert self._from is not None
+        if not self._from.inputs[direction]:
+            raise Diverged(f"more micro-batches came {direction} than before")
+        tensors = self._from.inputs[direction].popleft()
+        self.received(direction, tensors)
+        return [each.clone() for each in tensors]
+
+    def require_same(self, what: str, found: object, expected: object) -> None:
+        """Raise `Diverged` if a step that is repeated gives something else than it gave."""
+        if self._from is not None and differs(found, expected):
+            raise Diverged(f"{what} was not the same as before")
+
+    def go_on(self) -> None:
+        """End repeating: the next step is one that all stages take together."""
+        if self._given:
+            raise Diverged(f"steps {sorted(self._given)} were not repeated")
+        self._require_done()
+        self._from, self.silent = None, False
+
+    def _next(self, kind: str) -> Any:
+        assert self._from is not None
+        answers = self._from.answers
+        while answers and answers[0][0] != kind and answers[0][0] == _MAY_BE_PASSED:
+            self._keep(answers.popleft())
+        if not answers or answers[0][0] != kind:
+            raise Diverged(f"all ranks were asked for `{kind}`, before for `{answers[0][0] if answers else 'nothing'}`")
+        return answers.popleft()[1]
+
+    def _keep(self, passed: list[Any]) -> None:
+        if self._now is not None:
+            self._now.answers.append(passed)
+
+    def _require_done(self) -> None:
+        if self._from is None:
+            return
+        for passed in [each for each in self._from.answers if each[0] == _MAY_BE_PASSED]:
+            self._keep(passed)
+        left = [each[0] for each in self._from.answers if each[0] != _MAY_BE_PASSED]
+        rest = [
+            *left,
+            *(name for waiting in (self._from.inputs, self._from.outputs) for name in waiting if waiting[name]),
+        ]
+        if rest:
+            raise Diverged(f"of a step {', '.join(map(str, rest))} did not come again")
+
+
+def digest_of(tensors: Sequence[Tensor]) -> str:
+    """Return a digest of types, shapes and every bit of tensors."""
+    text = ";".join(f"{each.dtype}{tuple(each.shape)}" for each in tensors)
+    flat = [
+        each.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for each in tensors
+        if each.numel()
+    ]
+    return xxh3_64_hexdigest(b"".join([text.encode(), *flat]))
