@@ -305,6 +305,17 @@ _BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
             _option("--in-place-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
     ),
+    "pipeline": (
+        "Seconds from the SIGKILL of a pipeline stage to the first new step, when all stages go back or only that one.",
+        [
+            _number("--stages", 3, "Pipeline stages, a process each."),
+            _number("--micro-batches", 4, "Of a batch."),
+            _number("--stage-ms", 20, "A stage sleeps in one of the three passes over a micro-batch."),
+            _number("--pipeline-kills", 6, "Kills of every system."),
+            _several("--pipeline-systems", ["torchrun", "computes_all", "in_place"], "What is compared"),
+            _option("--pipeline-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
+        ],
+    ),
     "quality": (
         "Final validation loss after faults, by policy, against the fault-free run of the same seed.",
         [

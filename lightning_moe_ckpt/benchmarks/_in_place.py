@@ -118,7 +118,7 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[FailureFigure]
     for world in worlds:
         with ExitStack() as stack:
             progress(f"{world} ranks are started", done, len(found) * options.in_place_kills)
-            jobs = {name: stack.enter_context(_job(name, world, options.in_place_folder)) for name in launchers}
+            jobs = {name: stack.enter_context(job(name, world, options.in_place_folder)) for name in launchers}
             for turn, name in rounds_of(options.in_place_kills, launchers):
                 progress(f"one of {world} ranks killed, {LAUNCHERS[name]}", done, len(found) * options.in_place_kills)
                 found[world, name].append(jobs[name].lose(turn % world, 2 * WINDOW + 2 + turn % WINDOW))
@@ -175,11 +175,21 @@ def _outcomes(figures: Sequence[FailureFigure]) -> Iterator[str]:
 
 
 @contextmanager
-def _job(launcher: str, num_ranks: int, parent: Path | None) -> Iterator[_Job]:
+def job(launcher: str, num_ranks: int, parent: Path | None, *script: str) -> Iterator[FailingJob]:
+    """Start a training under a launcher, and end it.
+
+    Args:
+        launcher: of `LAUNCHERS`.
+        num_ranks: processes.
+        parent: of its folder; the temporary directory if there is none.
+        script: what is run instead of `_in_place_fit`, by its module's name, and arguments behind the two folders.
+    """
     with bench_folders(parent) as (folder, memory), (folder / "console").open("wb") as console:
-        job = _Job(launcher, num_ranks, folder, folder / "console")
+        job = FailingJob(launcher, num_ranks, folder, folder / "console")
         try:
-            for command, environment in _commands(launcher, num_ranks, folder, memory):
+            for command, environment in _commands(
+                launcher, num_ranks, folder, memory, script or (_SCRIPT, "lightning")
+            ):
                 job.processes.append(
                     subprocess.Popen(  # noqa: S603  # our own command
                         command,
@@ -193,13 +203,16 @@ def _job(launcher: str, num_ranks: int, parent: Path | None) -> Iterator[_Job]:
             job.end()
 
 
-def _commands(launcher: str, num_ranks: int, folder: Path, memory: Path) -> list[tuple[list[str], dict[str, str]]]:
+def _commands(
+    launcher: str, num_ranks: int, folder: Path, memory: Path, script: Sequence[str]
+) -> list[tuple[list[str], dict[str, str]]]:
     """Return what to start, with what the environment has besides."""
     python = [sys.executable, "-m"]
     if launcher != "torchft":
         options = [*_OF_LAUNCHERS[launcher], *(_OWN if launcher != "torchrun" else [])]
-        script = ["--nproc-per-node", str(num_ranks), "-m", _SCRIPT, str(folder), str(memory), "lightning"]
-        return [([*python, *options, *script], {})]
+        module, *arguments = script
+        what = ["--nproc-per-node", str(num_ranks), "-m", module, str(folder), str(memory), *arguments]
+        return [([*python, *options, *what], {})]
     port = _free_port()
     lighthouse = [sys.executable, "-c", _LIGHTHOUSE, f"[::]:{port}"]
     replica = [
@@ -224,7 +237,7 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-class _Job:
+class FailingJob:
     """A training under a launcher.
 
     Args:
@@ -252,9 +265,9 @@ class _Job:
         self._await("steps", lambda: self._begun(0.0) and self._newest() >= first + after_steps)
         if self._launcher == "torchft":  # a replica that was late to join is there again
             self._await(
-                "all replicas", lambda: all(lines[-1].get("ranks") == self._num_ranks for lines in self._lines())
+                "all replicas", lambda: all(lines[-1].get("ranks") == self._num_ranks for lines in self.lines())
             )
-        pid = [line["pid"] for line in self._lines()[rank] if line["what"] == "begin"][-1]
+        pid = [line["pid"] for line in self.lines()[rank] if line["what"] == "begin"][-1]
         at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         read = self._read_torchft if self._launcher == "torchft" else self._read
@@ -269,7 +282,7 @@ class _Job:
     def end(self) -> None:
         """End all processes; what they leave in memory goes with the folder."""
         (self._folder / "turn").touch()
-        groups = [line["pid"] for lines in self._lines() for line in lines if line["what"] == "begin"]
+        groups = [line["pid"] for lines in self.lines() for line in lines if line["what"] == "begin"]
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -278,7 +291,8 @@ class _Job:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _lines(self) -> list[list[Record]]:
+    def lines(self) -> list[list[Record]]:
+        """Return what each rank has written."""
         paths = [self._folder / f"rank{rank}" for rank in range(self._num_ranks)]
         return [list(read_lines(path)) if path.exists() else [] for path in paths]
 
@@ -289,10 +303,10 @@ class _Job:
         return path.exists() and len(list(read_lines(path))) > self._spares_used
 
     def _newest(self) -> int:
-        return min(max((line["step"] for line in lines if "step" in line), default=0) for lines in self._lines())
+        return min(max((line["step"] for line in lines if "step" in line), default=0) for lines in self.lines())
 
     def _begun(self, since: float) -> bool:
-        return all(any(line["what"] == "begin" and line["at"] > since for line in lines) for lines in self._lines())
+        return all(any(line["what"] == "begin" and line["at"] > since for line in lines) for lines in self.lines())
 
     def _await(self, what: str, condition: Callable[[], bool]) -> None:
         give_up = time.monotonic() + _LIMIT_SECONDS
@@ -309,7 +323,7 @@ class _Job:
         if not self._begun(at):
             return None
         begun, before, after, noticed = 0.0, [], [], []
-        for rank, lines in enumerate(self._lines()):
+        for rank, lines in enumerate(self.lines()):
             start = next(line["at"] for line in lines if line["what"] == "begin" and line["at"] > at)
             begun = max(begun, start)
             steps = [line for line in lines if line["what"] == "step"]
@@ -332,7 +346,7 @@ class _Job:
         )
 
     def _read_torchft(self, at: float, killed: int) -> Failure | None:
-        lines = [[line for line in each if line["what"] == "step"] for each in self._lines()]
+        lines = [[line for line in each if line["what"] == "step"] for each in self.lines()]
         lost = max(line["step"] for each in lines for line in each if line["at"] < at)
         # A step that had been added up when the other died is still finished.
         new = [[line["at"] for line in each if line["at"] > at and line["step"] > lost + 1] for each in lines]

@@ -50,13 +50,13 @@ class TurnLines(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._lines = JsonLines(self._folder / f"rank{trainer.global_rank}")
-        heard = _Heard(self._lines)
+        self.lines = JsonLines(self._folder / f"rank{trainer.global_rank}")
+        heard = _Heard(self.lines)
         logging.getLogger("lightning_moe_ckpt.fit._in_place").handlers = [heard]
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        write(self._lines, "begin", pid=os.getpid(), step=trainer.global_step)
+        write(self.lines, "begin", pid=os.getpid(), step=trainer.global_step)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
@@ -64,7 +64,7 @@ class TurnLines(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        write(self._lines, "step", step=trainer.global_step)
+        write(self.lines, "step", step=trainer.global_step)
 
 
 class _Heard(logging.Handler):
@@ -90,10 +90,15 @@ def write(lines: JsonLines, what: str, **values: Any) -> None:
     lines.write({"what": what, "at": time.monotonic(), **values})
 
 
+def note_spare(folder: Path) -> None:
+    """Say so if this is a spare: all is imported, and the strategy asks for the rank."""
+    if SPARE in os.environ:
+        write(JsonLines(folder / "spares"), "ready", pid=os.getpid())
+
+
 def train(folder: Path) -> None:
     """Train with Lightning until somebody ends it."""
-    if SPARE in os.environ:  # all is imported; the strategy asks for the rank
-        write(JsonLines(folder / "spares"), "ready", pid=os.getpid())
+    note_spare(folder)
     world_size = int(os.environ["WORLD_SIZE"])
     callbacks = [SparseCheckpoint((folder / "run").as_uri(), window=WINDOW), TurnLines(folder)]
     trainer = bench_trainer(accelerator="cpu", devices=world_size, callbacks=callbacks, max_epochs=-1)

@@ -20,6 +20,7 @@ from lightning_moe_ckpt.benchmarks import (
     _overhead,
     _papers,
     _persist,
+    _pipeline,
     _quality,
     _recovery,
     _scale,
@@ -31,6 +32,7 @@ from lightning_moe_ckpt.inspection import Screen
 # The first ones fork, and a fork copies what others leave behind.
 _BENCHMARKS: dict[str, Any] = {
     "in-place": _in_place,
+    "pipeline": _pipeline,
     "recovery": _recovery,
     "quality": _quality,
     "papers": _papers,

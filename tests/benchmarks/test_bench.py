@@ -77,6 +77,10 @@ TINY = {
         "--launchers",
         "torchrun",
     ),
+    "pipeline": (
+        *("--stages", "2", "--micro-batches", "2", "--stage-ms", "2", "--pipeline-kills", "1"),
+        *("--pipeline-systems", "in_place"),
+    ),
     "quality": (
         *("--quality-quick", "--quality-seeds", "1"),
         *("--quality-out", str(Path(tempfile.gettempdir()) / "moe-ckpt-test-quality")),
@@ -392,6 +396,16 @@ def test_a_rank_is_lost_and_its_training_goes_on() -> None:
             < failure["total_seconds"]
         )
         assert (failure["noticed_seconds"] is not None) == (row["launcher"] == "replaced")
+
+
+@pytest.mark.soak
+def test_a_pipeline_stage_is_killed_and_repeats_steps() -> None:
+    """All stages go back in place, and gradients of frozen weights are left out."""
+    (row,) = _document("pipeline")["pipeline"]
+    (failure,), (skipped,) = row["failures"], row["skipped"]
+    assert failure["rerun_steps"] > 0
+    assert failure["total_seconds"] > failure["begin_seconds"] > 0
+    assert 0 < skipped < 1 / 3
 
 
 def test_persisting_is_compared_with_bare_writes() -> None:

@@ -1,0 +1,122 @@
+"""Measure what the loss of one pipeline stage costs: stages sleep in place of computing, so that bubbles are real on few cores.
+
+    torchrun      new processes for all stages, which all go back to the newest generation
+    computes_all  `moe-ckpt run --spares 1`; all stages go back in place, and gradients of frozen weights are computed too
+    in_place      the same, without gradients of frozen weights
+    alone         only the stage that was lost goes back, fed by its neighbours' logs
+
+Source: MoEvement (2026), Sec. 3.3 (gradients of frozen weights), 3.4 and Fig. 9 (23 % shorter with logs), Fig. 13.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from rich.table import Table
+
+from lightning_moe_ckpt.benchmarks._benchmark import Progress, rounds_of, table_of
+from lightning_moe_ckpt.benchmarks._in_place import FailingJob, Failure, job
+from lightning_moe_ckpt.benchmarks._pipeline_fit import WINDOW
+from lightning_moe_ckpt.testing._records import Record
+
+SYSTEMS = {
+    "torchrun": "torchrun, all stages anew",
+    "computes_all": "in place, all stages, all gradients",
+    "in_place": "in place, all stages",
+}
+_SCRIPT = "lightning_moe_ckpt.benchmarks._pipeline_fit"
+_MTBF_SECONDS = 600.0
+_COLUMNS = ("system", "step", "trains again", "re-run", "of steps", "skipped", "first new step", "range", "time ratio")
+_NOTE = """\
+seconds from the SIGKILL of one stage, medians: until all train again; for steps that are taken again, and how
+many; share of their work that is left out, gradients of frozen weights; until the first step that was never
+taken before. time ratio: effective training time at an MTBF of 10 minutes, as far as failures cost it"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageFigure:
+    """One system."""
+
+    system: str
+    num_stages: int
+    failures: list[Failure]
+    skipped: list[float]
+    """Share of backward work that steps taken again left out, by failure."""
+
+    @property
+    def step_seconds(self) -> float:
+        """An ordinary step."""
+        return statistics.median(each.step_seconds for each in self.failures)
+
+    @property
+    def time_ratio(self) -> float:
+        """Share of time that training goes forward, if a stage dies every 10 minutes."""
+        lost = statistics.median(each.total_seconds - each.step_seconds for each in self.failures)
+        return 1 - lost / _MTBF_SECONDS
+
+
+def measure(options: SimpleNamespace, progress: Progress) -> list[StageFigure]:
+    """Run the benchmark."""
+    num_stages, kills = options.stages, options.pipeline_kills
+    found: dict[str, list[tuple[Failure, float]]] = {name: [] for name in options.pipeline_systems}
+    with ExitStack() as stack:
+        progress(f"{num_stages} stages are started", 0, len(found) * kills)
+        jobs = {name: stack.enter_context(_job(name, options)) for name in found}
+        for done, (turn, name) in enumerate(rounds_of(kills, list(found))):
+            progress(f"one of {num_stages} stages killed, {SYSTEMS[name]}", done, len(found) * kills)
+            killed = turn % num_stages
+            failure = jobs[name].lose(killed, 2 * WINDOW + 2 + turn % WINDOW)
+            found[name].append((failure, _skipped(jobs[name].lines()[killed], failure.rerun_steps)))
+    return [
+        StageFigure(
+            system=name,
+            num_stages=num_stages,
+            failures=[failure for failure, _ in each],
+            skipped=[skipped for _, skipped in each],
+        )
+        for name, each in found.items()
+    ]
+
+
+def table(figures: Sequence[StageFigure]) -> Table:
+    """Return the figures for people."""
+    title = (
+        f"From the SIGKILL of one of {figures[0].num_stages} pipeline stages to the first new step: sparse checkpoints over "
+        f"{WINDOW} steps, medians of {len(figures[0].failures)} kills"
+    )
+    return table_of(title, _COLUMNS, [_row(figure) for figure in figures], _NOTE)
+
+
+def _row(figure: StageFigure) -> list[str]:
+    totals = [each.total_seconds for each in figure.failures]
+    again = [each.rerun_seconds for each in figure.failures]
+    return [
+        SYSTEMS[figure.system],
+        f"{figure.step_seconds:.3f}",
+        f"{statistics.median(each.begin_seconds for each in figure.failures):.2f}",
+        f"{statistics.median(again):.2f}",
+        f"{statistics.median(each.rerun_steps for each in figure.failures):.0f}",
+        f"{100 * statistics.median(figure.skipped):.0f} %",
+        f"{statistics.median(totals):.2f}",
+        f"{min(totals):.2f} to {max(totals):.2f}",
+        f"{figure.time_ratio:.4f}",
+    ]
+
+
+def _job(system: str, options: SimpleNamespace) -> AbstractContextManager[FailingJob]:
+    arguments = (system, str(options.stages), str(options.micro_batches), str(options.stage_ms))
+    launcher = "torchrun" if system == "torchrun" else "spare"
+    return job(launcher, options.stages, options.pipeline_folder, _SCRIPT, *arguments)
+
+
+def _skipped(lines: Sequence[Record], steps: int) -> float:
+    """Return the share of a step's work, a third of it gradients of weights, that the steps taken again left out."""
+    last = max(place for place, line in enumerate(lines) if line["what"] == "begin")
+    before, after = (
+        [line["slept"] for line in part if line["what"] == "step"] for part in (lines[:last], lines[last:])
+    )
+    return 0.0 if not steps else (1 - statistics.mean(after[:steps]) / max(before)) / 3

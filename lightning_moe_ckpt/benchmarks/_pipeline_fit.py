@@ -1,0 +1,144 @@
+"""Run one rank of a training in pipeline stages that sleep, for `_pipeline`, which starts it by a launcher.
+
+python -m lightning_moe_ckpt.benchmarks._pipeline_fit FOLDER MEMORY SYSTEM STAGES MICRO_BATCHES STAGE_MS
+
+A stage sleeps `STAGE_MS` in the forward pass of a micro-batch, and as long again for the gradients of its inputs and for those
+of its weights: on two cores stages wait for one another as they do on a device each.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from lightning_moe_ckpt.benchmarks._fits import bench_trainer, own_memory, quiet_lightning
+from lightning_moe_ckpt.benchmarks._in_place_fit import TurnLines, note_spare, write
+from lightning_moe_ckpt.callbacks import SparseCheckpoint
+from lightning_moe_ckpt.strategy import MoEStrategy
+
+WINDOW = 4
+_LAYERS, _DIM, _NUM_BATCHES = 8, 32, 500
+
+# Shape suffixes: B samples of a micro-batch, D width.
+
+
+class _Slow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every product of matrices takes a given time: in forward, for the gradient of its input, and for that of its weights."""
+
+    slept = 0.0
+    """Seconds in gradients of weights since it was last read."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seconds = seconds
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            time.sleep(self._seconds)
+            if out.shape == (_DIM, _DIM):
+                _Slow.slept += self._seconds
+        return out
+
+
+class _Layer(nn.Module):
+    """One operator of a stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(_DIM) + 0.01 * torch.randn(_DIM, _DIM))
+
+    @override
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return torch.tanh(x_BD @ self.weight)
+
+
+class _Stage(nn.Module):
+    """Some consecutive layers, named by their place in the whole model."""
+
+    def __init__(self, layers: range) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(each): _Layer() for each in layers})
+
+    @override
+    def forward(self, x_BD: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x_BD = layer(x_BD)
+        return x_BD
+
+
+class SleepingModel(LightningModule):
+    """Stages of equal length."""
+
+    def configure_stage(self, stage: int, num_stages: int) -> nn.Module:
+        """Return the layers of one stage."""
+        del num_stages
+        torch.manual_seed(stage)
+        return _Stage(range(stage * _LAYERS, (stage + 1) * _LAYERS))
+
+    def stage_loss(self, output_BD: Tensor, target_BD: Tensor) -> Tensor:
+        """Return the squared error."""
+        return (output_BD - target_BD).pow(2).mean()
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+class _SleepLines(TurnLines):
+    """Lines of steps with the seconds in gradients of weights too, which replay leaves out of what is frozen."""
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        write(self.lines, "step", step=trainer.global_step, slept=_Slow.slept)
+        _Slow.slept = 0.0
+
+
+class _LooksAtGradients(Callback):
+    """One who looks at all gradients: for that, replay computes them all."""
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        del trainer, pl_module
+
+
+def main() -> None:
+    """Train until somebody ends it."""
+    folder, memory, system, stages, micro_batches, stage_ms = sys.argv[1:]
+    torch.set_num_threads(1)
+    own_memory(memory, lost=False)
+    note_spare(Path(folder))
+    callbacks: list[Callback] = [
+        SparseCheckpoint((Path(folder) / "run").as_uri(), window=WINDOW, order="fixed"),
+        _SleepLines(Path(folder)),
+    ]
+    if system == "computes_all":
+        callbacks.append(_LooksAtGradients())
+    samples = torch.randn(_NUM_BATCHES * int(micro_batches), _DIM, generator=torch.Generator().manual_seed(0))
+    with quiet_lightning(), _Slow(float(stage_ms) / 1e3 / _LAYERS):
+        trainer = bench_trainer(
+            accelerator="cpu",
+            devices=int(stages),
+            strategy=MoEStrategy(pipeline_parallel=int(stages), micro_batches=int(micro_batches)),
+            callbacks=callbacks,
+            max_epochs=-1,
+        )
+        trainer.fit(
+            SleepingModel(),
+            DataLoader(TensorDataset(samples, samples.flip(1)), batch_size=int(micro_batches)),
+        )
+
+
+if __name__ == "__main__":
+    main()
