@@ -236,6 +236,11 @@ class CheckpointCallback(Checkpoint):
             self._run.before_zero_grad()
 
     @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        if self._run is not None and self._run.may_begin_with_gradients:
+            self._run.before_backward()
+
+    @override
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:

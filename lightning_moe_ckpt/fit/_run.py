@@ -74,6 +74,10 @@ class FitSession:
     _neighbours: Neighbours | None = None
     _last_step: int | None = None
     """With which training is planned to end, once it is known."""
+    _gradients_of: Mapping[str, Any] | None = None
+    """Start half of the boundary that was loaded, until the next batch begins."""
+    may_begin_with_gradients = False
+    """Whether the coming step may begin with gradients that the boundary at hand does not have."""
 
     def __init__(
         self,
@@ -90,7 +94,7 @@ class FitSession:
         _refuse_unsupported(trainer, policy)
         self._trainer, self._module = trainer, module
         self._optimizer: torch.optim.Optimizer = trainer.optimizers[0]
-        self._trains = Trained(module, self._optimizer)
+        self._trains = Trained(module, self._optimizer, staged=getattr(trainer.strategy, "pipeline_parallel", 1) > 1)
         self._num_groups = self._trains.num_groups
         self.session = CheckpointSession(
             config,
@@ -139,11 +143,15 @@ class FitSession:
     def begin(self) -> bool:
         """Open the run and return whether it was resumed from an earlier process."""
         start = self.session.begin()
-        if start is not None:
+        if start is None:
+            self._trains.begin()
+        else:
             self._recorder.resume(start)
             self._step, self._num_groups = self._trainer.global_step, self._trains.num_groups
+            self._gradients_of = start
             if not self._recorder.next_batch_begun(start):
                 self.session.waive_reconciling()  # hooks before the next batch have not run yet; they will run once
+                self._restore_gradients()
         if self.session.replaying:
             self._files.held = True
         self.resumed = start is not None
@@ -234,6 +242,7 @@ class FitSession:
         self._step = self._trainer.global_step
         self._layers.drop_graphs()
         original = self.session.replayed(self._step, self._losses) if self.session.replaying else None
+        self._gradients_of = original
         if original is None:
             self._files.dense()
         losses, self._losses = self._losses, []
@@ -292,7 +301,10 @@ class FitSession:
         start = self._recorder.complete_start(self._batches.take_digest())
         disturbed, self._disturbed = self._disturbed, False
         self.session.reconcile(disturbed=disturbed)
+        if self._gradients_of is not None:
+            self._restore_gradients()
         if start is not None:
+            self.may_begin_with_gradients = self._trains.looks
             self.session.seal(start, step=self._step, disturbed=disturbed, room=lambda: self._recorder.room)
         outcome = self.session.replay_outcome(self._step + 1)
         replay = self.session.replay
@@ -332,10 +344,22 @@ class FitSession:
     @clocked
     def before_zero_grad(self) -> None:
         """Wait until captures have read the gradients that are about to be zeroed."""
-        self.session.fence_gradients()
+        self.session.fence_gradients(seal=not self.may_begin_with_gradients)
+
+    @clocked
+    def before_backward(self) -> None:
+        """Give up the boundary at hand if the coming step begins with gradients that it does not have; the next ones will."""
+        self.may_begin_with_gradients, why_not = False, ""
+        if found := self._trains.left_over():
+            told = len(found), found[0]
+            log.info("%d parameters, first `%s`, keep gradients from step to step: they are stored", *told)
+            why_not = f"the gradient of `{found[0]}` was not known to be kept from step to step"
+        self.session.fence_gradients(why_not=why_not)
 
     @clocked
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.may_begin_with_gradients and self._module.automatic_optimization:
+            self.before_backward()  # there was no loss
         self._found = self._found_inf.read(optimizer)
         self.session.fence()
 
@@ -377,6 +401,11 @@ class FitSession:
             self._stops.leave(self._step, "training had ended")
 
     # -- private
+
+    def _restore_gradients(self) -> None:
+        start, self._gradients_of = self._gradients_of, None
+        assert start is not None
+        self._trains.restore_gradients(start["trained"])
 
     def _training_step(self, step: Callable[[], Any]) -> Any:
         """Run the user's step; once more in replay, with nothing left out, if it asks for a gradient that is."""

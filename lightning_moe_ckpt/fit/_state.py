@@ -124,16 +124,26 @@ def copied(value: Any) -> Any:
 class Trained:
     """Take and restore what the user lets train: `requires_grad` of every parameter, and groups added to the optimizer.
 
-    If the module zeroes gradients in its own way, which parameters have a gradient is taken too: the optimizer skips
-    parameters without one, but moves parameters whose gradient is zero.
+    Gradients of one step are nothing to the next, unless the user zeroes them in some other way than Lightning's: which parameters have
+    a gradient is taken then, since the optimizer skips parameters without one, but moves parameters whose gradient is zero. So are the
+    gradients of parameters that a step was once seen to begin with a gradient of, see `left_over`.
 
-    The optimizer is as the user configured it, with the groups that every process of the run begins with.
+    The optimizer is as the user configured it, with the groups that every process of the run begins with. Where the module
+    is `staged`, forward and backward are one, and nobody can look in between.
     """
 
-    def __init__(self, module: LightningModule, optimizer: Optimizer) -> None:
+    def __init__(self, module: LightningModule, optimizer: Optimizer, *, staged: bool) -> None:
         self._params, self._optimizer = dict(module.named_parameters()), optimizer
         self._names = {id(param): name for name, param in self._params.items()}
-        self._keeps_gradients = is_overridden("optimizer_zero_grad", module)
+        self._may_keep = (
+            is_overridden("optimizer_zero_grad", module)
+            or not module.automatic_optimization
+            or type(optimizer).zero_grad is not Optimizer.zero_grad
+        )
+        self.looks = self._may_keep and not staged
+        """Whether a step may begin with what is left of the last one's gradients."""
+        self._kept: set[str] = set()
+        self._guessed: set[str] = set()
         self._num_configured = len(optimizer.param_groups)
         self._configured = [param for group in optimizer.param_groups for param in group["params"]]
 
@@ -141,6 +151,21 @@ class Trained:
     def num_groups(self) -> int:
         """Number of groups that the optimizer has now."""
         return len(self._optimizer.param_groups)
+
+    def begin(self) -> None:
+        """Store what a fit before this one has left too, until it is known whether the first step begins with it."""
+        self._guessed = set(self.left_over())
+
+    def left_over(self) -> list[str]:
+        """Return the parameters that begin a step with a gradient, as none was known to do; call before its first backward pass."""
+        if not self.looks:
+            return []
+        graded = {name: param.grad for name, param in self._params.items() if param.grad is not None}
+        known, self._guessed = self._kept - self._guessed, set()
+        left = [name for name, some in zip(graded, _are_something(list(graded.values())), strict=True) if some]
+        found = [name for name in left if name not in self._kept]
+        self._kept = known.union(left)
+        return found
 
     def take(self) -> dict[str, Any]:
         """Return the state, in types that the journal stores.
@@ -150,9 +175,11 @@ class Trained:
         """
         self._require_same()
         added = self._optimizer.param_groups[self._num_configured :]
-        graded = (param.grad is not None for param in self._params.values()) if self._keeps_gradients else ()
+        graded = (param.grad is not None for param in self._params.values()) if self._may_keep else ()
+        kept = {name: self._params[name].grad for name in sorted(self._kept)}
         return {
             "gradients": bytes(graded),
+            **({"kept": {name: copied(each) for name, each in kept.items() if each is not None}} if kept else {}),
             "requires_grad": bytes(map(attrgetter("requires_grad"), self._params.values())),
             "added": [[self._names[id(param)] for param in group["params"]] for group in added],
         }
@@ -162,11 +189,20 @@ class Trained:
         for param, trains in zip(self._params.values(), state["requires_grad"], strict=True):
             if param.requires_grad != bool(trains):  # most have not changed
                 param.requires_grad_(bool(trains))
-        for param, graded in zip(self._params.values(), state.get("gradients", b""), strict=False):
-            if graded and param.grad is None:
-                param.grad = torch.zeros_like(param)
         for names in state["added"][self.num_groups - self._num_configured :]:
             self._optimizer.add_param_group({"params": [self._params[name] for name in names]})
+
+    def restore_gradients(self, state: Mapping[str, Any]) -> None:
+        """Restore what the next step begins with; call when its batch begins."""
+        for param, graded in zip(self._params.values(), state.get("gradients", b""), strict=False):
+            if not graded:
+                param.grad = None
+            elif param.grad is None:
+                param.grad = torch.zeros_like(param)
+        kept = state.get("kept", {})
+        self._kept.update(kept)
+        for name, value in kept.items():
+            self._params[name].grad = torch.empty_like(self._params[name]).copy_(value)
 
     def _require_same(self) -> None:
         """Replaced parameters are no part of what is stored, and a restart would have the old ones."""
@@ -187,6 +223,23 @@ class Trained:
             + ". What replaced or left them cannot be restored: change weights in place, stop training a parameter with "
             "`requires_grad_(False)`, and add only parameters that the module has before `fit`."
         )
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types that show the bits of elements of as many bytes."""
+
+
+def _are_something(gradients: Sequence[Tensor]) -> list[bool]:
+    """Return whether adding to each is another thing than to begin with zero, as it is to a negative zero; waits once for a device."""
+    dense = (each if each.layout is torch.strided else each.detach().coalesce().values() for each in gradients)
+    counts = [_bits(each).count_nonzero() for each in dense]
+    together = torch.stack([each.to(counts[0].device) for each in counts]) if counts else torch.empty(0)
+    return (together > 0).tolist()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    kind = _BITS.get(tensor.dtype.itemsize)
+    return tensor.detach() if kind is None else tensor.detach().view(kind)
 
 
 def _unwrapped(value: object) -> object:

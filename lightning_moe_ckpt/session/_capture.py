@@ -260,11 +260,16 @@ class CaptureSession:
                 except (CheckpointError, BufferChanged, RuntimeError) as error:  # torch's, where memory is not there
                     self._spoil(f"its buffers or what was changed cannot be stored: {error}")
 
-    def seal_beside(self) -> None:
+    def seal_beside(self, why_not: str = "") -> None:
         """Begin to complete the newest boundary on a thread; call where training is about to run without Python.
 
-        What is on a device waits for the fence: there the training thread is ahead of it, and loses nothing.
+        What is on a device waits for the fence: there the training thread is ahead of it, and loses nothing. With a
+        reason `why_not` the boundary is given up, which is no failure.
         """
+        if why_not:
+            self._spoil(why_not, failed=False)
+            if self._window is None and self.whole_at is not None:
+                self._tiers.abandon_whole(self._name(self.whole_at))
         window, pending = self._window, self._pending
         if self._sealing is None or window is None or pending is None or window.spoiled or self._beside.busy:
             return
@@ -491,13 +496,14 @@ class CaptureSession:
                     self.failures.append(f"there is no memory for checkpoints: {error}")
         return self._exchange.all_agree(made)
 
-    def _spoil(self, reason: str) -> None:
+    def _spoil(self, reason: str, *, failed: bool = True) -> None:
         """Let the window in progress give no generation; it still runs to its end, so that ranks stay in step."""
         window = self._window
         if window is None or window.spoiled:
             return
         window.spoiled, self._why = True, f"{reason.rstrip('.')}."
-        self.failures.append(f"generation {window.generation.step} was not taken: {reason}")
+        if failed:
+            self.failures.append(f"generation {window.generation.step} was not taken: {reason}")
         self._tiers.abandon(window)
 
     def _finish(self, window: Window) -> None:

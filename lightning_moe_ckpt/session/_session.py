@@ -304,11 +304,12 @@ class CheckpointSession:
         self._last_step = last_step
         self._planner.forward_begins(replaying=self.replaying, last_step=last_step)
 
-    def fence_gradients(self) -> None:
-        """Wait for copies of gradients; call before they are set to zero, or let go of, where backward is about to run."""
+    def fence_gradients(self, *, seal: bool = True, why_not: str = "") -> None:
+        """Wait for copies of gradients, as they are zeroed or let go of; with `seal` complete the newest boundary, or give it up."""
         capture = made(self._capture)
         capture.fence_gradients()
-        capture.seal_beside()
+        if seal:
+            capture.seal_beside(why_not)
 
     def fence(self) -> None:
         """Wait for copies of parameters; call before the optimizer overwrites them."""

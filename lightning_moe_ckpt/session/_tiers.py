@@ -259,6 +259,11 @@ class Tiers:
         for worker in window.workers:
             worker.abandon(window.generation)
 
+    def abandon_whole(self, generation: GenerationId) -> None:
+        """Tell whichever tier gets a generation of everything that it is of no use."""
+        for lane in self._lanes:
+            lane.worker.abandon(generation)
+
     def withdraw(self, window: Window) -> None:
         """End a window before its time, on all ranks: tiers give it up, and none has failed to keep it."""
         for lane in self._lanes:

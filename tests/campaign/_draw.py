@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from campaign._drawn import Drawn
-from campaign._drawn_hooks import HOOKS
+from campaign._drawn_hooks import HOOKS, LATER
 from campaign._training import Checkpointing
 from lightning_moe_ckpt.testing._kill import HookPhase, Kill, Phase
 
@@ -232,12 +232,9 @@ def _any_batches(setup: Drawn) -> bool:
 
 def _hooks(rng: random.Random, setup: Drawn) -> Any:
     """A few; those that end an epoch or training do so where a step ends."""
-    chosen = set(_some(rng, {hook: 0.06 for hook in HOOKS if hook not in {"renorms", "after_step"}}))
+    chosen = set(_some(rng, {hook: 0.06 for hook in HOOKS if hook not in LATER}))
     beside = random.Random(repr(setup))  # beside the others, whose seeds were chosen before
-    if beside.random() < 0.06:
-        chosen.add("renorms")
-    if beside.random() < 0.06:
-        chosen.add("after_step")
+    chosen |= {hook for hook in LATER if beside.random() < 0.06}
     if setup.accumulate > 1 or setup.world_size > 1:
         chosen -= {"skips_rest", "stops"}
     if setup.world_size > 1 or setup.clip_algorithm == "value":

@@ -27,6 +27,8 @@ Hook = Literal[
     "clears",
     "steps",
     "keeps_gradients",
+    "fades_gradients",
+    "keeps_some",
     "scales_gradients",
     "clamps",
     "logs",
@@ -267,6 +269,27 @@ class KeepsGradients(LightningModule):
         optimizer.zero_grad(set_to_none=False)
 
 
+class FadesGradients(LightningModule):
+    """Adds each gradient to nine tenths of the last one."""
+
+    @override
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.mul_(0.9)
+
+
+class KeepsSome(LightningModule):
+    """Adds up the gradients of vectors, and from the fifth step on for two steps those of a matrix."""
+
+    @override
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        late = _first_matrix(self) if self.global_step % 6 > 4 else None
+        for param in self.parameters():
+            if param.ndim != 1 and param is not late:
+                param.grad = None
+
+
 class ScalesGradients(LightningModule):
     """Edits the gradient of each parameter, by how long it is."""
 
@@ -348,6 +371,8 @@ HOOKS: dict[Hook, type[LightningModule]] = {
     "clears": Clears,
     "steps": Steps,
     "keeps_gradients": KeepsGradients,
+    "fades_gradients": FadesGradients,
+    "keeps_some": KeepsSome,
     "scales_gradients": ScalesGradients,
     "clamps": Clamps,
     "logs": Logs,
@@ -357,6 +382,8 @@ HOOKS: dict[Hook, type[LightningModule]] = {
     "renorms": Renorms,
     "after_step": AfterStep,
 }
+LATER: tuple[Hook, ...] = ("renorms", "after_step", "fades_gradients", "keeps_some")
+"""Drawn beside the others, in this order, so that a number means the same run but for them."""
 EDITS: frozenset[Hook] = frozenset({"edits"})
 """What a validation between repeated steps may see too early."""
 

@@ -68,6 +68,11 @@ ONCE_FAILED = {
         ["num_sanity_val_steps", 2]], "growing_accumulation": true, "data": "combined", "combined": "max_size", "sampler":
         "sequential"}, "checkpointing": {"every_n_steps": 2}, "kills": [{"phase": "batch_start", "batches": 8, "rank": 1},
         {"phase": "epoch_end", "batches": 5, "settle": 10.0}, {"phase": "after_backward", "batches": 2}]}""",
+    "gradients of one step that the next adds to": """{"setup": {"hooks": ["fades_gradients"], "validate_every": null, "options":
+        [["never_routed", true]]}, "checkpointing": {"every_n_steps": 2}, "kills": [{"phase": "forward", "batches": 7, "settle": 10.0}]}""",
+    "gradients of some parameters, and at times of one more": """{"setup": {"hooks": ["keeps_some"], "epochs": 3}, "checkpointing":
+        {"policy": "sparse"}, "kills": [{"phase": "forward", "batches": 5, "settle": 10.0},
+        {"phase": "after_batch_end", "batches": 5, "settle": 10.0}]}""",
 }
 """Lines of failures, by what was wrong."""
 
