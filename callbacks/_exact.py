@@ -62,7 +62,7 @@ class SparseCheckpoint(CheckpointCallback):
     Raises:
         ConfigurationError: an argument is out of range.
 
-    Source: MoEvement (2024), Sec. 3.2-3.5.
+    Source: MoEvement (2026), Sec. 3.2-3.5.
     """
 
     @spelled_out
@@ -134,7 +134,7 @@ class DenseCheckpoint(CheckpointCallback):
     Raises:
         ConfigurationError: an argument is out of range.
 
-    Source: CheckFreq (2021) and Gemini (2023), the baselines of MoEvement (2024), Sec. 5.
+    Source: CheckFreq (2021) and Gemini (2023), the baselines of MoEvement (2026), Sec. 5.
     """
 
     @spelled_out

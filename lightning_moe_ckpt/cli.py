@@ -33,7 +33,8 @@ _STATUSES = """\
 \b
 Exit status:
   0    done; for verify: everything is as it was written
-  1    verify only: something is damaged, or there is nothing to restore
+  1    verify: something is damaged, or there is nothing to restore;
+       doctor URL: checkpoints are not safe there
   2    wrong arguments, or the command could not do its work; standard error says why in a line
   141  whoever read the output closed it early, as `head` does
 
@@ -291,7 +292,7 @@ _BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
             _number("--recovery-blocks", 4, "Transformer blocks of the model that is killed."),
             _number("--recovery-dim", 128, "Its model dimension."),
             _number("--host-kills", 10, "Kills of a process whose state is read back from memory, without training."),
-            _number("--host-megabytes", 50, "Of that state."),
+            _number("--host-megabytes", 50, "MiB of that state."),
             _several("--systems", ["sparse", "dense", "partial", "selective", "dcp", "lightning"], "What is compared"),
             _option("--folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
@@ -350,7 +351,7 @@ _BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
     "persist": (
         "Time and CPU until a generation is durable beside a bare write, and what steps notice of it.",
         [
-            _number("--generation-megabytes", 200, "Bytes of a generation."),
+            _number("--generation-megabytes", 200, "MiB of a generation."),
             _number("--segments", 4, "Files it consists of."),
             _number("--persist-rounds", 10, "Generations stored in each place."),
             _number("--persist-steps", 400, "Steps of the fit."),
@@ -403,7 +404,7 @@ _BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
         [
             _number("--slices", 10_000, "Of one list."),
             _number("--repeats", 7, "Of every measurement."),
-            _number("--megabytes", 256, "Of large copies."),
+            _number("--megabytes", 256, "MiB of large copies."),
             _number("--elements", 32 * 2**20, "Of gradients."),
             _number("--device-elements", 10**9, "On a GPU."),
             _flag("--quick", "Small gradients only."),

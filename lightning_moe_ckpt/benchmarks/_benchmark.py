@@ -108,11 +108,6 @@ def milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.{_decimals(seconds * 1e3)}f} ms"
 
 
-def megabytes(nbytes: float) -> str:
-    """Return text in units of 10^6 bytes."""
-    return f"{nbytes / 1e6:.{_decimals(nbytes / 1e6)}f} MB"
-
-
 def table_of(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> Table:
     """Return a table whose columns are aligned right but for the first."""
     table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")

@@ -28,10 +28,10 @@ from rich.console import Group, RenderableType
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.benchmarks._benchmark import (
     Progress,
     accelerator_for,
-    megabytes,
     milliseconds,
     table_of,
 )
@@ -101,7 +101,7 @@ def table(figures: Sequence[DifferentialFigure]) -> RenderableType:
         [
             each.what,
             milliseconds(each.seconds),
-            *(megabytes(n) for n in (each.step_nbytes, each.durable_nbytes, each.folder_nbytes, each.reserved_nbytes)),
+            *(size_text(n) for n in (each.step_nbytes, each.durable_nbytes, each.folder_nbytes, each.reserved_nbytes)),
         ]
         for each in fits
     ]

@@ -90,7 +90,7 @@ class Figure(Listed):
         return next((unit for begin, unit in self.units.items() if row.startswith(begin)), "")
 
 
-PEC, MOETION, TIERCHECK, MOEVEMENT = "PEC (2024)", "MOETION (2024)", "TierCheck (2026)", "MoEvement (2025)"
+PEC, MOETION, TIERCHECK, MOEVEMENT = "PEC (2024)", "MOETION (2024)", "TierCheck (2026)", "MoEvement (2026)"
 _KS, _PARTS = (1, 2, 4), (25, 50, 75)
 _EVERYWHERE = {"": "%"}
 

@@ -32,6 +32,7 @@ from obstore.store import S3Store
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_moe_ckpt._units import rate_text
 from lightning_moe_ckpt.benchmarks._benchmark import (
     Accelerator,
     Cost,
@@ -68,7 +69,7 @@ StorageOptions = Mapping[str, Any]
 
 LOCAL = Goal("local", "time until durable on local disk, of a raw write and fsync", 1.2, "times", at_least=False)
 OBJECT = Goal("object", "time until durable in object storage, of a bare obstore put", 1.25, "times", at_least=False)
-CPU = Goal("cpu", "CPU seconds per GB uploaded", 0.6, "s", at_least=False)
+CPU = Goal("cpu", "CPU seconds per GiB uploaded", 0.64, "s", at_least=False)
 STEP = Goal("step", "p99 of a step while a segment is written, of other steps", 1.5, "times", at_least=False)
 _WARM_UP = 20
 _NEVER_DELETES = 10**9
@@ -134,7 +135,7 @@ def _pairs(
 ) -> list[Pair]:
     if url is None:
         return []
-    nbytes = options.generation_megabytes * 10**6
+    nbytes = options.generation_megabytes * 2**20
     pairs = []
     with TurnTaker[Pair](lambda end: take_pairs(url, storage_options, nbytes, options.segments, end)) as taker:
         taker.take()  # the first touches new memory and opens connections
@@ -323,18 +324,18 @@ class _HeldWrites(Callback):
 
 def _ratio(goal: Goal, pairs: Sequence[Pair], unnamed: str) -> PersistFigure:
     ratios = [pair.ours.wall / pair.bare.wall for pair in pairs]
-    rates = [(pair.nbytes / pair.bare.wall / 1e6, pair.nbytes / pair.ours.wall / 1e6) for pair in pairs]
-    return _figure(goal, ratios, _medians(rates, "{:.0f} MB/s"), unnamed)
+    rates = [(pair.nbytes / pair.bare.wall, pair.nbytes / pair.ours.wall) for pair in pairs]
+    return _figure(goal, ratios, _medians(rates, rate_text), unnamed)
 
 
 def _cpu(pairs: Sequence[Pair], unnamed: str) -> PersistFigure:
-    costs = [(pair.bare.cpu / pair.nbytes * 1e9, pair.ours.cpu / pair.nbytes * 1e9) for pair in pairs]
-    return _figure(CPU, [ours for _, ours in costs], _medians(costs, "{:.2f} s/GB"), unnamed)
+    costs = [(pair.bare.cpu / pair.nbytes * 2**30, pair.ours.cpu / pair.nbytes * 2**30) for pair in pairs]
+    return _figure(CPU, [ours for _, ours in costs], _medians(costs, "{:.2f} s/GiB".format), unnamed)
 
 
-def _medians(pairs: Sequence[tuple[float, float]], form: str) -> tuple[str, ...]:
+def _medians(pairs: Sequence[tuple[float, float]], form: Callable[[float], str]) -> tuple[str, ...]:
     """Return medians of the baseline and of ours as text, empty where nothing was measured."""
-    return tuple(form.format(statistics.median(each)) for each in zip(*pairs, strict=True)) or ("", "")
+    return tuple(form(statistics.median(each)) for each in zip(*pairs, strict=True)) or ("", "")
 
 
 def _p99(steps: StepsMeanwhile) -> PersistFigure:

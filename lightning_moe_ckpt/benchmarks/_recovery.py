@@ -29,12 +29,12 @@ from types import SimpleNamespace
 import torch
 from rich.table import Table
 
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.benchmarks._benchmark import (
     Goal,
     Progress,
     accelerator_for,
     medians,
-    megabytes,
     milliseconds,
     rounds_of,
     table_of,
@@ -94,7 +94,7 @@ done again; tokens lost: over all experts, for good, where restarts are not exac
 _LOSSES = {"process": "process", "node": "node", "cluster": "all nodes"}
 _CYCLES = 3
 """Checkpoints that were due before the kill: the newest may still be on its way."""
-_GOAL = Goal("host", "from a SIGKILL to 50 MB out of host memory", 100, "ms", at_least=False)
+_GOAL = Goal("host", "from a SIGKILL to 50 MiB out of host memory", 100, "ms", at_least=False)
 _RUN, _GENERATION = "bench", GenerationId(step=1, incarnation=1, nonce="0" * 12)
 
 
@@ -160,8 +160,8 @@ class HostRestoreFigure:
 
     @property
     def outcome(self) -> str:
-        """Outcome for the goal, which is in proportion above 50 MB."""
-        return _GOAL.outcome(1e3 * self.median / max(1.0, self.nbytes / 50e6))
+        """Outcome for the goal, which is in proportion above 50 MiB."""
+        return _GOAL.outcome(1e3 * self.median / max(1.0, self.nbytes / (50 * 2**20)))
 
 
 _MEDIANS = [name for name in Recovery.__annotations__ if name != "restored_from"]
@@ -279,7 +279,7 @@ def _sources(figure: RecoveryFigure) -> str:
 
 
 def _restore_from_host(options: SimpleNamespace, progress: Progress) -> HostRestoreFigure:
-    nbytes, seconds = options.host_megabytes * 10**6, []
+    nbytes, seconds = options.host_megabytes * 2**20, []
     for turn in range(options.host_kills):
         progress("killed, and read back from memory", turn, options.host_kills)
         seconds.append(host_restore_seconds(nbytes))
@@ -288,10 +288,10 @@ def _restore_from_host(options: SimpleNamespace, progress: Progress) -> HostRest
 
 def _host_line(figure: HostRestoreFigure) -> str:
     return (
-        f"{megabytes(figure.nbytes)} of state, from the SIGKILL to verified bytes out of host memory, without imports: "
+        f"{size_text(figure.nbytes)} of state, from the SIGKILL to verified bytes out of host memory, without imports: "
         f"median {milliseconds(figure.median)}, {milliseconds(min(figure.seconds))} to "
         f"{milliseconds(max(figure.seconds))} in {len(figure.seconds)} kills; "
-        f"goal 100 ms for 50 MB: {figure.outcome}"
+        f"goal 100 ms for 50 MiB: {figure.outcome}"
     )
 
 
@@ -301,7 +301,7 @@ def _from_host(figures: Sequence[RecoveryFigure]) -> Iterator[str]:
         if figure.restored_from and all([*rank] == ["host"] for rank in figure.restored_from):
             nbytes = max(sum(rank.values()) for rank in figure.restored_from)
             yield (
-                f"{_SYSTEMS[figure.system]}, from the SIGKILL to a Trainer with {megabytes(nbytes)} per rank out of host "
+                f"{_SYSTEMS[figure.system]}, from the SIGKILL to a Trainer with {size_text(nbytes)} per rank out of host "
                 f"memory: {milliseconds(figure.ready_seconds)}, of which restoring took "
                 f"{milliseconds(figure.restore_seconds or 0)}"
             )
@@ -313,7 +313,7 @@ def _row(figure: RecoveryFigure) -> list[str]:
     after = (figure.ready_seconds, figure.restore_seconds, figure.rerun_seconds, figure.total_seconds)
     return [
         *(_SYSTEMS[figure.system], lost, _sources(figure)),
-        *(megabytes(figure.saved_nbytes), milliseconds(figure.hook_seconds), milliseconds(figure.step_seconds)),
+        *(size_text(figure.saved_nbytes), milliseconds(figure.hook_seconds), milliseconds(figure.step_seconds)),
         *(f"{figure.rollback_steps:g}", f"{figure.lost_tokens:.0f}" if figure.lost_tokens else ""),
         *(*map(milliseconds, after), f"{milliseconds(low)} to {milliseconds(high)}"),
     ]

@@ -7,7 +7,7 @@ rests once it has generation 0. Then the second one is killed by SIGKILL, and a 
 Of each figure a line (cost = fixed + slope x operators) and an exponent (cost grows as operators ** exponent) are fitted. Time
 in hooks is CPU time of the training thread, which other load changes little; the added time of a step sees everything.
 
-Source: MoEvement (2024), Sec. 5.4, which has 15,000 operators; `Measured` is judged by goals of our own.
+Source: MoEvement (2026), Sec. 5.4, which has 15,000 operators; `Measured` is judged by goals of our own.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.benchmarks._benchmark import Progress, table_of
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
@@ -111,7 +112,7 @@ def table(figures: Sequence[SelectionFigure]) -> Table:
         rows.append([
             *(each.skew, f"{each.taken:.1f} of {each.num_experts}", each.system, f"{each.repeats:.2f}"),
             *(f"{each.at_risk[level]:.0f}" for level in ("memory", "storage")),
-            *(f"{each.at_risk['memory'] / base:.2f}", f"{each.wire_nbytes / 1e6:.2f} MB", f"{each.wire_share:.0%}"),
+            *(f"{each.at_risk['memory'] / base:.2f}", size_text(each.wire_nbytes), f"{each.wire_share:.0%}"),
         ])  # fmt: skip
     return table_of("Choosing experts by what is at risk", _COLUMNS, rows, _CAPTION)
 

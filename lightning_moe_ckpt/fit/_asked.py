@@ -1,7 +1,8 @@
-"""Say where a start asks for another learning rate, seed or batch size than the run that it goes on with.
+"""Say where a start asks for another learning rate, seed, batch size or number of threads than the run that it goes on with.
 
 A resumed run goes on as it was: rates and random numbers are the stored ones, whatever the script sets by now. Batches are
 those of the loader that the script makes. Either would be a surprise to somebody who changed a number and started again.
+Threads differ without anybody's doing: torchrun gives each rank one, Lightning's launcher its share of the cores.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from torch.utils import _pytree as pytree
@@ -32,6 +34,7 @@ class Asked:
             "rates": [float(group.get("initial_lr", group["lr"])) for group in groups if "lr" in group],
             "seed": os.environ.get(_SEED),
             "batch_sizes": [],
+            "threads": torch.get_num_threads() if trainer.strategy.root_device.type == "cpu" else None,
         }
         # Tuners look for a value, whatever was asked for.
         self._tuned = any(isinstance(each, BatchSizeFinder | LearningRateFinder) for each in callbacks_of(trainer))
@@ -56,6 +59,14 @@ class Asked:
                 "this start sets the seed %s, and the stored run %s: it goes on with its own random numbers. Begin a new run "
                 "for another seed",
                 *(seed, "has " + state["seed"] if state["seed"] is not None else "was started without one"),
+                alike=True,
+            )
+        threads, stored = self._taken["threads"], state.get("threads")
+        if threads and stored and threads != stored:
+            log.warning(
+                "torch has %d threads on each rank, and had %d in the stored run: a CPU then adds in another order, and the run is "
+                "not exact. Call `torch.set_num_threads(%d)` before `fit`, or start with OMP_NUM_THREADS=%d",
+                *(threads, stored, stored, stored),
                 alike=True,
             )
         self._stored_sizes = list(state["batch_sizes"])

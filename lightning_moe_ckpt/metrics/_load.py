@@ -30,7 +30,7 @@ def load_skew(counts_E: Tensor) -> Tensor:
     Returns:
         float64 scalar on the device of the input; NaN without any token.
 
-    Source: MoEvement (2024), Appendix D.
+    Source: MoEvement (2026), Appendix D.
     """
     num_experts, total = counts_E.numel(), counts_E.sum()
     # Integer arithmetic up to the division: one rounding per expert, and none if the quotient is an integer.
@@ -107,7 +107,7 @@ class LoadSkew(_Counts):
     Raises:
         ConfigurationError: fewer than two experts.
 
-    Source: MoEvement (2024), Appendix D.
+    Source: MoEvement (2026), Appendix D.
     """
 
     least = 2

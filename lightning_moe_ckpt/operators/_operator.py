@@ -4,7 +4,7 @@ An operator is not a module. A stacked expert tensor `[E, ...]` gives `E` operat
 tensor; a dense transformer block is one operator made of whole parameters. All coordinates are global, so that
 another number of ranks can read a record later.
 
-Source: MoEvement (2024), Sec. 3.1 (operators); we differ in slicing parameters instead of naming modules.
+Source: MoEvement (2026), Sec. 3.1 (operators); we differ in slicing parameters instead of naming modules.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ blocks become operators of their own, never one giant operator.
 
 Invariant: the slices of all operators tile every parameter. Parameters that share bytes are in one operator.
 
-Source: MoEvement (2024), Appendix E (each layer of a dense model is an operator).
+Source: MoEvement (2026), Appendix E (each layer of a dense model is an operator).
 """
 
 from __future__ import annotations

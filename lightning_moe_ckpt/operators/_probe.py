@@ -9,7 +9,7 @@ precision.
 A parameter is judged as a whole: one expert's use of a stacked tensor counts for all. Operations outside torch's
 dispatcher (a Triton kernel given a raw pointer) are not seen; a parameter read only there keeps its precision.
 
-Source: MoEvement (2024), Sec. 3.3, assumes fp16 weights throughout; we differ in watching.
+Source: MoEvement (2026), Sec. 3.3, assumes fp16 weights throughout; we differ in watching.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ nothing of the graph.
 
 Shape suffixes: T tokens on this rank, K top-k, S slots (T * K), E all experts.
 
-Source: MoEvement (2024), Appendix B (popularity).
+Source: MoEvement (2026), Appendix B (popularity).
 """
 
 from __future__ import annotations

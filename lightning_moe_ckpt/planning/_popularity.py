@@ -9,7 +9,7 @@ At the boundary each rank compares the sum with the popularity the newest plan w
 next plan is made on a thread of its own and holds from the next window on, whether it takes milliseconds or not: so a
 run that is killed and resumed follows the same sequence of plans, though its windows start at other steps.
 
-Source: MoEvement (2024), Sec. 3.5, Appendix B.
+Source: MoEvement (2026), Sec. 3.5, Appendix B.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each step of a sparse window takes FULL of some operators and COMPUTE of those still to come. A window is planned by
 schedule, by length, or by the bytes that a step may copy, as given or measured.
 
-Sources: MoEvement (2024), Sec. 3.2-3.5; its baselines, Sec. 5, are CheckFreq (2021) and Gemini (2023). TierCheck (2026),
+Sources: MoEvement (2026), Sec. 3.2-3.5; its baselines, Sec. 5, are CheckFreq (2021) and Gemini (2023). TierCheck (2026),
 Sec. 3.2, for differences.
 """
 

@@ -4,7 +4,7 @@ A policy is data and pure functions. All ranks hand it equal inputs, so all get 
 it needs measured it says in `needs` and `budgets`; the planner measures that, agrees on it with the other ranks, and
 lays plans out. Nobody else asks which policy runs: what differs between policies is said here.
 
-Sources: MoEvement (2024), Sec. 3; PEC (2024), Sec. 3; MOETION (2024), Sec. 4.
+Sources: MoEvement (2026), Sec. 3; PEC (2024), Sec. 3; MOETION (2024), Sec. 4.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ saves nothing of it. Soft counts include it, since its probability does not depe
 
 Shape suffixes: T tokens, E experts.
 
-Source: MoEvement (2024), Sec. 3.5, Appendix B and E.
+Source: MoEvement (2026), Sec. 3.5, Appendix B and E.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Order = Literal["popularity", "fixed", "back_to_front"]
 class Popularity:
     """How the popularity of experts is measured, and when a changed one changes the order of capture.
 
-    Source: MoEvement (2024), Sec. 3.5 and Appendix B; the names are the paper's.
+    Source: MoEvement (2026), Sec. 3.5 and Appendix B; the names are the paper's.
     """
 
     counts: Literal["hard", "soft"] = "hard"
@@ -87,7 +87,7 @@ def should_reorder(
         reorder_threshold: relative change of an expert's share that counts.
         reorder_fraction: share of the experts that must have changed.
 
-    Source: MoEvement (2024), Sec. 3.5: "over 10% for at least 25% of experts".
+    Source: MoEvement (2026), Sec. 3.5: "over 10% for at least 25% of experts".
     """
     old, new = torch.as_tensor(old_counts, dtype=torch.float64), torch.as_tensor(new_counts, dtype=torch.float64)
     if old.shape != new.shape:
@@ -114,7 +114,7 @@ def decayed_popularity(previous_E: Tensor, counts_E: Tensor, *, half_life_steps:
     Returns:
         float64 `[E]`. Equal inputs give equal bits, so a resumed run that counts the same steps has the same result.
 
-    Source: MoEvement (2024), Appendix B, "Time-Decayed Popularity".
+    Source: MoEvement (2026), Appendix B, "Time-Decayed Popularity".
     """
     if not half_life_steps > 0:
         raise ValueError(f"`decayed_popularity(half_life_steps={half_life_steps})` must be above zero.")
@@ -136,7 +136,7 @@ def popularity_per_capacity(counts_E: Tensor, capacity_E: Tensor) -> Tensor:
     Returns:
         float64 `[E]`, on the device of the counts.
 
-    Source: MoEvement (2024), Appendix B, "Capacity-Aware Ordering".
+    Source: MoEvement (2026), Appendix B, "Capacity-Aware Ordering".
     """
     if counts_E.shape != capacity_E.shape:
         raise ValueError(f"`popularity_per_capacity` got {counts_E.numel()} and {capacity_E.numel()} experts.")

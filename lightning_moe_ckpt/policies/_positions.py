@@ -5,7 +5,7 @@ another order than rank 1's. So what is planned is *positions*: dense operators 
 least popular expert here" of each layer. The positions, their sizes and their order depend only on what all ranks
 know (counts summed over all ranks), so all make the same plan; each then puts its own experts into the positions.
 
-Source: MoEvement (2024), Sec. 3.5; we differ in agreeing between ranks: it orders one rank's operators only.
+Source: MoEvement (2026), Sec. 3.5; we differ in agreeing between ranks: it orders one rank's operators only.
 """
 
 from __future__ import annotations

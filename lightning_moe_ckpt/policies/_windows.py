@@ -12,7 +12,7 @@ can save a slot.
 A slot goes over the budget only if COMPUTE of all operators does, if the window would exceed `max_window`, or if an
 operator is too large for what COMPUTE leaves (see `split_nbytes`). It is always slot 0.
 
-Source: MoEvement (2024), Sec. 3.5, Algorithm 1 (`planner="algorithm1"`). The default `packed` differs: it counts
+Source: MoEvement (2026), Sec. 3.5, Algorithm 1 (`planner="algorithm1"`). The default `packed` differs: it counts
 real bytes, and since the frozen set shrinks along the window, later slots take more. At a budget of 2.5 bytes per
 parameter (12 in FULL, 2 in COMPUTE) Algorithm 1 needs 20 slots, packing 9.
 
@@ -227,7 +227,7 @@ def pack_by_algorithm1(full_N: Ints, compute_N: Ints, budget: int, max_slots: in
     The largest number of active operators whose mean sizes fit, but at least 2 (line 10), or as many as keep the
     window within `max_slots`. Real sizes may go over the budget in any slot.
 
-    Source: MoEvement (2024), Sec. 3.5, Algorithm 1.
+    Source: MoEvement (2026), Sec. 3.5, Algorithm 1.
     """
     num, full, compute = len(full_N), int(full_N.sum()), int(compute_N.sum())
     active = num

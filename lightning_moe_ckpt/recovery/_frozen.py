@@ -10,7 +10,7 @@ not left out. All that comes of a weight has a graph as it always does, so that 
 checkpoints and collectives in backward come on all ranks, and no hook of the user meets a gradient that is missing: what was
 not computed is zero.
 
-Source: MoEvement (2024), Sec. 3.3 (frozen operators); we differ in freezing slices of stacked experts.
+Source: MoEvement (2026), Sec. 3.3 (frozen operators); we differ in freezing slices of stacked experts.
 """
 
 from __future__ import annotations

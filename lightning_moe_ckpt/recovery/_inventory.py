@@ -3,7 +3,7 @@
 Every process lists the copies in memory that it can reach, the coordinator the commits. Processes of one node find the same
 copies. A copy counts once, however many of them could read it: it is lost, or bad, for all of them at once.
 
-Source: TierCheck (2025), Fig. 5, for what ranks resume from.
+Source: TierCheck (2026), Fig. 5, for what ranks resume from.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ activations, and with them the gradients of active operators, are those of the o
 What one optimizer keeps for several experts together, as the step count of a stacked tensor, is of no single one of
 them: where experts may be of different ages, the journal has it, as of the generation.
 
-Source: MoEvement (2024), Sec. 3.3; we differ in replaying inside the user's own training loop, bit for bit.
+Source: MoEvement (2026), Sec. 3.3; we differ in replaying inside the user's own training loop, bit for bit.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ interpreter lock; `fence` completes it, and waits for the copies before the opti
 whose segments are all sealed is a generation. All ranks open windows together: one small exchange decides whether a window
 starts and which tiers take it, so that no rank fills half a generation.
 
-Source: MoEvement (2024), Sec. 3.2; PEC/MoC (2024), Sec. 5 (triple buffering).
+Source: MoEvement (2026), Sec. 3.2; PEC/MoC (2024), Sec. 5 (triple buffering).
 """
 
 from __future__ import annotations

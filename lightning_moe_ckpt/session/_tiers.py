@@ -15,7 +15,7 @@ or has lost it, is given a *whole* one, of which nothing is taken to memory: it 
 fails, every second window is such an attempt: each costs a snapshot of everything, and once the fault is over the tier
 is never further behind than that.
 
-Source: TierCheck (2025), Sec. 3.3 and Fig. 5.
+Source: TierCheck (2026), Sec. 3.3 and Fig. 5.
 """
 
 from __future__ import annotations

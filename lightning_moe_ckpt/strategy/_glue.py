@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -36,6 +37,28 @@ def ignore_names(module: LightningModule, names: set[str]) -> None:
 def named_states(module: LightningModule) -> list[tuple[str, Tensor]]:
     """Return parameters and buffers by name."""
     return [*module.named_parameters(), *module.named_buffers()]
+
+
+def keep_threads(launcher: object) -> None:
+    """Let threads of torch be no more than the process has when a Trainer function is called.
+
+    Lightning gives each process its share of the cores, whatever number the script has set, and whether or not torch counts
+    two threads of a core as two: a small model then takes many times as long for a step. Uses `_SubprocessScriptLauncher`.
+    """
+    if not isinstance(launcher, _SubprocessScriptLauncher):
+        return  # others start processes that have threads of their own
+    original = launcher.launch
+
+    def launch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        threads = torch.get_num_threads()
+
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            torch.set_num_threads(min(threads, torch.get_num_threads()))
+            return function(*args, **kwargs)
+
+        return original(begin, *args, **kwargs)
+
+    _set(launcher, "launch", launch)
 
 
 def tap_clipping(precision: Precision, clip: Callable[[Optimizer, int | float], None]) -> Callable[[], None]:

@@ -146,6 +146,11 @@ class MoEStrategy(PipelinedStrategy):
         super().set_world_ranks()
 
     @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        _glue.keep_threads(self.launcher)
+
+    @override
     def setup_distributed(self) -> None:
         supervised = Supervised.from_environment()
         if supervised is not None and not dist.is_initialized():

@@ -415,7 +415,7 @@ def test_persisting_is_compared_with_bare_writes() -> None:
     local, stored, cpu, _ = figures
     assert local.value is not None
     assert local.value > 0
-    assert local.baseline.endswith("MB/s")
+    assert local.baseline.endswith("MiB/s")
     assert stored.outcome == cpu.outcome == "not run: name a bucket with --object-url"
 
 

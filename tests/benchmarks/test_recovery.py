@@ -115,8 +115,8 @@ def test_sparse_checkpoints_and_lightnings_own_are_killed_and_resumed() -> None:
 @pytest.mark.parametrize(("seconds", "outcome"), [([0.05, 0.3, 0.09], "met"), ([0.05, 0.11, 0.3], "NOT met")])
 def test_the_goal_for_host_memory_is_judged_by_the_median(seconds: list[float], outcome: str) -> None:
     """And shown with the range."""
-    said = _host_line(HostRestoreFigure(nbytes=50_000_000, seconds=seconds))
-    assert said.endswith(f"goal 100 ms for 50 MB: {outcome}")
+    said = _host_line(HostRestoreFigure(nbytes=50 * 2**20, seconds=seconds))
+    assert said.endswith(f"goal 100 ms for 50 MiB: {outcome}")
     assert "50.0 ms to 300 ms in 3 kills" in said
 
 

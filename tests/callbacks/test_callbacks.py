@@ -508,14 +508,16 @@ class Rated(Linear):
         return torch.optim.SGD(self.parameters(), self.rate)
 
 
-@pytest.mark.parametrize("change", ["nothing", "rate", "seed", "batch size"])
-def test_another_rate_seed_or_batch_size_than_the_stored_runs_is_said(
+@pytest.mark.parametrize("change", ["nothing", "rate", "seed", "batch size", "threads"])
+def test_another_rate_seed_batch_size_or_number_of_threads_than_the_stored_runs_is_said(
     change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the script asks for by now, what the run has, and which of the two it goes on with; at the third start, too."""
     for start in range(3):
         changed = start > 0
         caplog.clear()
+        if change == "threads":
+            monkeypatch.setattr(torch, "get_num_threads", lambda found=2 if changed else 1: found)
         monkeypatch.setenv("PL_GLOBAL_SEED", "2" if changed and change == "seed" else "1")
         data = TensorDataset(torch.arange(96.0).view(24, FEATURES) / 96)
         batches = DataLoader(data, batch_size=2 if changed and change == "batch size" else 1)
@@ -530,6 +532,7 @@ def test_another_rate_seed_or_batch_size_than_the_stored_runs_is_said(
             "seed": ["sets the seed 2, and the stored run has 1: it goes on with its own random numbers"],
             # the second start trained with batches of 2, which is what the run has since
             "batch size": ["batches have 2 items on each rank, and those of the stored run had 1"] * (start == 1),
+            "threads": ["torch has 2 threads on each rank, and had 1 in the stored run"] * (start == 1),
         }[change]
         assert len(said) == (len(words) if changed else 0), said
         assert all(word in line for word, line in zip(words, said, strict=False))

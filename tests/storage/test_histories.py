@@ -1,7 +1,7 @@
 """Any history of saves, replications, commits, crashes, losses, restarts and reclamation, against what must survive.
 
 Committed data is never lost, latest never runs ahead of durability, and nothing that a restart needs is ever gone.
-Source: TierCheck (2025), Fig. 5; the design, Sec. 2 and 5.
+Source: TierCheck (2026), Fig. 5; the design, Sec. 2 and 5.
 """
 
 from __future__ import annotations

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from launcher import run_world
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -86,6 +90,37 @@ def test_names_are_registered_for_strings() -> None:
         strategy = pl.Trainer(accelerator="cpu", devices=2, strategy=name, logger=False).strategy
         assert isinstance(strategy, MoEStrategy)
         assert strategy._start_method == start_method
+
+
+def _threads_of_fits(numbers: list[int]) -> list[int]:
+    """Return with how many threads of torch steps ran, of fits ahead of which a script sets `numbers`."""
+    found = []
+
+    class Model(BoringModel):
+        def on_train_batch_end(self, *_: object) -> None:
+            found.append(torch.get_num_threads())
+
+    for number in numbers:
+        torch.set_num_threads(number)
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, strategy=MoEStrategy(), max_steps=1, limit_val_batches=0, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Model())
+    return found
+
+
+def test_threads_are_as_many_as_the_script_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning would give the first fit all cores, where nobody has set `OMP_NUM_THREADS`; it never gets more than those."""
+
+    def fits(numbers: list[int], _: int) -> list[int]:
+        del os.environ["OMP_NUM_THREADS"]
+        warnings.simplefilter("ignore")  # Lightning's advice about this tiny run
+        monkeypatch.setattr("lightning.fabric.utilities.distributed._num_cpus_available", lambda: 2)
+        return _threads_of_fits(numbers)
+
+    for numbers, wanted in (([1, 1, 2], [1, 1, 2]), ([5], [2])):
+        assert run_world(1, partial(fits, numbers), process_group=False) == [wanted]
 
 
 CONFIGURATION = """
