@@ -68,8 +68,8 @@ PUBLIC: dict[str, str] = {
         export select verify
     """,
     "lightning_moe_ckpt.native": """
-        AdamState AdamStep Column CompiledCpuEngine CompiledCudaEngine CompressedGradient Copy CopyEngine CopyList
-        CopyTable CpuCopyEngine CudaCopyEngine Finding GradientCompression Library NativeError PartStatus
+        AdamState AdamStep BubbleFigures Bubbles Column CompiledCpuEngine CompiledCudaEngine CompressedGradient Copy CopyEngine CopyList
+        CopyTable CpuCopyEngine CudaCopyEngine Finding GradientCompression Library NativeError PartStatus PipelinePhase
         Preparation PreparedTable QuantizedGradient Ranges SparseGradient Ticket append compress_gradients
         MAX_PART_NUMEL copy_through create_engine decompress_gradient examine
         explain measure_bandwidth pack_gradient packed_nbytes replay_adam unpack_gradient

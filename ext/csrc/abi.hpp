@@ -32,7 +32,7 @@
 
 namespace moe_ckpt {
 
-constexpr int32_t kAbi = 4;
+constexpr int32_t kAbi = 5;
 
 struct Error {
   char message[512];

@@ -67,3 +67,10 @@ MOE_API int moe_cpu_engine_submit(void* engine, void* plan, uint64_t base, uint6
     return static_cast<CpuEngine*>(engine)->submit(plan_of(plan), base, nullptr, ticket, error);
   });
 }
+// From here on the calling thread is in this phase of a schedule.
+MOE_API int moe_cpu_engine_enter(void* engine, int32_t phase, Error* error) {
+  return guarded(error, [&] {
+    static_cast<CpuEngine*>(engine)->gate()->enter(static_cast<Phase>(phase));
+    return 0;
+  });
+}

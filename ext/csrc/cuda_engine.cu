@@ -77,6 +77,13 @@ class CudaBackend {
     return code == cudaSuccess ? 0 : fail_cuda(error, "cudaStreamWaitEvent", code);
   }
 
+  // Once `stream` comes there.
+  int call(void* stream, cudaHostFn_t function, void* data, Error* error) {
+    const DeviceGuard guard(device_);
+    MOE_CUDA_CHECK(cudaLaunchHostFunc(static_cast<cudaStream_t>(stream), function, data));
+    return 0;
+  }
+
   int copy(const Slice* slices, size_t count, const Plan&, Error* error) {
     bool batch = has_batches_ && registered_ && count > 1;
     for (size_t index = 0; index < count; ++index)
@@ -251,6 +258,23 @@ MOE_API int moe_cuda_engine_submit(void* engine, void* plan, uint64_t base, void
                                    Error* error) {
   return guarded(error, [&] {
     return static_cast<CudaEngine*>(engine)->submit(plan_of(plan), base, stream, ticket, error);
+  });
+}
+// What `stream` gets from now on is in this phase of a schedule.
+MOE_API int moe_cuda_engine_enter(void* engine, int32_t phase, void* stream, Error* error) {
+  return guarded(error, [&] {
+    struct Turn {
+      std::shared_ptr<Gate> gate;
+      Phase phase;
+    };
+    auto turn = std::make_unique<Turn>(Turn{static_cast<CudaEngine*>(engine)->gate(), static_cast<Phase>(phase)});
+    const auto take = [](void* data) {
+      const std::unique_ptr<Turn> taken(static_cast<Turn*>(data));
+      taken->gate->enter(taken->phase);
+    };
+    if (static_cast<CudaEngine*>(engine)->backend().call(stream, take, turn.get(), error)) return -1;
+    turn.release();
+    return 0;
   });
 }
 // What `stream` gets from now on runs after the copies of `ticket`; waits until they are queued.

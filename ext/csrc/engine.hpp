@@ -2,7 +2,7 @@
 //
 // Pacing: copy engines ignore stream priority and run what is queued, so a copy of training waits behind everything
 // queued before it. The worker keeps at most `depth` chunks queued: nobody waits behind more than depth * chunk bytes.
-// `hurry` lifts that for a ticket that somebody waits for. The interpreter lock is never taken here.
+// `hurry` lifts that, and what the gate holds, for a ticket that somebody waits for. The interpreter lock is never taken here.
 //
 // A job is *submitted* when all its copies are queued with the device, and *done* when the bytes are at their
 // destination. The worker finishes a job before it begins the next one. A failed job spoils no other.
@@ -23,9 +23,12 @@
 #include <thread>
 
 #include "abi.hpp"
+#include "gate.hpp"
 #include "plan.hpp"
 
 namespace moe_ckpt {
+
+constexpr int64_t kFence = -2;
 
 enum class Stage : int32_t { kSubmitted = 0, kDone = 1 };
 
@@ -63,6 +66,7 @@ class Engine {
   // False if the thread has not ended after `timeout_us` (negative: no limit), as beside a device that hangs: then the
   // engine must not be destroyed.
   bool stop(int64_t timeout_us) {
+    gate_->open_for_ever();
     std::unique_lock<std::mutex> lock(mutex_);
     stopping_ = true;
     work_.notify_all();
@@ -96,8 +100,10 @@ class Engine {
     return 0;
   }
 
-  // 0 when `ticket` has reached `stage`, 1 if it has not after `timeout_us` (negative: no limit), -1 if it failed.
+  // 0 when `ticket` has reached `stage`, 1 if it has not after `timeout_us` (negative: no limit), -1 if it failed. kFence
+  // waits without limit too, and lifts pacing and gate: training stands still meanwhile.
   int wait(uint64_t ticket, Stage stage, int64_t timeout_us, Error* error) {
+    if (timeout_us == kFence) hurry(ticket);
     std::unique_lock<std::mutex> lock(mutex_);
     const auto reached = [&] { return (stage == Stage::kDone ? done_ : submitted_) >= ticket; };
     if (timeout_us < 0) {
@@ -110,10 +116,10 @@ class Engine {
   }
 
   // Stop pacing for all tickets up to this one.
-  void hurry(uint64_t ticket) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    hurried_ = std::max(hurried_, ticket);
-  }
+  void hurry(uint64_t ticket) { gate_->hurry(ticket); }
+
+  // Shared with what the device calls in the order of a stream, perhaps when the engine is no more.
+  const std::shared_ptr<Gate>& gate() const { return gate_; }
 
   // Work that `stream` gets from now on runs after the copies of `ticket`. Waits until they are queued, not until made:
   // waiting for an event that was not recorded yet would do nothing, silently.
@@ -172,20 +178,17 @@ class Engine {
     for (const auto& op : plan.gather) copy_bytes(Plan::moved(op, job.base));
     const uint64_t units = plan.units_on_device;
     if (backend_->run_units(units, plan.pack.data(), plan.pack.size(), plan, error)) return -1;
+    gate_->begin(plan.nbytes(), plan.chunks.size());
     for (size_t index = 0; index < plan.chunks.size(); ++index) {
       const size_t slot = index % depth_;
-      if (index >= static_cast<size_t>(depth_) && !hurried(job.ticket) && backend_->sync(slot, error)) return -1;
+      if (index >= static_cast<size_t>(depth_) && !gate_->hurried(job.ticket) && backend_->sync(slot, error)) return -1;
+      gate_->pass(job.ticket);
       plan.place(plan.chunks[index], job.base, &placed_);
       if (backend_->copy(placed_.data(), placed_.size(), plan, error)) return -1;
       if (backend_->record(slot, error)) return -1;
     }
     return backend_->run_units(units + plan.pack.size() * sizeof(Slice), plan.unpack.data(), plan.unpack.size(), plan,
                                error);
-  }
-
-  bool hurried(uint64_t ticket) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return hurried_ >= ticket || stopping_;
   }
 
   void reach(uint64_t ticket, Stage stage, const char* failure) {
@@ -203,13 +206,14 @@ class Engine {
   }
 
   std::unique_ptr<Backend> backend_;
+  const std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
   const int depth_;
   int event_fd_ = -1;
   std::mutex mutex_;
   std::condition_variable work_, progress_;
   std::deque<Job> queue_;
   std::map<uint64_t, std::string> failures_;  // kept: a ticket may be asked more than once, and failures are few
-  uint64_t newest_ = 0, submitted_ = 0, done_ = 0, hurried_ = 0;
+  uint64_t newest_ = 0, submitted_ = 0, done_ = 0;
   bool stopping_ = false, ended_ = false;
   std::mutex join_mutex_;
   std::vector<Slice> placed_;  // the worker's

@@ -53,4 +53,10 @@ inline SharedPlan& plan_of(void* handle) { return *static_cast<SharedPlan*>(hand
     return moe_ckpt::guarded(error, [&] {                                                                          \
       return static_cast<EngineType*>(engine)->wait(ticket, moe_ckpt::Stage::kDone, timeout_us, error);            \
     });                                                                                                            \
+  }                                                                                                                 \
+  MOE_API void moe_##part##_engine_fit(void* engine, uint64_t nbytes) {                                            \
+    static_cast<EngineType*>(engine)->gate()->fit(nbytes);                                                         \
+  }                                                                                                                \
+  MOE_API void moe_##part##_engine_counts(void* engine, moe_ckpt::GateCounts* counts) {                            \
+    *counts = static_cast<EngineType*>(engine)->gate()->counts();                                                  \
   }

@@ -315,7 +315,7 @@ _ALL = [
             ascending("each makes it less", "+ gradients for states", "selective, 6 of 16", "everything"),
             at_most("gradients take a tenth away or more", "gradients, of selective", 0.9),
         ],
-        note="bytes on the wire, not seconds. There are no bubbles without a pipeline, and no redundancy to skip where each "
+        note="bytes on the wire, not seconds. This model has no pipeline, and so no bubbles, and no redundancy to skip where each "
         "node writes its own share; gradients stand for states only where an expert stays chosen.",
     ),
     Figure(

@@ -156,6 +156,8 @@ class FitSession:
             self._files.held = True
         self.resumed = start is not None
         self._neighbours = self.session.neighbours()
+        if hasattr(self._trainer.strategy, "on_phase"):
+            self._trainer.strategy.on_phase = self.session.bubbles.enter
         return self.resumed
 
     def failed(self, error: BaseException) -> None:
@@ -192,6 +194,7 @@ class FitSession:
         self._step_tap.remove()
         self._taps.remove()
         self._note.remove()
+        vars(self._trainer.strategy).pop("on_phase", None)
         try:
             self.session.close(keep_memory=keep_memory)
         finally:

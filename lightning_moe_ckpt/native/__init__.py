@@ -2,6 +2,8 @@
 
 from lightning_moe_ckpt.native._adam import AdamState as AdamState
 from lightning_moe_ckpt.native._adam import AdamStep as AdamStep
+from lightning_moe_ckpt.native._bubbles import BubbleFigures as BubbleFigures
+from lightning_moe_ckpt.native._bubbles import Bubbles as Bubbles
 from lightning_moe_ckpt.native._choice import compress_gradients as compress_gradients
 from lightning_moe_ckpt.native._choice import create_engine as create_engine
 from lightning_moe_ckpt.native._choice import measure_bandwidth as measure_bandwidth
@@ -18,6 +20,7 @@ from lightning_moe_ckpt.native._engine import Copy as Copy
 from lightning_moe_ckpt.native._engine import CopyEngine as CopyEngine
 from lightning_moe_ckpt.native._engine import CopyList as CopyList
 from lightning_moe_ckpt.native._engine import CopyTable as CopyTable
+from lightning_moe_ckpt.native._engine import PipelinePhase as PipelinePhase
 from lightning_moe_ckpt.native._engine import PreparedTable as PreparedTable
 from lightning_moe_ckpt.native._engine import Ticket as Ticket
 from lightning_moe_ckpt.native._engine import copy_through as copy_through

@@ -318,6 +318,10 @@ class CompiledCudaEngine(CompiledEngine):
         ticket = self._running_worker().submit(copies, self._device.stream())
         return CompiledCudaTicket(ticket, self._device, reads_host=copies.reads_host)
 
+    @override
+    def _stream(self) -> tuple[int, ...]:
+        return (self._device.stream(),)
+
     def _finish_newest(self) -> None:
         if self._newest is not None and not self._newest.done:
             try:

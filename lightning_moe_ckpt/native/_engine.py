@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from enum import IntEnum
 from operator import attrgetter, eq, is_
 from typing import Any, Protocol, TypeAlias
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.native._prototypes import GateCounts
 
 Copy = tuple[Tensor, Tensor]
 """(source, destination) with equal numbers of elements; floating types may differ, which rounds or widens."""
@@ -33,6 +35,16 @@ Column: TypeAlias = "np.ndarray[tuple[int], np.dtype[Any]]"
 """One number per copy."""
 
 _DTYPE, _SHAPE, _DEVICE = map(attrgetter, ("dtype", "shape", "device"))
+
+
+class PipelinePhase(IntEnum):
+    """Where a training is in the schedule of a pipeline; mirrors `Phase` of gate.hpp."""
+
+    OUTSIDE = 0
+    OPERATION = 1
+    """Forward or backward of a micro-batch."""
+    GAP = 2
+    """It waits for another stage: a bubble."""
 
 
 class CopyList:
@@ -247,6 +259,21 @@ class CopyEngine(Protocol):
     def wait(self, ticket: Ticket) -> None:
         """Call `ticket.wait()`, after which the destinations may be read."""
         ticket.wait()
+
+    def enter(self, phase: PipelinePhase) -> None:
+        """Say which phase of a pipeline's schedule what follows on the calling thread, or on its current stream, is in.
+
+        Engines of torch copy at any time.
+        """
+        del phase
+
+    def fit_gaps(self, nbytes: int) -> None:
+        """Let so many bytes of a list wait for gaps in a pass through a schedule, and the rest be copied at any time."""
+        del nbytes
+
+    def gate_counts(self) -> GateCounts | None:
+        """Return what was copied in which phase; `None` from engines that copy at any time."""
+        return None
 
     def close(self) -> None:
         """Finish what was submitted and release threads and streams. Closing twice is allowed."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ABI = 4
+ABI = 5
 
 MESSAGE_NBYTES = 512
 
@@ -55,6 +55,12 @@ class PlanOptions(c.Structure):
         ("has_device", c.c_int32),
         ("bfloat16_nan", c.c_int32),
     )
+
+
+class GateCounts(c.Structure):
+    """Chunks copied so far, by phase of a schedule, and gaps of its last pass; mirrors `GateCounts` of gate.hpp."""
+
+    _fields_ = tuple((name, c.c_uint64) for name in ("outside", "beside", "in_gaps", "gap_ns", "passes"))
 
 
 class Xxh3(c.Structure):
@@ -115,6 +121,8 @@ def _plan(part: str) -> dict[str, Prototype]:
         f"moe_{part}_engine_free": plain(c.c_int32, _HANDLE, c.c_int64),
         f"moe_{part}_engine_event_fd": plain(c.c_int32, _HANDLE),
         f"moe_{part}_engine_wait": fallible(_HANDLE, c.c_uint64, c.c_int64),
+        f"moe_{part}_engine_fit": plain(None, _HANDLE, c.c_uint64),
+        f"moe_{part}_engine_counts": plain(None, _HANDLE, c.POINTER(GateCounts)),
     }
 
 
@@ -134,6 +142,7 @@ CPU: Mapping[str, Prototype] = {
     **_plan("cpu"),
     "moe_cpu_plan_run": fallible(_HANDLE, c.c_int32),
     "moe_cpu_engine_create": fallible(c.c_int32, c.c_int32, _HANDLE_OUT),
+    "moe_cpu_engine_enter": fallible(_HANDLE, c.c_int32),
     "moe_cpu_engine_submit": fallible(_HANDLE, _HANDLE, c.c_uint64, _U64_OUT),
 }
 
@@ -149,6 +158,7 @@ CUDA: Mapping[str, Prototype] = {
     "moe_cuda_plan_set_units": plain(None, _HANDLE, c.c_uint64),
     "moe_cuda_engine_create": fallible(c.c_int32, c.c_int32, _HANDLE_OUT),
     "moe_cuda_engine_set_registered": plain(None, _HANDLE, c.c_int32),
+    "moe_cuda_engine_enter": fallible(_HANDLE, c.c_int32, c.c_void_p),
     "moe_cuda_engine_submit": fallible(_HANDLE, _HANDLE, c.c_uint64, c.c_void_p, _U64_OUT),
     "moe_cuda_engine_fence": fallible(_HANDLE, c.c_uint64, c.c_void_p),
     "moe_cuda_register": fallible(c.c_int32, c.c_void_p, c.c_uint64),

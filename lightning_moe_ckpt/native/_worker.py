@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 import weakref
 from abc import abstractmethod
 from collections import deque
@@ -20,13 +21,22 @@ from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native._engine import Copy, CopyEngine, CopyList, PreparedTable, Ticket, copy_failed
+from lightning_moe_ckpt.native._engine import (
+    Copy,
+    CopyEngine,
+    CopyList,
+    PipelinePhase,
+    PreparedTable,
+    Ticket,
+    copy_failed,
+)
 from lightning_moe_ckpt.native._library import Library, NativeError
 from lightning_moe_ckpt.native._plan import Job, PlannedCopies, PlannedTable
+from lightning_moe_ckpt.native._prototypes import GateCounts
 
 log = rank_logger(__name__)
 
-_TIMED_OUT = 1
+_TIMED_OUT, _WITHOUT_LIMIT, _FENCE = 1, -1, -2
 _LONGEST_US = 60 * 10**6
 """Longest wait for copies at the end of a fit or of the process; copies take seconds at most."""
 _left: dict[int, list[CompiledTicket]] = {}
@@ -65,10 +75,9 @@ class Worker:
         self.pending.append(ticket)
         return ticket
 
-    def wait(self, number: int, timeout: timedelta | None) -> bool:
-        """Wait up to `timeout`; return whether the copies have arrived. Raises `NativeError` if they failed."""
-        limit = -1 if timeout is None else timeout // timedelta(microseconds=1)
-        return self.call("wait", self.handle, number, limit) != _TIMED_OUT
+    def wait(self, number: int, limit_us: int) -> bool:
+        """Wait; return whether the copies have arrived. Raises `NativeError` if they failed."""
+        return self.call("wait", self.handle, number, limit_us) != _TIMED_OUT
 
     def fileno(self) -> int:
         """Return a descriptor for `select`: readable (8 bytes) when a ticket became done since the last read."""
@@ -139,6 +148,26 @@ class CompiledEngine(CopyEngine):
         """Return the descriptor of `Worker.fileno`."""
         return self._running_worker().fileno()
 
+    @override
+    def enter(self, phase: PipelinePhase) -> None:
+        worker = self._running_worker()
+        worker.call("enter", worker.handle, int(phase), *self._stream())
+
+    @override
+    def fit_gaps(self, nbytes: int) -> None:
+        worker = self._running_worker()
+        worker.call("fit", worker.handle, nbytes)
+
+    @override
+    def gate_counts(self) -> GateCounts:
+        worker, counts = self._running_worker(), GateCounts()
+        worker.call("counts", worker.handle, counts)
+        return counts
+
+    def _stream(self) -> tuple[int, ...]:
+        """Return the current stream, where there are streams."""
+        return ()
+
     def _check(self, copies: Sequence[Copy]) -> PlannedCopies:
         """Check a list that is used once."""
         return self.prepare(copies)
@@ -170,19 +199,28 @@ class CompiledTicket(Ticket):
     @override
     def done(self) -> bool:
         if self._copies is not None and self.worker.is_ours:
-            self._ask(timedelta(0))
+            self._ask(0)
         return self._copies is None
 
     @override
+    def fence(self) -> float:
+        start = None if self.done else time.perf_counter()
+        self._wait(_FENCE)
+        return 0.0 if start is None else time.perf_counter() - start
+
+    @override
     def wait(self, timeout: timedelta | None = None) -> None:
+        self._wait(_WITHOUT_LIMIT if timeout is None else timeout // timedelta(microseconds=1))
+
+    def _wait(self, limit_us: int) -> None:
         if self._copies is not None:
             if not self.worker.is_ours:
                 raise CheckpointError(
                     "This snapshot was submitted before a fork; only the parent process can wait for it."
                 )
-            self._ask(timeout)
+            self._ask(limit_us)
         if self._copies is not None:
-            raise TimeoutError(f"A snapshot of {self.num_copies} slices is not done after {timeout}.")
+            raise TimeoutError(f"A snapshot of {self.num_copies} slices is not done after {limit_us / 1e6} s.")
         self._raise_failure()
 
     def release_sources(self) -> None:
@@ -190,10 +228,10 @@ class CompiledTicket(Ticket):
         if self._copies is not None and not isinstance(self._copies, list):
             self._copies = self._copies.written()
 
-    def _ask(self, timeout: timedelta | None) -> None:
+    def _ask(self, limit_us: int) -> None:
         """Wait, then release the sources if they have been read."""
         try:
-            if self.worker.wait(self.number, timeout):
+            if self.worker.wait(self.number, limit_us):
                 self._copies = None
         except NativeError as error:
             self._error, self._copies = error, None

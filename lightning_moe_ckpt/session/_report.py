@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from typing_extensions import override
 
 from lightning_moe_ckpt._units import size_text, time_text
+from lightning_moe_ckpt.native import BubbleFigures
 from lightning_moe_ckpt.planning import LossFigures
 from lightning_moe_ckpt.session._pacing import Overhead
 from lightning_moe_ckpt.tiers import DeltaFigures, RedundancyFigures
@@ -92,6 +93,8 @@ class Report:
     """What copies on other nodes took on the wire, where gradients may be sent for experts that stay chosen."""
     redundancy: RedundancyFigures | None = None
     """What was sent to other nodes, and what was not since they have it anyway; `None` without copies there."""
+    bubbles: BubbleFigures | None = None
+    """What was copied in the bubbles of a pipeline; `None` without pipeline stages, and where torch copies."""
     lost: LossFigures | None = None
     """What restarts have cost, under a policy whose restarts are not exact; up to the newest window."""
 
@@ -155,6 +158,10 @@ class Report:
             "cost": f"{self.overhead_seconds_per_step * 1e3:.2f} ms per step, {self.overhead_share:.1%} of the time, of which "
             f"it waited {self.stall_seconds_per_step * 1e3:.2f} ms",
         }
+        if self.bubbles is not None:
+            lines["bubbles"] = (
+                f"{time_text(self.bubbles.seconds)} per step, {self.bubbles.share:.0%} of copies not beside operations"
+            )
         if self.missing_experts:
             lines["began anew"] = ", ".join(self.missing_experts)
         width = max(map(len, lines)) + 2

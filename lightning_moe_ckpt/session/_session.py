@@ -20,7 +20,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange, Neighbours
 from lightning_moe_ckpt.journal import Journal, encode
-from lightning_moe_ckpt.native import create_engine
+from lightning_moe_ckpt.native import Bubbles, create_engine
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.planning import Planner
@@ -110,6 +110,7 @@ class CheckpointSession:
         self._tiers = Tiers([])
         self._capture: Capture | None = None
         self._engine = create_engine(device)
+        self.bubbles = Bubbles(self._engine, device)
         self._found: RestoreSource | None = None
         self.replay: Replay | None = None
         """What is frozen and loaded step by step; `None` if everything is active."""
@@ -526,6 +527,7 @@ class CheckpointSession:
             restore_seconds=self._restore_seconds,
             overhead=self._tiers.governor.overhead(start_seconds=self._start_seconds, end_seconds=self._end_seconds),
             lost=self._planner.loss_figures(),
+            bubbles=self.bubbles.figures(),
         )
 
     # -- private

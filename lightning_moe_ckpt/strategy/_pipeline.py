@@ -32,6 +32,7 @@ from torch.distributed.pipelining._backward import stage_backward
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
+from lightning_moe_ckpt.native import PipelinePhase
 from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
 from lightning_moe_ckpt.strategy._stage_logs import StageLogs
@@ -60,6 +61,7 @@ class Pipeline:
         scale: multiplies a loss as the precision asks for it.
         device: of the stage.
         upstream: keeps what crosses the stage's borders.
+        enter: called where training comes to another phase.
     """
 
     def __init__(
@@ -74,11 +76,12 @@ class Pipeline:
         scale: Callable[[Tensor], Tensor],
         device: torch.device,
         upstream: UpstreamLog,
+        enter: Callable[[PipelinePhase], None],
     ) -> None:
         self._module, self._stage, self._groups = module, _Forward(module, stage, forward_context, self._inject), groups
         self._hooks: StagedModule = staged(module)
         self._micro_batches, self._schedule, self._context = micro_batches, schedule, forward_context
-        self._scale, self._device, self._upstream = scale, device, upstream
+        self._scale, self._device, self._upstream, self._enter = scale, device, upstream, enter
         self._exchange = Exchange(groups, "pipeline_control")
         self._logs = StageLogs(module, self._exchange, upstream)
         self._borders: dict[bool, tuple[list[Border], Any]] = {}
@@ -208,6 +211,10 @@ class Pipeline:
         self._reducer.prepare(sync=last)
 
 
+def _ignore(_: PipelinePhase) -> None:
+    """Nobody copies while it is only looked at."""
+
+
 class _Runner:
     """A stage and a schedule of torch for one shape of batches."""
 
@@ -226,6 +233,7 @@ class _Runner:
         )
         stage.backward_begins = pipeline._backward_begins  # noqa: SLF001
         stage.upstream = pipeline._upstream  # noqa: SLF001
+        self._enter = stage.enter = pipeline._enter if training else _ignore  # noqa: SLF001
         kind = SCHEDULES[pipeline._schedule] if training else ScheduleGPipe  # noqa: SLF001
         self._schedule = kind(stage, pipeline._micro_batches, loss_fn=pipeline._loss, scale_grads=False)  # noqa: SLF001
 
@@ -233,14 +241,22 @@ class _Runner:
         """Run all micro-batches."""
         given: dict[str, Any] = {"target": target, "losses": []} if self._is_last else {}
         run = self._schedule.step if self._training else self._schedule.eval
-        run(*(inputs if self._is_first else ()), **given)
+        self._enter(PipelinePhase.GAP)
+        try:
+            run(*(inputs if self._is_first else ()), **given)
+        finally:
+            self._enter(PipelinePhase.OUTSIDE)
 
 
 class _Stage(PipelineStage):
-    """A stage that says when the backward of a micro-batch begins, and whether it is the last, and what crosses its borders."""
+    """A stage that says when the backward of a micro-batch begins, and whether it is the last, and what crosses its borders.
+
+    It says too when it computes, and when it waits.
+    """
 
     backward_begins: Callable[..., None]
     upstream: UpstreamLog
+    enter: Callable[[PipelinePhase], None]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what sends activations, which are kept."""
@@ -270,7 +286,17 @@ class _Stage(PipelineStage):
         """Run the backward of one micro-batch."""
         if self.has_backward:
             self.backward_begins(last=last_backward)
-        return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self.enter(PipelinePhase.OPERATION)
+        found = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self.enter(PipelinePhase.GAP)
+        return found
+
+    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        """Run the forward of one micro-batch."""
+        self.enter(PipelinePhase.OPERATION)
+        found = super().forward_one_chunk(*args, **options)
+        self.enter(PipelinePhase.GAP)
+        return found
 
 
 class _Forward(nn.Module):

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.native import PipelinePhase
 from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
 from lightning_moe_ckpt.strategy._pipeline import SCHEDULES, Pipeline
@@ -42,6 +43,9 @@ _NEEDED = {
 
 class PipelinedStrategy(DDPStrategy):
     """The part of `MoEStrategy` that knows of stages; arguments as there, others as of `DDPStrategy`."""
+
+    on_phase: Callable[[PipelinePhase], None] | None = None
+    """Called where a pass through the schedule comes to another phase."""
 
     def __init__(
         self, *, pipeline_parallel: int, micro_batches: int, schedule: Literal["1f1b", "gpipe"], **ddp: Any
@@ -177,6 +181,10 @@ class PipelinedStrategy(DDPStrategy):
     def _hold_zero_grad(self, zero_grad: Callable[[], None] | None) -> None:
         self._zero_grad = zero_grad
 
+    def _entered(self, phase: PipelinePhase) -> None:
+        if self.on_phase is not None:
+            self.on_phase(phase)
+
     def _stages(self) -> Pipeline:
         if self._pipeline is None:
             precision = self.precision_plugin
@@ -189,6 +197,7 @@ class PipelinedStrategy(DDPStrategy):
                 scale=(lambda loss: loss) if scaler is None else scaler.scale,
                 device=self.root_device,
                 upstream=self.upstream,
+                enter=self._entered,
             )
         return self._pipeline
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import select
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import CompiledCpuEngine, CpuCopyEngine, Library, NativeError, _library, _plan
+from lightning_moe_ckpt.native._engine import PipelinePhase
 from lightning_moe_ckpt.native._plan import Arrangement, CopyPlan, PlannedCopies, Space, slices_of
 
 BYTES_AND_MORE = [
@@ -370,6 +372,75 @@ def test_preparing_makes_no_objects_per_pair(engine: CompiledCpuEngine) -> None:
     assert isinstance(prepared, PlannedCopies)
     assert prepared.plan is not None
     assert prepared.plan.nbytes == memory[0].nbytes
+
+
+CHUNK = 2**20
+
+
+@pytest.fixture
+def held(library: Library) -> Iterator[tuple[CompiledCpuEngine, PlannedCopies, Tensor, Tensor]]:
+    """An engine in the midst of an operation, and a list of eight chunks."""
+    engine = CompiledCpuEngine(library, Arrangement(chunk_nbytes=CHUNK))
+    src_U8, dst_U8 = _random_bytes(8 * CHUNK, seed=1), torch.zeros(8 * CHUNK, dtype=torch.uint8)
+    engine.enter(PipelinePhase.OPERATION)
+    yield engine, engine.prepare([(src_U8, dst_U8)]), src_U8, dst_U8
+    engine.close()
+
+
+def test_what_does_not_fit_into_gaps_is_copied_beside_operations(
+    held: tuple[CompiledCpuEngine, PlannedCopies, Tensor, Tensor],
+) -> None:
+    """Of eight chunks three fit: five are copied at once, and the others when a gap comes."""
+    engine, planned, src_U8, dst_U8 = held
+    engine.fit_gaps(3 * CHUNK)
+    ticket = engine.submit(planned)
+    with pytest.raises(TimeoutError):
+        ticket.wait(timedelta(seconds=0.3))
+    assert engine.gate_counts().beside == 5
+    engine.enter(PipelinePhase.GAP)
+    ticket.wait(timedelta(seconds=30))
+    counts = engine.gate_counts()
+    assert (counts.outside, counts.beside, counts.in_gaps) == (0, 5, 3)
+    assert torch.equal(dst_U8, src_U8)
+
+
+def test_nothing_waits_for_a_gap_once_the_optimizer_does(
+    held: tuple[CompiledCpuEngine, PlannedCopies, Tensor, Tensor],
+) -> None:
+    """A fence ends it, with all that was submitted before; so does the end of the engine, and the end of the schedule."""
+    engine, planned, src_U8, dst_U8 = held
+    engine.fit_gaps(2**62)
+    first, second = engine.submit(planned), engine.submit(planned)
+    with pytest.raises(TimeoutError):
+        first.wait(timedelta(seconds=0.2))
+    second.fence()
+    assert first.done
+    assert torch.equal(dst_U8, src_U8)
+    third = engine.submit(planned)
+    engine.enter(PipelinePhase.OUTSIDE)
+    third.wait(timedelta(seconds=30))
+    engine.enter(PipelinePhase.OPERATION)
+    fourth = engine.submit(planned)
+    engine.close()
+    assert fourth.done
+
+
+def test_gaps_of_a_pass_are_measured(engine: CompiledCpuEngine) -> None:
+    """Operations and what is between passes are none."""
+    for phase, seconds in [
+        *(
+            (PipelinePhase.GAP, 0.05),
+            (PipelinePhase.OPERATION, 0.6),
+            (PipelinePhase.GAP, 0.02),
+            (PipelinePhase.OUTSIDE, 0.6),
+        ),
+        *((PipelinePhase.GAP, 0.01), (PipelinePhase.OPERATION, 0.0)),
+    ]:
+        engine.enter(phase)
+        time.sleep(seconds)
+    counts = engine.gate_counts()
+    assert counts.passes == 1
+    assert 0.07e9 <= counts.gap_ns < 0.6e9
 
 
 def test_what_only_torch_can_do_keeps_its_place(engine: CompiledCpuEngine) -> None:

@@ -28,6 +28,7 @@ from lightning_moe_ckpt.native import (
     create_engine,
 )
 from lightning_moe_ckpt.native._device_check import USES, cuda_for, verdict
+from lightning_moe_ckpt.native._engine import PipelinePhase
 from lightning_moe_ckpt.native._plan import Arrangement
 from lightning_moe_ckpt.native._torch_device import TorchDevice
 from lightning_moe_ckpt.tiers._host_writer import Rings
@@ -199,6 +200,33 @@ def test_what_training_does_next_runs_after_the_copies(engine: CompiledCudaEngin
             ticket.wait(PATIENCE)
             assert torch.equal(ring_U8, torch.full_like(ring_U8, step))
     emulator.settle()
+
+
+def test_what_waits_for_a_gap_follows_the_device(engine: CompiledCudaEngine, emulator: Emulator) -> None:
+    """Phases are those of the training stream: the calling thread is ahead of it."""
+    src_U8, ring_U8, training = emulator.memory(NBYTES), registered_memory(NBYTES), emulator.training()
+    engine.register(ring_U8)
+    engine.finish_registering()
+    prepared = engine.prepare([(src_U8, ring_U8)])
+    engine.fit_gaps(2**62)
+    emulator.fill(training, src_U8.data_ptr(), 7, NBYTES)
+    ticket = engine.submit(prepared)
+    worker: Any = engine._running_worker()
+    for phase, busy_us in [
+        (PipelinePhase.OPERATION, 300_000),
+        (PipelinePhase.GAP, 100_000),
+        (PipelinePhase.OPERATION, 0),
+        (PipelinePhase.OUTSIDE, 0),
+    ]:
+        worker.call("enter", worker.handle, int(phase), training)
+        emulator.sleep(training, busy_us)
+    assert engine.gate_counts().passes == 0
+    ticket.wait(PATIENCE)
+    emulator.settle()
+    counts = engine.gate_counts()
+    assert torch.equal(ring_U8, torch.full_like(ring_U8, 7))
+    assert (counts.passes, counts.beside) == (1, 0)
+    assert counts.gap_ns >= 0.1e9
 
 
 # -- the check before the first use, and planted failures

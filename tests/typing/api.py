@@ -490,6 +490,10 @@ def copy(source: Tensor, target: Tensor) -> float:
     ticket = engine.submit(prepared)
     assert_type(ticket, native.Ticket)
     ticket.wait(timedelta(seconds=1))
+    bubbles = native.Bubbles(engine, source.device)
+    bubbles.enter(native.PipelinePhase.OUTSIDE)
+    figures: native.BubbleFigures | None = bubbles.figures()
+    assert figures is None
     first: native.Column = np.zeros(1, np.int64)
     table = native.CopyTable(
         sources=[source], source=first, start=first, numel=first + 1, dtypes=[source.dtype], dtype=first, offset=first

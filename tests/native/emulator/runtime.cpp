@@ -439,6 +439,12 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   return cudaSuccess;
 }
 
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
+  EMULATED_CALL();
+  stream_of(stream).push([=] { function(data); });
+  return cudaSuccess;
+}
+
 cudaError_t cudaMemsetAsync(void* at, int value, size_t nbytes, cudaStream_t stream) {
   EMULATED_CALL();
   stream_of(stream).push([=] { std::memset(at, value, nbytes); });

@@ -79,6 +79,8 @@ cudaError_t cudaStreamQuery(cudaStream_t);
 cudaError_t cudaStreamSynchronize(cudaStream_t);
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*);
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned flags);
+using cudaHostFn_t = void (*)(void*);
+cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t, void*);
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, unsigned flags);
 cudaError_t cudaEventDestroy(cudaEvent_t);
 cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t);
