@@ -35,7 +35,7 @@ from lightning_moe_ckpt._lightning_progress import LoopProgress
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.fit._fetches import NO_FETCHES, FetchLog
 from lightning_moe_ckpt.fit._state import Extras, Trained, copied, require_storable
-from lightning_moe_ckpt.journal import RngState, capture_rng, differs, restore_rng
+from lightning_moe_ckpt.journal import UNFIT, RngState, capture_rng, differs, restore_rng
 from lightning_moe_ckpt.operators import groups_state, load_groups_state
 
 log = rank_logger(__name__)
@@ -327,6 +327,8 @@ class BoundaryRecorder:
             place["loops"] = self._progress.take()
             place["batches_done"] = trainer.fit_loop.epoch_loop.batch_progress.current.completed
             place["fetches"] = self._fetches.take()
+        if why := self._trained.unfit():
+            place[UNFIT] = why
         return {
             **place,
             "schedulers": [copied(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],

@@ -146,6 +146,10 @@ class Trained:
         self._guessed: set[str] = set()
         self._num_configured = len(optimizer.param_groups)
         self._configured = [param for group in optimizer.param_groups for param in group["params"]]
+        owned = [(each._parameters, *item) for each in module.modules() for item in each._parameters.items()]  # noqa: SLF001  # no call per module
+        self._owners, self._owned = [owner for owner, _, _ in owned], [param for _, _, param in owned]
+        self._owned_names = [name for _, name, _ in owned]
+        self._told = False
 
     @property
     def num_groups(self) -> int:
@@ -168,12 +172,7 @@ class Trained:
         return found
 
     def take(self) -> dict[str, Any]:
-        """Return the state, in types that the journal stores.
-
-        Raises:
-            ConfigurationError: the optimizer trains other parameters than those that the module had when fit began.
-        """
-        self._require_same()
+        """Return the state, in types that the journal stores."""
         added = self._optimizer.param_groups[self._num_configured :]
         graded = (param.grad is not None for param in self._params.values()) if self._may_keep else ()
         kept = {name: self._params[name].grad for name in sorted(self._kept)}
@@ -181,7 +180,7 @@ class Trained:
             "gradients": bytes(graded),
             **({"kept": {name: copied(each) for name, each in kept.items() if each is not None}} if kept else {}),
             "requires_grad": bytes(map(attrgetter("requires_grad"), self._params.values())),
-            "added": [[self._names[id(param)] for param in group["params"]] for group in added],
+            "added": [[self._names.get(id(param), "?") for param in group["params"]] for group in added],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -204,8 +203,11 @@ class Trained:
         for name, value in kept.items():
             self._params[name].grad = torch.empty_like(self._params[name]).copy_(value)
 
-    def _require_same(self) -> None:
-        """Replaced parameters are no part of what is stored, and a restart would have the old ones."""
+    def unfit(self) -> str:
+        """Return why no restart could go on from here, which is logged once; nothing if one can.
+
+        Replaced parameters are no part of what is stored, and a restart would have the old ones.
+        """
         groups = [group["params"] for group in self._optimizer.param_groups]
         now = list(chain.from_iterable(groups[: self._num_configured]))
         added = chain.from_iterable(groups[self._num_configured :])
@@ -213,16 +215,25 @@ class Trained:
             len(now) == len(self._configured)
             and all(map(is_, now, self._configured))
             and self._names.keys() >= set(map(id, added))
+            and all(map(is_, map(dict.get, self._owners, self._owned_names), self._owned))
         ):
-            return
+            return ""
         kept = set(map(id, now))
         gone = [self._names.get(id(param), "?") for param in self._configured if id(param) not in kept]
-        raise ConfigurationError(
-            "The optimizer has other parameters than when `fit` began"
+        places = zip(self._owners, self._owned_names, self._owned, strict=True)
+        gone = gone or [
+            self._names.get(id(param), name) for owner, name, param in places if owner.get(name) is not param
+        ]
+        why = (
+            "the module or its optimizer has other parameters than when `fit` began"
             + (f": without {', '.join(f'`{name}`' for name in gone[:3])}" if gone else "")
             + ". What replaced or left them cannot be restored: change weights in place, stop training a parameter with "
             "`requires_grad_(False)`, and add only parameters that the module has before `fit`."
         )
+        if not self._told:
+            self._told = True
+            log.error("training goes on without checkpoints, and a restart begins before this step: %s", why)
+        return why
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -10,6 +10,7 @@ from lightning_moe_ckpt.journal._codec import decode as decode
 from lightning_moe_ckpt.journal._codec import encode as encode
 from lightning_moe_ckpt.journal._codec import refusals as refusals
 from lightning_moe_ckpt.journal._codec import written as written
+from lightning_moe_ckpt.journal._journal import UNFIT as UNFIT
 from lightning_moe_ckpt.journal._journal import Journal as Journal
 from lightning_moe_ckpt.journal._journal import JournalCapacity as JournalCapacity
 from lightning_moe_ckpt.journal._journal import JournalOverflow as JournalOverflow

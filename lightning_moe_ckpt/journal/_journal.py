@@ -16,6 +16,8 @@ from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.journal._codec import decode, encode, refusals
 
 Journal = dict[str, Any]
+UNFIT = "unfit"
+"""Key of a start half that says why no run can go on from it."""
 
 _PAGE = 4096
 

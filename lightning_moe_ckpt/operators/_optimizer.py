@@ -161,7 +161,7 @@ class StateSchema:
         return StateWatch(self.optimizer, params)
 
     def get_state(self, param: Tensor, key: str) -> Tensor | None:
-        """Return the live tensor of state `key`, or `None` if there is none yet.
+        """Return the live tensor of state `key`, or `None` if there is none yet, or the optimizer does not train the parameter.
 
         Raises:
             KeyError: the schema has no such entry for this parameter.
@@ -169,6 +169,8 @@ class StateSchema:
         """
         entry = next((each for each in self.entries(param) if each.key == key), None)
         if entry is None:
+            if self._group(param) is None:
+                return None  # it has left the optimizer
             raise KeyError(key)
         # Not `state[param]`, which would create an entry.
         value: Tensor | None = self.optimizer.state.get(param, {}).get(key)

@@ -134,6 +134,7 @@ class Replay:
         self._load_records()
         shards = [shard for region in layout.parts.values() for shard in region if shard.kind is RecordKind.FULL]
         self._active.update(shard.operator for shard in shards)
+        self._give_state()
         self.freeze()
 
     @torch.no_grad()
@@ -157,6 +158,7 @@ class Replay:
         untouched = not disturbed and versions(self._loaded) == self._versions
         if not agree(untouched):
             self._load_records()
+            self._give_state()
         self.load_buffers()
         self._segments[self._newest] = None
         self._loaded, self._versions = [], []
@@ -166,6 +168,13 @@ class Replay:
         self.frozen.freeze(self._active)
 
     # -- private
+
+    def _give_state(self) -> None:
+        """Let hooks that read the optimizer's state find some, of zeros, where the window has it only later."""
+        active = {piece.fqn for name in self._active for piece in self._view.operators[name].slices}
+        for fqn, param in self._view.params.items():
+            if fqn not in active:
+                self._view.schema.ensure_state(param)
 
     def _newest_step(self) -> tuple[FileLayout, Tensor]:
         segment = self._segments[self._newest]

@@ -19,8 +19,8 @@ from functools import partial
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange
-from lightning_moe_ckpt.errors import CheckpointError, CodecError, ConfigurationError, RingFull
-from lightning_moe_ckpt.journal import Arrivals, Journal, JournalOverflow
+from lightning_moe_ckpt.errors import CheckpointError, CodecError, ConfigurationError, RingFull, UnsupportedOptimizer
+from lightning_moe_ckpt.journal import UNFIT, Arrivals, Journal, JournalOverflow
 from lightning_moe_ckpt.native import CopyEngine, Ticket
 from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.process import Beside, StallMeter
@@ -209,9 +209,14 @@ class CaptureSession:
         except RingFull as error:
             self._spoil(str(error))
             return
-        writer = SegmentWriter(layout, slot.view, self._engine, self._arrivals, self._copies.of(layout, window.layout))
-        record = self._record_step(window, layout, slot)  # first: gradients go sooner than what they have changed
-        pending = BoundaryCapture(writer, step, outcome, record)
+        try:
+            copies = self._copies.of(layout, window.layout)
+            writer = SegmentWriter(layout, slot.view, self._engine, self._arrivals, copies)
+            record = self._record_step(window, layout, slot)  # first: gradients go sooner than what they have changed
+            pending = BoundaryCapture(writer, step, outcome, record)
+        except UnsupportedOptimizer as error:  # of state that is not what it was; said once
+            self._spoil(str(error), failed=self.misses.in_a_row == 0)
+            return
         self._pending, self._slot, self._ticket = pending, slot, pending.ticket
         self.segments_captured += 1
         self.nbytes_captured += layout.files_nbytes
@@ -248,6 +253,8 @@ class CaptureSession:
         if self._window is None:
             return
         self._sealing, pending = step, self._pending
+        if UNFIT in start:
+            self._spoil(start[UNFIT], failed=False)
         if pending is not None and not self._window.spoiled:
             with self._stalls.measure("journal"):
                 if self._gradients is not None:

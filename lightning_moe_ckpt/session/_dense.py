@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.journal import Journal, encode
+from lightning_moe_ckpt.journal import UNFIT, Journal, encode
 from lightning_moe_ckpt.native import CopyEngine, Preparation, Ticket
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.process import StallMeter
@@ -27,6 +27,8 @@ log = rank_logger(__name__)
 
 _MAPPED_AHEAD_NBYTES = 64 * 2**20
 """Bytes from which pages are mapped ahead; those of a smaller snapshot are mapped by the copies, at about 1 GB/s."""
+
+_NOT_TAKEN = "a checkpoint was not taken; training goes on: step %d as a whole: %s"
 
 
 class JournalSource(Protocol):
@@ -92,10 +94,11 @@ class DenseCapture:
             The generation, if it is durable on all ranks.
         """
         with self._stalls.measure("dense"):
-            generation, _ = self._submit(step, start)
+            generation, _ = self._tried(step, start)
             self._worker.drain(timeout)
             # Nobody trains on, or leaves, before the coordinator has committed.
-            return generation if self._exchange.all_agree(self._worker.holds(generation)) else None
+            held = generation is not None and self._worker.holds(generation)
+            return generation if self._exchange.all_agree(held) else None
 
     def begin(self, step: int, start: Journal) -> None:
         """Capture everything at once, to be stored while training goes on; it waits for the copies, since passes may change weights.
@@ -107,14 +110,23 @@ class DenseCapture:
             start: the journal's start half.
         """
         with self._stalls.measure("dense"):
-            generation: GenerationId | None = None
+            generation, ticket = self._tried(step, start)
+            if generation is None or ticket is None:
+                return
             try:
-                generation, ticket = self._submit(step, start)
                 self._engine.fence(ticket)
-            except (RuntimeError, CheckpointError) as error:  # torch has no other error for memory that is not there
-                log.error("a checkpoint was not taken; training goes on: step %d as a whole: %s", step, error)
-                if generation is not None:
-                    self._worker.abandon(generation)
+            except CheckpointError as error:
+                log.error(_NOT_TAKEN, step, error)
+                self._worker.abandon(generation)
+
+    def _tried(self, step: int, start: Journal) -> tuple[GenerationId, Ticket] | tuple[None, None]:
+        if UNFIT in start:
+            return None, None
+        try:
+            return self._submit(step, start)
+        except (RuntimeError, CheckpointError) as error:  # torch has no other error for memory that is not there
+            log.error(_NOT_TAKEN, step, error)
+            return None, None
 
     def _submit(self, step: int, start: Journal) -> tuple[GenerationId, Ticket]:
         generation = self._name(step)

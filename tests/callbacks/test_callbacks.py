@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks.spike import SpikeDetection
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, DifferentialCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import (
     ConfigurationError,
@@ -425,19 +425,34 @@ def test_pruning_while_training_is_refused_at_start(tmp_path: Path) -> None:
         fit(DenseCheckpoint(str(tmp_path)), pruning, steps=4)
 
 
-@pytest.mark.parametrize("replaced", [True, False])
-def test_a_parameter_that_is_replaced_or_leaves_the_optimizer_is_named(tmp_path: Path, replaced: bool) -> None:
-    """What is trained then is no part of what is stored: a restart would have the old one, without a word."""
+@pytest.mark.parametrize("how", ["in both", "in the module", "leaves"])
+@pytest.mark.parametrize("policy", [DenseCheckpoint, DifferentialCheckpoint, SparseCheckpoint])
+def test_training_goes_on_without_checkpoints_when_a_parameter_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: Any, how: str
+) -> None:
+    """What is trained then is no part of what is stored: a restart would have the old one, so it begins before that."""
 
     class Swaps(Callback):
         def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
             group, old = trainer.optimizers[0].param_groups[0], pl_module.get_parameter("net.0.weight")
-            if trainer.global_step == 2:
-                new = [nn.Parameter(old.detach().clone())] if replaced else []
-                group["params"] = [*new, *(each for each in group["params"] if each is not old)]
+            if trainer.global_step != 8:
+                return
+            new = nn.Parameter(old.detach().clone())
+            if how != "leaves":
+                pl_module.get_submodule("net.0").weight = new
+            if how != "in the module":
+                mine = [new] if how == "in both" else []
+                group["params"] = [*mine, *(each for each in group["params"] if each is not old)]
 
-    with pytest.raises(ConfigurationError, match=r"other parameters than when `fit` began: without `net\.0\.weight`"):
-        fit(DenseCheckpoint(str(tmp_path), overhead_target=None), Swaps(), steps=6)
+    trained = fit(policy(str(tmp_path), overhead_target=None), Swaps(), steps=16)
+    assert trained.global_step == 16
+    told = [each.getMessage() for each in caplog.records if "goes on without checkpoints" in each.getMessage()]
+    assert len(told) == 1
+    assert "without `net.0.weight`" in told[0]
+    again = policy(str(tmp_path), overhead_target=None)
+    assert fit(again, steps=16).global_step == 16
+    assert again.report.resumed_from is not None
+    assert again.report.resumed_from < 8
 
 
 def test_a_callback_that_cannot_load_its_own_state_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -241,6 +241,8 @@ def _hooks(rng: random.Random, setup: Drawn) -> Any:
         chosen -= {"no_loss"}  # Lightning refuses it there; and torch refuses to clip the values of no gradients
     if setup.compiled:
         chosen -= {"modes"}
+    if "clears" in chosen and setup.toggled:
+        chosen -= {"reads_state"}  # what did not train when all was cleared has none as it trains again
     if "odd_buffers" in chosen:
         chosen -= {"counts"}  # both are the one extra part
     if setup.precision == "bf16-true" or setup.averaged is not None or setup.world_size > 1:

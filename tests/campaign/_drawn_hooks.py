@@ -29,6 +29,7 @@ Hook = Literal[
     "keeps_gradients",
     "fades_gradients",
     "keeps_some",
+    "reads_state",
     "scales_gradients",
     "clamps",
     "logs",
@@ -290,6 +291,16 @@ class KeepsSome(LightningModule):
                 param.grad = None
 
 
+class ReadsState(LightningModule):
+    """Reads what the optimizer keeps of a matrix, once it keeps anything."""
+
+    @override
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        matrix = _first_matrix(self)
+        if matrix.requires_grad and any(optimizer.state.values()) and not optimizer.state[matrix]:
+            raise KeyError("state of a matrix that trains")
+
+
 class ScalesGradients(LightningModule):
     """Edits the gradient of each parameter, by how long it is."""
 
@@ -373,6 +384,7 @@ HOOKS: dict[Hook, type[LightningModule]] = {
     "keeps_gradients": KeepsGradients,
     "fades_gradients": FadesGradients,
     "keeps_some": KeepsSome,
+    "reads_state": ReadsState,
     "scales_gradients": ScalesGradients,
     "clamps": Clamps,
     "logs": Logs,
@@ -382,7 +394,7 @@ HOOKS: dict[Hook, type[LightningModule]] = {
     "renorms": Renorms,
     "after_step": AfterStep,
 }
-LATER: tuple[Hook, ...] = ("renorms", "after_step", "fades_gradients", "keeps_some")
+LATER: tuple[Hook, ...] = ("renorms", "after_step", "fades_gradients", "keeps_some", "reads_state")
 """Drawn beside the others, in this order, so that a number means the same run but for them."""
 EDITS: frozenset[Hook] = frozenset({"edits"})
 """What a validation between repeated steps may see too early."""
