@@ -118,9 +118,9 @@ class CapacityBoost(Callback):
     """
 
     def __init__(self, boost: float = 0.1, *, dropless: bool = False, within_steps: int = 1000) -> None:
-        if not 0 < boost <= 10:
+        if not (isinstance(boost, int | float) and 0 < boost <= 10):
             raise ConfigurationError(
-                f"`CapacityBoost(boost={boost})` must be above 0, such as 0.1, and no more than 10."
+                f"`CapacityBoost(boost={boost!r})` must be above 0, such as 0.1, and no more than 10."
             )
         require_count(self, "within_steps", within_steps, what="steps")
         self.boost, self.dropless, self.within_steps = boost, dropless, within_steps

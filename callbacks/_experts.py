@@ -121,9 +121,9 @@ class PartialExpertCheckpoint(ExpertCheckpoint):
                 f"`PartialExpertCheckpoint(k={k}, snapshot_k={snapshot_k})`: what goes to storage goes to memory first. "
                 "Give a `snapshot_k` of `k` or more."
             )
-        if plt_budget is not None and not 0 <= plt_budget <= 1:
+        if plt_budget is not None and not (isinstance(plt_budget, int | float) and 0 <= plt_budget <= 1):
             raise ConfigurationError(
-                f"`PartialExpertCheckpoint(plt_budget={plt_budget})` must be a portion from 0 to 1, or None."
+                f"`PartialExpertCheckpoint(plt_budget={plt_budget!r})` must be a portion from 0 to 1, or None."
             )
         self.every_n_steps, self.k, self.snapshot_k = every_n_steps, k, snapshot_k
         self.select, self.plt_budget = select, plt_budget

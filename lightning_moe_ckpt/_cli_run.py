@@ -41,34 +41,36 @@ are started anew, as torchrun does. A rank whose steps stop, or that is stopped,
 Exit status: 0 all ranks have ended well, 1 given up, 2 wrong arguments, 128 + N ended by signal N."""
 
 _SPARE_AT = """\
-Up to where they run: until MoEStrategy asks for its rank, or, for scripts that read RANK earlier, until torch, lightning
-and this package are imported."""
-_RECOVER_TIMEOUT = "Time from a failure until training goes on; then all ranks are started anew."
+How far spares run ahead: until MoEStrategy asks for its rank, or, for scripts that read RANK earlier, until torch,
+lightning and this package are imported."""
+_RECOVER_TIMEOUT = "Longest time from a failure until training goes on; after it all ranks are started anew."
 _HANG_TIMEOUT = (
-    "Least silence within a step that counts as a hang; always five times the longest step. While a rank is between two steps, "
-    "as when it validates or saves, the others wait for it as long as --recover-timeout."
+    "Silence within a step that counts as a hang, or five times the longest step if that is longer. A rank between two steps, "
+    "as when it validates or saves, is waited for as long as --recover-timeout."
 )
 _TORCHRUN = [
     option("--nproc-per-node", "Ranks of this node: a number, or auto, gpu, cpu (default: 1).", "N"),
     option("--nnodes", "Nodes, or MIN:MAX (default: 1).", "N"),
-    flag("--standalone", "All ranks are on this node; so it is by default."),
-    option("--node-rank", "Of this node; for the static rendezvous.", "N"),
+    flag("--standalone", "All ranks are on this node, which is the default."),
+    option("--node-rank", "Rank of this node; for the static rendezvous.", "N"),
     option("--rdzv-endpoint", "Where nodes meet.", "HOST:PORT"),
     option("--rdzv-backend", "How they meet (default: static with --node-rank, else c10d).", "NAME"),
     option("--rdzv-id", "Name of the job.", "NAME"),
     option("--rdzv-conf", "More for the rendezvous.", "KEY=VALUE,..."),
-    option("--master-addr", "Of the first node; for the static rendezvous.", "HOST"),
-    option("--master-port", "There.", "PORT"),
-    option("--local-addr", "Of this node, if its name does not lead to it.", "HOST"),
+    option("--master-addr", "Address of the first node; for the static rendezvous.", "HOST"),
+    option("--master-port", "Port there.", "PORT"),
+    option("--local-addr", "Address of this node, if its host name does not lead to it.", "HOST"),
     option("--max-restarts", "How often all ranks may be started anew (default: as --max-failures allows).", "N"),
-    option("--log-dir", "For files of what ranks write, and of their errors.", "PATH"),
-    click.Option(["-r", "--redirects"], help="What goes to files only: 1 stdout, 2 stderr, 3 both, 0:1,1:2 by rank."),
+    option("--log-dir", "Folder for files of what ranks write, and of their errors.", "PATH"),
+    click.Option(
+        ["-r", "--redirects"], help="What goes to files only: 1 stdout, 2 stderr, 3 both; by rank as in 0:1,1:2."
+    ),
     click.Option(["-t", "--tee"], help="What goes to files and to the console, likewise."),
     option("--local-ranks-filter", "Ranks of this node that the console shows.", "N,..."),
-    flag("--no-python", "SCRIPT is a program."),
+    flag("--no-python", "SCRIPT is a program, not a file of Python."),
     option("--role", "Name of the ranks' role.", "NAME"),
     option("--numa-binding", "Bind ranks to cores near their GPU: node, socket, exclusive, core-complex.", "MODE"),
-    option("--signals-to-handle", "That are passed on to ranks (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT).", "NAME,..."),
+    option("--signals-to-handle", "Signals passed on to ranks (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT).", "NAME,..."),
     option("--shutdown-timeout", "Seconds from a signal to SIGKILL (default: 30).", "SECONDS"),
 ]
 _WATCHED, _PROGRAMS, _FILTERS = (
@@ -114,9 +116,14 @@ RUN = click.Command(
     params=[
         *_TORCHRUN,
         *map(_refused, _NOT_TAKEN),
-        option("--spares", "Processes per node that wait for a place.", "N", type=int, default=0),
+        option("--spares", "Processes per node that wait to take the place of a rank.", "N", type=int, default=0),
         option("--spare-at", _SPARE_AT, type=click.Choice(["strategy", "imports"]), default="strategy"),
-        option("--max-failures", "More of them end the job; without 'per', in all.", "RATE", default="10 per 1h"),
+        option(
+            "--max-failures",
+            "More failures than these end the job; a number without 'per' counts them in all.",
+            "RATE",
+            default="10 per 1h",
+        ),
         option("--recover-timeout", _RECOVER_TIMEOUT, "TIME", type=seconds, default="300s"),
         option("--hang-timeout", _HANG_TIMEOUT, "TIME", type=seconds, default="10s"),
         click.Option(["-m", "--module", "module"], help="SCRIPT is the name of a module.", is_flag=True),

@@ -12,7 +12,7 @@ Exit status: 0 listed, 2 there is no run or it could not be read."""
 INSPECT = """\
 Show one generation: how it was planned, which operator was captured at which step, and which rank wrote what.
 
-Reads the markers of all ranks, no segments. What a partial generation references is shown with the step it is of. Sizes
+Reads the markers of all ranks, no segments. What a partial generation takes from older ones is shown with its step. Sizes
 are without padding; `compute` is what forward and backward of replayed steps need of an operator whose full state comes
 later in the window.
 
@@ -48,13 +48,14 @@ SparseCheckpoint(dense_every_n_steps=...) leaves one now and then, and each run 
 Exit status: 0 written, 2 not written."""
 
 GC = """\
-Delete what nobody may restore any more, and say why; with --dry-run only say it.
+Delete what no restart would use any more, and say why; with --dry-run only say it.
 
-Without --keep-...: what the run itself has given up but not deleted, because it was killed or its storage failed:
-generations below the watermark, of incarnations that others took over from, never committed by incarnations that are over, and of
-earlier runs once the newer one has more than it keeps; and what interrupted writes and uploads of those left.
+Without --keep-...: what the run itself has given up but not deleted, because it was killed or its storage failed. These are
+generations older than those it keeps, those of a start that a later one replaced, those that a start which is over never
+committed, and those of an earlier run at this URL once the newer one has as many as it keeps; and what their interrupted writes
+and uploads left.
 
-With --keep-...: first gives up all that none of these rules keeps, the newest always being kept. What a generation
+With --keep-...: first gives up all that none of these rules keeps; the newest always stays. What a generation
 that stays refers to stays with it; if the newest references, the last two are kept, since a save may refer to both,
 and with them the copy before the newest one of each operator that is taken in turns.
 
@@ -71,14 +72,14 @@ behind, steps and bytes per second, what checkpoints cost, starts, goodput and w
 
 Reads what the run writes anyway: its log, names in storage, and names in shared memory of this node. Nothing is asked of
 the job, and nothing is written. Rates and ETA are as of the newest entry of the log, which the run adds when it gives up
-older generations. Goodput is the time that the steps which stand would take without failures and checkpoints, as a part of
-the time since the first start. Memory of other nodes is not seen: run it there.
+older generations; a start that was killed may have come further than its last entry says. Goodput is the time that the steps so far would have taken without failures and checkpoints, as a share of
+the time since the first start. Memory of other nodes is not seen: run the command there.
 
 Exit status: 0 shown, 2 there is no run or it could not be read."""
 
 REPORT = """\
 Write one HTML page about a run: its steps over time, how far storage was behind, speed and overhead, every start, and what
-is stored. The page has all that it needs in it, so that it may be sent and kept.
+is stored. The page needs no other file, so that it can be sent and kept.
 
 OUT is report.html if it is not given. The figures are those of `top`: the newest thousand entries of the log, names in
 storage, and memory of this node. Works while the run goes on, and changes nothing there.
@@ -89,15 +90,14 @@ REPAIR = """\
 Rebuild the log of URL, of which `_log/` is gone or cannot be read, from the manifests of committed generations.
 
 Without --yes it only shows which generations a restart would then try. What is shown as left out is not deleted. Each
-generation names the line of starts that led to it; of several lines, that of the start which began last counts. (Older
-releases named none: there, a later start is taken to have begun right below its oldest generation that is there.) A
-manifest that cannot be read is made again where the markers of all ranks are good. Memory of the nodes is not found any
-more: names of it were derived from the log that is lost. Stop the job first.
+generation names the line of starts that led to it; of several lines, that of the start which began last counts. A
+manifest that cannot be read is made again where the markers of all ranks are good. What is in shared memory of the nodes is not
+found any more, since its names were derived from the log that is lost. Stop the job first.
 
 Exit status: 0 shown or written, 2 there is a log that can be read, or nothing to make one from."""
 
 DOCTOR = """\
-Without URL: show which compiled parts are in use and why not, and what limits copies on this machine. Exit status: 0
+Without URL: show which compiled parts are in use, why others are not, and what limits copies on this machine. Exit status: 0
 whatever was found, since everything runs without compiled parts, only slower.
 
 With URL: try there what checkpoints rely on (listings, exclusive creates and races of them, large and half-written
@@ -106,11 +106,11 @@ interrupted; a run that is stored there is not touched. Exit status: 0 fenced, t
 or unsafe, and the last line says which and what that means; 2 nothing can be written there."""
 
 SHM = """\
-List what runs have in shared memory of this node (/dev/shm/moe-ckpt-*): whose it is, of which run and rank, its newest
-step, size, age, and which process holds it. With URL only memory of the run there.
+List what runs have in shared memory of this node (/dev/shm/moe-ckpt-*): run, rank, newest
+step, size, age, which process holds it and which user owns it. With URL only memory of the run there.
 
-That is no garbage: a rank that is started again resumes from it, often from a newer step than storage has. What is
-left of runs that nobody will go on with is cleared with --clear, which keeps what a process holds or another user owns.
+This is no garbage: a rank that is started again resumes from it, often from a newer step than storage has. --clear removes
+what runs that will not go on have left, but not what a process holds or another user owns.
 
 Exit status: 0 listed or cleared, 2 something could not be removed."""
 

@@ -16,4 +16,4 @@ def remedy(error: ModuleNotFoundError) -> str | None:
     extra = _EXTRA_OF.get(package)
     if extra is None:
         return None
-    return f"This needs {package}, which is not installed: python -m pip install 'lightning-moe-ckpt[{extra}]'"
+    return f"This needs {package}, which is not installed: python -m pip install {package}, or the extra `{extra}` of this package."

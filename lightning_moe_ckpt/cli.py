@@ -35,10 +35,11 @@ Exit status:
   0    done; for verify: everything is as it was written
   1    verify: something is damaged, or there is nothing to restore;
        doctor URL: checkpoints are not safe there
-  2    wrong arguments, or the command could not do its work; standard error says why in a line
+  2    wrong arguments, or the command could not do its work;
+       standard error says why in a line
   141  whoever read the output closed it early, as `head` does
 
-Errors never stand in standard output but with --json, where they are a document {"error": ...}.
+Errors go to standard error. With --json they are also a document {"error": ...} on standard output.
 
 Completion: put eval "$(_MOE_CKPT_COMPLETE=bash_source moe-ckpt)" into ~/.bashrc, or zsh_source and ~/.zshrc."""
 _SHORTEST = timedelta(seconds=0.1)
@@ -162,10 +163,10 @@ def _several(flag: str, choices: Sequence[str], text: str) -> click.Option:
 # -- stored runs, places and clusters
 
 _URL = click.Argument(["url"], metavar="URL")
-_JSON = _flag("--json", "Write one JSON document instead of tables, also of an error.", "as_json")
+_JSON = _flag("--json", "Write one JSON document instead of tables, also for an error.", "as_json")
 _STORAGE = _option(
     "--storage-option",
-    "As in storage_options of the callback; VALUE is JSON or else text. Repeat for more.",
+    "As in storage_options of the callback; VALUE is JSON, or else text. Repeat for more.",
     "KEY=VALUE",
     type=_setting,
     multiple=True,
@@ -184,7 +185,7 @@ _LOOKING = [
         "verify",
         "Read every byte and check every digest.",
         texts.VERIFY,
-        _STEP,
+        _option("--step", "This step only.", "N", type=int),
         _flag("--all", "Also generations that no restart would use any more.", "everything"),
     ),
     _on_a_run(
@@ -193,7 +194,11 @@ _LOOKING = [
         texts.EXPORT,
         click.Argument(["out"], metavar="OUT", type=click.Path(path_type=Path)),
         _STEP,
-        _option("--format", "Whatever OUT ends in.", type=click.Choice(["safetensors", "ckpt", "huggingface"])),
+        _option(
+            "--format",
+            "Instead of what the ending of OUT says.",
+            type=click.Choice(["safetensors", "ckpt", "huggingface"]),
+        ),
         _flag("--optimizer", "safetensors: optimizer state too, beside OUT as *.optimizer.safetensors."),
         _flag("--weights-only", "ckpt: without optimizer, schedulers and callbacks; a third of the size."),
         _option("--module", "Folder: which Hugging Face model, if the module holds several.", "NAME"),
@@ -226,7 +231,7 @@ _LOOKING = [
         "top",
         "Follow a run: newest steps, lag, rates, goodput, ETA.",
         texts.TOP,
-        _flag("--once", "Show it once and end; so it is where output is no terminal, and with --json."),
+        _flag("--once", "Show it once and end; the default with --json, and where output is no terminal."),
         _option("--every", "Time between two looks, such as 2s or 1min.", "TIME", type=_time, default="2s"),
     ),
     _on_a_run(

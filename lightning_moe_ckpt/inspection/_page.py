@@ -129,10 +129,10 @@ def _plots(found: RunProgress) -> list[str]:
     if not axis.incarnations:
         return ["<p>There are no plots: the log of this run has no figures yet, or an older release wrote it.</p>"]
     drawn = [
-        ("Steps", "Boundaries that training had come to; each colour is a start, dashed lines are restarts.", _steps),
+        ("Steps", "Steps that training had reached; each colour is a start, dashed lines are restarts.", _steps),
         ("Lag of storage", "Steps between training and the newest generation in storage.", _lag),
         ("Speed", "Steps per second between two entries of the log, replayed steps included.", _speed),
-        ("Overhead", "Part of the time that the training thread spent on checkpoints since its start.", _overhead),
+        ("Overhead", "Share of the time that the training thread spent on checkpoints since its start.", _overhead),
     ]
     return [f"<h2>{title}</h2>{_figure(draw, axis, title, caption)}" for title, caption, draw in drawn]
 

@@ -316,16 +316,18 @@ def _kind_table(document: Row) -> Table:
 
 
 def _operator_table(document: Row) -> Table:
-    """Return the operators by name; kinds that none has, and ages that all share, have no column."""
+    """Return the operators by name; kinds that none has, ages that all share, and the only rank have no column."""
     rows = document["operators"]
     kinds = [kind for kind in ("full", "compute", "delta") if any(kind in row["kinds"] for row in rows)]
     ages = ["steps old"] if document["needs"] else []
-    titles = ["operator", *(title for kind in kinds for title in (f"{kind} at", "size")), *ages, "ranks"]
-    table = plain_table(*titles, right=titles[1:-1], wraps="operator", title="Operators")
+    figures = [*(title for kind in kinds for title in (f"{kind} at", "size")), *ages]
+    ranks = ["ranks"] if any(row["ranks"] != [0] for row in rows) else []
+    table = plain_table("operator", *figures, *ranks, right=figures, wraps="operator", title="Operators")
     for row in rows:
         name = row["operator"] + (" (no optimizer state yet)" if row["no_state_yet"] else "")
         cells = [cell for kind in kinds for cell in _kind_cells(row["kinds"].get(kind))]
-        table.add_row(name, *cells, *([str(row["steps_old"])] if ages else []), _ranges(row["ranks"]))
+        cells += [str(row["steps_old"])] * len(ages) + [_ranges(row["ranks"])] * len(ranks)
+        table.add_row(name, *cells)
     return table
 
 

@@ -100,9 +100,12 @@ def figures(found: RunProgress) -> dict[str, str]:
         said["starts"] = f"{starts}{again}"
     skipped = found.incarnations[-1].figures.get("skipped") if found.incarnations else None
     if isinstance(skipped, dict) and sum(skipped.values()):
-        said["skipped"] = ", ".join(f"{number} generations by {tier}" for tier, number in skipped.items() if number)
+        said["skipped"] = "generations: " + ", ".join(
+            f"{number} by {tier}" for tier, number in skipped.items() if number
+        )
     stored = sum(each.nbytes for each in found.generations)
-    said["stored"] = f"{len(found.generations)} generations, {size_text(stored)}"
+    number = len(found.generations)
+    said["stored"] = f"{number} generation{'s' * (number != 1)}, {size_text(stored)}"
     return said
 
 

@@ -161,7 +161,7 @@ def _locked_memory() -> Finding:
     return Finding(
         name="locked memory",
         state="slower" if short else "good",
-        found=f"{soft}, may be raised to {hard}",
+        found=soft if soft == hard else f"{soft}, may be raised to {hard}",
         advice="`ulimit -l unlimited`, should registering a ring fail" if short else "",
     )
 

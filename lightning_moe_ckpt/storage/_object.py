@@ -271,7 +271,15 @@ class ObjectBackend:
         except (PermissionDeniedError, UnauthenticatedError) as error:
             raise StorageRefused(f"{what}: {_first_line(error)} Check the keys and what they allow.") from error
         except (BaseError, OSError) as error:
-            raise StorageError(f"{what}: {_first_line(error)}") from error
+            raise StorageError(f"{what}: {_first_line(error)}{_KEYLESS * (_METADATA in str(error))}") from error
+
+
+_METADATA = "/latest/api/token"
+"""Where machines of AWS hand out keys, which is asked if there are none elsewhere."""
+_KEYLESS = (
+    " (No keys were given, so the machine was asked for its own. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or what your "
+    "store takes, or pass storage_options.)"
+)
 
 
 def _claim_runtime(url: str) -> None:

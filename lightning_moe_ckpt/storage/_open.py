@@ -190,7 +190,10 @@ class Retrying:
                 seconds = pause * _JITTER.uniform(0.5, 1.0)
                 if self._clock() + seconds > end:
                     raise
-                log.warning("%s Trying again in %.1f s, for up to %.0f s more.", error, seconds, end - self._clock())
+                left = end - self._clock()
+                log.warning(
+                    "%s. Trying again in %.1f s, for up to %.0f s more.", str(error).rstrip(". "), seconds, left
+                )
                 if self._sleep(seconds):
                     raise
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

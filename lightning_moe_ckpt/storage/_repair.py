@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyMissing, NoUsableGeneration
 from lightning_moe_ckpt.storage._backend import Backend
-from lightning_moe_ckpt.storage._catalog import Contents, read_catalog, read_commit, read_marker
+from lightning_moe_ckpt.storage._catalog import Contents, nothing_at, read_catalog, read_commit, read_marker
 from lightning_moe_ckpt.storage._coordination import complete_markers
 from lightning_moe_ckpt.storage._log import History, Lineage, Log
 from lightning_moe_ckpt.storage._names import GenerationId, commit_key
@@ -55,7 +55,9 @@ def repair_log(backend: Backend, *, dry_run: bool) -> RepairedLog:
     catalog = read_catalog(backend)
     commits, mended, left_out = _manifests(backend, [each for each in catalog.values() if each.committed])
     if all(each.lineage is None for each in commits):
-        raise NoUsableGeneration(f"{backend.url} holds no committed generation that can be read. Check the URL.")
+        raise NoUsableGeneration(
+            f"{backend.url} holds no committed generation that can be read." if catalog else nothing_at(backend.url)
+        )
     history = _history_of(commits, last_incarnation=max(each.incarnation for each in catalog))
     for commit in commits:
         if commit.run_id != history.run_id:

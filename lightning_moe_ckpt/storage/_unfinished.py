@@ -97,7 +97,7 @@ class UnfinishedUploads:
                 )
                 found += [Upload(each["Key"], each["UploadId"]) for page in pages for each in page.get("Uploads", [])]
         except ImportError:
-            self._give_up("botocore is not installed (`pip install 'lightning-moe-ckpt[s3]'`)")
+            self._give_up("botocore is not installed (`python -m pip install botocore`)")
         except _RefusedError as refused:
             self._give_up(f"{refused}")
         return [each for each in found if each.key.startswith(prefix)]  # some servers ignore the parameter

@@ -64,6 +64,7 @@ def fit(checkpoint: Any, *others: Any, experts: bool = True, net: Net | None = N
         ({"k": 3, "snapshot_k": 2}, r"k=3, snapshot_k=2.*`snapshot_k` of `k` or more"),
         ({"select": "random"}, r"select='random'.*'sequential' or 'load_aware'"),
         ({"plt_budget": 1.5}, r"plt_budget=1.5.*portion from 0 to 1"),
+        ({"plt_budget": "5%"}, r"plt_budget='5%'.*portion from 0 to 1"),
         ({"every_n_steps": 0}, r"every_n_steps=0"),
     ],
 )

@@ -332,6 +332,17 @@ def test_keys_in_the_files_of_the_aws_tools_are_found(tmp_path: Path, monkeypatc
         translate("s3", {"profile": "sso"})
 
 
+def test_missing_keys_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no machine of a cloud has any, either: its address alone would tell a reader nothing."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    backend = open_without_retries("s3://bucket/run", storage_options={"region": "eu-1"})
+    with pytest.raises(StorageError, match=r"No keys were given.* Set AWS_ACCESS_KEY_ID"):
+        backend.get("a")
+
+
 @pytest.mark.parametrize(
     ("url", "parts"),
     [

@@ -183,7 +183,7 @@ def test_without_botocore_the_remedy_is_said(
         for _ in range(2):
             backend.sweep("snap/")
             backend.put("a", b"x")
-    assert caplog.text.count("pip install 'lightning-moe-ckpt[s3]'") == 1
+    assert caplog.text.count("pip install botocore") == 1
     assert "AbortIncompleteMultipartUpload" in caplog.text
 
 
