@@ -63,7 +63,7 @@ class ReplayHooks(Callback):
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if (replay := self._run.session.replay) is not None:
+        if (replay := self._run.session.repeats.replay) is not None:
             replay.frozen.fill_gradients()
 
     @override
@@ -160,7 +160,7 @@ class CheckpointCallback(Checkpoint):
             ConfigurationError: `fit` was not called yet.
         """
         if self._run is not None:
-            return self._run.session.report()
+            return self._run.report()
         if self._report is None:
             raise ConfigurationError(
                 "`report` has no figures before `Trainer.fit`. Read it during or after the fit, and where Lightning starts processes of "
@@ -186,7 +186,7 @@ class CheckpointCallback(Checkpoint):
     @property
     def accounting(self) -> TokenLedger | None:
         """Saved and lost tokens of every expert; `None` outside of `fit` and under policies whose restarts are exact."""
-        figures = self._run.session.report().lost if self._run is not None else None
+        figures = self._run.report().lost if self._run is not None else None
         return None if figures is None else figures.accounting
 
     def wait_committed(self, timeout: float = 60.0) -> bool:
@@ -281,7 +281,9 @@ class CheckpointCallback(Checkpoint):
         if found is None:
             return ReplayHooks(self._begin)
         own = (CheckpointCallback, ReplayHooks)
-        self._in_place = InPlace(trainer, module, found, own_callbacks=own, leave=self._leave)
+        policy = self._policy()
+        exact = policy.exact and policy.chains is None and self.batches == "reposition"
+        self._in_place = InPlace(trainer, module, found, own_callbacks=own, exact=exact, leave=self._leave)
         return SupervisedHooks(self._in_place, self._begin)
 
     def _begin(self, trainer: Trainer, module: LightningModule) -> FitSession:
@@ -320,19 +322,20 @@ class CheckpointCallback(Checkpoint):
     def _leave(self) -> None:
         run, self._run = self._run, None
         if run is not None:
-            self._report = run.session.report()
+            self._report = run.report()
             try:
                 run.leave()
             except (CheckpointError, OSError, RuntimeError):
                 log.exception("checkpointing of the aborted run did not end cleanly")
 
     def _close(self, trainer: Trainer, *, keep_memory: bool = False) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            self._report = run.report()
         if self._in_place is not None:
             self._in_place.close()
             self._in_place = None
-        run, self._run = self._run, None
         if run is not None:
-            self._report = run.session.report()
             run.close(keep_memory=keep_memory)
         trainer.callbacks = [  # type: ignore[attr-defined]
             each for each in callbacks_of(trainer) if not isinstance(each, ReplayHooks)

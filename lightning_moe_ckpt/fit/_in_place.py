@@ -24,6 +24,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, Fenced
 from lightning_moe_ckpt.fit._memento import Memento, restore_values
 from lightning_moe_ckpt.fit._run import FitSession
+from lightning_moe_ckpt.fit._stage_alone import Rewind, StageAlone
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.parallel._elastic import is_of_collective
 
@@ -64,6 +65,7 @@ class InPlace:
         trainer, module: in `setup`.
         supervisor: of this process.
         own_callbacks: callback classes that are no part of the run.
+        exact: see `StageAlone`.
         leave: closes the `FitSession` of the aborted run, if there is one.
     """
 
@@ -74,6 +76,7 @@ class InPlace:
         supervisor: Supervisor,
         *,
         own_callbacks: tuple[type[Callback], ...],
+        exact: bool,
         leave: Callable[[], None],
     ) -> None:
         self._trainer, self._module, self._supervisor = trainer, module, supervisor
@@ -87,6 +90,20 @@ class InPlace:
         """Whether this process has joined others in the midst of a fit, of theirs or its own."""
         self._interrupted = False
         """Whether another rank has failed before training began in this process."""
+        self._has_joined = False
+        """Whether this process has joined the others already, as it begins again."""
+        self._alone: StageAlone | None = None
+        if getattr(trainer.strategy, "pipeline_parallel", 1) > 1 and getattr(
+            trainer.strategy, "localized_recovery", False
+        ):
+            self._alone = StageAlone(
+                *(trainer, module),
+                own_callbacks=own_callbacks,
+                exact=exact,
+                join=self._join,
+                confirm=self._require_failure,
+                beat=supervisor.beat,
+            )
         self._remove = _lightning_in_place.tap_run(trainer, self._meet, self._run)
 
     def begin(self, make: Callable[[], FitSession]) -> FitSession:
@@ -119,6 +136,8 @@ class InPlace:
     def close(self) -> None:
         """Undo the change to the trainer."""
         self._remove()
+        if self._alone is not None:
+            self._alone.remove()
         self._start, self._weights = None, []
 
     # -- private
@@ -126,6 +145,8 @@ class InPlace:
     def _begin(self, made: list[FitSession], make: Callable[[], FitSession]) -> None:
         run = make()
         made.append(run)
+        if self._alone is not None:
+            self._alone.begun(run)
         if run.resumed:
             missing = run.session.report().missing_experts
             if self._joined and missing:
@@ -163,8 +184,13 @@ class InPlace:
         reconnect = getattr(self._trainer.strategy, "reconnect", None)
         if reconnect is None:
             reconnect = methodcaller("rejoin", _REJOIN_SECONDS)
-        while not self._survives(partial(reconnect, self._supervisor)):
+        while not self._survives(partial(self._join_once, reconnect)):
             pass
+
+    def _join_once(self, reconnect: Callable[[Supervisor], object]) -> None:
+        reconnect(self._supervisor)
+        if self._alone is not None:
+            self._alone.decide()
 
     def _meet(self, original: Callable[[], object]) -> None:
         self._interrupted = not self._survives(original)
@@ -195,6 +221,13 @@ class InPlace:
     def _require_failure(self, error: Exception) -> None:
         """Raise `error` unless another rank has failed; if one has, forget it and what its frames hold."""
         self._supervisor.pause(aborted=True)
+        if self._alone is not None:
+            error = self._alone.ended(error)
+        if isinstance(error, Rewind):
+            self._has_joined = True
+            log.warning("this process begins again in place: %s", error)
+            _forget(error)
+            return
         patience = _CONFIRM_SECONDS[is_of_collective(error)]
         failure = None if isinstance(error, Fenced) else self._supervisor.confirm(patience)
         if failure is None:
@@ -210,7 +243,9 @@ class InPlace:
         self._start.restore()
         for tensor, kept in self._weights:
             restore_values(tensor, kept)
-        self._join()
+        if not self._has_joined:
+            self._join()
+        self._has_joined = False
         log.info("goes on in place, %.2f s after the failure was confirmed", time.perf_counter() - started)
 
 

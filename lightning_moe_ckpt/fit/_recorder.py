@@ -201,6 +201,14 @@ class BoundaryRecorder:
         # In this order, which is part of the bytes of segments.
         return {**self._start, "random": {"epoch": come["epoch"], "after_fetch": None, **come}}
 
+    def attributes(self) -> dict[str, Any]:
+        """Return plain attributes of the user's objects that have changed."""
+        return self._moved.take()
+
+    def restore_attributes(self, moved: Mapping[str, Any]) -> None:
+        """Set them to what `attributes` returned."""
+        self._moved.restore(moved)
+
     # -- moments, called by the fit
 
     def sanity_check(self, *, begins: bool) -> None:

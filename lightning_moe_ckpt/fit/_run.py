@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies import Strategy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,19 +28,20 @@ from lightning_moe_ckpt import (
 from lightning_moe_ckpt._lightning_callbacks import Findings, ProgressNote, averages_of, finish_with_averages, resting
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Neighbours
-from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.fit._asked import Asked
 from lightning_moe_ckpt.fit._batches import Batches, BatchLog, Logged
 from lightning_moe_ckpt.fit._departed import say_who_is_gone
 from lightning_moe_ckpt.fit._recorder import BoundaryRecorder, JournalPart
-from lightning_moe_ckpt.fit._state import LayerState, Trained
+from lightning_moe_ckpt.fit._state import LayerState, Trained, copied
 from lightning_moe_ckpt.fit._stops import Stops
+from lightning_moe_ckpt.fit._unsupported import refuse_unsupported
 from lightning_moe_ckpt.journal import Unread, capture_rng, restore_rng
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
+from lightning_moe_ckpt.parallel._elastic import is_of_collective
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import clocked
-from lightning_moe_ckpt.session import CheckpointSession
+from lightning_moe_ckpt.session import CheckpointSession, Report
 from lightning_moe_ckpt.tiers import SessionConfig
 
 log = rank_logger(__name__)
@@ -49,14 +51,6 @@ _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 _UNUSED = "not have been used in the graph"
 """Of the error that `torch.autograd.grad` raises for a parameter that a module saw without a gradient."""
-
-_UNSUPPORTED: dict[type[Callback], str] = {
-    StochasticWeightAveraging: "StochasticWeightAveraging puts another scheduler in the place of yours when it begins; a run "
-    "that resumes after that has yours again, and other learning rates. Use WeightAveraging, which leaves it alone.",
-    ModelPruning: "ModelPruning puts other parameters and masks in the place of the model's while it trains; a run that "
-    "resumes after that has none of them. Prune when training has ended.",
-}
-"""Callbacks of Lightning that no run can resume with, and why."""
 
 
 class FitSession:
@@ -78,6 +72,9 @@ class FitSession:
     """Start half of the boundary that was loaded, until the next batch begins."""
     may_begin_with_gradients = False
     """Whether the coming step may begin with gradients that the boundary at hand does not have."""
+    _waits = _suspended = False
+    _broken: Exception | None = None
+    """What kept the session from going on between two steps."""
 
     def __init__(
         self,
@@ -91,24 +88,13 @@ class FitSession:
         batches: Batches = "reposition",
         deterministic_dataset: bool = False,
     ) -> None:
-        _refuse_unsupported(trainer, policy)
+        refuse_unsupported(trainer, policy)
         self._trainer, self._module = trainer, module
         self._optimizer: torch.optim.Optimizer = trainer.optimizers[0]
         self._trains = Trained(module, self._optimizer, staged=getattr(trainer.strategy, "pipeline_parallel", 1) > 1)
         self._num_groups = self._trains.num_groups
-        self.session = CheckpointSession(
-            config,
-            policy=policy,
-            module=module,
-            schema=StateSchema.of(self._optimizer),
-            groups=_groups_of(trainer.strategy),
-            autocast_dtype=_AUTOCAST.get(str(trainer.precision)),
-            may_skip=_may_leave_out(trainer, module, own_callbacks),
-            compiled=_lightning.is_compiled(module),
-            extra=_lightning.checkpoint_extra(trainer, module),
-            averages=averages_of(trainer),
-            as_user=lambda start: self._trains.restore(start["trained"]),
-        )
+        self._open = partial(self._opened, config, policy, own_callbacks)
+        self.session = self._open()
         self.clock = self.session.clock
         _warn_if_short(trainer, self.session.least_steps)
         self._logs = _lightning_logs.LogFolders(trainer)
@@ -133,7 +119,10 @@ class FitSession:
         self._found: float | Unread | None = None
         self._taps = _lightning.FitLoopTaps(trainer, self, resting(trainer))
         self._stops = Stops(
-            trainer, stop_grace, any_rank=self.session.any_rank, before_exit=self.session.leave_nothing_behind
+            trainer,
+            stop_grace,
+            any_rank=lambda flag: self.session.any_rank(flag),  # noqa: PLW0108
+            before_exit=lambda: self.session.leave_nothing_behind(),  # noqa: PLW0108  # another one after a recovery
         )
         self._note = ProgressNote(trainer, "no_checkpoint", self._missed)
         self._disturbed = self._trained = self._told_to_stop = False
@@ -150,15 +139,77 @@ class FitSession:
             self._step, self._num_groups = self._trainer.global_step, self._trains.num_groups
             self._gradients_of = start
             if not self._recorder.next_batch_begun(start):
-                self.session.waive_reconciling()  # hooks before the next batch have not run yet; they will run once
+                self.session.repeats.waive_reconciling()  # hooks before the next batch have not run yet; they will run once
                 self._restore_gradients()
         if self.session.replaying:
             self._files.held = True
         self.resumed = start is not None
-        self._neighbours = self.session.neighbours()
-        if hasattr(self._trainer.strategy, "on_phase"):
-            self._trainer.strategy.on_phase = self.session.bubbles.enter
+        self._take_up_session()
         return self.resumed
+
+    # -- beside a pipeline stage that recovers alone, see `_stage_alone`
+
+    def alone(self) -> None:
+        """Take nothing, write no files and ask no other stage from here on, until all are `together`."""
+        self.session.alone = self._files.held = True
+        self._files.trust()
+
+    def together(self) -> None:
+        """Go on as ever: all stages are in the same step."""
+        self.session.alone = False
+
+    def suspend(self) -> None:
+        """Give the session up, whose groups are gone; the state of training stays, and so does memory."""
+        if not self._suspended:
+            self._suspended, self._broken = True, None
+            vars(self._trainer.strategy).pop("on_phase", None)
+            self.session.close(keep_memory=True)
+
+    def renew(self) -> int | None:
+        """Open another session beside ranks that load what it finds, and return the step from which they go on. Collective."""
+        self.session, self._suspended = self._open(), False
+        self.clock = self.session.clock
+        start = self.session.begin(stay=True)
+        self.session.alone = True
+        self._take_up_session()
+        return None if start is None else self.session.horizon
+
+    def attempt_again(self) -> None:
+        """Note that the batch under way is run again, by all stages."""
+        self.together()
+        self.session.forward_begins(self._last_step)
+
+    def hold_attempt(self) -> Callable[[], None]:
+        """Return a function that puts back what layers and attributes are now."""
+        layers, moved = self._layers.take(), self._recorder.attributes()
+
+        def put_back() -> None:
+            self._layers.restore(copied(layers))
+            self._recorder.restore_attributes(moved)
+
+        return put_back
+
+    def raise_broken(self) -> None:
+        """Raise what kept the session from going on between two steps, because another rank has failed."""
+        if self._broken is not None:
+            raise self._broken
+
+    def may_wait(self, *, within_steps: bool) -> None:
+        """Note whether this process may wait inside a step for a stage that has failed."""
+        self._waits = within_steps
+        if within_steps:
+            self._files.asks_as_resumed()
+
+    def _put_off(self, error: Exception) -> None:
+        """Keep an error of what asks all ranks between two steps for the next step, where healthy stages can wait; raise any other."""
+        if not (self._waits and is_of_collective(error)):
+            raise error
+        self._broken = error
+
+    def report(self) -> Report:
+        """Return the figures so far."""
+        upstream = getattr(self._trainer.strategy, "upstream", None)
+        return replace(self.session.report(), upstream_log_nbytes=0 if upstream is None else upstream.nbytes)
 
     def failed(self, error: BaseException) -> None:
         """Say which other rank has died, if that is what ends the fit."""
@@ -196,7 +247,8 @@ class FitSession:
         self._note.remove()
         vars(self._trainer.strategy).pop("on_phase", None)
         try:
-            self.session.close(keep_memory=keep_memory)
+            if not self._suspended:
+                self.session.close(keep_memory=keep_memory)
         finally:
             self._stops.close()  # last, so that its time limit also covers a close that hangs
 
@@ -206,7 +258,7 @@ class FitSession:
     def before_epoch(self) -> None:
         self._recorder.before_epoch()
         self._disturbed = True  # hooks at the end and start of an epoch may change weights, through `.data` too
-        self.session.freeze_again()
+        self.session.repeats.freeze()
         self._release_files()
         self._stop_if_agreed()
 
@@ -244,9 +296,9 @@ class FitSession:
             return
         self._step = self._trainer.global_step
         self._layers.drop_graphs()
-        original = self.session.replayed(self._step, self._losses) if self.session.replaying else None
+        original = self.session.repeats.stepped(self._step, self._losses) if self.session.replaying else None
         self._gradients_of = original
-        if original is None:
+        if original is None and not self.session.alone:
             self._files.dense()
         losses, self._losses = self._losses, []
         outcome = {
@@ -260,7 +312,10 @@ class FitSession:
         if self._num_groups != self._trains.num_groups:
             self._num_groups = self._trains.num_groups
             self.session.regrouped()
-        self.session.boundary(self._step, outcome)
+        try:
+            self.session.boundary(self._step, outcome)
+        except Exception as error:  # noqa: BLE001  # raised again unless another rank has failed
+            self._put_off(error)
         takes, within = self.session.takes(self._step), self.session.within_window(self._step)
         self._recorder.want_start(original, needed=takes, replayed_only=within)
 
@@ -274,7 +329,7 @@ class FitSession:
         return f"{missed} windows" if missed else None
 
     def _original_batches(self) -> Logged | None:
-        outcome = self.session.replay_outcome(self._step + 1)
+        outcome = self.session.repeats.outcome(self._step + 1)
         return None if outcome is None else outcome["batches"]
 
     def _stop_if_agreed(self) -> None:
@@ -303,21 +358,25 @@ class FitSession:
         self._stops.batch_begins()
         start = self._recorder.complete_start(self._batches.take_digest())
         disturbed, self._disturbed = self._disturbed, False
-        self.session.reconcile(disturbed=disturbed)
-        if self._gradients_of is not None:
-            self._restore_gradients()
-        if start is not None:
-            self.may_begin_with_gradients = self._trains.looks
-            self.session.seal(start, step=self._step, disturbed=disturbed, room=lambda: self._recorder.room)
-        outcome = self.session.replay_outcome(self._step + 1)
-        replay = self.session.replay
+        if self._broken is None:
+            try:
+                self.session.reconcile(disturbed=disturbed)
+                if self._gradients_of is not None:
+                    self._restore_gradients()
+                if start is not None:
+                    self.may_begin_with_gradients = self._trains.looks
+                    self.session.seal(start, step=self._step, disturbed=disturbed, room=lambda: self._recorder.room)
+            except Exception as error:  # noqa: BLE001  # raised again unless another rank has failed
+                self._put_off(error)
+        outcome = self.session.repeats.outcome(self._step + 1)
+        replay = self.session.repeats.replay
         self._clip.override = None if outcome is None else outcome["grad_norm"]
         self._clip.clipped = None if replay is None else replay.frozen.drop_gradients
         self.session.forward_begins(self._last_step)
 
     @clocked
     def replay_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        outcome = self.session.replay_outcome(self._step + 1)
+        outcome = self.session.repeats.outcome(self._step + 1)
         if outcome is None:
             return
         if outcome["found_inf"] is not None:
@@ -326,8 +385,8 @@ class FitSession:
     @clocked
     def batch_end(self, outputs: Any) -> None:
         self._half_a_step = not self._stepped
-        if self.session.replay is not None:
-            self.session.replay.frozen.give_back_gradients()
+        if self.session.repeats.replay is not None:
+            self.session.repeats.replay.frozen.give_back_gradients()
         if isinstance(outputs, dict) and isinstance(outputs.get("loss"), torch.Tensor):
             self._losses.append(outputs["loss"].detach().clone())
 
@@ -410,9 +469,32 @@ class FitSession:
         assert start is not None
         self._trains.restore_gradients(start["trained"])
 
+    def _take_up_session(self) -> None:
+        self._neighbours = self.session.neighbours()
+        if hasattr(self._trainer.strategy, "on_phase"):
+            self._trainer.strategy.on_phase = self.session.bubbles.enter
+
+    def _opened(
+        self, config: SessionConfig, policy: Policy, own_callbacks: tuple[type[Callback], ...]
+    ) -> CheckpointSession:
+        trainer, module = self._trainer, self._module
+        return CheckpointSession(
+            config,
+            policy=policy,
+            module=module,
+            schema=StateSchema.of(self._optimizer),
+            groups=_groups_of(trainer.strategy),
+            autocast_dtype=_AUTOCAST.get(str(trainer.precision)),
+            may_skip=_may_leave_out(trainer, module, own_callbacks),
+            compiled=_lightning.is_compiled(module),
+            extra=_lightning.checkpoint_extra(trainer, module),
+            averages=averages_of(trainer),
+            as_user=lambda start: self._trains.restore(start["trained"]),
+        )
+
     def _training_step(self, step: Callable[[], Any]) -> Any:
         """Run the user's step; once more in replay, with nothing left out, if it asks for a gradient that is."""
-        replay = self.session.replay
+        replay = self.session.repeats.replay
         if replay is None or not replay.frozen.leaves_out:
             return step()
         buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
@@ -433,35 +515,13 @@ class FitSession:
 
     def _release_files(self) -> None:
         """Release held files once the next batch begins, not when replay ends: validation in between is not the original's."""
-        if self._files.held and not self.session.replaying:
+        if self._files.held and not self.session.replaying and not self.session.alone:
             self._files.dense()
 
     @property
     def _stepped(self) -> bool:
         """Whether the batch that ends now ended with an optimizer step."""
         return self._trainer.global_step != self._step
-
-
-def _refuse_unsupported(trainer: Trainer, policy: Policy) -> None:
-    if len(trainer.optimizers) != 1:
-        raise ConfigurationError(
-            f"Found {len(trainer.optimizers)} optimizers, can capture exactly one. "
-            "Put all parameters into one optimizer with several param groups."
-        )
-    for kind, reason in _UNSUPPORTED.items():
-        if any(isinstance(each, kind) for each in _lightning.callbacks_of(trainer)):
-            raise ConfigurationError(reason)
-    if policy.replays and not trainer.lightning_module.automatic_optimization:
-        raise ConfigurationError(
-            "SparseCheckpoint replays steps that Lightning takes, one for each batch or more; with manual optimization the "
-            "module takes them itself. Use DenseCheckpoint, or set `automatic_optimization = True`."
-        )
-    finetuning = [each for each in _lightning.callbacks_of(trainer) if isinstance(each, BaseFinetuning)]
-    if finetuning and not policy.exact:
-        raise ConfigurationError(
-            f"{type(finetuning[0]).__name__} adds parameters to the optimizer while training, and a generation of "
-            "experts from before and after that has no meaning. Use SparseCheckpoint or DenseCheckpoint."
-        )
 
 
 def _may_leave_out(trainer: Trainer, module: LightningModule, own_callbacks: tuple[type[Callback], ...]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -42,9 +42,8 @@ class Stops:
         any_rank: Callable[[bool], bool],
         before_exit: Callable[[], None],
     ) -> None:
-        reducer = getattr(trainer.strategy, "reducer", None)
-        rides = isinstance(reducer, GradientReducer) and trainer.world_size > 1
-        self._reducer = reducer if rides else None
+        self._strategy: Any = trainer.strategy
+        self._rides = isinstance(getattr(self._strategy, "reducer", None), GradientReducer) and trainer.world_size > 1
         self._any_rank = any_rank
         self._agreed = self._closed = False
         self._tap = SigtermTap(trainer, self._received)
@@ -67,6 +66,8 @@ class Stops:
     def batch_begins(self) -> None:
         """Note that the main thread makes progress."""
         self._signal.beat()
+        if self._signal.requested and self._reducer is not None:
+            self._reducer.flags[_FLAG] = 1  # again, where a recovery has made another one
         self._leave_if_late()
 
     def grace(self) -> float:
@@ -87,6 +88,11 @@ class Stops:
             self._reducer.flags[_FLAG] = 0
 
     # -- private
+
+    @property
+    def _reducer(self) -> GradientReducer | None:
+        """Whose exchange tells all ranks; another one after a recovery."""
+        return self._strategy.reducer if self._rides else None
 
     def _received(self) -> None:
         if self._closed or self._signal.receive():

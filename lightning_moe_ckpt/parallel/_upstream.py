@@ -10,7 +10,7 @@ ends the repetition, see `Diverged`.
 Invariant: a step's record has everything from the beginning of its (last) attempt to that of the next step's, validation between
 the two included, in the order in which it happened.
 
-Source: MoEvement (2024), Sec. 3.4 (upstream logging); we differ in keeping answers beside tensors, so that a stage repeats steps
+Source: MoEvement (2026), Sec. 3.4 (upstream logging); we differ in keeping answers beside tensors, so that a stage repeats steps
 in the ordinary training loop, and in checking what it sends.
 """
 
@@ -68,9 +68,16 @@ class _Given:
 
 
 class UpstreamLog:
-    """The log of one rank; while its stage repeats steps, what these are repeated from."""
+    """The log of one rank; while its stage repeats steps, what these are repeated from.
 
-    def __init__(self) -> None:
+    Args:
+        limit_nbytes: bytes that it may take; who turns it `on` sees to that.
+    """
+
+    def __init__(self, limit_nbytes: int = 2**30) -> None:
+        self.limit_nbytes = limit_nbytes
+        self.expected_nbytes = 0
+        """Bytes that it takes at most, as far as is known; 0 before it is."""
         self.on = False
         """Whether anything is kept."""
         self.silent = False
@@ -91,6 +98,11 @@ class UpstreamLog:
     def nbytes(self) -> int:
         """Bytes of all tensors that are kept."""
         return sum(each.nbytes for each in self._steps.values())
+
+    @property
+    def step_nbytes(self) -> int:
+        """Bytes of the largest step; 0 before one has ended."""
+        return max((each.nbytes for each in self._steps.values() if each is not self._now), default=0)
 
     def begin_step(self, step: int) -> None:
         """Begin a step, or an attempt at one: what was kept of an attempt before is dropped."""
@@ -122,6 +134,11 @@ class UpstreamLog:
             self._now.answers.append([kind, value])
         return value
 
+    def complete(self, kind: str, value: Any) -> None:
+        """Keep an answer that other ranks have got, unless this one has."""
+        if self._now is not None and all(each[0] != kind for each in self._now.answers):
+            self._now.answers.append([kind, value])
+
     def sent(self, direction: Direction, tensors: Iterable[Tensor]) -> None:
         """Keep copies of what is sent; while steps are repeated, require that it is what was sent."""
         if self._now is None:
@@ -152,19 +169,21 @@ class UpstreamLog:
         """Whether other stages are not asked anything."""
         return self.silent or self.repeating
 
-    def given_for(self, first: int, last: int) -> list[Any] | None:
-        """Return what this rank has for ranks that repeat steps from `first` on, `last` excluded; `None` if that is not all."""
-        if any(step not in self._steps for step in range(first, last)):
-            return None
-        records = [self._steps[step] for step in range(first, last)]
-        return [[each.answers, each.sent, each.seen] for each in records]
+    def has(self, first: int, last: int) -> bool:
+        """Whether all steps from `first` on are kept, `last` excluded."""
+        return all(step in self._steps for step in range(first, last))
+
+    def given_for(self, step: int) -> list[Any]:
+        """Return what this rank has for ranks that repeat a step."""
+        kept = self._steps[step]
+        return [kept.answers, kept.sent, kept.seen]
 
     def repeat(self, first: int, before: Sequence[Any] | None, behind: Sequence[Any] | None) -> None:
         """Take what steps from `first` on are repeated from.
 
         Args:
             first: the first of them.
-            before: what the rank of the stage before this one has for it, as `given_for` returned it; `None` for the first stage.
+            before: what the rank of the stage before this one has for each step, as `given_for` returned it; `None` for the first stage.
             behind: the same of the stage behind it; `None` for the last stage.
         """
         self.forget()

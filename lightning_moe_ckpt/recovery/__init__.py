@@ -15,6 +15,7 @@ from lightning_moe_ckpt.recovery._index import stored_index as stored_index
 from lightning_moe_ckpt.recovery._inventory import Request as Request
 from lightning_moe_ckpt.recovery._inventory import Version as Version
 from lightning_moe_ckpt.recovery._loading import RestoreSource as RestoreSource
+from lightning_moe_ckpt.recovery._loading import follow_found as follow_found
 from lightning_moe_ckpt.recovery._loading import load_found as load_found
 from lightning_moe_ckpt.recovery._opener import ResumeRequest as ResumeRequest
 from lightning_moe_ckpt.recovery._opener import RunOpener as RunOpener

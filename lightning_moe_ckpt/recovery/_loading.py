@@ -226,11 +226,7 @@ def load_found(
         Corrupt: its plan is none.
     """
     as_user(found.start)  # first: what records hold depends on the groups of the optimizer
-    with understood(f"{found.generation}: its plan"):
-        record = PlanRecord.from_json(found.policy["plan"])
-        layout = restored_window(record, found.chosen, view, groups, found.journal_nbytes)
-    with exchange.raise_together(IdentityMismatch):  # each rank has records of its own
-        found.check_layouts([step.durable.segment for step in layout.steps])
+    layout = _layout_of(found, view, groups, exchange)
     replay = Replay(
         window=layout,
         groups=groups,
@@ -245,6 +241,24 @@ def load_found(
     replay.load_buffers()
     note_recovery(found.generation, found.chosen, found.tokens, replay.journals[0]["outcome"], view.operators)
     return layout, replay
+
+
+def follow_found(
+    found: RestoreSource, view: StateView, groups: ParallelGroups, exchange: Exchange
+) -> tuple[WindowLayout, Journal]:
+    """Return the layout of what was found, and what its journal says of its first step; load nothing. Collective, as `load_found`."""
+    layout = _layout_of(found, view, groups, exchange)
+    outcome: Journal = decode_journal(found.layouts[0].view(found.segments[0], JOURNAL))["outcome"]
+    return layout, outcome
+
+
+def _layout_of(found: RestoreSource, view: StateView, groups: ParallelGroups, exchange: Exchange) -> WindowLayout:
+    with understood(f"{found.generation}: its plan"):
+        record = PlanRecord.from_json(found.policy["plan"])
+        layout = restored_window(record, found.chosen, view, groups, found.journal_nbytes)
+    with exchange.raise_together(IdentityMismatch):  # each rank has records of its own
+        found.check_layouts([step.durable.segment for step in layout.steps])
+    return layout
 
 
 def restored_window(

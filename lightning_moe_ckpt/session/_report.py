@@ -95,6 +95,9 @@ class Report:
     """What was sent to other nodes, and what was not since they have it anyway; `None` without copies there."""
     bubbles: BubbleFigures | None = None
     """What was copied in the bubbles of a pipeline; `None` without pipeline stages, and where torch copies."""
+    upstream_log_nbytes: int = 0
+    """Bytes of host memory that this rank takes for what its neighbours in the pipeline would repeat steps from; 0 where all stages
+    go back."""
     lost: LossFigures | None = None
     """What restarts have cost, under a policy whose restarts are not exact; up to the newest window."""
 
@@ -196,6 +199,12 @@ def tier_figures(tiers: Tiers, found: RestoreSource | None) -> dict[str, Any]:
         "redundancy": next((each.redundancy for each in tiers.workers if each.redundancy is not None), None),
         "deltas": next((worker.deltas for worker in tiers.workers if worker.deltas is not None), None),
     }
+
+
+def memory_text(tiers: Tiers, journals_nbytes: int) -> str:
+    """Return the shared memory that tiers hold, in words, and what of it journals take."""
+    sizes = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in tiers.reserved().items())
+    return f"{sizes}; of it journals {size_text(journals_nbytes)}"
 
 
 def log_figures(

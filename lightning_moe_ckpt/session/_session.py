@@ -13,11 +13,9 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange, Neighbours
 from lightning_moe_ckpt.journal import Journal, encode
 from lightning_moe_ckpt.native import Bubbles, create_engine
@@ -26,10 +24,19 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import FrozenHeap, HookClock, StallMeter, collections_paused
-from lightning_moe_ckpt.recovery import Replay, RestoreSource, ResumeRequest, RunOpener, is_superseded, load_found
+from lightning_moe_ckpt.recovery import RestoreSource, ResumeRequest, RunOpener, follow_found, is_superseded, load_found
 from lightning_moe_ckpt.session._chain import Capture, capture_session
 from lightning_moe_ckpt.session._dense import DenseCapture, DenseTurns
-from lightning_moe_ckpt.session._report import Report, captured_figures, found_figures, log_figures, made, tier_figures
+from lightning_moe_ckpt.session._repeats import Repeats
+from lightning_moe_ckpt.session._report import (
+    Report,
+    captured_figures,
+    found_figures,
+    log_figures,
+    made,
+    memory_text,
+    tier_figures,
+)
 from lightning_moe_ckpt.session._tiers import Tiers, build_on_stored, report_failures
 from lightning_moe_ckpt.snapshot import (
     Averages,
@@ -112,11 +119,10 @@ class CheckpointSession:
         self._engine = create_engine(device)
         self.bubbles = Bubbles(self._engine, device)
         self._found: RestoreSource | None = None
-        self.replay: Replay | None = None
-        """What is frozen and loaded step by step; `None` if everything is active."""
-        self._replay_layout: WindowLayout | None = None
-        self._unsettled: Replay | None = None
-        self._steps = self._replayed = self._mismatches = 0
+        self.repeats = Repeats()
+        self.alone = False
+        """Whether nothing is taken, as a pipeline stage repeats steps that others have taken, or they wait for one that does."""
+        self._steps = 0
         self._restore_seconds = self._start_seconds = self._end_seconds = 0.0
         self._outcome: Journal = {}
         self._began: tuple[float, float] | None = None  # time, and seconds on the clock of hooks
@@ -126,17 +132,20 @@ class CheckpointSession:
 
     # -- start
 
-    def begin(self) -> Journal | None:
-        """Open the run, load what it can resume from, and return its boundary's start half; `None` for a fresh start."""
+    def begin(self, *, stay: bool = False) -> Journal | None:
+        """Open the run, load what it can resume from, and return its boundary's start half; `None` for a fresh start.
+
+        With `stay` the live state is one of a later step, and nothing is loaded into it.
+        """
         started = time.perf_counter()
         with self._heap.keeping():
-            start = self._begin()
+            start = self._begin(stay=stay)
         if start is None:
             self._heap.sweep()
         self._start_seconds = time.perf_counter() - started
         return start
 
-    def _begin(self) -> Journal | None:
+    def _begin(self, *, stay: bool) -> Journal | None:
         started = time.perf_counter()
         view, ops, groups = self._view, self._operators, self._groups
         identity = Identity.of_job(ops, view.schema, groups, self._autocast_dtype, self._exchange)
@@ -163,6 +172,9 @@ class CheckpointSession:
         self._planner.begin()
         if (found := self._found) is None:
             return None
+        if stay:
+            self._take_up(found, *follow_found(found, self._view, self._groups, self._exchange))
+            return found.start
         start = self._load(found)
         self._restore_seconds = time.perf_counter() - started
         log.info(
@@ -224,22 +236,25 @@ class CheckpointSession:
             build_on_stored(runs.store, self._exchange, self._tiers, self._storage, self._found)
 
     def _load(self, found: RestoreSource) -> Journal:
-        self._planner.journal_had(found.journal_nbytes)
         layout, replay = load_found(
             *(found, self._view, self._groups, self._exchange, self._engine),
             may_skip=self._may_skip,
             as_user=self._as_user,
         )
-        self._unsettled, layout = replay, layout.mirrored(self._planner.mirroring)
-        if not replay.dense:
-            self.replay, self._replay_layout = replay, layout
+        self.repeats.begin(replay, self._take_up(found, layout, replay.journals[0]["outcome"]))
+        start: Journal = replay.journals[0]["start"]
+        return start
+
+    def _take_up(self, found: RestoreSource, layout: WindowLayout, outcome: Journal) -> WindowLayout:
+        """Plan on from what was found."""
+        self._planner.journal_had(found.journal_nbytes)
+        layout = layout.mirrored(self._planner.mirroring)
         if self._planner.accepts(layout):
             # The next windows follow the restored plan, so that capture can go on during replay.
             self._planner.adopt(layout)
             made(self._capture).use_layout(layout)
-        self._planner.restore(replay.journals[0]["outcome"])
-        start: Journal = replay.journals[0]["start"]
-        return start
+        self._planner.restore(outcome)
+        return layout
 
     @property
     def run_id(self) -> str | None:
@@ -256,47 +271,13 @@ class CheckpointSession:
     @property
     def replaying(self) -> bool:
         """Whether some operators are still frozen."""
-        return self.replay is not None
-
-    def replay_outcome(self, step: int) -> Journal | None:
-        """Return the original run's outcome of the step that ends at boundary `step`, while replaying it."""
-        return self.replay.outcome(step) if self.replay is not None else None
-
-    def freeze_again(self) -> None:
-        """Freeze operators again, as hooks of the user may have changed what trains."""
-        if self.replay is not None:
-            self.replay.freeze()
-
-    def replayed(self, step: int, losses: list[Tensor]) -> Journal:
-        """Compare a replayed step with its journal, then load the slot of its boundary.
-
-        Returns:
-            The start half that the original run took of that boundary.
-        """
-        replay = made(self.replay)
-        self._replayed += 1
-        self._mismatches += not replay.matches(step, losses)
-        replay.load(step)
-        self._unsettled = replay
-        if replay.dense:
-            replay.frozen.thaw()
-            self.replay = self._replay_layout = None
-            log.info("dense again at step %d after %d replayed steps", step, self._replayed)
-        return replay.start(step)
+        return self.repeats.replay is not None
 
     def reconcile(self, *, disturbed: bool) -> None:
-        """Undo what hooks did since the newest slot was loaded; call as the next batch begins, when it was sealed.
-
-        Args:
-            disturbed: whether what was loaded may have changed without a trace.
-        """
-        replay, self._unsettled = self._unsettled, None
-        if replay is not None:
-            replay.reconcile(self._exchange.all_agree, disturbed=disturbed)
-
-    def waive_reconciling(self) -> None:
-        """Let hooks until the next batch change what was loaded, since it was taken right after its step."""
-        self._unsettled = None
+        """Undo what hooks did since the newest slot was loaded, see `Repeats`. Collective, of a stage that repeats `alone` or of all."""
+        if self.repeats.unsettled is not None:
+            among = Exchange(self._groups, "stage_control") if self.alone else self._exchange
+            self.repeats.reconcile(among.all_agree, disturbed=disturbed)
 
     # -- capture
 
@@ -324,11 +305,13 @@ class CheckpointSession:
 
     def boundary(self, step: int, outcome: Journal) -> None:
         """Take what the policy asks for; call right after an optimizer step."""
+        if self.alone:
+            return
         capture = made(self._capture)
         capture.complete_seal()  # where no optimizer step asked for it
         self._report_failures()
         # The first generation after a replay is complete where it ends: training catches up first.
-        if capture.generations_complete == (2 if self._replayed else 1):
+        if capture.generations_complete == (2 if self.repeats.steps else 1):
             with self._stalls.measure("heap"):
                 self._heap.freeze()
         self._steps, self._at, self._outcome = self._steps + 1, step, outcome
@@ -337,7 +320,7 @@ class CheckpointSession:
         self._tiers.stepped(max(self.least_steps, self._planner.interval_steps), hooks, self.clock.validated)
         if not capture.window_open:
             self._plan()
-            use = self._use if self.replay is None else None
+            use = self._use if self.repeats.replay is None else None
             if capture.layout is None or not self._due(step):
                 return
             if not capture.open_window(step, use, dense=self._turns.due(step, replaying=self.replaying)):
@@ -348,7 +331,7 @@ class CheckpointSession:
 
     def _plan(self) -> None:
         with self._heap.keeping(when=made(self._capture).layout is None):
-            if self.replay is None and (layout := self._planner.first_layout()) is not None:
+            if self.repeats.replay is None and (layout := self._planner.first_layout()) is not None:
                 self._use(layout)
 
     def _use(self, layout: WindowLayout) -> None:
@@ -359,7 +342,7 @@ class CheckpointSession:
             log_plan(layout, self._dense_nbytes, again=again)
 
     def _due(self, step: int) -> bool:
-        if self.replay is not None and made(self._capture).layout is not self._replay_layout:
+        if self.repeats.replay is not None and made(self._capture).layout is not self.repeats.layout:
             return False  # another plan could ask for the full state of an operator that is still frozen
         soon = self._last_window is not None and step - self._last_window < self._tiers.governor.gap_steps
         return not soon and self._policy.due(step, self._last_window, self._planner.interval_steps)
@@ -367,7 +350,7 @@ class CheckpointSession:
     def takes(self, step: int) -> bool:
         """Return whether `seal` has to be called for boundary `step`, the newest."""
         capture = made(self._capture)
-        return self._steps < _MEASURED_JOURNALS or capture.window_open or capture.whole_at == step
+        return not self.alone and (self._steps < _MEASURED_JOURNALS or capture.window_open or capture.whole_at == step)
 
     def within_window(self, step: int) -> bool:
         """Whether boundary `step`, the newest, is in the middle of a window: no run will resume from it."""
@@ -382,6 +365,8 @@ class CheckpointSession:
             disturbed: whether parameters may have changed, or been away, since it was taken without a trace.
             room: returns the bytes by which later journals may be larger.
         """
+        if self.alone:
+            return
         capture = made(self._capture)
         fresh = self._found is None and self._began is None
         if self._began is None:
@@ -400,14 +385,14 @@ class CheckpointSession:
     def end(self, step: int, start: Journal) -> None:
         """Leave a dense generation of the last boundary, as training ended normally."""
         made(self._capture).abort_window()
-        if self.replay is None and (self._steps > 0 or self._found is None):
+        if not self.replaying and (self._steps > 0 or self._found is None):
             self.stop(step, start, timeout=self._config.commit_timeout.total_seconds())
         self._report_failures()
 
     @property
     def dense_possible(self) -> bool:
         """Whether this incarnation has taken steps that end in a dense state; none does in replay."""
-        return self.replay is None and self._steps > 0
+        return not self.replaying and self._steps > 0
 
     def stop(self, step: int, start: Journal, *, timeout: float) -> bool:
         """Leave a dense generation of boundary `step`, at which training stops. Collective.
@@ -466,9 +451,7 @@ class CheckpointSession:
         """Release threads, hooks and shared memory; of that, what is newer than what is stored stays, or all of it."""
         self._heap.thaw()
         self._planner.close()
-        if self.replay is not None:
-            self.replay.frozen.thaw()
-            self.replay = None
+        self.repeats.close()
         if self._capture is not None:
             self._capture.close()
         self._tiers.close()
@@ -488,7 +471,7 @@ class CheckpointSession:
         """Return what the log tells of this incarnation; the thread of storage calls it."""
         found = None if self._found is None else self._found.generation.step
         told: dict[str, object] = {"step": self._at, "last_step": self._last_step, "resumed_from": found}
-        told |= {"steps": self._steps, "replayed": self._replayed, "world_size": self._groups.world_size}
+        told |= {"steps": self._steps, "replayed": self.repeats.steps, "world_size": self._groups.world_size}
         told["restore_seconds"] = round(self._restore_seconds, 3)
         return told | log_figures(self._tiers, self._capture, self._began, self.clock.seconds)
 
@@ -501,6 +484,21 @@ class CheckpointSession:
         """Boundary that a restart goes on from, or from a newer one; `None` if every rank has none in any tier."""
         held = [each.step for each in self._tiers.everywhere.values()]
         return max([*held, *([self._found.generation.step] if self._found is not None else [])], default=None)
+
+    @property
+    def horizon(self) -> int:
+        """Step before which no restart begins; right after `begin` that from which this incarnation goes on."""
+        newest, found, capture = self.newest_step, self._found, made(self._capture)
+        if found is not None and newest == found.generation.step:
+            return found.first_step
+        return 0 if newest is None or capture.layout is None else max(0, newest + 1 - len(capture.layout.steps))
+
+    @property
+    def most_steps_back(self) -> int | None:
+        """Steps that a restart repeats at most, as windows follow each other now; `None` before the first plan."""
+        layout = made(self._capture).layout
+        apart = max(self._planner.interval_steps, self._tiers.governor.gap_steps)
+        return None if layout is None else len(layout.steps) + max(apart, len(layout.steps))
 
     @property
     def windows_missed(self) -> int:
@@ -522,8 +520,8 @@ class CheckpointSession:
             generations_committed=storage.num_complete if storage is not None else 0,
             **tier_figures(self._tiers, self._found),
             **found_figures(self._found),
-            replayed_steps=self._replayed,
-            replay_mismatches=self._mismatches,
+            replayed_steps=self.repeats.steps,
+            replay_mismatches=self.repeats.mismatches,
             restore_seconds=self._restore_seconds,
             overhead=self._tiers.governor.overhead(start_seconds=self._start_seconds, end_seconds=self._end_seconds),
             lost=self._planner.loss_figures(),
@@ -552,9 +550,7 @@ class CheckpointSession:
         readers, busy = sum(worker.readers for worker in workers), self.least_steps <= window
         kept["copies"] = 1 + any(worker.name == PEER for worker in workers)  # one completes what other nodes have
         ring = made(self._rings).make(layout.slot_nbytes, window, readers=readers, back_to_back=busy, **kept)
-        sizes = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in self._tiers.reserved().items())
-        journals_nbytes = ring.num_slots * self._planner.journal_nbytes
-        log.info("shared memory: %s; of it journals %s", sizes, size_text(journals_nbytes))
+        log.info("shared memory: %s", memory_text(self._tiers, ring.num_slots * self._planner.journal_nbytes))
         return ring
 
     def _report_failures(self) -> None:

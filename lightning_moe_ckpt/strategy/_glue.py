@@ -83,7 +83,7 @@ def tap_zero_grad(trainer: Trainer, hold: Callable[[Callable[[], None] | None], 
     return _set(loop, "_make_zero_grad_fn", lambda batch_idx, optimizer: hold(original(batch_idx, optimizer)))
 
 
-def tap_after_closure(precision: Precision, then: Callable[[], None]) -> Callable[[], None]:
+def tap_after_closure(precision: Precision, then: Callable[[], object]) -> Callable[[], None]:
     """Call `then` when gradients are clipped, right before the optimizer steps. Uses `_after_closure`.
 
     Returns:

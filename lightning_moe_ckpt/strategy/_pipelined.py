@@ -48,18 +48,26 @@ class PipelinedStrategy(DDPStrategy):
     """Called where a pass through the schedule comes to another phase."""
 
     def __init__(
-        self, *, pipeline_parallel: int, micro_batches: int, schedule: Literal["1f1b", "gpipe"], **ddp: Any
+        self,
+        *,
+        pipeline_parallel: int,
+        micro_batches: int,
+        schedule: Literal["1f1b", "gpipe"],
+        localized_recovery: bool,
+        upstream_log_nbytes: int,
+        **ddp: Any,
     ) -> None:
         _check_pipeline(pipeline_parallel, micro_batches, schedule)
         super().__init__(**ddp)
         self.pipeline_parallel = pipeline_parallel
         self.micro_batches = micro_batches
         self.schedule = schedule
+        self.localized_recovery = localized_recovery
         self.groups = ParallelGroups()
         """Rank and process groups of this process; set before `configure_model`."""
         self.reducer: GradientReducer | None = None
         """Reduces gradients while fitting; its `flags` are exchanged at every optimizer step."""
-        self.upstream = UpstreamLog()
+        self.upstream = UpstreamLog(upstream_log_nbytes)
         """What crosses the borders of this rank's stage; nothing is kept unless it is `on`."""
         self._pipeline: Pipeline | None = None
         self._zero_grad: Callable[[], None] | None = None
@@ -107,9 +115,8 @@ class PipelinedStrategy(DDPStrategy):
         """Take the user's step; with pipeline stages run forward and backward of all micro-batches."""
         if self.pipeline_parallel == 1:
             return super().training_step(*args, **kwargs)
-        zero_grad, self._zero_grad = self._zero_grad, None
-        if zero_grad is not None:  # Lightning does so between forward and backward, which are one here
-            zero_grad()
+        if self._zero_grad is not None:  # Lightning does so between forward and backward, which are one here
+            self._zero_grad()
         assert self.reducer is not None
         return self._stages().train(args[0], self.reducer)
 
@@ -140,13 +147,15 @@ class PipelinedStrategy(DDPStrategy):
 
     # -- what all ranks get to know, which a stage that repeats steps is told as it was
 
-    def commit(self) -> None:
-        """Agree with all ranks that the step is taken, with the flags of all. Collective.
+    def commit(self) -> dict[str, int]:
+        """Agree with all ranks that the step is taken, and return the flags of all. Collective.
 
         Behind it nothing of the step can fail because another rank does.
         """
         assert self.reducer is not None
-        self.reducer.agreed |= self.upstream.answer("commit", self.reducer.exchange_flags)
+        flags = self.upstream.answer("commit", self.reducer.exchange_flags)
+        self.reducer.agreed |= flags
+        return flags
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:

@@ -75,6 +75,10 @@ class MoEStrategy(PipelinedStrategy):
         micro_batches: Number of parts of a batch that are in the pipeline one behind the other; it divides the batch size. With
             ``"1f1b"`` at least as many as there are stages.
         schedule: ``"1f1b"`` keeps activations of at most as many micro-batches as there are stages, ``"gpipe"`` of all.
+        localized_recovery: Whether only the stage of a rank that dies repeats steps, where that is exact, while the others stay in
+            theirs; under `moe-ckpt run` and with pipeline stages. Else all stages go back to the newest generation.
+        upstream_log_nbytes: Bytes of host memory, on each rank, for copies of what crosses the borders of its stage, from which
+            that stage's neighbours repeat; a number or text such as `4GiB`. Where that is not enough all stages go back.
         gradient_reduction: ``"ordered"`` adds gradients in rank order, so a resumed run gives the same bits as one
             that was never interrupted; ``"allreduce"`` leaves the order to the backend, which is faster on some
             networks and exact to rounding only.
@@ -98,6 +102,8 @@ class MoEStrategy(PipelinedStrategy):
         pipeline_parallel: int = 1,
         micro_batches: int = 1,
         schedule: Literal["1f1b", "gpipe"] = "1f1b",
+        localized_recovery: bool = True,
+        upstream_log_nbytes: int | str = 2**30,
         gradient_reduction: Literal["ordered", "allreduce"] = "ordered",
         bucket_nbytes: int | str = 32 * 2**20,
         timeout: timedelta | float | str = timedelta(minutes=30),
@@ -116,6 +122,8 @@ class MoEStrategy(PipelinedStrategy):
             pipeline_parallel=pipeline_parallel,
             micro_batches=micro_batches,
             schedule=schedule,
+            localized_recovery=localized_recovery,
+            upstream_log_nbytes=int(number_of_bytes(self, "upstream_log_nbytes", upstream_log_nbytes)),
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,

@@ -27,6 +27,7 @@ from typing_extensions import override
 from campaign._models import ListMoE, StackedMoE
 from campaign._training import Module, Setup, train
 from lightning_moe_ckpt.launch import Supervised
+from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.storage import RunStore
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.testing._attempts import Attempt
@@ -58,6 +59,7 @@ CALLS: dict[str, tuple[str, str]] = {
     "replayed": ("lightning_moe_ckpt.recovery._replay", "Replay.load"),
     "reduce": ("lightning_moe_ckpt.parallel._reducer", "GradientReducer._launch"),
     "agree": ("lightning_moe_ckpt.parallel._reducer", "GradientReducer._agree"),
+    "commit": ("lightning_moe_ckpt.strategy._pipelined", "PipelinedStrategy.commit"),
     "schedulers": ("lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop.update_lr_schedulers"),
     "compute": ("torchmetrics.aggregation", "MeanMetric.compute"),
     "file": ("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint"),
@@ -133,16 +135,17 @@ class _Aborter(PhaseCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.unwatch_forward()
         self.watch_forward(trainer, pl_module)
-        layers = [each for each in pl_module.modules() if isinstance(each, ListMoE | StackedMoE)]
+        layers = [each for each in pl_module.modules() if isinstance(each, ListMoE | StackedMoE | MoELayer)]
         if layers:
             layers[-1].register_forward_hook(_reach_inside)
 
 
-def _reach_inside(layer: torch.nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _reach_inside(layer: torch.nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor] | Tensor) -> None:
     """In the midst of a forward pass, and when the backward pass comes by."""
-    if layer.training and output[0].requires_grad:
+    first = output if isinstance(output, Tensor) else output[0]
+    if layer.training and first.requires_grad:
         _scripts[-1].reach("in_forward")
-        output[0].register_hook(lambda _: _scripts[-1].reach("in_backward"))  # type: ignore[no-untyped-call]
+        first.register_hook(lambda _: _scripts[-1].reach("in_backward"))  # type: ignore[no-untyped-call]
 
 
 def _aborting(place: str) -> None:

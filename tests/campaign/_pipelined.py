@@ -89,6 +89,7 @@ class Pipelined(Setup):
     stages: int = 2
     micro_batches: int = 2
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    strategy_options: tuple[tuple[str, Any], ...] = ()
 
     @override
     def make_module(self, life: Attempt) -> Module:
@@ -109,6 +110,7 @@ class Pipelined(Setup):
             pipeline_parallel=self.stages,
             micro_batches=self.micro_batches,
             schedule=self.schedule,
+            **dict(self.strategy_options),
         )
         return {**super().trainer_options(life), "strategy": strategy}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,15 +55,15 @@ class Ablation:
     """The run without the mechanism, where no seam but an option takes it away."""
 
 
-OUTCOME = "CheckpointSession.replay_outcome"
+OUTCOME = partial(Seam, module="lightning_moe_ckpt.session._repeats", attribute="Repeats.outcome")
 ABLATIONS = {
     "norm": Ablation(
         setup=replace(SPARSE, clip=0.1),
-        seams=[Seam(module="lightning_moe_ckpt.session._session", attribute=OUTCOME, replacement=_no_norm)],
+        seams=[OUTCOME(replacement=_no_norm)],
     ),
     "found_inf": Ablation(
         setup=replace(SPARSE, precision="16-mixed", overflow_steps=(3, 4, 5, 6, 7)),
-        seams=[Seam(module="lightning_moe_ckpt.session._session", attribute=OUTCOME, replacement=_no_found_inf)],
+        seams=[OUTCOME(replacement=_no_found_inf)],
     ),
     "random_state": Ablation(
         setup=SPARSE,

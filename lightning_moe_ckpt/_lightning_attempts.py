@@ -1,0 +1,91 @@
+"""Undo what an attempt at a step leaves in Lightning's objects, so that it can be done again; say where that is not all.
+
+An attempt is what runs inside `optimizer_step`, up to the moment at which the optimizer steps. It counts in the loop, logs into
+results of the epoch, and unscales gradients. What hooks of the user do meanwhile is unknown, and would be done twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_moe_ckpt._lightning import callbacks_of
+
+_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+"""Called inside an attempt."""
+_LIBRARIES = ("lightning", "lightning_moe_ckpt")
+_OF_RESULTS = ("value", "cumulated_batch_size", "_forward_cache", "_update_count", "has_reset", "_computed")
+"""Attributes of what is logged that change as it is."""
+
+
+def never_alone(trainer: Trainer, module: LightningModule, own: tuple[type[Callback], ...]) -> list[str]:
+    """Return why steps of this run cannot be done again beside ranks that wait; empty if they can.
+
+    Args:
+        trainer: has callbacks and optimizers.
+        module: what it trains.
+        own: callbacks that take part in recoveries.
+    """
+    keeps = [type(each).__name__ for each in trainer.optimizers if type(each).zero_grad is not Optimizer.zero_grad]
+    kept = [f"gradients that `{name}.zero_grad` leaves would be added up twice" for name in keeps]
+    return [*_of_module(module), *kept, *_of_callbacks(trainer, own)]
+
+
+def _of_module(module: LightningModule) -> Iterator[str]:
+    for hook in (*_HOOKS, "configure_gradient_clipping", "optimizer_zero_grad"):
+        if is_overridden(hook, module):
+            yield f"`{type(module).__name__}.{hook}` would be called twice in one step"
+    metric = next((name for name, each in module.named_modules() if isinstance(each, Metric)), None)
+    if metric is not None:
+        yield f"the metric `{metric}` asks all ranks by itself"
+
+
+def _of_callbacks(trainer: Trainer, own: tuple[type[Callback], ...]) -> Iterator[str]:
+    for each in callbacks_of(trainer):
+        kind, home = type(each).__name__, type(each).__module__
+        if isinstance(each, own):
+            continue
+        if home.startswith("lightning_moe_ckpt.callbacks."):
+            yield f"`{kind}` asks all ranks by itself"
+        elif isinstance(each, BaseFinetuning):
+            yield f"`{kind}` changes what trains"
+        elif (found := next((hook for hook in _HOOKS if _is_users(each, hook)), None)) is not None:
+            yield f"`{kind}.{found}` would be called twice in one step"
+
+
+def _is_users(callback: Callback, hook: str) -> bool:
+    home = getattr(getattr(callback, hook), "__module__", "")
+    return is_overridden(hook, callback, Callback) and home.partition(".")[0] not in _LIBRARIES
+
+
+def hold(trainer: Trainer, module: LightningModule) -> Callable[[], None]:
+    """Return a function that undoes what an attempt at a step changes in the trainer's loops, results and scaler."""
+    results = trainer.fit_loop.epoch_loop._results
+    progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
+    counted, name = progress.state_dict(), module._current_fx_name
+    kept = {
+        key: (each, {n: _copy(vars(each)[n]) for n in _OF_RESULTS if n in vars(each)}) for key, each in results.items()
+    }
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+
+    def undo() -> None:
+        for key in [each for each in results if each not in kept]:
+            del results[key]
+        for each, values in kept.values():
+            vars(each).update({n: _copy(value) for n, value in values.items()})
+        progress.load_state_dict(counted)
+        module._current_fx_name = name
+        if scaler is not None:
+            scaler._per_optimizer_states.clear()  # what of them was unscaled
+
+    return undo
+
+
+def _copy(value: object) -> object:
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,385 @@
+"""Let one pipeline stage recover alone: its ranks repeat steps, all others wait inside the step that failed, and do that again.
+
+Where another rank has failed, a rank is in one of these places:
+
+    in the attempt at a step     nothing of it was taken yet: what it has changed so far is put back, and it is done again
+    at its commit                if any rank that stays knows that all came there, the step is taken; else it is done again
+    anywhere else                all ranks go on in place from a generation, see `_in_place`
+
+The stages of ranks that are new, or do not know yet where they are, go on in place too, but alone: in the ordinary loop, from
+the newest generation on, fed by what their neighbours have kept (`UpstreamLog`). When they come to the step that failed, all
+ranks take it together. Until then no rank takes anything for checkpoints, and a repeating one asks no other stage anything.
+
+Whatever does not fit (neighbouring stages failed both, a record is not there, a bit is not the same) is answered with recovery
+in place by everybody.
+
+Source: MoEvement (2026), Sec. 3.4 (localized recovery), Appendix A; we differ in the commit, behind which every rank has all it
+needs for the step, so that no stage is ever more than one step ahead of another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_moe_ckpt import _lightning_attempts
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.fit._run import FitSession
+from lightning_moe_ckpt.journal import capture_rng, restore_rng
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.parallel._elastic import is_of_collective
+from lightning_moe_ckpt.parallel._upstream import UpstreamLog
+
+log = rank_logger(__name__)
+
+_NEW, _WITHIN, _AT_COMMIT, _ELSEWHERE = range(4)
+"""Where a rank is."""
+
+
+class Rewind(CheckpointError):
+    """This process begins its fit again from a generation; it has joined the others already."""
+
+
+class _Again(Exception):
+    """The step is done again: no rank knows that all came to its commit."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do about a failure, the same on all."""
+
+    failed: tuple[int, ...]
+    """Stages that repeat steps."""
+    step: int
+    """Steps that are taken: those stages repeat up to there."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], groups: ParallelGroups) -> Decision | str:
+        """Return what follows from where all ranks are, or why everybody goes on in place.
+
+        Args:
+            rows: of every rank, whether it could, where it is, the steps that it knows are taken, and whether there is a
+                generation.
+            groups: of this rank.
+        """
+        size, count = groups.stage_size, groups.num_stages
+        failed = tuple(s for s in range(count) if any(row[1] == _NEW for row in rows[s * size : (s + 1) * size]))
+        healthy = [row for rank, row in enumerate(rows) if rank // size not in failed]
+        if not all(row[0] for row in rows):
+            return "this run does not let a stage recover alone"
+        if any(each + 1 in failed for each in failed) or not healthy:
+            return f"stages {list(failed)} failed together" if failed else "no rank is new"
+        if any(row[1] == _ELSEWHERE for row in healthy):
+            return "other stages were not inside a step"
+        if not all(row[3] for row in healthy):
+            return "there is no generation yet"
+        # What ranks know that go back does not count. One that stays and knows a step to be taken has come to the next one,
+        # so there was nothing in between for which it needs those that still have to take it.
+        step = max(row[2] for row in healthy)
+        if any(row[2] != step and (row[2], row[1]) != (step - 1, _AT_COMMIT) for row in healthy):
+            return "stages were not in the same step"
+        return cls(failed, step)
+
+
+class StageAlone:
+    """This rank's part in recoveries of single stages.
+
+    Args:
+        trainer, module: in `setup`.
+        own_callbacks: callback classes that are no part of the run.
+        exact: whether what the run stores leads back to the same bits, and its batches can be had again.
+        join: joins the other ranks again, and calls `decide`.
+        confirm: raises an error again unless another rank has failed.
+        beat: notes that the main thread has come to a step.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        *,
+        own_callbacks: tuple[type[Callback], ...],
+        exact: bool,
+        join: Callable[[], None],
+        confirm: Callable[[Exception], None],
+        beat: Callable[[int], None],
+    ) -> None:
+        self._trainer, self._module, self._own, self._exact = trainer, module, own_callbacks, exact
+        self._join, self._confirm, self._beat = join, confirm, beat
+        strategy: Any = trainer.strategy
+        self._strategy, self._log = strategy, strategy.upstream
+        assert isinstance(self._log, UpstreamLog)
+        self.run: FitSession | None = None
+        """What this process trains with, once it has begun."""
+        self.plan: Decision | None = None
+        """Of the newest failure; `None` where everybody goes on in place."""
+        self._may: bool | None = None
+        self._place, self._taken, self._has_generation = _ELSEWHERE, -1, False
+        self._has_said_size = False
+        self._joined_at = 0.0
+        self._fed = False
+        """Whether the others wait for the steps that this process repeats."""
+        self._flags: dict[str, int] = {}
+        self._step, self._commit = strategy.optimizer_step, strategy.commit
+        strategy.optimizer_step, strategy.commit = self._stepping, self._committing
+
+    def remove(self) -> None:
+        """Undo the changes to the strategy."""
+        self._log.on = False
+        self._log.forget()
+        for name in ("optimizer_step", "commit"):
+            vars(self._strategy).pop(name, None)
+
+    # -- after all ranks have joined
+
+    def decide(self) -> None:
+        """Agree on what to do about the failure for which groups were made anew. Collective."""
+        run, exchange = self.run, Exchange(self._strategy.groups)
+        place = _NEW if run is None or self._log.apart else self._place
+        rows = exchange.gather([int(self._possible), place, self._taken, int(self._has_generation)])
+        plan = Decision.of(rows, self._strategy.groups)
+        self._fed, self._joined_at = False, time.perf_counter()
+        if isinstance(plan, str):
+            log.info("everybody goes on in place: %s", plan, alike=True)
+            self._give_up()
+            return
+        knows = place != _NEW and self._taken == plan.step
+        flags = exchange.gather_values(self._flags if knows else None)
+        self._flags = next((each for each in flags if isinstance(each, dict)), {})
+        log.info(
+            "stages %s recover alone, others wait where they are, at step %d", list(plan.failed), plan.step, alike=True
+        )
+        self.plan = plan
+        if self.repeats:
+            self._log.forget()
+            self._log.silent = True
+
+    @property
+    def repeats(self) -> bool:
+        """Whether this rank's stage repeats steps."""
+        return self.plan is not None and self._strategy.groups.stage in self.plan.failed
+
+    def begun(self, run: FitSession) -> None:
+        """Take what this rank's stage repeats steps from, once it has loaded a generation. Collective, with `_recover` elsewhere."""
+        self.run, self._place = run, _ELSEWHERE
+        self._log.on = self._possible
+        run.may_wait(within_steps=self._possible)
+        if self.plan is None:
+            self._taken, self._has_generation = self._trainer.global_step, False
+            return
+        self._feed(run.session.horizon if run.resumed else None)
+        run.alone()
+        self._fed = True
+        self._taken = self.plan.step
+        log.info(
+            "stage %d goes from step %d to step %d alone, fed by what its neighbours have kept",
+            *(self._strategy.groups.stage, self._trainer.global_step, self.plan.step),
+        )
+
+    def ended(self, error: Exception) -> Exception:
+        """Return what an error means: if it ends repeating the others are told, and all go on in place."""
+        if not self._fed or not self._log.apart or isinstance(error, Rewind) or is_of_collective(error):
+            return error
+        log.error("this stage does not come to the step that failed as it did before: %s", error)
+        self._may = False  # it would not come there the next time either
+        try:
+            self._meet(exact=False)
+        except Exception as ended:  # noqa: BLE001  # which is returned
+            return ended
+        raise AssertionError
+
+    # -- private
+
+    @property
+    def _possible(self) -> bool:
+        if self._may is None:
+            reasons: list[str] = [] if self._exact else ["what is stored does not lead back to the same steps"]
+            reasons += _lightning_attempts.never_alone(self._trainer, self._module, self._own)
+            self._may = not reasons
+            if reasons:
+                log.info("if a rank fails, all stages recover: %s", "; ".join(reasons), alike=True)
+            else:
+                log.info(
+                    "if a rank fails, its pipeline stage recovers alone, where others are inside a step", alike=True
+                )
+        return self._may
+
+    def _give_up(self) -> None:
+        self.plan, self._fed = None, False
+        self._log.forget()
+
+    def _feed(self, first: int | None) -> None:
+        """Give repeating stages what this rank has kept for them. Collective."""
+        plan, groups = self.plan, self._strategy.groups
+        assert plan is not None
+        here = groups.stage
+        serves = here not in plan.failed and (here + 1 in plan.failed or here - 1 in plan.failed)
+        there = first is not None and first <= plan.step and (not serves or self._log.has(first, plan.step))
+        if not Exchange(groups).all_agree(there):
+            log.info("everybody goes on in place: steps since the newest generation are not kept any more", alike=True)
+            self._give_up()
+            raise Rewind("other stages have not kept all steps")
+        assert first is not None
+        pipeline, steps = Exchange(groups, "pipeline_control"), range(first, plan.step)
+        rows: list[Any] = [pipeline.gather_values(self._log.given_for(step) if serves else None) for step in steps]
+        if self.repeats:
+            before = [row[here - 1] for row in rows] if here > 0 else None
+            behind = [row[here + 1] for row in rows] if here + 1 < groups.num_stages else None
+            self._log.repeat(first, before, behind)
+
+    def _meet(self, *, exact: bool) -> None:
+        """Wait until all stages are at the same step. Collective, of all ranks; raises `Rewind` if one is not exact."""
+        self._fed = False
+        if not Exchange(self._strategy.groups).all_agree(exact):
+            self._give_up()
+            raise Rewind("a stage did not repeat its steps exactly")
+
+    def _stepping(self, *args: Any, **options: Any) -> Any:
+        """Take an optimizer step, as often as it takes."""
+        step, run = self._trainer.global_step, self.run
+        if run is None:
+            return self._step(*args, **options)
+        if self._log.apart:
+            assert self.plan is not None
+            if step < self.plan.step:
+                self._log.begin_step(step)
+                return self._step(*args, **options)
+            self._log.go_on()
+            self._meet(exact=True)
+            log.info(
+                "stage %d is at step %d again, with all others, %.2f s after they had joined",
+                *(self._strategy.groups.stage, step, time.perf_counter() - self._joined_at),
+            )
+        run.together()
+        if not self._log.on:
+            return self._step(*args, **options)
+        self._keep_within_limit(run)
+        if not self._log.on:
+            return self._step(*args, **options)
+        undo, self._taken = self._remember(), step
+        try:
+            while True:
+                self._place = _WITHIN
+                try:
+                    run.raise_broken()
+                    self._log.begin_step(step)
+                    return self._step(*args, **options)
+                except _Again:
+                    undo()
+                except Exception as error:
+                    if self._taken > step:
+                        raise
+                    self._recover(error)
+                    undo()
+                run.attempt_again()
+                self._beat(step)
+        finally:
+            self._place = _ELSEWHERE
+
+    def _committing(self) -> None:
+        if self._place != _WITHIN:
+            self._flags = self._commit()
+            return
+        self._place = _AT_COMMIT
+        try:
+            self._flags = self._commit()
+        except Exception as error:  # noqa: BLE001  # raised again unless another rank has failed
+            self._recover(error)
+            assert self.plan is not None
+            if self.plan.step == self._taken:
+                raise _Again from None
+            self._strategy.reducer.agreed |= self._flags
+            log.info("step %d is taken: all ranks had come to its commit", self._taken)
+        self._taken += 1
+
+    def _recover(self, error: Exception) -> None:
+        """Wait inside a step until a stage that has failed has come there.
+
+        Raises:
+            Rewind: this rank has to go on in place.
+        """
+        random, run, began = capture_rng(), self.run, time.perf_counter()
+        assert run is not None
+        while True:
+            self._confirm(error)
+            run.suspend()
+            try:
+                self._join()
+                failed = self._require_waiting()
+                self._complete_record()
+                self._feed(run.renew())
+                where = self._strategy.groups.stage, self._trainer.global_step
+                log.info("stage %d waits in step %d while stages %s repeat theirs", *where, list(failed))
+                self._meet(exact=True)
+            except Rewind:
+                raise
+            except Exception as again:  # noqa: BLE001  # raised again unless another rank has failed
+                error = again
+                continue
+            restore_rng(random)
+            log.info("stage %d goes on in step %d, %.2f s after the failure", *where, time.perf_counter() - began)
+            return
+
+    def _require_waiting(self) -> tuple[int, ...]:
+        """Return the stages to wait for."""
+        if self.plan is None or self.repeats:
+            raise Rewind("all ranks of the stage, or of all stages, begin again from a generation")
+        return self.plan.failed
+
+    def _complete_record(self) -> None:
+        """Have in the record of a step that is taken after all that it is, for stages that repeat it."""
+        assert self.plan is not None
+        if self.plan.step > self._taken:
+            self._log.complete("commit", self._flags)
+
+    def _keep_within_limit(self, run: FitSession) -> None:
+        """Forget what nobody will repeat; say once what the rest takes, and keep nothing where that is too much."""
+        upstream, steps = self._log, run.session.most_steps_back
+        upstream.collect(run.session.horizon)
+        self._has_generation |= run.session.newest_step is not None
+        if not upstream.step_nbytes or steps is None:
+            return
+        upstream.expected_nbytes = expected = upstream.step_nbytes * steps
+        limit = upstream.limit_nbytes
+        if max(expected, upstream.nbytes) > limit:
+            log.warning(
+                "if a rank fails, all stages recover: the upstream log of this rank takes %s for each of %d steps, more than "
+                "`MoEStrategy(upstream_log_nbytes=%d)`. Allow more, or let windows follow each other sooner",
+                *(size_text(upstream.step_nbytes), steps, limit),
+            )
+            upstream.on = self._may = False
+            upstream.forget()
+            run.may_wait(within_steps=False)
+        elif not self._has_said_size:
+            log.info(
+                "memory: upstream log %s, %s for each of %d steps",
+                *(size_text(expected), size_text(upstream.step_nbytes), steps),
+            )
+        self._has_said_size = True
+
+    def _remember(self) -> Callable[[], None]:
+        """Return a function that puts back what an attempt at a step changes."""
+        run = self.run
+        assert run is not None
+        random, logged = capture_rng(), _lightning_attempts.hold(self._trainer, self._module)
+        buffers = {name: (buffer, buffer.clone()) for name, buffer in self._module.named_buffers()}
+        put_back = run.hold_attempt()
+
+        def undo() -> None:
+            put_back()
+            logged()
+            now = dict(self._module.named_buffers())
+            with torch.no_grad():
+                for name, (_, kept) in buffers.items():
+                    now[name].copy_(kept)
+            restore_rng(random)
+
+        return undo

@@ -1,0 +1,41 @@
+"""Refuse what no run could resume with, before it trains."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
+
+from lightning_moe_ckpt._lightning import callbacks_of
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.policies import Policy
+
+_UNSUPPORTED: dict[type[Callback], str] = {
+    StochasticWeightAveraging: "StochasticWeightAveraging puts another scheduler in the place of yours when it begins; a run "
+    "that resumes after that has yours again, and other learning rates. Use WeightAveraging, which leaves it alone.",
+    ModelPruning: "ModelPruning puts other parameters and masks in the place of the model's while it trains; a run that "
+    "resumes after that has none of them. Prune when training has ended.",
+}
+"""Callbacks of Lightning that no run can resume with, and why."""
+
+
+def refuse_unsupported(trainer: Trainer, policy: Policy) -> None:
+    """Raise `ConfigurationError` for what this trainer has and no run under `policy` can resume with."""
+    if len(trainer.optimizers) != 1:
+        raise ConfigurationError(
+            f"Found {len(trainer.optimizers)} optimizers, can capture exactly one. "
+            "Put all parameters into one optimizer with several param groups."
+        )
+    for kind, reason in _UNSUPPORTED.items():
+        if any(isinstance(each, kind) for each in callbacks_of(trainer)):
+            raise ConfigurationError(reason)
+    if policy.replays and not trainer.lightning_module.automatic_optimization:
+        raise ConfigurationError(
+            "SparseCheckpoint replays steps that Lightning takes, one for each batch or more; with manual optimization the "
+            "module takes them itself. Use DenseCheckpoint, or set `automatic_optimization = True`."
+        )
+    finetuning = [each for each in callbacks_of(trainer) if isinstance(each, BaseFinetuning)]
+    if finetuning and not policy.exact:
+        raise ConfigurationError(
+            f"{type(finetuning[0]).__name__} adds parameters to the optimizer while training, and a generation of "
+            "experts from before and after that has no meaning. Use SparseCheckpoint or DenseCheckpoint."
+        )

@@ -1,0 +1,364 @@
+"""A rank of a pipeline stage dies, and its stage recovers alone: the others keep process, state and step."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from itertools import cycle, islice, pairwise
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from typing_extensions import override
+
+from campaign._campaign import Campaigns
+from campaign._in_place import CALLS, Abort, Death, no_place, train_and_die
+from campaign._pipelined import Pipelined, PipelinedModule
+from campaign._training import Checkpointing, Module
+from campaign.test_in_place import check_killed
+from lightning_moe_ckpt.launch import Supervised
+from lightning_moe_ckpt.parallel import GradientReducer
+from lightning_moe_ckpt.parallel._upstream import UpstreamLog
+from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult
+from lightning_moe_ckpt.testing._records import JsonLines, read_lines
+
+SPARSE = Checkpointing(policy="sparse", window=3, order="popularity")
+DENSE = Checkpointing(policy="dense", every_n_steps=2)
+
+
+class CountedModule(PipelinedModule):
+    """Writes down every step that the optimizer takes."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        optimizer: torch.optim.Optimizer = found if isinstance(found, torch.optim.Optimizer) else found["optimizer"]
+        write = JsonLines(self._life.workdir / f"stepped.{self._life.index}.{self._life.rank}").write
+        optimizer.register_step_post_hook(lambda *_: write({"step": self.trainer.global_step, "pid": os.getpid()}))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted(Pipelined):
+    """A run in stages, of which it is known how often each rank has taken which step.
+
+    Between steps there is nothing else: behind its last step a rank would come to a validation, or to the end of an epoch.
+    """
+
+    batches: int = 30
+    epochs: int = 1
+    validate_every: int | None = None
+    checkpointing: Checkpointing | None = SPARSE
+
+    @override
+    def make_module(self, life: Attempt) -> Module:
+        return CountedModule(self, life)
+
+
+TOPOLOGIES = {
+    "2x1x1": Counted(world_size=2),
+    "2x2x1": Counted(world_size=4),
+    "2x1x2": Counted(world_size=4, expert_parallel=2),
+    "4x1x1": Counted(world_size=4, stages=4, micro_batches=4),
+}
+"""Stages, replicas of each, and ranks that share experts."""
+TWO, FOUR = TOPOLOGIES["2x1x1"], TOPOLOGIES["4x1x1"]
+IN_ATTEMPT = ["batch_start", "forward", "in_forward", "in_backward", "after_backward", "agree", "clip"]
+IN_ATTEMPT += ["before_optimizer_step", "commit"]
+BEHIND = ["commit>", "in_optimizer", "batch_end", "after_batch_end", "schedulers>"]
+BEHIND += ["boundary", "boundary>", "seal", "seal>", "reconcile>"]
+PLACES = [*IN_ATTEMPT, *BEHIND]
+"""Where a rank dies while other stages are inside a step, or come to the next one; `name>` is behind a call."""
+
+
+def death(place: str, rank: int, *, nth: int = 3) -> Death:
+    """Of a rank at a place."""
+    name, after = place.removesuffix(">"), place.endswith(">")
+    assert not after or name in CALLS
+    return Death(rank=rank, at=Abort(place=name, nth=nth, after=after))
+
+
+def chain(places: Sequence[str], ranks: Sequence[int]) -> list[Death]:
+    """One after another, the first when there is a generation; some die again while they repeat steps."""
+    often = {"in_optimizer": 20}  # once for each parameter
+    pairs = enumerate(zip(places, ranks, strict=True))
+    return [death(place, rank, nth=often.get(place, 3) * (1 if index else 3)) for index, (place, rank) in pairs]
+
+
+def check(
+    campaigns: Campaigns, setup: Counted, deaths: Sequence[Death], *, fit: Callable[..., Any] | None = None
+) -> list[AttemptResult]:
+    """Run with ranks that die one after another, and require the end of the fault-free run on every rank."""
+    fit = fit or partial(train_and_die, setup, deaths, no_place)
+    lives = check_killed(campaigns, setup, fit=fit, deaths=len(deaths), same_seed=True)
+    require_counted(lives, setup, deaths)
+    return lives
+
+
+def said(lives: Sequence[AttemptResult], rank: int) -> str:
+    """What all processes of a rank have said, in their order."""
+    return "".join(each.log(rank) for each in lives[:-1] if each._path(rank, "log").exists())
+
+
+def decisions(lives: Sequence[AttemptResult]) -> list[str]:
+    """What followed from each failure: stages that recovered alone, or why everybody went on in place."""
+    found = re.findall(r"stages (\[.*\]) recover alone|everybody goes on in place: (.*)", said(lives, 0))
+    return [alone or everybody for alone, everybody in found]
+
+
+def taken(lives: Sequence[AttemptResult], rank: int) -> list[dict[str, Any]]:
+    """Steps that the optimizers of all processes of a rank have taken, in their order."""
+    paths = [lives[0].workdir / f"stepped.{each.index}.{rank}" for each in lives[:-1]]
+    return [line for path in paths if path.exists() for line in read_lines(path)]
+
+
+def require_counted(lives: Sequence[AttemptResult], setup: Counted, deaths: Sequence[Death]) -> None:
+    """Who did not die is the same process, and a stage takes steps again only where one of its ranks has died, or all go back."""
+    size, everybody = setup.world_size // setup.stages, [each for each in decisions(lives) if not each.startswith("[")]
+    for rank in range(setup.world_size):
+        lines = taken(lives, rank)
+        assert len({line["pid"] for line in lines}) <= 1 + sum(each.rank == rank for each in deaths)
+        steps = [line["step"] for line in lines]
+        back = sum(later <= earlier for earlier, later in pairwise(steps))
+        own = sum(each.rank // size == rank // size for each in deaths)
+        assert back <= own + len(everybody), f"rank {rank} took {steps}"
+        if not own and not everybody:
+            assert steps == list(range(setup.steps)), f"rank {rank} took {steps}"
+            assert len(re.findall(r"goes on in step", said(lives, rank))) >= 1
+
+
+def check_alone(campaigns: Campaigns, setup: Counted, deaths: Sequence[Death]) -> list[AttemptResult]:
+    """Every failure is one that the stage of the dead recovers from alone; the log says so."""
+    lives = check(campaigns, setup, deaths)
+    size = setup.world_size // setup.stages
+    assert decisions(lives) == [f"[{each.rank // size}]" for each in deaths]
+    for each in deaths:
+        stage = each.rank // size
+        assert re.search(rf"stage {stage} goes from step \d+ to step \d+ alone", said(lives, each.rank))
+        others = [rank for rank in range(setup.world_size) if rank // size != stage]
+        assert all(f"while stages [{stage}] repeat theirs" in said(lives, rank) for rank in others)
+    return lives
+
+
+def rows() -> list[Any]:
+    """Every place once beside one of another stage, spread over ranks and topologies."""
+    parts = {"2x1x1": PLACES[::4], "2x2x1": PLACES[1::4], "2x1x2": PLACES[2::4], "4x1x1": PLACES[3::4]}
+    ranks = {"2x1x1": (1, 0), "2x2x1": (3, 0, 2, 1), "2x1x2": (0, 3, 1, 2), "4x1x1": (1, 3, 0, 2)}
+    return [pytest.param(name, chain(part, ranks_of(len(part), ranks[name])), id=name) for name, part in parts.items()]
+
+
+def ranks_of(count: int, ranks: Sequence[int]) -> list[int]:
+    return [*islice(cycle(ranks), count)]
+
+
+@pytest.mark.parametrize(("name", "deaths"), rows())
+def test_a_stage_recovers_alone(campaigns: Campaigns, name: str, deaths: list[Death]) -> None:
+    """The end is that of the fault-free run in every bit of every rank; no other stage takes any step again."""
+    check_alone(campaigns, TOPOLOGIES[name], deaths)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_stage_recovers_alone_from_everywhere(campaigns: Campaigns, name: str, place: str) -> None:
+    """Each rank dies there, one after another."""
+    ranks = range(TOPOLOGIES[name].world_size)
+    check_alone(campaigns, TOPOLOGIES[name], chain([place] * len(ranks), ranks))
+
+
+VALIDATED = replace(TWO, batches=12, epochs=2, validate_every=4)
+"""A stage also repeats what it did in validations, and at the end of an epoch."""
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        replace(VALIDATED, precision="16-mixed", overflow_steps=(5, 9), schedule="gpipe", scheduler="plateau"),
+        pytest.param(replace(VALIDATED, checkpointing=DENSE, averaged="ema"), marks=pytest.mark.soak),
+        pytest.param(replace(VALIDATED, precision="bf16-mixed", workers=1, micro_batches=4), marks=pytest.mark.soak),
+        pytest.param(
+            replace(VALIDATED, world_size=4, precision="16-mixed", overflow_steps=(4, 8)), marks=pytest.mark.soak
+        ),
+    ],
+    ids=["fp16", "dense", "bf16", "fp16-2x2x1"],
+)
+def test_other_precisions_and_policies(campaigns: Campaigns, setup: Counted) -> None:
+    """Scales that change, and steps that are left out on all ranks."""
+    size = setup.world_size // 2
+    check_alone(campaigns, setup, chain(["after_backward", "clip", "before_optimizer_step"], [size, 0, size]))
+
+
+ELSEWHERE = "other stages were not inside a step"
+
+
+@pytest.mark.parametrize(
+    ("place", "nth", "why"),
+    [("validation", 2, ELSEWHERE), ("forward", 1, "there is no generation yet")],
+)
+def test_elsewhere_everybody_recovers(campaigns: Campaigns, place: str, nth: int, why: str) -> None:
+    """In place, from the newest generation or the start."""
+    lives = check(campaigns, VALIDATED, [death(place, 1, nth=nth)])
+    assert decisions(lives) == [why]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"localized_recovery": False}, []),
+        ({"upstream_log_nbytes": "1KiB"}, ["this run does not let a stage recover alone"]),
+    ],
+    ids=["off", "too little memory"],
+)
+def test_it_can_be_turned_off(campaigns: Campaigns, options: Mapping[str, Any], why: list[str]) -> None:
+    """By the user, or since memory is not enough, which is said."""
+    setup, deaths = replace(TWO, strategy_options=tuple(options.items())), [death("forward", 1, nth=12)]
+    lives = check_killed(
+        campaigns, setup, fit=partial(train_and_die, setup, deaths, no_place), deaths=1, same_seed=True
+    )
+    assert decisions(lives) == why
+    assert ("more than `MoEStrategy(upstream_log_nbytes=1024)`" in said(lives, 0)) == bool(why)
+    assert "goes on in step" not in said(lives, 0)
+    assert lives[0].steps(0) != [*range(1, TWO.steps + 1)], "rank 0 did not go back"
+
+
+# -- several at once
+
+AT_ONCE = {"apart": (0, 2, "[0, 2]"), "ends": (3, 0, "[0, 3]"), "neighbours": (1, 2, "stages [1, 2] failed together")}
+
+
+@pytest.mark.parametrize(
+    "which", [pytest.param(each, marks=[pytest.mark.soak] if each == "ends" else []) for each in AT_ONCE]
+)
+def test_two_stages_of_four(campaigns: Campaigns, which: str) -> None:
+    """The second rank dies as the first has been replaced; where they are neighbours, the log between them is gone."""
+    first, second, found = AT_ONCE[which]
+    lives = check(campaigns, FOUR, [death("forward", first, nth=24), death("open", second, nth=1)])
+    assert decisions(lives) == [f"[{first}]", found]
+
+
+@dataclass(frozen=True)
+class Losing:
+    """A rank that never hears that a step is taken, while another dies right behind it, and the rest go on."""
+
+    setup: Counted
+    deaths: Sequence[Death]
+    rank: int
+    nth: int
+
+    def __call__(self, life: Attempt) -> Mapping[str, Any]:
+        if life.rank == self.rank and life.index == 0:
+            exchange, asked = GradientReducer.exchange_flags, [0]
+
+            def exchange_flags(reducer: GradientReducer) -> dict[str, int]:
+                found = exchange(reducer)
+                asked[0] += 1
+                supervised = Supervised.from_environment()
+                if asked[0] == self.nth and supervised is not None:
+                    supervised.confirm(10.0)
+                    raise RuntimeError("gloo/ lost what the others know")
+                return found
+
+            GradientReducer.exchange_flags = exchange_flags  # type: ignore[assignment, method-assign]
+        return train_and_die(self.setup, self.deaths, no_place, life)
+
+
+@pytest.mark.parametrize("name", ["4x1x1", pytest.param("2x2x1", marks=pytest.mark.soak)])
+def test_a_step_that_one_rank_knows_to_be_taken_is_taken_by_all(campaigns: Campaigns, name: str) -> None:
+    """Rolled forward from the gradients that each has, not done again."""
+    setup, deaths = TOPOLOGIES[name], [death("commit>", 3, nth=9)]
+    lives = check(campaigns, setup, deaths, fit=Losing(setup, deaths, rank=0, nth=9))
+    assert decisions(lives) == [f"[{setup.stages - 1}]"]
+    assert "step 8 is taken: all ranks had come to its commit" in said(lives, 0)
+
+
+# -- an attempt leaves no trace
+
+
+@dataclass(frozen=True)
+class Without:
+    """Trains without something."""
+
+    setup: Counted
+    deaths: Sequence[Death]
+    module: str
+    attribute: str
+
+    def __call__(self, life: Attempt) -> Mapping[str, Any]:
+        *path, name = self.attribute.split(".")
+        setattr(reduce(getattr, path, importlib.import_module(self.module)), name, lambda *_: _nothing)
+        return train_and_die(self.setup, self.deaths, no_place, life)
+
+
+def _nothing(*_: object) -> None:
+    """Puts nothing back."""
+
+
+ALONE = "lightning_moe_ckpt.fit._stage_alone"
+ABLATIONS = {
+    "everything": (ALONE, "StageAlone._remember", "loss|buffer"),
+    "random state": (ALONE, "restore_rng", "loss"),
+    "buffers": (ALONE, "StageAlone._buffers", "buffer|loss"),
+    "layers": ("lightning_moe_ckpt.fit._run", "FitSession.hold_attempt", "layer|l_aux|assert"),
+    "results": ("lightning_moe_ckpt._lightning_attempts", "hold", "metrics|assert|logged|progress"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[] if each == "everything" else pytest.mark.soak) for each in ABLATIONS]
+)
+def test_without_putting_back_what_an_attempt_has_changed_the_end_is_another(campaigns: Campaigns, name: str) -> None:
+    """Its control are the tests above."""
+    module, attribute, seen = ABLATIONS[name]
+    deaths = [death("after_backward", 1, nth=9)]
+    with pytest.raises(AssertionError, match=seen):
+        check(campaigns, TWO, deaths, fit=Without(TWO, deaths, module, attribute))
+
+
+# -- memory
+
+
+class Sizes(Callback):
+    """Writes down how large the log is after each step, and is said to be at most."""
+
+    def __init__(self, write: Callable[[dict[str, Any]], None]) -> None:
+        self._write = write
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+        upstream: UpstreamLog = trainer.strategy.upstream  # type: ignore[attr-defined]
+        self._write({"is": upstream.nbytes, "expected": upstream.expected_nbytes, "step": upstream.step_nbytes})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sized(Counted):
+    """A long run that tells its sizes."""
+
+    @override
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
+        return [*super().callbacks(life), Sizes(JsonLines(life.workdir / f"sizes.{life.rank}").write)]
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Sized(world_size=2, batches=60),
+        pytest.param(Sized(world_size=2, batches=300), marks=pytest.mark.soak),
+        pytest.param(Sized(world_size=2, batches=300, checkpointing=DENSE), marks=pytest.mark.soak),
+    ],
+    ids=["60", "300", "dense"],
+)
+def test_the_log_takes_what_was_said(campaigns: Campaigns, setup: Sized) -> None:
+    """Within a twentieth, again and again, and never more."""
+    lives = check_killed(campaigns, setup, same_seed=True)
+    for rank in range(setup.world_size):
+        assert "memory: upstream log" in said(lives, rank)
+        sizes = [line for line in read_lines(lives[0].workdir / f"sizes.{rank}") if line["expected"]]
+        assert len(sizes) > 0.8 * setup.steps
+        print(sorted(Counter(line["is"] // line["step"] for line in sizes).items()), sizes[-1])
+        assert 0.95 <= max(line["is"] for line in sizes) / sizes[-1]["expected"] <= 1.05
