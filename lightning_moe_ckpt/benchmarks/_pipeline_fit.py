@@ -130,7 +130,9 @@ def main() -> None:
         trainer = bench_trainer(
             accelerator="cpu",
             devices=int(stages),
-            strategy=MoEStrategy(pipeline_parallel=int(stages), micro_batches=int(micro_batches)),
+            strategy=MoEStrategy(
+                pipeline_parallel=int(stages), micro_batches=int(micro_batches), localized_recovery=system == "alone"
+            ),
             callbacks=callbacks,
             max_epochs=-1,
         )
