@@ -318,7 +318,7 @@ _BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
             _number("--micro-batches", 4, "Of a batch."),
             _number("--stage-ms", 20, "A stage sleeps in one of the three passes over a micro-batch."),
             _number("--pipeline-kills", 6, "Kills of every system."),
-            _several("--pipeline-systems", ["torchrun", "computes_all", "in_place"], "What is compared"),
+            _several("--pipeline-systems", ["torchrun", "computes_all", "in_place", "alone"], "What is compared"),
             _option("--pipeline-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
     ),

@@ -228,6 +228,8 @@ def at_level(name: str, level: int) -> Iterator[None]:
 @contextmanager
 def bench_folders(parent: Path | None = None) -> Iterator[tuple[Path, Path]]:
     """Yield a folder for checkpoints and one on the tmpfs, both gone afterwards, whatever killed processes left there."""
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-", dir=parent) as folder,
         tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-", dir=shared_directory()) as memory,

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -252,12 +253,13 @@ class FailingJob:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._spares_used = 0
 
-    def lose(self, rank: int, after_steps: int) -> Failure:
+    def lose(self, rank: int, after_steps: int, *, alone: bool = False) -> Failure:
         """Let it train, kill a rank, and return what that has cost.
 
         Args:
             rank: who dies.
             after_steps: steps of this turn before that.
+            alone: whether the others stay in the step that they are in.
         """
         self._await("a spare", self._has_spare)
         (self._folder / "turn").touch()
@@ -270,7 +272,7 @@ class FailingJob:
         pid = [line["pid"] for line in self.lines()[rank] if line["what"] == "begin"][-1]
         at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        read = self._read_torchft if self._launcher == "torchft" else self._read
+        read = self._read_torchft if self._launcher == "torchft" else partial(self._read, alone=alone)
         self._await("the first new step", lambda: read(at, rank) is not None)
         failure = read(at, rank)
         assert failure is not None
@@ -318,13 +320,14 @@ class FailingJob:
                 )
             time.sleep(_LOOK_SECONDS)
 
-    def _read(self, at: float, killed: int) -> Failure | None:
+    def _read(self, at: float, killed: int, *, alone: bool) -> Failure | None:
         """Return what a kill has cost; None until that is known."""
-        if not self._begun(at):
-            return None
         begun, before, after, noticed = 0.0, [], [], []
         for rank, lines in enumerate(self.lines()):
-            start = next(line["at"] for line in lines if line["what"] == "begin" and line["at"] > at)
+            begins = [line["at"] for line in lines if line["what"] == "begin" and line["at"] > at]
+            if not begins and (rank == killed or not alone):
+                return None
+            start = begins[0] if begins else at
             begun = max(begun, start)
             steps = [line for line in lines if line["what"] == "step"]
             before.append([line for line in steps if line["at"] < start])

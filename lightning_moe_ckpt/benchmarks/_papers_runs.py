@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks import _differential, _overhead
+from lightning_moe_ckpt.benchmarks import _differential, _overhead, _pipeline
 from lightning_moe_ckpt.benchmarks._benchmark import accelerator_for
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
@@ -421,3 +421,38 @@ def storage(way: Way) -> Rows:
         rows[f"{name}, largest of the first half"] = max(sizes[:half])
         rows[f"{name}, largest of the second half"] = max(sizes[half:])
     return rows
+
+
+# -- pipeline stages that are killed: `bench pipeline`
+
+
+@cache
+def _stages(kills: int) -> dict[str, _pipeline.StageFigure]:
+    options = {"stages": 3, "micro_batches": 4, "stage_ms": 20, "pipeline_kills": kills, "pipeline_folder": None}
+    systems = ["computes_all", "in_place", "alone"]
+    found = _pipeline.measure(SimpleNamespace(**options, pipeline_systems=systems), lambda *_: None)
+    return {figure.system: figure for figure in found}
+
+
+def upstream_logs(way: Way) -> Rows:
+    """Milliseconds of a step that is taken again: MoEvement, Fig. 9."""
+    found = _stages(way.steps(3, 9))
+    every, alone = (
+        statistics.median(1e3 * each.rerun_seconds / each.rerun_steps for each in found[name].failures)
+        for name in ("in_place", "alone")
+    )
+    return {"all stages": every, "that stage alone": alone, "shorter by": 100 * (1 - alone / every)}
+
+
+def mechanisms(way: Way) -> Rows:
+    """Seconds until the first new step, with one mechanism more each time: MoEvement, Fig. 13."""
+    found = _stages(way.steps(3, 9))
+    names = {
+        "sparse checkpoints": "computes_all",
+        "+ frozen weights skipped": "in_place",
+        "+ upstream logs": "alone",
+    }
+    seconds = {
+        row: statistics.median(each.total_seconds for each in found[name].failures) for row, name in names.items()
+    }
+    return {**seconds, "weight gradients, of a step": 100 * statistics.median(found["in_place"].skipped)}

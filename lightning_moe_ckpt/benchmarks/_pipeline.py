@@ -27,14 +27,26 @@ SYSTEMS = {
     "torchrun": "torchrun, all stages anew",
     "computes_all": "in place, all stages, all gradients",
     "in_place": "in place, all stages",
+    "alone": "in place, that stage alone",
 }
 _SCRIPT = "lightning_moe_ckpt.benchmarks._pipeline_fit"
 _MTBF_SECONDS = 600.0
-_COLUMNS = ("system", "step", "trains again", "re-run", "of steps", "skipped", "first new step", "range", "time ratio")
+_COLUMNS = (
+    "system",
+    "step",
+    "trains again",
+    "re-run",
+    "of steps",
+    "stay",
+    "skipped",
+    "first new step",
+    "range",
+    "time ratio",
+)
 _NOTE = """\
-seconds from the SIGKILL of one stage, medians: until all train again; for steps that are taken again, and how
-many; share of their work that is left out, gradients of frozen weights; until the first step that was never
-taken before. time ratio: effective training time at an MTBF of 10 minutes, as far as failures cost it"""
+seconds from the SIGKILL of one stage, medians: until whoever goes back trains again; for steps that are taken again,
+and how many; stages that stay in theirs; share of that work that is left out, gradients of frozen weights; until the
+first step that was never taken before. time ratio: effective training time at an MTBF of 10 minutes, as far as failures cost it"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +57,9 @@ class StageFigure:
     num_stages: int
     failures: list[Failure]
     skipped: list[float]
-    """Share of backward work that steps taken again left out, by failure."""
+    """Share of the work of steps taken again that was left out, by failure."""
+    stayed: list[int]
+    """Stages that took no step again, by failure."""
 
     @property
     def step_seconds(self) -> float:
@@ -62,21 +76,24 @@ class StageFigure:
 def measure(options: SimpleNamespace, progress: Progress) -> list[StageFigure]:
     """Run the benchmark."""
     num_stages, kills = options.stages, options.pipeline_kills
-    found: dict[str, list[tuple[Failure, float]]] = {name: [] for name in options.pipeline_systems}
+    found: dict[str, list[tuple[Failure, float, int]]] = {name: [] for name in options.pipeline_systems}
     with ExitStack() as stack:
         progress(f"{num_stages} stages are started", 0, len(found) * kills)
         jobs = {name: stack.enter_context(_job(name, options)) for name in found}
         for done, (turn, name) in enumerate(rounds_of(kills, list(found))):
             progress(f"one of {num_stages} stages killed, {SYSTEMS[name]}", done, len(found) * kills)
             killed = turn % num_stages
-            failure = jobs[name].lose(killed, 2 * WINDOW + 2 + turn % WINDOW)
-            found[name].append((failure, _skipped(jobs[name].lines()[killed], failure.rerun_steps)))
+            begun = _begins(jobs[name])
+            failure = jobs[name].lose(killed, 2 * WINDOW + 2 + turn % WINDOW, alone=name == "alone")
+            stayed = sum(now == before for now, before in zip(_begins(jobs[name]), begun, strict=True))
+            found[name].append((failure, _skipped(jobs[name].lines()[killed], failure.rerun_steps), stayed))
     return [
         StageFigure(
             system=name,
             num_stages=num_stages,
-            failures=[failure for failure, _ in each],
-            skipped=[skipped for _, skipped in each],
+            failures=[failure for failure, _, _ in each],
+            skipped=[skipped for _, skipped, _ in each],
+            stayed=[stayed for _, _, stayed in each],
         )
         for name, each in found.items()
     ]
@@ -100,6 +117,7 @@ def _row(figure: StageFigure) -> list[str]:
         f"{statistics.median(each.begin_seconds for each in figure.failures):.2f}",
         f"{statistics.median(again):.2f}",
         f"{statistics.median(each.rerun_steps for each in figure.failures):.0f}",
+        f"{statistics.median(figure.stayed):.0f}",
         f"{100 * statistics.median(figure.skipped):.0f} %",
         f"{statistics.median(totals):.2f}",
         f"{min(totals):.2f} to {max(totals):.2f}",
@@ -113,10 +131,16 @@ def _job(system: str, options: SimpleNamespace) -> AbstractContextManager[Failin
     return job(launcher, options.stages, options.pipeline_folder, _SCRIPT, *arguments)
 
 
+def _begins(job: FailingJob) -> list[int]:
+    """Return how often each stage has begun to train."""
+    return [sum(line["what"] == "begin" for line in lines) for lines in job.lines()]
+
+
 def _skipped(lines: Sequence[Record], steps: int) -> float:
     """Return the share of a step's work, a third of it gradients of weights, that the steps taken again left out."""
     last = max(place for place, line in enumerate(lines) if line["what"] == "begin")
     before, after = (
         [line["slept"] for line in part if line["what"] == "step"] for part in (lines[:last], lines[last:])
     )
-    return 0.0 if not steps else (1 - statistics.mean(after[:steps]) / max(before)) / 3
+    again = after[:steps]
+    return (1 - statistics.mean(again) / max(before)) / 3 if again else 0.0

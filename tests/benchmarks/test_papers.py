@@ -19,6 +19,7 @@ WANTED = {
     *(f"pec-{each}" for each in ("2", "5a", "5b", "5d", "6", "7")),
     *(f"moetion-{each}" for each in ("table1", "3", "4", "8", "9", "10", "11")),
     *(f"tiercheck-exp{each}" for each in (3, 7, 8, 9)),
+    *(f"moevement-{each}" for each in (9, 13)),
 }
 
 
