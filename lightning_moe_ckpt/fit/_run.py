@@ -5,6 +5,7 @@ Two callbacks call it: `Replay`, which runs first, and `CheckpointCallback`, whi
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_moe_ckpt import (
@@ -144,6 +146,9 @@ class FitSession:
         if self.session.replaying:
             self._files.held = True
         self.resumed = start is not None
+        if self.resumed and not log.isEnabledFor(logging.INFO):
+            # Who has not set up logging sees what Lightning says, and would not know that anything was restored.
+            rank_zero_info(f"Resumes from the checkpoint of step {self.session.report().resumed_from}")
         self._take_up_session()
         return self.resumed
 

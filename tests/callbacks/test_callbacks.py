@@ -512,6 +512,18 @@ def test_a_report_prints_as_a_short_table(tmp_path: Path) -> None:
     assert re.match(r"resumed from +step 6 in .* MiB from storage", lines[0])
 
 
+@pytest.mark.parametrize(("level", "times"), [(logging.WARNING, 1), (logging.INFO, 0)])
+def test_a_resume_is_seen_where_nobody_has_set_up_logging(
+    level: int, times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By Lightning's own logger, and not twice where the package's lines are shown."""
+    fit(SparseCheckpoint(str(tmp_path), window=2), steps=4)
+    caplog.set_level(level, "lightning_moe_ckpt")
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):
+        fit(SparseCheckpoint(str(tmp_path), window=2), steps=6)
+    assert caplog.text.count("Resumes from the checkpoint of step 4") == times
+
+
 class Rated(Linear):
     """With a learning rate of its own."""
 
