@@ -164,6 +164,9 @@ class DifferentialCheckpoint(CheckpointCallback):
     is restored is exact all the same; the log says which. Memory keeps the newest `2 * batch` steps with their full state:
     4 full states and `2 * batch + 2` gradients are reserved. Storage gets steps `batch` at a time.
 
+    Weights and optimizer state that hooks change between steps are stored too, if in place or through `param.data`; changes through
+    `.data` of the optimizer's state, or through memory shared with NumPy, are not seen.
+
     Nothing is taken less often for the sake of `overhead_target`: every step is the point of it.
 
     Args:

@@ -173,6 +173,12 @@ class BoundaryRecorder:
         start["random"] = {**dict.fromkeys(_MOMENTS), "epoch": self._take_random(), "after_fetch": None}
         return start
 
+    def restore_end(self) -> None:
+        """Restore random state as training had left it, if the run that is resumed was at its end: no later moment comes."""
+        if self._resume is not None:
+            random = self._resume["random"]
+            self._restore_random(random["fetch"] or random["epoch"])
+
     @property
     def following(self) -> bool:
         """Whether the newest step was replayed and the next batch has not begun."""

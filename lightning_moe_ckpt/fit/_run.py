@@ -461,6 +461,7 @@ class FitSession:
             )
         if not self._trained:
             finish_with_averages(self._trainer, self._module)
+            self._recorder.restore_end()
 
     def after_run(self) -> None:
         """Leave the process after training ended by itself, if a signal asked for it meanwhile."""

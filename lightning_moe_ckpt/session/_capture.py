@@ -16,6 +16,8 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
+from torch import Tensor
+
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange
@@ -30,6 +32,7 @@ from lightning_moe_ckpt.session._tiers import Tiers
 from lightning_moe_ckpt.snapshot import (
     BoundaryCapture,
     BufferChanged,
+    DataAccess,
     GradientRecorder,
     RecordedStep,
     SegmentWriter,
@@ -55,7 +58,7 @@ class CaptureSession:
     """Capture windows for one incarnation of a run.
 
     `name` names a generation by its step. `make_ring` allocates a ring for windows of a layout; `renew_ring` another one like
-    that in use, which has lost its name. `gradients` records what led to each boundary, for tiers that want it.
+    that in use, which has lost its name. `params` are what is trained. `gradients` records what led to each boundary, for tiers that want it.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class CaptureSession:
         make_ring: Callable[[WindowLayout], SegmentRing],
         renew_ring: Callable[[], SegmentRing],
         plans: Planner,
+        params: Sequence[Tensor],
         gradients: GradientRecorder | None = None,
     ) -> None:
         self._name, self._exchange, self._engine, self._gradients = name, exchange, engine, gradients
@@ -86,7 +90,9 @@ class CaptureSession:
         """Memory of the newest capture."""
         self._sealing: int | None = None
         """Boundary of which `complete_seal` is due."""
-        self._beside, self._edits = Beside(), PassEdits()
+        self._beside, self._edits, self._data = Beside(), PassEdits(), DataAccess(params, self._before_data)
+        self._accesses = 0
+        """Accesses to `.data` before the newest capture."""
         self._ticket: Ticket | None = None
         """Ticket of the newest copies; outlives the seal, since the optimizer steps after it."""
         self._spoiled_last = False
@@ -217,7 +223,7 @@ class CaptureSession:
         except UnsupportedOptimizer as error:  # of state that is not what it was; said once
             self._spoil(str(error), failed=self.misses.in_a_row == 0)
             return
-        self._pending, self._slot, self._ticket = pending, slot, pending.ticket
+        self._pending, self._slot, self._ticket, self._accesses = pending, slot, pending.ticket, self._data.count
         self.segments_captured += 1
         self.nbytes_captured += layout.files_nbytes
 
@@ -261,7 +267,7 @@ class CaptureSession:
                     self._gradients.sealed()
                 try:
                     # Hooks and validation may have changed buffers since the step; the next forward will.
-                    pending.take_rest(start, disturbed=disturbed)
+                    pending.take_rest(start, disturbed=disturbed or self._data.count != self._accesses)
                     if self._edits.may_come:
                         self._engine.fence(pending.ticket)
                 except (CheckpointError, BufferChanged, RuntimeError) as error:  # torch's, where memory is not there
@@ -347,6 +353,7 @@ class CaptureSession:
 
     def close(self) -> None:
         """End all writes to the ring. A boundary that a failed step has kept from being sealed goes to the tiers."""
+        self._data.close()
         self.complete_seal()
         self._beside.finish()
         self._await_copies()
@@ -354,6 +361,13 @@ class CaptureSession:
             self._gradients.close()
 
     # -- private
+
+    def _before_data(self) -> None:
+        """Wait for copies: what is changed through `.data` while they are under way leaves no trace."""
+        ticket = self._ticket
+        if ticket is not None and not ticket.done:
+            with self._stalls.measure_both("fence"), suppress(CheckpointError):  # reported by the fence
+                self._engine.fence(ticket)
 
     def _votes(self, step: int, following: WindowLayout | None) -> list[int]:
         """Return this rank's integers for the exchange before a window."""

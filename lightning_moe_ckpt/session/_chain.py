@@ -21,11 +21,13 @@ from typing_extensions import override
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, RingFull
 from lightning_moe_ckpt.journal import Journal
+from lightning_moe_ckpt.native import CopyEngine
 from lightning_moe_ckpt.policies import Chains
 from lightning_moe_ckpt.session._capture import FLUSH_TIMEOUT, JOURNAL_NBYTES, SPOILED, CaptureSession
 from lightning_moe_ckpt.session._lane import Window
 from lightning_moe_ckpt.snapshot import (
     DifferentialRecorder,
+    GradientRecorder,
     SegmentWriter,
     StateView,
     WindowLayout,
@@ -226,6 +228,8 @@ class ChainCapture(CaptureSession):
         self._recorder.close()
 
 
-def capture_session(chains: Chains | None, view: StateView, **arguments: Any) -> Capture:
+def capture_session(chains: Chains | None, view: StateView, *, engine: CopyEngine, **arguments: Any) -> Capture:
     """Return what captures under a policy whose generations may follow on each other as `chains` says."""
+    arguments |= {"engine": engine, "params": list(view.params.values())}
+    arguments["gradients"] = GradientRecorder(view, engine) if view.gradient_dtype is not None else None
     return CaptureSession(**arguments) if chains is None else ChainCapture(chains, view, **arguments)

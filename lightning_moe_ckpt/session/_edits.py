@@ -14,7 +14,7 @@ class PassEdits:
     """Whether passes change weights, as `nn.Embedding(max_norm=...)` does: nobody knows before it happens.
 
     Copies of the first window are waited for as each batch begins, and all from the first change on. In between copies run
-    while passes do, and what meets a change then is not used. Changes through `.data` stay unseen.
+    while passes do, and what meets a change then is not used. Changes through `.data` wait for copies, see `DataAccess`.
     """
 
     def __init__(self) -> None:

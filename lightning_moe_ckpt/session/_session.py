@@ -40,7 +40,6 @@ from lightning_moe_ckpt.session._report import (
 from lightning_moe_ckpt.session._tiers import Tiers, build_on_stored, report_failures
 from lightning_moe_ckpt.snapshot import (
     Averages,
-    GradientRecorder,
     Identity,
     StateView,
     WindowLayout,
@@ -167,7 +166,6 @@ class CheckpointSession:
             make_ring=self._make_ring,
             renew_ring=made(self._rings).renew,
             plans=self._planner,
-            gradients=GradientRecorder(view, self._engine) if view.gradient_dtype is not None else None,
         )
         self._planner.begin()
         if (found := self._found) is None:

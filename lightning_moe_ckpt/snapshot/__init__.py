@@ -1,6 +1,7 @@
 """From a plan to bytes in memory: what lies where, and filling it from live state."""
 
 from lightning_moe_ckpt.snapshot._columns import columns_of as columns_of
+from lightning_moe_ckpt.snapshot._data_access import DataAccess as DataAccess
 from lightning_moe_ckpt.snapshot._description import describe_stages as describe_stages
 from lightning_moe_ckpt.snapshot._description import read_extra as read_extra
 from lightning_moe_ckpt.snapshot._gradients import DifferentialRecorder as DifferentialRecorder

@@ -19,7 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from lightning_moe_ckpt.native import (
     pack_gradient,
 )
 from lightning_moe_ckpt.operators import StateSchema
+from lightning_moe_ckpt.snapshot._data_access import DataAccess
 from lightning_moe_ckpt.snapshot._layout import StateView, StepLayout
 from lightning_moe_ckpt.snapshot._parts import PACKED
 from lightning_moe_ckpt.snapshot._writer import versions
@@ -112,49 +113,11 @@ class _StepRecorder:
         return versions(list(self._params.values()))
 
 
-class _DataAccess:
-    """Count how often `.data` of some parameters was asked for, or set: what is changed through it has no other trace."""
-
-    _all: ClassVar[list[_DataAccess]] = []
-
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        self.ids, self.count = set(map(id, params)), 0
-        self._all.append(self)
-        torch.nn.Parameter.data = property(_get_data, _set_data)  # type: ignore[assignment]
-
-    def close(self) -> None:
-        """Stop to count."""
-        if self in self._all:
-            self._all.remove(self)
-            if not self._all:
-                del torch.nn.Parameter.data  # what `Tensor` has is seen again
-
-    @classmethod
-    def note(cls, param: Tensor) -> None:
-        """Count an access."""
-        for each in cls._all:
-            each.count += id(param) in each.ids
-
-
-_DATA: Any = Tensor.data
-
-
-def _get_data(param: Tensor) -> Tensor:
-    _DataAccess.note(param)
-    data: Tensor = _DATA.__get__(param)
-    return data
-
-
-def _set_data(param: Tensor, data: Tensor) -> None:
-    _DataAccess.note(param)
-    _DATA.__set__(param, data)
-
-
 class DifferentialRecorder(_StepRecorder):
     """Offer the gradients of each step of the optimizer to the view as what DELTA records are copied from."""
 
     def __init__(self, view: StateView, *, error_feedback: bool = False) -> None:
-        self._accesses = _DataAccess(view.params[fqn] for fqn in view.repeatable)
+        self._accesses = DataAccess(view.params[fqn] for fqn in view.repeatable)
         super().__init__(view, view.repeatable)
         self._feeds_back = error_feedback
         self._left_out: dict[str, Tensor] = {}

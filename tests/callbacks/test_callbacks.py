@@ -455,6 +455,16 @@ def test_training_goes_on_without_checkpoints_when_a_parameter_is_replaced(
     assert again.report.resumed_from < 8
 
 
+@pytest.mark.parametrize("steps", [6, 8])
+def test_a_finished_run_that_is_started_again_ends_with_the_same_random_state(tmp_path: Path, steps: int) -> None:
+    """What follows `fit`, as a test with dropout, draws the same: in the middle of an epoch and at its end."""
+    fit(DenseCheckpoint(str(tmp_path)), steps=steps)
+    ended = torch.get_rng_state()
+    torch.manual_seed(99)
+    fit(DenseCheckpoint(str(tmp_path)), steps=steps)
+    assert torch.equal(torch.get_rng_state(), ended)
+
+
 def test_a_callback_that_cannot_load_its_own_state_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Lightning's class fails in `load_state_dict`: a run that began with it could not resume."""
     fit(DenseCheckpoint(str(tmp_path)), SpikeDetection(atol=1e9), steps=4)

@@ -19,17 +19,21 @@ ROWS = 4_000_000
 
 
 class Edited(LightningModule):
-    """Its weight is scaled by each forward pass that trains, from one step on."""
+    """Its weight is scaled by each forward pass that trains, from one step on: in place, through `.data`, or by other `.data`."""
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, how: str) -> None:
         super().__init__()
         self.weight, self.last = nn.Parameter(torch.ones(ROWS, 4)), nn.Linear(4, 1)
-        self._from = first
+        self._from, self._how = first, how
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.global_step >= self._from:
+        if self.global_step >= self._from and self._how == "in place":
             with torch.no_grad():
                 self.weight[-1000:].mul_(0.9)
+        elif self.global_step >= self._from and self._how == "through data":
+            self.weight.data[-1000:].mul_(0.9)
+        elif self.global_step >= self._from:
+            self.weight.data = 0.9 * self.weight.data
         loss: Tensor = self.last(batch + self.weight[-4:].mean()).square().mean()
         return loss
 
@@ -53,18 +57,20 @@ class Began(Callback):
             raise ZeroDivisionError
 
 
-def fit(checkpoint: Callback, began: Began, first: int) -> None:
+def fit(checkpoint: Callback, began: Began, first: int, how: str) -> None:
     """Train, with nothing beside it that takes time."""
     torch.manual_seed(1)
     trainer = Trainer(
         accelerator="cpu", max_steps=9, logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[checkpoint, began]
     )  # fmt: skip
-    trainer.fit(Edited(first), DataLoader(torch.ones(40, 4), batch_size=4))  # type: ignore[arg-type]
+    trainer.fit(Edited(first, how), DataLoader(torch.ones(40, 4), batch_size=4))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("first", [0, 4], ids=["always", "later"])
+@pytest.mark.parametrize(
+    ("first", "how"), [(0, "in place"), (4, "in place"), (0, "through data"), (4, "through data"), (4, "other data")]
+)
 @pytest.mark.parametrize("policy", ["dense", "sparse"])
-def test_what_is_taken_is_what_the_batch_began_with(tmp_path: Path, policy: str, first: int) -> None:
+def test_what_is_taken_is_what_the_batch_began_with(tmp_path: Path, policy: str, first: int, how: str) -> None:
     """Where nobody saw it coming, the window in which it begins gives no generation."""
 
     def checkpoint() -> Callback:
@@ -73,8 +79,8 @@ def test_what_is_taken_is_what_the_batch_began_with(tmp_path: Path, policy: str,
 
     before, after = Began(fails_at=7), Began(fails_at=-1)
     with pytest.raises(ZeroDivisionError):
-        fit(checkpoint(), before, first)
-    fit(checkpoint(), after, first)
+        fit(checkpoint(), before, first, how)
+    fit(checkpoint(), after, first, how)
     resumed = min(after.seen)
     assert resumed > 0
     assert all(torch.equal(after.seen[step], before.seen[step]) for step in range(resumed, 8))
