@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,6 +23,12 @@ IGNORED = "_ddp_params_and_buffers_to_ignore"
 def is_accumulating(trainer: Trainer) -> bool:
     """Return whether more micro-batches follow before the optimizer steps. Uses `_should_accumulate`."""
     return trainer.fit_loop._should_accumulate()  # noqa: SLF001
+
+
+def may_validate(trainer: Trainer) -> bool:
+    """Return whether a fit has data to validate with, or this is no fit. Uses `_data_source` of the validation loop."""
+    fits = trainer.state.fn == TrainerFn.FITTING
+    return not fits or trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()  # noqa: SLF001
 
 
 def ignored_names(module: LightningModule) -> set[str]:

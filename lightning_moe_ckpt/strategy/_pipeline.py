@@ -199,6 +199,12 @@ class Pipeline:
     def _loss(self, output: Any, target: Tensor) -> Tensor:
         with self._context():
             loss = self._hooks.stage_loss(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigurationError(
+                f"`{type(self._hooks).__name__}.stage_loss` returned {found}. Return the mean loss of the micro-batch, a tensor "
+                "with one element."
+            )
         self._logs.losses.append(loss.detach())
         return self._scale(loss / self._micro_batches)
 

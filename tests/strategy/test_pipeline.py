@@ -158,6 +158,25 @@ class Talkative(Staged):
         return None
 
 
+class Several(Staged):
+    def stage_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().stage_loss(output, target).repeat(2)
+
+
+class Bare(Staged):
+    """Has no step and no validation, as a module that is written for stages only."""
+
+    training_step = pl.LightningModule.training_step  # type: ignore[assignment]
+    validation_step = pl.LightningModule.validation_step  # type: ignore[assignment]
+    val_dataloader = pl.LightningModule.val_dataloader
+
+
+def test_a_module_without_steps_trains_without_a_warning() -> None:
+    """Lightning would say that it has defined a `validation_step`, which it has not."""
+    for rank, validated in zip(*(train(2, model=each, strategy=STAGES) for each in (Bare, Staged)), strict=True):
+        assert all(torch.equal(each, validated.parameters[name]) for name, each in rank.parameters.items())
+
+
 class Ragged(Staged):
     def train_dataloader(self) -> DataLoader[Any]:
         x = torch.randn(6, 6)
@@ -172,6 +191,7 @@ class Ragged(Staged):
         (Tied, {}, r"`stage.shared.weight` and 1 more: stages \[0, 1\]"),
         (Hookless, {}, r"Hookless.configure_stage`, which it does not have"),
         (Talkative, {}, "Stages 0 and 1 both log `balance`"),
+        (Several, {}, r"stage_loss` returned a tensor of shape \[2\]"),
         (Ragged, {}, r"\[2, 6\] float32, batches before had \[4, 6\] float32"),
         (lambda: Staged(batch_size=3), {}, "3 samples cannot be cut into `micro_batches=2`"),
         (Staged, {"accumulate_grad_batches": 2}, "accumulated over micro-batches"),
