@@ -370,16 +370,24 @@ class StageAlone:
         run = self.run
         assert run is not None
         random, logged = capture_rng(), _lightning_attempts.hold(self._trainer, self._module)
-        buffers = {name: (buffer, buffer.clone()) for name, buffer in self._module.named_buffers()}
-        put_back = run.hold_attempt()
+        buffers, put_back = _hold_buffers(self._module), run.hold_attempt()
 
         def undo() -> None:
             put_back()
             logged()
-            now = dict(self._module.named_buffers())
-            with torch.no_grad():
-                for name, (_, kept) in buffers.items():
-                    now[name].copy_(kept)
+            buffers()
             restore_rng(random)
 
         return undo
+
+
+def _hold_buffers(module: LightningModule) -> Callable[[], None]:
+    held = {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+    def put_back() -> None:
+        now = dict(module.named_buffers())
+        with torch.no_grad():
+            for name, kept in held.items():
+                now[name].copy_(kept)
+
+    return put_back
