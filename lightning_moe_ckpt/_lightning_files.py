@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,10 @@ class CheckpointFiles:
         The run was killed while it replaced a file by a newer one. The old content is lost; the file gets the current state.
         """
         torn = [path for path in self._saved if _torn(path)] if self._trainer.is_global_zero else []
-        for path in self._strategy.broadcast(torn):
+        upstream: Any = getattr(self._strategy, "upstream", None)
+        with nullcontext() if upstream is None else upstream.paused():
+            paths = self._strategy.broadcast(torn)
+        for path in paths:
             log.warning("%s was left half written by the run that was killed; it is written anew", path)
             self._save(path, self._saved[path])
 

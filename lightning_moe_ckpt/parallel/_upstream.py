@@ -17,7 +17,8 @@ in the ordinary training loop, and in checking what it sends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -133,6 +134,15 @@ class UpstreamLog:
         if self._now is not None:
             self._now.answers.append([kind, value])
         return value
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep nothing of what is asked in the context: a stage that repeats steps does not do it again."""
+        now, self._now = self._now, None
+        try:
+            yield
+        finally:
+            self._now = now
 
     def complete(self, kind: str, value: Any) -> None:
         """Keep an answer that other ranks have got, unless this one has."""

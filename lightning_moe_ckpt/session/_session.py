@@ -493,10 +493,12 @@ class CheckpointSession:
 
     @property
     def most_steps_back(self) -> int | None:
-        """Steps that a restart repeats at most, as windows follow each other now; `None` before the first plan."""
+        """Steps from the horizon on, at most, as windows follow each other now: until one is known to be complete, and the next
+        one is; `None` before the first plan.
+        """
         layout = made(self._capture).layout
-        apart = max(self._planner.interval_steps, self._tiers.governor.gap_steps)
-        return None if layout is None else len(layout.steps) + max(apart, len(layout.steps))
+        apart = max(self.least_steps, self._planner.interval_steps, self._tiers.governor.gap_steps)
+        return None if layout is None else 2 * max(apart, len(layout.steps))
 
     @property
     def windows_missed(self) -> int:

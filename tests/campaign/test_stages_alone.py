@@ -154,7 +154,8 @@ def require_counted(lives: Sequence[AttemptResult], setup: Counted, deaths: Sequ
         own = sum(rank // size in each for each in went_back)
         assert back <= own, f"rank {rank} took {steps}"
         if not own:
-            assert steps == list(range(setup.steps)), f"rank {rank} took {steps}"
+            assert steps == sorted(set(steps)), f"rank {rank} took {steps}"
+            assert steps == list(range(setup.steps)) or setup.precision == "16-mixed"  # whose scaler leaves some out
             assert len(re.findall(r"goes on in step", said(lives, rank))) >= 1
 
 
@@ -215,14 +216,15 @@ def test_a_stage_recovers_alone_from_everywhere(
 def test_ranks_die_one_after_another(campaigns: Campaigns, seed: int) -> None:
     """Anywhere, in recoveries of others too; a quarter stop and do not die."""
     draw = random.Random(f"alone {seed}")
+    validate = draw.choice([None, 3, 4])
     setup = replace(
         draw.choice([*TOPOLOGIES.values()]),
         batches=14,
         epochs=2,
-        validate_every=draw.choice([None, 3, 4]),
+        validate_every=validate,
         schedule=draw.choice(["1f1b", "gpipe"]),
         precision=draw.choice(["32-true", "bf16-mixed", "16-mixed"]),
-        scheduler=draw.choice(["cosine", "plateau"]),
+        scheduler=draw.choice(["cosine", "plateau" if validate else "epoch"]),
         checkpointing=draw.choice([SPARSE, SPARSE, DENSE]),
     )
     later = [*PLACES, "open", "join_tiers"]
@@ -245,7 +247,7 @@ VALIDATED = replace(TWO, batches=12, epochs=2, validate_every=4)
     [
         replace(VALIDATED, precision="16-mixed", overflow_steps=(5, 9), schedule="gpipe", scheduler="plateau"),
         pytest.param(replace(VALIDATED, checkpointing=DENSE, averaged="ema"), marks=pytest.mark.soak),
-        pytest.param(replace(VALIDATED, precision="bf16-mixed", workers=1, micro_batches=4), marks=pytest.mark.soak),
+        pytest.param(replace(VALIDATED, precision="bf16-mixed", micro_batches=4), marks=pytest.mark.soak),
         pytest.param(
             replace(VALIDATED, world_size=4, precision="16-mixed", overflow_steps=(4, 8)), marks=pytest.mark.soak
         ),
