@@ -1,0 +1,133 @@
+"""Which pipeline stages recover alone, by where all ranks are, and which runs let them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+from torchmetrics import MeanMetric
+from typing_extensions import override
+
+from lightning_moe_ckpt._lightning_attempts import never_alone
+from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
+from lightning_moe_ckpt.fit._stage_alone import Decision
+from lightning_moe_ckpt.parallel import ParallelGroups
+
+NEW, WITHIN, AT_COMMIT, ELSEWHERE = range(4)
+
+
+def decided(*places: tuple[int, int], stages: int = 4, may: int = 1, generation: int = 1) -> Decision | str:
+    """What follows, by where each rank is and the steps that it knows to be taken."""
+    rows = [[may, place, taken, generation] for place, taken in places]
+    return Decision.of(rows, ParallelGroups.placed(0, len(rows), ep_size=1, num_stages=stages))
+
+
+@pytest.mark.parametrize(
+    ("places", "failed", "step"),
+    [
+        ([(WITHIN, 7), (WITHIN, 7), (NEW, -1), (WITHIN, 7)], (2,), 7),
+        ([(NEW, 7), (WITHIN, 7), (NEW, -1), (WITHIN, 7)], (0, 2), 7),
+        ([(AT_COMMIT, 6), (WITHIN, 7), (AT_COMMIT, 6), (NEW, -1)], (3,), 7),
+        ([(AT_COMMIT, 6), (AT_COMMIT, 6), (WITHIN, 6), (NEW, -1)], (3,), 6),
+    ],
+    ids=["one", "two apart", "taken by all", "done again"],
+)
+def test_stages_recover_alone(places: list[tuple[int, int]], failed: tuple[int, ...], step: int) -> None:
+    """Up to the step that all who stay have come to, which is taken if one of them knows that all had agreed."""
+    assert decided(*places) == Decision(failed, step)
+
+
+def test_what_only_a_stage_knows_that_goes_back_is_not_so() -> None:
+    """Two ranks a stage: one has died behind a commit of which its replica has heard, and nobody else."""
+    places = [(AT_COMMIT, 6), (AT_COMMIT, 6), (WITHIN, 7), (NEW, -1)]
+    assert decided(*places, stages=2) == Decision((1,), 6)
+
+
+@pytest.mark.parametrize(
+    ("places", "options", "why"),
+    [
+        ([(WITHIN, 7), (NEW, -1), (NEW, -1), (WITHIN, 7)], {}, "stages [1, 2] failed together"),
+        ([(WITHIN, 7), (NEW, -1)], {"stages": 1}, "stages [0] failed together"),
+        ([(WITHIN, 7)] * 4, {}, "no rank is new"),
+        ([(WITHIN, 7), (NEW, -1), (ELSEWHERE, 7), (WITHIN, 7)], {}, "other stages were not inside a step"),
+        ([(WITHIN, 7), (NEW, -1), (WITHIN, 6), (WITHIN, 7)], {}, "stages were not in the same step"),
+        ([(WITHIN, 7), (NEW, -1), (WITHIN, 7), (WITHIN, 7)], {"generation": 0}, "there is no generation yet"),
+        ([(WITHIN, 7), (NEW, -1), (WITHIN, 7), (WITHIN, 7)], {"may": 0}, "this run does not let a stage recover alone"),
+    ],
+)
+def test_everybody_recovers(places: list[tuple[int, int]], options: dict[str, int], why: str) -> None:
+    """Where one stage alone could not be exact."""
+    assert decided(*places, **options) == why
+
+
+class Clipping(LightningModule):
+    """Clips by itself."""
+
+    @override
+    def configure_gradient_clipping(self, *args: Any, **options: Any) -> None:
+        """Nothing is clipped."""
+
+
+class Keeping(LightningModule):
+    """Keeps gradients."""
+
+    @override
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        """Nothing is set to zero."""
+
+
+class Measuring(LightningModule):
+    """Has a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+
+class Looking(Callback):
+    """Looks at gradients."""
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """There is nothing to see."""
+
+
+class Lazy(SGD):
+    """Sets nothing to zero."""
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing is set to zero."""
+
+
+def reasons(module: LightningModule, *callbacks: Callback, optimizer: type[Optimizer] = SGD) -> str:
+    weight = Tensor([1.0]).requires_grad_()
+    trainer: Any = SimpleNamespace(callbacks=list(callbacks), optimizers=[optimizer([weight], lr=0.1)])  # type: ignore[call-arg]
+    return "; ".join(never_alone(trainer, module, (ModelCheckpoint,)))
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "optimizer", "why"),
+    [
+        (Clipping, [], SGD, "`Clipping.configure_gradient_clipping` would be called twice in one step"),
+        (Keeping, [], SGD, "`Keeping.optimizer_zero_grad` would be called twice in one step"),
+        (Measuring, [], SGD, "the metric `mean` asks all ranks by itself"),
+        (LightningModule, [Looking], SGD, "`Looking.on_after_backward` would be called twice in one step"),
+        (LightningModule, [ExpertLoadMonitor], SGD, "`ExpertLoadMonitor` asks all ranks by itself"),
+        (LightningModule, [], Lazy, "gradients that `Lazy.zero_grad` leaves would be added up twice"),
+    ],
+)
+def test_a_run_that_would_not_be_exact_says_why(
+    module: type[LightningModule], callbacks: list[type[Callback]], optimizer: type[Optimizer], why: str
+) -> None:
+    assert reasons(module(), *(each() for each in callbacks), optimizer=optimizer) == why
+
+
+def test_an_ordinary_run_may() -> None:
+    """With what Lightning has."""
+    assert reasons(LightningModule(), ModelCheckpoint(), EarlyStopping("loss"), LearningRateMonitor()) == ""
