@@ -75,10 +75,8 @@ class Decision:
         healthy = [row for rank, row in enumerate(rows) if rank // size not in failed]
         if not all(row[0] for row in rows):
             return "this run does not let a stage recover alone"
-        if not failed:
-            return "no rank is new"
-        if any(each + 1 in failed for each in failed) or not healthy:
-            return f"stages {list(failed)} failed together"
+        if not failed or not healthy or any(each + 1 in failed for each in failed):
+            return f"stages {list(failed)} failed together" if failed else "no rank is new"
         if any(row[1] == _ELSEWHERE for row in healthy):
             return "other stages were not inside a step"
         if not all(row[3] for row in healthy):
