@@ -64,8 +64,8 @@ class _Awaiting(MetaPathFinder):
 
 def _explain(module: ModuleType) -> None:
     parser = getattr(module, "LightningArgumentParser", None)
-    if parser is None or hasattr(parser, "explains_moe_ckpt"):
-        return
+    if parser is None or not hasattr(parser, "error") or hasattr(parser, "explains_moe_ckpt"):
+        return  # without jsonargparse it is an empty class, and LightningCLI says what to install
     parser.explains_moe_ckpt = True
     parser.error = _with_remedy(parser.error)
     for name in ("instantiate_classes", "instantiate"):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_type_hints
 
 import pytest
@@ -20,7 +21,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningCLI
 
 import cli
-from lightning_moe_ckpt import MoEStrategy
+from lightning_moe_ckpt import MoEStrategy, _lightning_cli
 from lightning_moe_ckpt.callbacks import (
     CheckpointArguments,
     DenseCheckpoint,
@@ -260,6 +261,16 @@ def test_the_order_of_imports_does_not_matter(first: str) -> None:
         [sys.executable, "-c", program], capture_output=True, timeout=120, check=True, text=True, env=environment
     )
     assert done.stderr.rstrip().endswith("there is no such class. Did you mean `DenseCheckpoint`?"), done.stderr[-500:]
+
+
+def test_without_jsonargparse_lightning_says_what_to_install() -> None:
+    """Its parser is an empty class then, which has nothing to explain; our import must not be what fails."""
+    module = ModuleType("lightning.pytorch.cli")
+    empty = type("LightningArgumentParser", (), {})
+    vars(module)["LightningArgumentParser"] = empty
+    _lightning_cli._explain(module)
+    assert not hasattr(empty, "error")
+    assert not hasattr(empty, "explains_moe_ckpt")
 
 
 def test_a_value_that_is_refused_is_an_error_of_ours(tmp_path: Path) -> None:
