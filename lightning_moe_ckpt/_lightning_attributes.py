@@ -125,9 +125,13 @@ class MovedAttributes:
                 )
         return moved
 
-    def restore(self, moved: Mapping[str, Any]) -> None:
-        """Set the attributes in `moved`."""
+    def restore(self, moved: Mapping[str, Any], *, forget_new: bool = False) -> None:
+        """Set the attributes in `moved`; with `forget_new` those that came into being since then are deleted."""
         first = self._first or {}
+        for name in self.take() if forget_new else ():
+            owner, _, attribute = name.rpartition(".")
+            if name not in moved and name not in first and owner in self._owners:
+                delattr(self._owners[owner], attribute)
         back = {name: first[name] for name in self.take() if name not in moved and name in first}
         for name, value in {**back, **moved}.items():
             owner, _, attribute = name.rpartition(".")

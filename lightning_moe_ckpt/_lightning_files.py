@@ -63,9 +63,9 @@ class CheckpointFiles:
         for each in self._model_checkpoints():
             each.__dict__.pop("file_exists", None)
 
-    def trust(self) -> None:
-        """Look for no damaged files: whoever writes them has not died."""
-        self._suspects = False
+    def suspect(self) -> None:
+        """Look for damaged files at the next call of `dense`: whoever writes them may have died. Call on all ranks."""
+        self._suspects = True
 
     def asks_as_resumed(self) -> None:
         """Ask alike in processes that resume and in those that never had to: which files are there, all ranks know together."""

@@ -212,8 +212,8 @@ class BoundaryRecorder:
         return self._moved.take()
 
     def restore_attributes(self, moved: Mapping[str, Any]) -> None:
-        """Set them to what `attributes` returned."""
-        self._moved.restore(moved)
+        """Set them to what `attributes` returned, and delete those that are new since."""
+        self._moved.restore(moved, forget_new=True)
 
     # -- moments, called by the fit
 

@@ -157,11 +157,12 @@ class FitSession:
     def alone(self) -> None:
         """Take nothing, write no files and ask no other stage from here on, until all are `together`."""
         self.session.alone = self._files.held = True
-        self._files.trust()
 
     def together(self) -> None:
-        """Go on as ever: all stages are in the same step."""
-        self.session.alone = False
+        """Go on as ever: all stages are in the same step, at whose end they look for damaged files, all or none."""
+        if self.session.alone:
+            self.session.alone = False
+            self._files.suspect()
 
     def suspend(self) -> None:
         """Give the session up, whose groups are gone; the state of training stays, and so does memory."""

@@ -102,7 +102,7 @@ class MoEStrategy(PipelinedStrategy):
         pipeline_parallel: int = 1,
         micro_batches: int = 1,
         schedule: Literal["1f1b", "gpipe"] = "1f1b",
-        localized_recovery: bool = True,
+        localized_recovery: bool = False,
         upstream_log_nbytes: int | str = 2**30,
         gradient_reduction: Literal["ordered", "allreduce"] = "ordered",
         bucket_nbytes: int | str = 32 * 2**20,

@@ -110,7 +110,7 @@ class Pipelined(Setup):
             pipeline_parallel=self.stages,
             micro_batches=self.micro_batches,
             schedule=self.schedule,
-            **dict(self.strategy_options),
+            **{"localized_recovery": True} | dict(self.strategy_options),
         )
         return {**super().trainer_options(life), "strategy": strategy}
 

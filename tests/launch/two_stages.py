@@ -82,7 +82,7 @@ def main() -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=MoEStrategy(pipeline_parallel=2, micro_batches=4),
+        strategy=MoEStrategy(pipeline_parallel=2, micro_batches=4, localized_recovery=True),
         callbacks=[SparseCheckpoint((FOLDER / "run").as_uri(), window=3), Writes()],
         max_epochs=1,
         logger=False,
