@@ -75,6 +75,7 @@ class FitSession:
     may_begin_with_gradients = False
     """Whether the coming step may begin with gradients that the boundary at hand does not have."""
     _waits = _suspended = False
+    _reported: Report
     _broken: Exception | None = None
     """What kept the session from going on between two steps."""
 
@@ -167,6 +168,7 @@ class FitSession:
     def suspend(self) -> None:
         """Give the session up, whose groups are gone; the state of training stays, and so does memory."""
         if not self._suspended:
+            self._reported = self.report()  # a closed engine has no figures
             self._suspended, self._broken = True, None
             vars(self._trainer.strategy).pop("on_phase", None)
             self.session.close(keep_memory=True)
@@ -214,6 +216,8 @@ class FitSession:
 
     def report(self) -> Report:
         """Return the figures so far."""
+        if self._suspended:
+            return self._reported
         upstream = getattr(self._trainer.strategy, "upstream", None)
         return replace(self.session.report(), upstream_log_nbytes=0 if upstream is None else upstream.nbytes)
 
