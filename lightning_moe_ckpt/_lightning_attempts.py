@@ -6,13 +6,17 @@ results of the epoch, and unscales gradients. What hooks of the user do meanwhil
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from lightning_moe_ckpt._lightning import callbacks_of
@@ -22,6 +26,20 @@ _HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_
 _LIBRARIES = ("lightning", "lightning_moe_ckpt")
 _OF_RESULTS = ("value", "cumulated_batch_size", "_forward_cache", "_update_count", "has_reset", "_computed")
 """Attributes of what is logged that change as it is."""
+
+APART = (
+    nn.Module,
+    nn.Parameter,
+    Optimizer,
+    Trainer,
+    Strategy,
+    Logger,
+    Callback,
+    LightningDataModule,
+    Dataset,
+    DataLoader,
+)
+"""Types of what an attribute of a module may lead to and is no part of it."""
 
 
 def never_alone(trainer: Trainer, module: LightningModule, own: tuple[type[Callback], ...]) -> list[str]:
@@ -62,6 +80,18 @@ def _of_callbacks(trainer: Trainer, own: tuple[type[Callback], ...]) -> Iterator
 def _is_users(callback: Callback, hook: str) -> bool:
     home = getattr(getattr(callback, hook), "__module__", "")
     return is_overridden(hook, callback, Callback) and home.partition(".")[0] not in _LIBRARIES
+
+
+def parts_of(module: LightningModule) -> tuple[list[nn.Module], list[object]]:
+    """Return the modules that an attempt runs, torch's own excluded, and the values of the user's attributes of them."""
+    parts = [each for each in module.modules() if not type(each).__module__.startswith("torch.")]
+    own = _own_names()
+    return parts, [value for each in parts for name, value in vars(each).items() if name not in own]
+
+
+@functools.cache
+def _own_names() -> frozenset[str]:
+    return frozenset(vars(LightningModule()))
 
 
 def hold(trainer: Trainer, module: LightningModule) -> Callable[[], None]:

@@ -35,7 +35,7 @@ Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomS
 _MOST_NBYTES = 2**20
 """Largest tensor or array that is copied."""
 _MOST_ITEMS = 10_000
-"""Most items of a container that are searched: longer ones hold data. Which items they are is remembered all the same."""
+"""Longer containers hold data."""
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _LISTS = (list, bytearray)
 _SETS = (set, deque)
@@ -55,6 +55,7 @@ class Memento:
         shallow: objects of which the attributes are remembered, and not what they lead to.
         restored: tensors whose values somebody else restores.
         apart: types of objects that are left alone.
+        most_items: most items of a container that are searched. Which items a longer one has is remembered all the same.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class Memento:
         shallow: Iterable[object] = (),
         restored: Iterable[Tensor] = (),
         apart: tuple[type, ...] = (),
+        most_items: int = _MOST_ITEMS,
     ) -> None:
-        self._apart = (*_OPAQUE, *apart)
+        self._apart, self._most_items = (*_OPAQUE, *apart), most_items
         self._restored = {id(tensor): tensor for tensor in restored}
         self._spaces: list[tuple[dict[Any, Any], list[tuple[Any, Any]]]] = []
         """Attributes of objects, and dictionaries."""
@@ -156,12 +158,12 @@ class Memento:
             self._sets.append((each, list(each)))
         elif not isinstance(each, tuple | frozenset):
             return
-        if not isinstance(each, dict | bytearray) and len(each) <= _MOST_ITEMS:
+        if not isinstance(each, dict | bytearray) and len(each) <= self._most_items:
             yield from each
 
     def _remember_space(self, space: dict[Any, Any]) -> Iterator[object]:
         self._spaces.append((space, list(space.items())))
-        if len(space) <= _MOST_ITEMS:
+        if len(space) <= self._most_items:
             yield from space.values()
 
     def _remember_tensor(self, tensor: Tensor) -> None:

@@ -32,6 +32,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.fit._memento import Memento
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
 from lightning_moe_ckpt.parallel import ParallelGroups
@@ -42,6 +43,9 @@ log = rank_logger(__name__)
 
 _NEW, _WITHIN, _AT_COMMIT, _ELSEWHERE = range(4)
 """Where a rank is."""
+
+_MOST_ITEMS = 100
+"""Most items of a user's container that are looked into in every step; longer ones hold data."""
 
 
 class Rewind(CheckpointError):
@@ -369,14 +373,14 @@ class StageAlone:
         """Return a function that puts back what an attempt at a step changes."""
         run = self.run
         assert run is not None
-        random, logged = capture_rng(), _lightning_attempts.hold(self._trainer, self._module)
-        buffers, put_back = _hold_buffers(self._module), run.hold_attempt()
+        logged = _lightning_attempts.hold(self._trainer, self._module)
+        users, buffers, put_back = _hold_users(self._module), _hold_buffers(self._module), run.hold_attempt()
 
         def undo() -> None:
             put_back()
             logged()
             buffers()
-            restore_rng(random)
+            users()
 
         return undo
 
@@ -391,3 +395,12 @@ def _hold_buffers(module: LightningModule) -> Callable[[], None]:
                 now[name].copy_(kept)
 
     return put_back
+
+
+def _hold_users(module: LightningModule) -> Callable[[], None]:
+    """Return a function that puts back random state, and what the user's attributes hold.
+
+    What only a step needs, such as a list of losses that a hook behind it empties, is in no journal.
+    """
+    parts, values = _lightning_attempts.parts_of(module)
+    return Memento(values, shallow=parts, apart=_lightning_attempts.APART, most_items=_MOST_ITEMS).restore

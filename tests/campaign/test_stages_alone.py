@@ -36,9 +36,17 @@ DENSE = Checkpointing(policy="dense", every_n_steps=2)
 
 
 class CountedModule(PipelinedModule):
-    """Writes down every step that the optimizer takes; its loss depends on how often it was asked for, and is averaged over epochs."""
+    """Writes down every step that the optimizer takes; its loss depends on how often it was asked for, and is averaged over epochs.
+
+    It depends too on a generator, and on a list and a tensor that are empty between steps.
+    """
 
     asked = 0
+
+    def __init__(self, setup: Counted, life: Attempt) -> None:
+        super().__init__(setup, life)
+        self._generator, self._parts = torch.Generator().manual_seed(1), list[int]()
+        self._sum = torch.zeros(())
 
     @override
     def stage_loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -51,7 +59,17 @@ class CountedModule(PipelinedModule):
     def stage_auxiliary_loss(self) -> Tensor | None:
         found = super().stage_auxiliary_loss()
         self.asked += self.training
-        return None if found is None else found * (1 + 1e-2 * self.asked)
+        if found is None or not self.training:
+            return found
+        self._parts.append(1)
+        self._sum += torch.rand((), generator=self._generator)
+        return found * (1 + 1e-2 * self.asked + 1e-1 * len(self._parts) + self._sum)
+
+    @override
+    def on_train_batch_end(self, *args: object) -> None:
+        super().on_train_batch_end(*args)
+        self._parts.clear()
+        self._sum.zero_()
 
     @override
     def configure_optimizers(self) -> Any:
@@ -357,7 +375,7 @@ class Without:
 
     def __call__(self, life: Attempt) -> Mapping[str, Any]:
         *path, name = self.attribute.split(".")
-        setattr(reduce(getattr, path, importlib.import_module(self.module)), name, lambda *_: _nothing)
+        setattr(reduce(getattr, path, importlib.import_module(self.module)), name, lambda *_, **__: _nothing)
         return train_and_die(self.setup, self.deaths, no_place, life)
 
 
@@ -368,9 +386,9 @@ def _nothing(*_: object) -> None:
 ALONE = "lightning_moe_ckpt.fit._stage_alone"
 ABLATIONS = {
     "everything": (ALONE, "StageAlone._remember", "loss|buffer"),
-    "random state": (ALONE, "restore_rng", "loss"),
+    "random state": ("lightning_moe_ckpt.fit._memento", "restore_rng", "loss"),
     "buffers": (ALONE, "_hold_buffers", "buffer|loss"),
-    "attributes": ("lightning_moe_ckpt.fit._run", "FitSession.hold_attempt", "loss"),
+    "attributes": (ALONE, "_hold_users", "loss"),
     "results": ("lightning_moe_ckpt._lightning_attempts", "hold", "mean"),
 }
 
