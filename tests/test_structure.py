@@ -38,9 +38,9 @@ MAX_OLD_WORDS = 5
 MAX_DOWN, MAX_UP = (25, 14), (24, 13)
 """Functions and modules that a record passes."""
 MAX_STEP = {
-    "sparse2": (365, 555),
-    "sparse4": (246, 390),
-    "dense": (342, 525),
+    "sparse2": (372, 560),
+    "sparse4": (254, 395),
+    "dense": (350, 530),
     "partial": (480, 900),
     "passed": (128, 175),
 }

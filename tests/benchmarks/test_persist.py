@@ -34,7 +34,7 @@ from lightning_moe_ckpt.storage import open_backend
 
 
 def _pair(bare: float, ours: float) -> Pair:
-    return Pair(10**9, *(Cost(seconds, seconds / 10) for seconds in (bare, ours)))
+    return Pair(2**30, *(Cost(seconds, seconds / 10) for seconds in (bare, ours)))
 
 
 class _Enough(Exception):
@@ -86,7 +86,7 @@ def test_ratios_are_taken_within_a_turn() -> None:
     assert _ratio(LOCAL, [_pair(1.0, 1.3)], "").outcome == "NOT met"
     cpu = _cpu([_pair(1.0, 5.0)], "")
     assert cpu.value == pytest.approx(0.5)
-    assert (cpu.outcome, cpu.baseline) == ("met", "0.10 s/GB")
+    assert (cpu.outcome, cpu.baseline) == ("met", "0.10 s/GiB")
 
 
 def test_what_was_not_measured_meets_nothing() -> None:

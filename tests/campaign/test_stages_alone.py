@@ -317,7 +317,7 @@ AT_ONCE = {"apart": (0, 2, "[0, 2]"), "ends": (3, 0, "[0, 3]"), "neighbours": (1
 
 
 @pytest.mark.parametrize(
-    "which", [pytest.param(each, marks=[pytest.mark.soak] if each == "ends" else []) for each in AT_ONCE]
+    "which", [pytest.param(each, marks=[] if each == "neighbours" else [pytest.mark.soak]) for each in AT_ONCE]
 )
 def test_two_stages_of_four(campaigns: Campaigns, which: str) -> None:
     """The second rank dies as the first has been replaced; where they are neighbours, the log between them is gone."""

@@ -478,5 +478,5 @@ def test_a_job_that_was_followed_finishes_nothing(place: Path, tmp_path: Path) -
 
 
 def test_nothing_is_made_of_nothing(place: Path) -> None:
-    with pytest.raises(NoUsableGeneration, match="no committed generation"):
+    with pytest.raises(NoUsableGeneration, match="holds no run"):
         repair_log(PosixBackend(place), dry_run=True)

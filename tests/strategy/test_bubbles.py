@@ -85,6 +85,7 @@ def test_copies_of_a_step_are_made_in_its_bubbles(tmp_path: Path, stages: int) -
     assert last >= (stages - 1) * SECONDS
 
 
+@pytest.mark.soak
 def test_without_that_copies_run_beside_operations(tmp_path: Path) -> None:
     """What the rule is for: operations of the first stage begin at once, and so do copies that wait for nothing."""
     with patch.object(CompiledCpuEngine, "fit_gaps", lambda *_: None):
