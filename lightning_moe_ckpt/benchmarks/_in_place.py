@@ -90,6 +90,11 @@ class Failure:
     """Of an ordinary step."""
 
 
+def time_ratio(failures: Sequence[Failure]) -> float:
+    """Return the share of time that training goes forward at an MTBF of 10 minutes, as far as such failures cost it."""
+    return 1 - statistics.median(each.total_seconds - each.step_seconds for each in failures) / _MTBF_SECONDS
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureFigure:
     """One launcher and number of ranks."""
@@ -106,8 +111,7 @@ class FailureFigure:
     @property
     def time_ratio(self) -> float:
         """Share of time that training goes forward, if a rank dies every 10 minutes."""
-        lost = self.median(lambda each: each.total_seconds - each.step_seconds)
-        return 1 - (lost or 0.0) / _MTBF_SECONDS
+        return time_ratio(self.failures)
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[FailureFigure]:

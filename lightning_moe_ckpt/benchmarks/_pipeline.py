@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from rich.table import Table
 
 from lightning_moe_ckpt.benchmarks._benchmark import Progress, rounds_of, table_of
-from lightning_moe_ckpt.benchmarks._in_place import FailingJob, Failure, job
+from lightning_moe_ckpt.benchmarks._in_place import FailingJob, Failure, job, time_ratio
 from lightning_moe_ckpt.benchmarks._pipeline_fit import WINDOW
 from lightning_moe_ckpt.testing._records import Record
 
@@ -30,7 +30,6 @@ SYSTEMS = {
     "alone": "in place, that stage alone",
 }
 _SCRIPT = "lightning_moe_ckpt.benchmarks._pipeline_fit"
-_MTBF_SECONDS = 600.0
 _COLUMNS = (
     "system",
     "step",
@@ -65,12 +64,6 @@ class StageFigure:
     def step_seconds(self) -> float:
         """An ordinary step."""
         return statistics.median(each.step_seconds for each in self.failures)
-
-    @property
-    def time_ratio(self) -> float:
-        """Share of time that training goes forward, if a stage dies every 10 minutes."""
-        lost = statistics.median(each.total_seconds - each.step_seconds for each in self.failures)
-        return 1 - lost / _MTBF_SECONDS
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[StageFigure]:
@@ -121,7 +114,7 @@ def _row(figure: StageFigure) -> list[str]:
         f"{100 * statistics.median(figure.skipped):.0f} %",
         f"{statistics.median(totals):.2f}",
         f"{min(totals):.2f} to {max(totals):.2f}",
-        f"{figure.time_ratio:.4f}",
+        f"{time_ratio(figure.failures):.4f}",
     ]
 
 
