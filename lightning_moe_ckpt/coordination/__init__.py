@@ -2,6 +2,7 @@
 
 from lightning_moe_ckpt.coordination._exchange import Exchange as Exchange
 from lightning_moe_ckpt.coordination._neighbours import Neighbours as Neighbours
+from lightning_moe_ckpt.coordination._segment import Segment as Segment
 from lightning_moe_ckpt.coordination._versions import VERSIONS as VERSIONS
 from lightning_moe_ckpt.coordination._versions import agreed_versions as agreed_versions
 from lightning_moe_ckpt.coordination._versions import in_words as in_words

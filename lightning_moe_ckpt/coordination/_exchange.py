@@ -96,7 +96,7 @@ class Exchange:
         if self._group is None:
             return value
         payload = encode(value) if self.is_coordinator else b""
-        nbytes = _expected(self.gather([len(payload)])[0][0])
+        nbytes = expected_nbytes(self.gather([len(payload)])[0][0])
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         if self.is_coordinator:
             buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
@@ -108,7 +108,7 @@ class Exchange:
         if self._group is None:
             return [value]
         payload = encode(value)
-        sizes = [_expected(row[0]) for row in self.gather([len(payload)])]
+        sizes = [expected_nbytes(row[0]) for row in self.gather([len(payload)])]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         rows = self.gather_tensor(padded)
@@ -147,7 +147,7 @@ class Exchange:
         return value[0]
 
 
-def _expected(nbytes: int) -> int:
+def expected_nbytes(nbytes: int) -> int:
     """Check the size that a rank announces, before memory is made for it. Raises `CheckpointError` if out of range."""
     if not 0 <= nbytes <= _MAX_VALUE_NBYTES:
         raise CheckpointError(f"a rank announces a value of {nbytes} bytes. Start all ranks with one release.")

@@ -9,9 +9,10 @@ Where another rank has failed, a rank is in one of these places:
 The stages of ranks that are new, or do not know yet where they are, go on in place too, but alone: in the ordinary loop, from
 the newest generation on, fed by what their neighbours have kept (`UpstreamLog`). When they come to the step that failed, all
 ranks take it together. Until then no rank takes anything for checkpoints, and a repeating one asks no other stage anything.
+Failed stages next to each other are one segment: a small pipeline, fed at its two ends.
 
-Whatever does not fit (neighbouring stages failed both, a record is not there, a bit is not the same) is answered with recovery
-in place by everybody.
+Whatever does not fit (no stage is left, a record is not there, a bit is not the same) is answered with recovery in place by
+everybody.
 
 Source: MoEvement (2026), Sec. 3.4 (localized recovery), Appendix A; we differ in the commit, behind which every rank has all it
 needs for the step, so that no stage is ever more than one step ahead of another.
@@ -30,7 +31,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_moe_ckpt import _lightning_attempts
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
-from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.coordination import Exchange, Segment
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.fit._memento import Memento
 from lightning_moe_ckpt.fit._run import FitSession
@@ -79,8 +80,8 @@ class Decision:
         healthy = [row for rank, row in enumerate(rows) if rank // size not in failed]
         if not all(row[0] for row in rows):
             return "this run does not let a stage recover alone"
-        if not failed or not healthy or any(each + 1 in failed for each in failed):
-            return f"stages {list(failed)} failed together" if failed else "no rank is new"
+        if not failed or not healthy:
+            return "all stages failed together" if failed else "no rank is new"
         if any(row[1] == _ELSEWHERE for row in healthy):
             return "other stages were not inside a step"
         if not all(row[3] for row in healthy):
@@ -91,6 +92,15 @@ class Decision:
         if any(row[2] != step and (row[2], row[1]) != (step - 1, _AT_COMMIT) for row in healthy):
             return "stages were not in the same step"
         return cls(failed, step)
+
+    def segment(self, stage: int) -> range:
+        """Return the failed stages next to each other of which one is `stage`."""
+        first = last = stage
+        while first - 1 in self.failed:
+            first -= 1
+        while last + 1 in self.failed:
+            last += 1
+        return range(first, last + 1)
 
 
 class StageAlone:
@@ -235,9 +245,13 @@ class StageAlone:
         pipeline, steps = Exchange(groups, "pipeline_control"), range(first, plan.step)
         rows: list[Any] = [pipeline.gather_values(self._log.given_for(step) if serves else None) for step in steps]
         if self.repeats:
-            before = [row[here - 1] for row in rows] if here > 0 else None
-            behind = [row[here + 1] for row in rows] if here + 1 < groups.num_stages else None
-            self._log.repeat(first, before, behind)
+            segment = plan.segment(here)
+            ends = segment.start - 1, segment.stop
+            above, below = ([row[each] for row in rows] if 0 <= each < groups.num_stages else None for each in ends)
+            answers = [each[0] for each in above or below or ()]
+            live = Segment(groups, segment)
+            self._log.repeat(first, answers, None if live.before else above, None if live.behind else below)
+            self._log.join(live.before, live.behind, stages_behind=live.stages_behind)
 
     def _meet(self, *, exact: bool) -> None:
         """Wait until all stages are at the same step. Collective, of all ranks; raises `Rewind` if one is not exact."""

@@ -5,7 +5,7 @@ logged values, norms, flags. A neighbour has kept what it sent, and every rank o
 that live feed the one that has died, and nothing of its own is needed, not even its node.
 
 What a repeating stage sends again goes to nobody. Its neighbours have kept digests of what they had got from it: a difference
-ends the repetition, see `Diverged`.
+ends the repetition, see `Diverged`. Neighbours that repeat steps together hand each other what crosses the border between them.
 
 Invariant: a step's record has everything from the beginning of its (last) attempt to that of the next step's, validation between
 the two included, in the order in which it happened.
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,19 @@ Direction = Literal["down", "up"]
 
 _MAY_BE_PASSED = "norm"
 """Kind of answer that is not asked for again where a journal has it."""
+
+
+class LiveBorder(Protocol):
+    """A border between two stages that repeat steps together."""
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Begin to send copies on the host."""
+
+    def settle(self) -> None:
+        """Wait until the other side has what was sent."""
+
+    def receive(self) -> list[Tensor]:
+        """Return what the other side has sent next."""
 
 
 class Diverged(CheckpointError):
@@ -87,6 +100,10 @@ class UpstreamLog:
         self._now: Crossings | None = None
         self._given: dict[int, _Given] = {}
         self._from: _Given | None = None
+        self._into: dict[str, LiveBorder] = {}
+        self._out_of: dict[str, LiveBorder] = {}
+        self.stages_behind = 0
+        """Stages behind this one that repeat steps together with it."""
 
     # -- what is kept
 
@@ -124,6 +141,7 @@ class UpstreamLog:
     def forget(self) -> None:
         """Forget everything: this process begins again from another step."""
         self._steps, self._given, self._now, self._from, self.silent = {}, {}, None, None, False
+        self.join(None, None)
 
     def answer(self, kind: str, ask: Callable[[], T]) -> T:
         """Return what all ranks of the pipeline get to know, by asking them or as it was."""
@@ -157,7 +175,9 @@ class UpstreamLog:
         if not copies:
             return
         self._now.sent[direction].append(copies)
-        if self._from is not None:
+        if (border := self._out_of.get(direction)) is not None:
+            border.send(copies)
+        elif self._from is not None:
             expected = self._from.outputs[direction]
             if not expected or expected.popleft() != digest_of(copies):
                 raise Diverged(f"other {'activations' if direction == 'down' else 'gradients'} were sent than before")
@@ -188,31 +208,43 @@ class UpstreamLog:
         kept = self._steps[step]
         return [kept.answers, kept.sent, kept.seen]
 
-    def repeat(self, first: int, before: Sequence[Any] | None, behind: Sequence[Any] | None) -> None:
+    def repeat(
+        self, first: int, answers: Sequence[list[Any]], before: Sequence[Any] | None, behind: Sequence[Any] | None
+    ) -> None:
         """Take what steps from `first` on are repeated from.
 
         Args:
             first: the first of them.
-            before: what the rank of the stage before this one has for each step, as `given_for` returned it; `None` for the first stage.
-            behind: the same of the stage behind it; `None` for the last stage.
+            answers: of each step, as `given_for` of any rank of the pipeline returned them.
+            before: what the rank of the stage before this one has for each step, as `given_for` returned it; `None` for the first
+                stage, and where that one repeats steps too.
+            behind: the same of the stage behind it; `None` for the last stage, and where that one does.
         """
         self.forget()
-        count = len(before if before is not None else behind or ())
-        empty: list[list[Any]] = [[[], {"down": [], "up": []}, {"down": [], "up": []}]] * count
-        for index, (above, below) in enumerate(zip(before or empty, behind or empty, strict=True)):
+        empty: list[list[Any]] = [[[], {"down": [], "up": []}, {"down": [], "up": []}]] * len(answers)
+        for index, (known, above, below) in enumerate(zip(answers, before or empty, behind or empty, strict=True)):
             self._given[first + index] = _Given(
-                answers=deque(above[0] if before is not None else below[0]),
+                answers=deque(known),
                 inputs={"down": deque(above[1]["down"]), "up": deque(below[1]["up"])},
                 outputs={"down": deque(below[2]["down"]), "up": deque(above[2]["up"])},
             )
         self.silent = True
 
+    def join(self, before: LiveBorder | None, behind: LiveBorder | None, *, stages_behind: int = 0) -> None:
+        """Hand stages that repeat steps too what crosses the borders to them."""
+        self._into = {name: each for name, each in (("down", before), ("up", behind)) if each is not None}
+        self._out_of = {name: each for name, each in (("down", behind), ("up", before)) if each is not None}
+        self.stages_behind = stages_behind
+
     def take(self, direction: Direction) -> list[Tensor]:
         """Return what came next in a step that is repeated."""
         assert self._from is not None
-        if not self._from.inputs[direction]:
+        if (border := self._into.get(direction)) is not None:
+            tensors = border.receive()
+        elif not self._from.inputs[direction]:
             raise Diverged(f"more micro-batches came {direction} than before")
-        tensors = self._from.inputs[direction].popleft()
+        else:
+            tensors = self._from.inputs[direction].popleft()
         self.received(direction, tensors)
         return [each.clone() for each in tensors]
 
@@ -227,6 +259,7 @@ class UpstreamLog:
             raise Diverged(f"steps {sorted(self._given)} were not repeated")
         self._require_done()
         self._from, self.silent = None, False
+        self.join(None, None)
 
     def _next(self, kind: str) -> Any:
         assert self._from is not None
@@ -244,6 +277,8 @@ class UpstreamLog:
     def _require_done(self) -> None:
         if self._from is None:
             return
+        for border in self._out_of.values():
+            border.settle()
         for passed in [each for each in self._from.answers if each[0] == _MAY_BE_PASSED]:
             self._keep(passed)
         left = [each[0] for each in self._from.answers if each[0] != _MAY_BE_PASSED]

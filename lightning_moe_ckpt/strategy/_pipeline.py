@@ -17,6 +17,7 @@ Source: GPipe (2019), Sec. 2.3; PipeDream-Flush in Narayanan et al. (2021), Sec.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -111,25 +112,43 @@ class Pipeline:
         return loss.to(self._device)
 
     def _repeat(self, inputs: Sequence[Tensor], target: Tensor, *, training: bool) -> None:
-        """Run all micro-batches of a batch that was run before, fed by what came from other stages then."""
-        first, last = self._groups.stage == 0, self._groups.stage == self._groups.num_stages - 1
-        cut = [each.chunk(self._micro_batches) for each in inputs]
-        for index, part in enumerate(target.chunk(self._micro_batches)):
-            given = [each[index] for each in cut] if first else self._upstream.take("down")
-            if training and not first:
-                given = [each.to(self._device).requires_grad_(each.is_floating_point()) for each in given]
-            with torch.set_grad_enabled(training):
-                output = self._stage(*given)
-                loss = self._loss(output, part) if last else None
-            if not last:
-                self._upstream.sent("down", _tensors(output))
+        """Run all micro-batches of a batch that was run before, fed by what came from other stages then.
+
+        Stages that do so together are as many micro-batches ahead of each other as in 1F1B.
+        """
+        cut, targets = [each.chunk(self._micro_batches) for each in inputs], target.chunk(self._micro_batches)
+        given = list(zip(*cut, strict=True)) if self._groups.stage == 0 else [None] * self._micro_batches
+        begun: deque[tuple[Sequence[Tensor], Any]] = deque()
+        for each, part in zip(given, targets, strict=True):
+            begun.append(self._forward_again(each, part, training=training))
+            if training and len(begun) > self._upstream.stages_behind:
+                self._backward_again(*begun.popleft(), last=part is targets[-1] and not begun)
+        while training and begun:
+            self._backward_again(*begun.popleft(), last=len(begun) == 0)
+
+    def _forward_again(
+        self, given: Sequence[Tensor] | None, target: Tensor, *, training: bool
+    ) -> tuple[Sequence[Tensor], Any]:
+        """Return a micro-batch's inputs, and its loss or what the next stage gets."""
+        if given is None:
+            given = self._upstream.take("down")
             if training:
-                self._backward_begins(last=index == self._micro_batches - 1)
-                grads = None if last else [each.to(self._device) for each in self._upstream.take("up")]
-                found = stage_backward(loss if last else _tensors(output), grads, given)
-                if not first:
-                    pairs = [(each, grad) for each, grad in zip(given, found, strict=True) if each.is_floating_point()]
-                    self._upstream.sent("up", [torch.zeros_like(e) if grad is None else grad for e, grad in pairs])
+                given = [each.to(self._device).requires_grad_(each.is_floating_point()) for each in given]
+        with torch.set_grad_enabled(training):
+            output = self._stage(*given)
+            if self._groups.stage == self._groups.num_stages - 1:
+                return given, self._loss(output, target)
+        self._upstream.sent("down", _tensors(output))
+        return given, _tensors(output)
+
+    def _backward_again(self, given: Sequence[Tensor], output: Any, *, last: bool) -> None:
+        self._backward_begins(last=last)
+        at_end = self._groups.stage == self._groups.num_stages - 1
+        grads = None if at_end else [each.to(self._device) for each in self._upstream.take("up")]
+        found = stage_backward(output, grads, given)
+        if self._groups.stage > 0:
+            pairs = [(each, grad) for each, grad in zip(given, found, strict=True) if each.is_floating_point()]
+            self._upstream.sent("up", [torch.zeros_like(e) if grad is None else grad for e, grad in pairs])
 
     def _split(self, batch: Any) -> tuple[tuple[Tensor, ...], Tensor]:
         split = getattr(self._hooks, "split_batch", None)

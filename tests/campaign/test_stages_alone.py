@@ -313,17 +313,45 @@ def test_it_can_be_turned_off(campaigns: Campaigns, options: Mapping[str, Any], 
 
 # -- several at once
 
-AT_ONCE = {"apart": (0, 2, "[0, 2]"), "ends": (3, 0, "[0, 3]"), "neighbours": (1, 2, "stages [1, 2] failed together")}
+AT_ONCE = {
+    "apart": ((0, 2), "[0, 2]"),
+    "ends": ((3, 0), "[0, 3]"),
+    "neighbours": ((1, 2), "[1, 2]"),
+    "first two": ((1, 0), "[0, 1]"),
+    "last three": ((2, 3, 1), "[1, 2, 3]"),
+    "first three": ((0, 1, 2), "[0, 1, 2]"),
+    "all": ((0, 1, 2, 3), "all stages failed together"),
+}
+"""Stages of four that fail one after another, and what follows in the end."""
 
 
 @pytest.mark.parametrize(
     "which", [pytest.param(each, marks=[] if each == "neighbours" else [pytest.mark.soak]) for each in AT_ONCE]
 )
-def test_two_stages_of_four(campaigns: Campaigns, which: str) -> None:
-    """The second rank dies as the first has been replaced; where they are neighbours, the log between them is gone."""
-    first, second, found = AT_ONCE[which]
-    lives = check(campaigns, FOUR, [death("forward", first, nth=24), death("open", second, nth=1)])
-    assert decisions(lives) == [f"[{first}]", found]
+def test_several_stages_of_four(campaigns: Campaigns, which: str) -> None:
+    """Each but the first dies as the one before has been replaced; neighbours, between which the log is gone, are one segment."""
+    (first, *others), found = AT_ONCE[which]
+    lives = check(campaigns, FOUR, [death("forward", first, nth=24), *(death("open", each, nth=1) for each in others)])
+    assert decisions(lives)[0] == f"[{first}]"
+    assert decisions(lives)[-1] == found
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Counted(world_size=6, stages=3, micro_batches=4, schedule="gpipe"),
+        Counted(world_size=6, stages=3, micro_batches=4, expert_parallel=2),
+        replace(VALIDATED, world_size=3, stages=3, micro_batches=4, precision="16-mixed", overflow_steps=(5, 9)),
+        replace(VALIDATED, world_size=3, stages=3, micro_batches=4, precision="bf16-mixed", checkpointing=DENSE),
+    ],
+    ids=["3x2x1", "3x1x2", "fp16", "dense"],
+)
+def test_neighbours_of_three(campaigns: Campaigns, setup: Counted) -> None:
+    """Stages of several ranks, validations and scales within what a segment repeats."""
+    size = setup.world_size // 3
+    deaths = [death("after_backward", size, nth=9), death("open", setup.world_size - 1, nth=1)]
+    assert decisions(check(campaigns, setup, deaths)) == ["[1]", "[1, 2]"]
 
 
 @dataclass(frozen=True)

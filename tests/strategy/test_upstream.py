@@ -30,7 +30,8 @@ class Keeps(pl.Callback):
         upstream = log_of(trainer)
         upstream.on = True
         if self._given is not None:
-            upstream.repeat(0, *self._given(trainer.global_rank))
+            before, behind = self._given(trainer.global_rank)
+            upstream.repeat(0, [each[0] for each in before or behind or []], before, behind)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
