@@ -293,7 +293,7 @@ class StageAlone:
                 except _Again:
                     undo()
                 except Exception as error:
-                    if self._taken > step:
+                    if self._taken > step or isinstance(error, Rewind):  # of a failure at the commit
                         raise
                     self._recover(error)
                     undo()

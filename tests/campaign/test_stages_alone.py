@@ -336,6 +336,12 @@ def test_several_stages_of_four(campaigns: Campaigns, which: str) -> None:
     assert decisions(lives)[-1] == found
 
 
+def test_a_second_failure_finds_ranks_at_a_commit(campaigns: Campaigns) -> None:
+    """One of a stage that waits there dies, so that the other of it has to go back from inside its step."""
+    lives = check(campaigns, TOPOLOGIES["2x2x1"], [death("commit", 0, nth=9), death("open", 2, nth=1)])
+    assert decisions(lives) == ["[0]", "all stages failed together"]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "setup",
