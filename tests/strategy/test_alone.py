@@ -32,10 +32,11 @@ def decided(*places: tuple[int, int], stages: int = 4, may: int = 1, generation:
     [
         ([(WITHIN, 7), (WITHIN, 7), (NEW, -1), (WITHIN, 7)], (2,), 7),
         ([(NEW, 7), (WITHIN, 7), (NEW, -1), (WITHIN, 7)], (0, 2), 7),
+        ([(WITHIN, 7), (NEW, -1), (NEW, -1), (WITHIN, 7)], (1, 2), 7),
         ([(AT_COMMIT, 6), (WITHIN, 7), (AT_COMMIT, 6), (NEW, -1)], (3,), 7),
         ([(AT_COMMIT, 6), (AT_COMMIT, 6), (WITHIN, 6), (NEW, -1)], (3,), 6),
     ],
-    ids=["one", "two apart", "taken by all", "done again"],
+    ids=["one", "two apart", "neighbours", "taken by all", "done again"],
 )
 def test_stages_recover_alone(places: list[tuple[int, int]], failed: tuple[int, ...], step: int) -> None:
     """Up to the step that all who stay have come to, which is taken if one of them knows that all had agreed."""
@@ -51,8 +52,8 @@ def test_what_only_a_stage_knows_that_goes_back_is_not_so() -> None:
 @pytest.mark.parametrize(
     ("places", "options", "why"),
     [
-        ([(WITHIN, 7), (NEW, -1), (NEW, -1), (WITHIN, 7)], {}, "stages [1, 2] failed together"),
-        ([(WITHIN, 7), (NEW, -1)], {"stages": 1}, "stages [0] failed together"),
+        ([(NEW, -1), (NEW, 7), (NEW, -1), (NEW, 7)], {}, "all stages failed together"),
+        ([(WITHIN, 7), (NEW, -1)], {"stages": 1}, "all stages failed together"),
         ([(WITHIN, 7)] * 4, {}, "no rank is new"),
         ([(WITHIN, 7), (NEW, -1), (ELSEWHERE, 7), (WITHIN, 7)], {}, "other stages were not inside a step"),
         ([(WITHIN, 7), (NEW, -1), (WITHIN, 6), (WITHIN, 7)], {}, "stages were not in the same step"),
@@ -63,6 +64,12 @@ def test_what_only_a_stage_knows_that_goes_back_is_not_so() -> None:
 def test_everybody_recovers(places: list[tuple[int, int]], options: dict[str, int], why: str) -> None:
     """Where one stage alone could not be exact."""
     assert decided(*places, **options) == why
+
+
+def test_failed_stages_next_to_each_other_are_one_segment() -> None:
+    """Each knows its own, up to stages that stayed."""
+    decision = Decision((0, 2, 3), 7)
+    assert [decision.segment(each) for each in decision.failed] == [range(1), range(2, 4), range(2, 4)]
 
 
 class Clipping(LightningModule):
