@@ -193,9 +193,11 @@ class StageAlone:
         run.alone()
         self._fed = True
         self._taken = self.plan.step
+        here = self._strategy.groups.stage
+        others = [each for each in self.plan.segment(here) if each != here]
         log.info(
-            "stage %d goes from step %d to step %d alone, fed by what its neighbours have kept",
-            *(self._strategy.groups.stage, self._trainer.global_step, self.plan.step),
+            "stage %d goes from step %d to step %d alone%s, fed by what its neighbours have kept",
+            *(here, self._trainer.global_step, self.plan.step, f" with stages {others}" if others else ""),
         )
 
     def ended(self, error: Exception) -> Exception:

@@ -1,4 +1,4 @@
-"""A rank of a pipeline stage is killed under `moe-ckpt run`: a spare takes its place, and its stage recovers alone."""
+"""Ranks of pipeline stages are killed under `moe-ckpt run`, at one moment: their stages recover without the others."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).with_name("two_stages.py")
+SCRIPT = Path(__file__).with_name("in_stages.py")
 STEPS = 60
 LIMIT_SECONDS = 240.0
 
 
-def started(folder: Path) -> subprocess.Popen[str]:
+def started(folder: Path, stages: int) -> subprocess.Popen[str]:
     folder.mkdir()
-    command = [sys.executable, "-m", "lightning_moe_ckpt", "run", "--nproc-per-node", "2", "--spares", "1"]
+    command = [sys.executable, "-m", "lightning_moe_ckpt", "run", "--nproc-per-node", str(stages), "--spares", "1"]
     return subprocess.Popen(
-        [*command, str(SCRIPT), str(folder), str(STEPS)],
+        [*command, str(SCRIPT), str(folder), str(STEPS), str(stages)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -37,24 +37,41 @@ def lines(folder: Path, rank: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.timeout(300)
-def test_a_spare_takes_the_steps_of_its_stage_again_while_the_other_waits(tmp_path: Path) -> None:
-    """Beside a job that nobody kills, which ends with the same weights."""
-    whole, killed = (started(tmp_path / name) for name in ("whole", "killed"))
+@pytest.mark.parametrize(
+    ("stages", "killed"),
+    [
+        (2, (1,)),
+        pytest.param(3, (1, 2), marks=pytest.mark.soak),
+        pytest.param(3, (0, 1), marks=pytest.mark.soak),
+        pytest.param(4, (1, 2), marks=pytest.mark.soak),
+        pytest.param(4, (0, 3), marks=pytest.mark.soak),
+    ],
+)
+def test_stages_take_their_steps_again_while_the_others_wait(
+    tmp_path: Path, stages: int, killed: tuple[int, ...]
+) -> None:
+    """Beside a job that nobody kills, which ends with the same weights. A spare takes the place of one."""
+    jobs = {name: started(tmp_path / name, stages) for name in ("whole", "killed")}
     give_up = time.monotonic() + LIMIT_SECONDS
-    while not (seen := lines(tmp_path / "killed", 1)) or seen[-1][0] < STEPS // 3:
+    while not (seen := lines(tmp_path / "killed", killed[0])) or seen[-1][0] < STEPS // 3:
         assert time.monotonic() < give_up
-        assert killed.poll() is None, killed.communicate()[0]
+        assert jobs["killed"].poll() is None, jobs["killed"].communicate()[0]
         time.sleep(0.01)
-    os.kill(seen[-1][1], signal.SIGKILL)
-    said = [each.communicate(timeout=max(1.0, give_up - time.monotonic()))[0] for each in (whole, killed)]
-    assert (whole.returncode, killed.returncode) == (0, 0), said[1]
-    for rank in range(2):
-        one, other = (torch.load(tmp_path / name / f"end{rank}", weights_only=True) for name in ("whole", "killed"))
+    for rank in killed:
+        os.kill(lines(tmp_path / "killed", rank)[-1][1], signal.SIGKILL)
+    said = [each.communicate(timeout=max(1.0, give_up - time.monotonic()))[0] for each in jobs.values()]
+    assert [each.returncode for each in jobs.values()] == [0, 0], said[1]
+    for rank in range(stages):
+        one, other = (torch.load(tmp_path / name / f"end{rank}", weights_only=True) for name in jobs)
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one), f"rank {rank}\n{said[1]}"
-    stayed, came = lines(tmp_path / "killed", 0), lines(tmp_path / "killed", 1)
-    assert [step for step, _ in stayed] == [*range(1, STEPS + 1)], "no step was taken again"
-    assert (len({pid for _, pid in stayed}), len({pid for _, pid in came})) == (1, 2)
+        taken = lines(tmp_path / "killed", rank)
+        assert len({pid for _, pid in taken}) == 1 + (rank in killed)
+        if rank in killed:
+            beside = [each for each in (rank - 1, rank + 1) if each in killed]
+            with_them = f" with stages {beside}" if beside else ""
+            assert re.search(rf"stage {rank} goes from step \d+ to step \d+ alone{re.escape(with_them)},", said[1])
+        else:
+            assert [step for step, _ in taken] == [*range(1, STEPS + 1)], "no step was taken again"
+            assert re.search(rf"stage {rank} goes on in step \d+, [\d.]+ s after the failure", said[1])
     assert "was killed by SIGKILL; a spare takes its place" in said[1]
-    assert re.search(r"stage 1 goes from step \d+ to step \d+ alone", said[1])
-    assert re.search(r"stage 0 goes on in step \d+, [\d.]+ s after the failure", said[1])

@@ -1,4 +1,4 @@
-"""A training in two pipeline stages, for `moe-ckpt run`: two_stages.py FOLDER STEPS.
+"""A training in pipeline stages, one process each, for `moe-ckpt run`: in_stages.py FOLDER STEPS STAGES.
 
 Each rank writes its steps with its process id to a file, and its weights at the end.
 """
@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.strategy import MoEStrategy
 
-FOLDER, STEPS = Path(sys.argv[1]), int(sys.argv[2])
+FOLDER, STEPS, STAGES = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 WIDTH = 16
 
 
@@ -81,8 +81,8 @@ def main() -> None:
     samples = torch.randn(8 * STEPS, WIDTH, generator=torch.Generator().manual_seed(0))
     trainer = Trainer(
         accelerator="cpu",
-        devices=2,
-        strategy=MoEStrategy(pipeline_parallel=2, micro_batches=4, localized_recovery=True),
+        devices=STAGES,
+        strategy=MoEStrategy(pipeline_parallel=STAGES, micro_batches=4, localized_recovery=True),
         callbacks=[SparseCheckpoint((FOLDER / "run").as_uri(), window=3), Writes()],
         max_epochs=1,
         logger=False,
