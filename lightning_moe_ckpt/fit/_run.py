@@ -160,9 +160,9 @@ class FitSession:
         self.session.alone = self._files.held = True
 
     def together(self) -> None:
-        """Go on as ever: all stages are in the same step, at whose end they look for damaged files, all or none."""
+        """Go on as ever, all stages dense in one step: hooks on its batch write files, and damaged ones are looked for, on all or none."""
         if self.session.alone:
-            self.session.alone = False
+            self.session.alone = self._files.held = False
             self._files.suspect()
 
     def suspend(self) -> None:
