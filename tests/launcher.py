@@ -43,15 +43,19 @@ class WorldFailed(RuntimeError):
 
 
 def exit_after(work: Callable[[], object]) -> NoReturn:
-    """Do the work of a forked process, then end it: pytest must not go on in it. The status says whether it failed."""
+    """Do the work of a forked process, then end it: pytest must not go on in it. The status is that of an interpreter."""
     status = 1
     try:
-        work()
-        status = 0
-    except BaseException:  # noqa: BLE001  # the entry of a process
-        traceback.print_exc()
-    finally:
+        try:
+            work()
+            status = 0
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:  # noqa: BLE001  # the entry of a process
+            traceback.print_exc()
+        sys.stdout.flush()
         sys.stderr.flush()
+    finally:  # whether or not anybody reads that
         os._exit(status)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import re
@@ -10,129 +9,21 @@ import resource
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launcher import exit_after
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+from launch._jobs import LIMIT_SECONDS, Ended, Job
 from lightning_moe_ckpt.launch import _imports
 from lightning_moe_ckpt.launch._members import Happening, Switchboard
 from lightning_moe_ckpt.launch._wire import Heartbeat, address_of
-from lightning_moe_ckpt.launch.commands import run
 from lightning_moe_ckpt.testing._attempts import free_port
 
-SCRIPT = Path(__file__).with_name("add_up.py")
-LIMIT_SECONDS = 60.0
 BEFORE_ARRIVING, BEFORE_JOINING, BEHIND_THE_END = -1, -2, -3
 """Steps of events, as the script knows them."""
-
-
-@dataclass
-class Ended:
-    """A job that has ended, as its console shows it."""
-
-    code: int
-    output: str
-
-    def pids(self, rank: int) -> list[int]:
-        """Processes that have had this rank, in their order."""
-        return [int(pid) for pid in re.findall(rf"^\[{rank}\] pid (\d+) begins$", self.output, re.MULTILINE)]
-
-    def totals(self) -> dict[int, int]:
-        found = re.findall(r"^\[(\d+)\] pid \d+ total (\d+)$", self.output, re.MULTILINE)
-        return {int(rank): int(total) for rank, total in found}
-
-    def sentences(self) -> list[str]:
-        return re.findall(r"^moe-ckpt: (.*)$", self.output, re.MULTILINE)
-
-
-def descriptors() -> set[str]:
-    """What this process has open."""
-    found = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the listing's own
-            found.add(f"{entry.name} {entry.readlink()}")
-    return found
-
-
-class Job:
-    """A supervisor in a process of its own, forked from here, where torch is imported already."""
-
-    def __init__(self, folder: Path, ranks: int, steps: int, *script: str, **options: Any) -> None:
-        self.folder, self.ranks, self.steps = folder, ranks, steps
-        folder.mkdir(exist_ok=True)
-        self._console = folder / options.pop("name", "console")
-        torchrun = ["--nproc-per-node", str(ranks), *options.pop("torchrun", ())]
-        command = [str(SCRIPT), str(folder), str(steps), *script]
-        self.pid = os.fork()
-        if self.pid == 0:
-            exit_after(lambda: self._run(lambda: run(command, torchrun=torchrun, **options)))
-
-    def _run(self, work: Callable[[], int]) -> None:
-        # Nodes that meet look again after a second, and begin to after up to 0.3: torch spares a store of thousands.
-        vars(dynamic_rendezvous)["_delay"] = lambda **_: time.sleep(0.1)
-        console = os.open(self._console, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(console, 1)
-        os.dup2(console, 2)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
-        # The first store leaves a pipe of libuv in a process.
-        TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        before = descriptors()
-        code = work()
-        gc.collect()  # torch's rendezvous refers to itself, and so holds its store
-        left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-        sys.stdout.write(f"left: {left} {sorted(descriptors() - before)}\n")
-        sys.stdout.flush()
-        os._exit(code)
-
-    @property
-    def output(self) -> str:
-        return self._console.read_text() if self._console.exists() else ""
-
-    def wait_until_step(self, step: int) -> None:
-        state = self.folder / "rank0"
-        self.wait_until(lambda: state.exists() and int(state.read_text().split()[0]) >= step)
-
-    def wait_until(self, reached: Callable[[], bool]) -> None:
-        give_up = time.monotonic() + LIMIT_SECONDS
-        while not reached():
-            assert time.monotonic() < give_up, self.output
-            time.sleep(0.01)
-
-    def end(self) -> Ended:
-        """Wait for its end; nothing is left of it."""
-        give_up = time.monotonic() + LIMIT_SECONDS
-        while not os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if time.monotonic() > give_up:
-                os.kill(self.pid, signal.SIGABRT)
-                os.waitpid(self.pid, 0)
-                pytest.fail(f"it has not ended:\n{self.output}")
-            time.sleep(0.01)
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        assert self.left() == []
-        if code >= 0:
-            assert "left: [] []\n" in self.output, self.output
-        return Ended(code, self.output)
-
-    def left(self) -> list[int]:
-        """Processes of the job, other than its supervisor."""
-        found = []
-        for entry in Path("/proc").glob("[0-9]*/cmdline"):
-            with suppress(OSError):  # it has ended meanwhile
-                if str(self.folder).encode() in entry.read_bytes().split(b"\0") and self._runs(entry.parent):
-                    found.append(int(entry.parent.name))
-        return found
-
-    def _runs(self, process: Path) -> bool:
-        return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def check(job: Job, replaced: dict[int, int], *, code: int = 0) -> Ended:
@@ -163,11 +54,11 @@ def test_a_survivor_that_joins_gloo_is_not_held_by_one_that_dies_there(tmp_path:
 def test_a_spare_takes_the_place(tmp_path: Path) -> None:
     """It waits where the script asks for its rank; when it is used up, another one comes. All write to the file of the rank.
 
-    Two die in one step and there is one spare: the other one gets a new process.
+    Two die in one step and there is one spare: the other one gets a new process. All are interpreters of their own.
     """
     files = ["--log-dir", str(tmp_path / "logs"), "--tee", "0:1", "--redirects", "1:1"]
     events = ("kill:0:40:0", "kill:2:40:0", "kill:0:240:2")
-    ended = Job(tmp_path / "job", 3, 260, *events, spares=1, torchrun=files).end()
+    ended = Job(tmp_path / "job", 3, 260, *events, spares=1, torchrun=files, forks=False).end()
     assert sorted("a spare" in sentence for sentence in ended.sentences() if "SIGKILL" in sentence) == [
         False,
         True,
@@ -255,7 +146,7 @@ def test_a_script_behind_imports_finds_its_arguments_and_folder(tmp_path: Path) 
 @pytest.mark.soak
 def test_a_spare_can_wait_before_the_script(tmp_path: Path) -> None:
     """It has imported what takes long; the script then finds its rank, its arguments and its own folder to import from."""
-    job = Job(tmp_path / "job", 2, 40, "early", "kill:1:20:0", spares=1, spare_at="imports")
+    job = Job(tmp_path / "job", 2, 40, "early", "kill:1:20:0", spares=1, spare_at="imports", forks=False)
     ended = check(job, {1: 1})
     assert "a spare takes its place, incarnation 1" in ended.sentences()[0]
     assert ended.output.count("[1] rank 1 reads it before it waits") == 2

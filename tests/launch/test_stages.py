@@ -5,28 +5,19 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from launch._jobs import Job
+
 SCRIPT = Path(__file__).with_name("in_stages.py")
 STEPS = 60
-LIMIT_SECONDS = 240.0
 
 
-def started(folder: Path, stages: int) -> subprocess.Popen[str]:
-    folder.mkdir()
-    command = [sys.executable, "-m", "lightning_moe_ckpt", "run", "--nproc-per-node", str(stages), "--spares", "1"]
-    return subprocess.Popen(
-        [*command, str(SCRIPT), str(folder), str(STEPS), str(stages)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def started(folder: Path, stages: int) -> Job:
+    return Job(folder, stages, STEPS, str(stages), spares=1, program=SCRIPT)
 
 
 def lines(folder: Path, rank: int) -> list[tuple[int, int]]:
@@ -52,15 +43,12 @@ def test_stages_take_their_steps_again_while_the_others_wait(
 ) -> None:
     """Beside a job that nobody kills, which ends with the same weights. A spare takes the place of one."""
     jobs = {name: started(tmp_path / name, stages) for name in ("whole", "killed")}
-    give_up = time.monotonic() + LIMIT_SECONDS
-    while not (seen := lines(tmp_path / "killed", killed[0])) or seen[-1][0] < STEPS // 3:
-        assert time.monotonic() < give_up
-        assert jobs["killed"].poll() is None, jobs["killed"].communicate()[0]
-        time.sleep(0.01)
+    jobs["killed"].wait_until(lambda: len(lines(tmp_path / "killed", killed[0])) >= STEPS // 3)
     for rank in killed:
         os.kill(lines(tmp_path / "killed", rank)[-1][1], signal.SIGKILL)
-    said = [each.communicate(timeout=max(1.0, give_up - time.monotonic()))[0] for each in jobs.values()]
-    assert [each.returncode for each in jobs.values()] == [0, 0], said[1]
+    ended = [each.end() for each in jobs.values()]
+    said = [each.output for each in ended]
+    assert [each.code for each in ended] == [0, 0], said[1]
     for rank in range(stages):
         one, other = (torch.load(tmp_path / name / f"end{rank}", weights_only=True) for name in jobs)
         assert one.keys() == other.keys()
