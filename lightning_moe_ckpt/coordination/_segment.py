@@ -28,12 +28,25 @@ class Segment:
 
     def __init__(self, groups: ParallelGroups, stages: range) -> None:
         size, here = groups.stage_size, groups.stage
+        self._rank, self._ranks = groups.rank, range(stages.start * size, stages.stop * size)
+        self._group = groups.group("control")
         self.before = _Link(groups, groups.rank - size) if here - 1 in stages else None
         """Border to the stage before this one, if that is in the segment."""
         self.behind = _Link(groups, groups.rank + size) if here + 1 in stages else None
         """The same of the stage behind."""
         self.stages_behind = stages.stop - 1 - here
         """Number of stages behind this one in it."""
+
+    def meet(self) -> None:
+        """Wait until all ranks of these stages have come here, and no other. Who returns knows that all have."""
+        first, token = self._ranks[0], torch.zeros(1)
+        for each in self._ranks[1:] if self._rank == first else ():
+            dist.recv(token, each, self._group)
+        for each in self._ranks[1:] if self._rank == first else ():
+            dist.send(token, each, self._group)
+        if self._rank != first:
+            dist.send(token, first, self._group)
+            dist.recv(token, first, self._group)
 
 
 class _Link:

@@ -101,6 +101,7 @@ class InPlace:
                 own_callbacks=own_callbacks,
                 exact=exact,
                 join=self._join,
+                is_over=lambda: supervisor.confirm(0.0) is not None,
                 confirm=self._require_failure,
                 beat=supervisor.beat,
             )

@@ -36,7 +36,7 @@ from lightning_moe_ckpt.fit._departed import say_who_is_gone
 from lightning_moe_ckpt.fit._recorder import BoundaryRecorder, JournalPart
 from lightning_moe_ckpt.fit._state import LayerState, Trained, copied
 from lightning_moe_ckpt.fit._stops import Stops
-from lightning_moe_ckpt.fit._unsupported import refuse_unsupported
+from lightning_moe_ckpt.fit._unsupported import refuse_unsupported, warn_if_short
 from lightning_moe_ckpt.journal import Unread, capture_rng, restore_rng
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
@@ -99,7 +99,7 @@ class FitSession:
         self._open = partial(self._opened, config, policy, own_callbacks)
         self.session = self._open()
         self.clock = self.session.clock
-        _warn_if_short(trainer, self.session.least_steps)
+        warn_if_short(trainer, self.session.least_steps)
         self._logs = _lightning_logs.LogFolders(trainer)
         compared, original = lambda: self._recorder.compares_batch, self._original_batches
         self._batches = BatchLog(trainer, batches, keep=policy.replays, original=original, compared=compared)
@@ -160,9 +160,9 @@ class FitSession:
         self.session.alone = self._files.held = True
 
     def together(self) -> None:
-        """Go on as ever, all stages dense in one step: hooks on its batch write files, and damaged ones are looked for, on all or none."""
+        """Go on as ever, all stages in one step: its hooks write files, if all are dense, and damaged ones are looked for, on all or none."""
         if self.session.alone:
-            self.session.alone = self._files.held = False
+            self.session.alone, self._files.held = False, self.session.replaying
             self._files.suspect()
 
     def suspend(self) -> None:
@@ -171,11 +171,13 @@ class FitSession:
             self._reported = self.report()  # a closed engine has no figures
             self._suspended, self._broken = True, None
             vars(self._trainer.strategy).pop("on_phase", None)
-            self.session.close(keep_memory=True)
+            self.session.close(keep_memory=True, keep_frozen=True)
 
     def renew(self) -> int | None:
         """Open another session beside ranks that load what it finds, and return the step from which they go on. Collective."""
+        repeats = self.session.repeats
         self.session, self._suspended = self._open(), False
+        self.session.repeats = repeats
         self.clock = self.session.clock
         start = self.session.begin(stay=True)
         self.session.alone = True
@@ -183,8 +185,7 @@ class FitSession:
         return None if start is None else self.session.horizon
 
     def attempt_again(self) -> None:
-        """Note that the batch under way is run again, by all stages."""
-        self.together()
+        """Note that the batch under way is run again."""
         self.session.forward_begins(self._last_step)
 
     def hold_attempt(self) -> Callable[[], None]:
@@ -257,7 +258,9 @@ class FitSession:
         self._note.remove()
         vars(self._trainer.strategy).pop("on_phase", None)
         try:
-            if not self._suspended:
+            if self._suspended:
+                self.session.repeats.close()
+            else:
                 self.session.close(keep_memory=keep_memory)
         finally:
             self._stops.close()  # last, so that its time limit also covers a close that hangs
@@ -368,14 +371,15 @@ class FitSession:
         self._stops.batch_begins()
         start = self._recorder.complete_start(self._batches.take_digest())
         disturbed, self._disturbed = self._disturbed, False
-        if self._broken is None:
+        self.session.reconcile(
+            disturbed=disturbed
+        )  # nothing can wait for it: the step begins with what that makes of the state
+        if self._gradients_of is not None:
+            self._restore_gradients()
+        if start is not None and self._broken is None:
+            self.may_begin_with_gradients = self._trains.looks
             try:
-                self.session.reconcile(disturbed=disturbed)
-                if self._gradients_of is not None:
-                    self._restore_gradients()
-                if start is not None:
-                    self.may_begin_with_gradients = self._trains.looks
-                    self.session.seal(start, step=self._step, disturbed=disturbed, room=lambda: self._recorder.room)
+                self.session.seal(start, step=self._step, disturbed=disturbed, room=lambda: self._recorder.room)
             except Exception as error:  # noqa: BLE001  # raised again unless another rank has failed
                 self._put_off(error)
         outcome = self.session.repeats.outcome(self._step + 1)
@@ -539,17 +543,6 @@ def _may_leave_out(trainer: Trainer, module: LightningModule, own_callbacks: tup
     """Return whether gradients may stay away; `DistributedDataParallel` would wait for them for ever."""
     seen = _lightning_exactness.gradients_are_seen(trainer, module, own_callbacks)
     return not seen and not isinstance(trainer.model, DistributedDataParallel)
-
-
-def _warn_if_short(trainer: Trainer, least_steps: int) -> None:
-    if 0 < trainer.max_steps < least_steps:
-        log.warning(
-            "checkpoints need %d steps and this fit ends at step %d: only its start and its end are stored, and what "
-            "fails in between starts again. Shorten the window or interval, or train longer.",
-            least_steps,
-            trainer.max_steps,
-            alike=True,
-        )
 
 
 def _groups_of(strategy: Strategy) -> ParallelGroups:

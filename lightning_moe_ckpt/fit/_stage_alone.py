@@ -9,7 +9,11 @@ Where another rank has failed, a rank is in one of these places:
 The stages of ranks that are new, or do not know yet where they are, go on in place too, but alone: in the ordinary loop, from
 the newest generation on, fed by what their neighbours have kept (`UpstreamLog`). When they come to the step that failed, all
 ranks take it together. Until then no rank takes anything for checkpoints, and a repeating one asks no other stage anything.
-Failed stages next to each other are one segment: a small pipeline, fed at its two ends.
+Failed stages next to each other are one segment: a small pipeline, fed at its two ends, with commits of its own.
+
+Another failure meanwhile is no different: a segment whose ranks all live is in an attempt at one of its steps, or at its commit,
+and goes on from there. One in which a rank is new or elsewhere begins again, and so does one next to which a stage has failed:
+what that would need of it is gone. They are one segment then.
 
 Whatever does not fit (no stage is left, a record is not there, a bit is not the same) is answered with recovery in place by
 everybody.
@@ -21,11 +25,12 @@ needs for the step, so that no stage is ever more than one step ahead of another
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_moe_ckpt import _lightning_attempts
@@ -57,50 +62,92 @@ class _Again(Exception):
     """The step is done again: no rank knows that all came to its commit."""
 
 
+class Where(NamedTuple):
+    """What one rank says of itself when all have joined again."""
+
+    possible: int
+    """Whether a stage of its run may recover alone."""
+    place: int
+    taken: int
+    """Steps that it knows to be taken."""
+    has_generation: int
+    target: int = -1
+    """Step to which it repeats others, once it has begun to; -1 where it does not, or is new."""
+    first: int = 0
+    """First stage of its segment."""
+    stop: int = 0
+    """Stage behind the last one of that."""
+
+
 @dataclass(frozen=True)
 class Decision:
     """What all ranks do about a failure, the same on all."""
 
     failed: tuple[int, ...]
-    """Stages that repeat steps."""
+    """Stages that begin to repeat steps."""
     step: int
-    """Steps that are taken: those stages repeat up to there."""
+    """Steps that are taken: stages repeat up to there."""
+    going: Mapping[int, int] = field(default_factory=dict)
+    """Stages that have begun already and go on, and the steps that they have taken."""
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int]], groups: ParallelGroups) -> Decision | str:
-        """Return what follows from where all ranks are, or why everybody goes on in place.
-
-        Args:
-            rows: of every rank, whether it could, where it is, the steps that it knows are taken, and whether there is a
-                generation.
-            groups: of this rank.
-        """
+    def of(cls, rows: Sequence[Where], groups: ParallelGroups) -> Decision | str:
+        """Return what follows from where all ranks are, or why everybody goes on in place."""
         size, count = groups.stage_size, groups.num_stages
-        failed = tuple(s for s in range(count) if any(row[1] == _NEW for row in rows[s * size : (s + 1) * size]))
-        healthy = [row for rank, row in enumerate(rows) if rank // size not in failed]
-        if not all(row[0] for row in rows):
-            return "this run does not let a stage recover alone"
-        if not failed or not healthy:
-            return "all stages failed together" if failed else "no rank is new"
-        if any(row[1] == _ELSEWHERE for row in healthy):
-            return "other stages were not inside a step"
-        if not all(row[3] for row in healthy):
-            return "there is no generation yet"
-        # What ranks know that go back does not count. One that stays and knows a step to be taken has come to the next one,
-        # so there was nothing in between for which it needs those that still have to take it.
-        step = max(row[2] for row in healthy)
-        if any(row[2] != step and (row[2], row[1]) != (step - 1, _AT_COMMIT) for row in healthy):
-            return "stages were not in the same step"
-        return cls(failed, step)
+        stages = [rows[stage * size : (stage + 1) * size] for stage in range(count)]
+        segments = {range(row.first, row.stop) for row in rows if row.target >= 0}
+        failed = {stage for stage in range(count) if any(row.place == _NEW for row in stages[stage])}
+        while True:
+            healthy = [row for stage in range(count) if stage not in failed for row in stages[stage] if row.target < 0]
+            # What ranks know that go back does not count. One that stays and knows a step to be taken has come to the next
+            # one, so there was nothing in between for which it needs those that still have to take it.
+            step = max((row.taken for row in healthy), default=-1)
+            going = {stage: taken for each in segments for stage, taken in _going(each, stages, failed, step).items()}
+            if not (lost := {stage for each in segments for stage in each} - going.keys() - failed):
+                break
+            failed |= lost
+        reasons = {
+            "this run does not let a stage recover alone": not all(row.possible for row in rows),
+            "no rank is new": not failed,
+            "all stages failed together": not healthy,
+            "other stages were not inside a step": any(row.place == _ELSEWHERE for row in healthy),
+            "there is no generation yet": not all(row.has_generation for row in healthy),
+            "stages were not in the same step": not _are_at(healthy, step),
+        }
+        return next((why for why, holds in reasons.items() if holds), cls(tuple(sorted(failed)), step, going))
+
+    @property
+    def repeating(self) -> list[int]:
+        """Stages that repeat steps."""
+        return sorted({*self.failed, *self.going})
+
+    def taken(self, stage: int) -> int:
+        """Return the steps that a stage which stays has taken."""
+        return self.going.get(stage, self.step)
 
     def segment(self, stage: int) -> range:
-        """Return the failed stages next to each other of which one is `stage`."""
+        """Return the repeating stages next to each other of which one is `stage`."""
         first = last = stage
-        while first - 1 in self.failed:
+        while first - 1 in self.repeating:
             first -= 1
-        while last + 1 in self.failed:
+        while last + 1 in self.repeating:
             last += 1
         return range(first, last + 1)
+
+
+def _going(segment: range, stages: Sequence[Sequence[Where]], failed: Collection[int], step: int) -> dict[int, int]:
+    """Return the steps that each stage of a segment has taken; none if it cannot go on towards `step`."""
+    rows = [row for stage in segment for row in stages[stage]]
+    taken = max(row.taken for row in rows)
+    touched = any(stage in failed for stage in range(segment.start - 1, segment.stop + 1))
+    if touched or taken > step or any(row.target not in (-1, step) for row in rows) or not _are_at(rows, taken):
+        return {}
+    return dict.fromkeys(segment, taken)
+
+
+def _are_at(rows: Iterable[Where], taken: int) -> bool:
+    """Whether all are in one step, or at the commit before it, of which others know that it succeeded."""
+    return all(row.taken == taken or (row.taken, row.place) == (taken - 1, _AT_COMMIT) for row in rows)
 
 
 class StageAlone:
@@ -111,6 +158,7 @@ class StageAlone:
         own_callbacks: callback classes that are no part of the run.
         exact: whether what the run stores leads back to the same bits, and its batches can be had again.
         join: joins the other ranks again, and calls `decide`.
+        is_over: whether another rank has failed since.
         confirm: raises an error again unless another rank has failed.
         beat: notes that the main thread has come to a step.
     """
@@ -123,11 +171,12 @@ class StageAlone:
         own_callbacks: tuple[type[Callback], ...],
         exact: bool,
         join: Callable[[], None],
+        is_over: Callable[[], bool],
         confirm: Callable[[Exception], None],
         beat: Callable[[int], None],
     ) -> None:
         self._trainer, self._module, self._own, self._exact = trainer, module, own_callbacks, exact
-        self._join, self._confirm, self._beat = join, confirm, beat
+        self._join, self._is_over, self._confirm, self._beat = join, is_over, confirm, beat
         strategy: Any = trainer.strategy
         self._strategy, self._log = strategy, strategy.upstream
         assert isinstance(self._log, UpstreamLog)
@@ -139,6 +188,10 @@ class StageAlone:
         self._place, self._taken, self._has_generation = _ELSEWHERE, -1, False
         self._has_said_size = False
         self._joined_at = 0.0
+        self._segment, self._target = range(0), -1
+        """Stages that repeat steps together with this one, and up to which step."""
+        self._live: Segment | None = None
+        """What their ranks hand each other."""
         self._fed = False
         """Whether the others wait for the steps that this process repeats."""
         self._flags: dict[str, int] = {}
@@ -156,29 +209,36 @@ class StageAlone:
 
     def decide(self) -> None:
         """Agree on what to do about the failure for which groups were made anew. Collective."""
-        run, exchange = self.run, Exchange(self._strategy.groups)
-        place = _NEW if run is None or self._log.apart else self._place
-        rows = exchange.gather([int(self._possible), place, self._taken, int(self._has_generation)])
-        plan = Decision.of(rows, self._strategy.groups)
+        exchange, upstream = Exchange(self._strategy.groups), self._log
+        between = upstream.silent or (upstream.apart and self._place == _ELSEWHERE)
+        here = Where(int(self._possible), self._place, self._taken, int(self._has_generation))
+        if self.run is None or between:
+            here = here._replace(place=_NEW)
+        elif upstream.apart:
+            here = here._replace(target=self._target, first=self._segment.start, stop=self._segment.stop)
+        plan = Decision.of([Where(*row) for row in exchange.gather(here)], self._strategy.groups)
         self._fed, self._joined_at = False, time.perf_counter()
         if isinstance(plan, str):
             log.info("everybody goes on in place: %s", plan, alike=True)
             self._give_up()
             return
-        knows = place != _NEW and self._taken == plan.step
+        knows = here.place != _NEW and here.target < 0 and self._taken == plan.step
         flags = exchange.gather_values(self._flags if knows else None)
-        self._flags = next((each for each in flags if isinstance(each, dict)), {})
+        if not upstream.apart:
+            self._flags = next((each for each in flags if isinstance(each, dict)), {})
         log.info(
-            "stages %s recover alone, others wait where they are, at step %d", list(plan.failed), plan.step, alike=True
+            "stages %s recover alone%s, others wait where they are, at step %d",
+            *(list(plan.failed), f", {sorted(plan.going)} go on to do so" if plan.going else "", plan.step),
+            alike=True,
         )
         self.plan = plan
-        if self.repeats:
-            self._log.forget()
-            self._log.silent = True
+        if self._begins:
+            upstream.forget()
+            upstream.silent = True
 
     @property
-    def repeats(self) -> bool:
-        """Whether this rank's stage repeats steps."""
+    def _begins(self) -> bool:
+        """Whether this rank's stage begins to repeat steps."""
         return self.plan is not None and self._strategy.groups.stage in self.plan.failed
 
     def begun(self, run: FitSession) -> None:
@@ -194,7 +254,7 @@ class StageAlone:
         self._fed = True
         self._taken = self.plan.step
         here = self._strategy.groups.stage
-        others = [each for each in self.plan.segment(here) if each != here]
+        others = [each for each in self._segment if each != here]
         log.info(
             "stage %d goes from step %d to step %d alone%s, fed by what its neighbours have kept",
             *(here, self._trainer.global_step, self.plan.step, f" with stages {others}" if others else ""),
@@ -202,7 +262,7 @@ class StageAlone:
 
     def ended(self, error: Exception) -> Exception:
         """Return what an error means: if it ends repeating the others are told, and all go on in place."""
-        if not self._fed or not self._log.apart or isinstance(error, Rewind) or is_of_collective(error):
+        if not (self._fed and self._is_own(error)) or isinstance(error, Rewind):
             return error
         log.error("this stage does not come to the step that failed as it did before: %s", error)
         self._may = False  # it would not come there the next time either
@@ -237,7 +297,7 @@ class StageAlone:
         plan, groups = self.plan, self._strategy.groups
         assert plan is not None
         here = groups.stage
-        serves = here not in plan.failed and (here + 1 in plan.failed or here - 1 in plan.failed)
+        serves = here not in plan.repeating and (here + 1 in plan.failed or here - 1 in plan.failed)
         there = first is not None and first <= plan.step and (not serves or self._log.has(first, plan.step))
         if not Exchange(groups).all_agree(there):
             log.info("everybody goes on in place: steps since the newest generation are not kept any more", alike=True)
@@ -246,14 +306,17 @@ class StageAlone:
         assert first is not None
         pipeline, steps = Exchange(groups, "pipeline_control"), range(first, plan.step)
         rows: list[Any] = [pipeline.gather_values(self._log.given_for(step) if serves else None) for step in steps]
-        if self.repeats:
-            segment = plan.segment(here)
-            ends = segment.start - 1, segment.stop
-            above, below = ([row[each] for row in rows] if 0 <= each < groups.num_stages else None for each in ends)
-            answers = [each[0] for each in above or below or ()]
-            live = Segment(groups, segment)
-            self._log.repeat(first, answers, None if live.before else above, None if live.behind else below)
+        if self._begins:
+            self._segment, self._target = plan.segment(here), plan.step
+            before, behind = self._segment.start - 1, self._segment.stop
+            above = [row[before] for row in rows] if here - 1 == before >= 0 else None
+            below = [row[behind] for row in rows] if here + 1 == behind < groups.num_stages else None
+            answers = [next(row[each] for each in (before, behind) if 0 <= each < groups.num_stages)[0] for row in rows]
+            self._log.repeat(first, answers, above, below)
+        if self._log.apart:
+            self._live = live = Segment(groups, self._segment)
             self._log.join(live.before, live.behind, stages_behind=live.stages_behind)
+            self._fed = True
 
     def _meet(self, *, exact: bool) -> None:
         """Wait until all stages are at the same step. Collective, of all ranks; raises `Rewind` if one is not exact."""
@@ -267,35 +330,22 @@ class StageAlone:
         step, run = self._trainer.global_step, self.run
         if run is None:
             return self._step(*args, **options)
+        if not self._log.on:
+            run.together()
+            return self._step(*args, **options)
         if self._log.apart:
-            assert self.plan is not None
-            if step < self.plan.step:
-                self._log.begin_step(step)
-                return self._step(*args, **options)
-            self._log.go_on()
-            self._meet(exact=True)
-            log.info(
-                "stage %d is at step %d again, with all others, %.2f s after they had joined",
-                *(self._strategy.groups.stage, step, time.perf_counter() - self._joined_at),
-            )
-        run.together()
-        if not self._log.on:
-            return self._step(*args, **options)
-        self._keep_within_limit(run)
-        if not self._log.on:
-            return self._step(*args, **options)
+            self._log.require_done()  # before this rank says that it is in the next step: neighbours have what they need of this one
         undo, self._taken = self._remember(), step
         try:
             while True:
                 self._place = _WITHIN
                 try:
-                    run.raise_broken()
-                    self._log.begin_step(step)
+                    self._begin_attempt(run, step)
                     return self._step(*args, **options)
                 except _Again:
                     undo()
                 except Exception as error:
-                    if self._taken > step or isinstance(error, Rewind):  # of a failure at the commit
+                    if self._taken > step or self._is_own(error):  # or of a failure at the commit
                         raise
                     self._recover(error)
                     undo()
@@ -304,6 +354,22 @@ class StageAlone:
         finally:
             self._place = _ELSEWHERE
 
+    def _begin_attempt(self, run: FitSession, step: int) -> None:
+        run.raise_broken()
+        if self._log.apart and self._is_over():
+            raise dist.DistError("gloo/ another rank has failed")  # which nothing that this one waits for may tell
+        if self._log.apart and step == self._target:
+            self._log.go_on()
+            self._meet(exact=True)
+            log.info(
+                "stage %d is at step %d again, with all others, %.2f s after they had joined",
+                *(self._strategy.groups.stage, step, time.perf_counter() - self._joined_at),
+            )
+        if not self._log.apart:
+            run.together()
+            self._keep_within_limit(run)
+        self._log.begin_step(step)
+
     def _committing(self) -> None:
         if self._place != _WITHIN:
             self._flags = self._commit()
@@ -311,14 +377,23 @@ class StageAlone:
         self._place = _AT_COMMIT
         try:
             self._flags = self._commit()
-        except Exception as error:  # noqa: BLE001  # raised again unless another rank has failed
+            if self._log.apart:
+                assert self._live is not None
+                self._live.meet()
+        except Exception as error:
+            if self._is_own(error):
+                raise
             self._recover(error)
             assert self.plan is not None
-            if self.plan.step == self._taken:
+            if self.plan.taken(self._strategy.groups.stage) == self._taken:
                 raise _Again from None
             self._strategy.reducer.agreed |= self._flags
             log.info("step %d is taken: all ranks had come to its commit", self._taken)
         self._taken += 1
+
+    def _is_own(self, error: Exception) -> bool:
+        """Whether an error is not of another rank's failure: there is nothing to wait for."""
+        return isinstance(error, Rewind) or (self._log.apart and not is_of_collective(error))
 
     def _recover(self, error: Exception) -> None:
         """Wait inside a step until a stage that has failed has come there.
@@ -333,12 +408,15 @@ class StageAlone:
             run.suspend()
             try:
                 self._join()
-                failed = self._require_waiting()
+                repeating = self._require_waiting()
                 self._complete_record()
                 self._feed(run.renew())
                 where = self._strategy.groups.stage, self._trainer.global_step
-                log.info("stage %d waits in step %d while stages %s repeat theirs", *where, list(failed))
-                self._meet(exact=True)
+                if self._log.apart:
+                    log.info("stage %d goes on with step %d of those that it repeats", *where)
+                else:
+                    log.info("stage %d waits in step %d while stages %s repeat theirs", *where, repeating)
+                    self._meet(exact=True)
             except Rewind:
                 raise
             except Exception as again:  # noqa: BLE001  # raised again unless another rank has failed
@@ -348,16 +426,16 @@ class StageAlone:
             log.info("stage %d goes on in step %d, %.2f s after the failure", *where, time.perf_counter() - began)
             return
 
-    def _require_waiting(self) -> tuple[int, ...]:
-        """Return the stages to wait for."""
-        if self.plan is None or self.repeats:
+    def _require_waiting(self) -> list[int]:
+        """Return the stages to wait for, or to go on among."""
+        if self.plan is None or self._begins:
             raise Rewind("all ranks of the stage, or of all stages, begin again from a generation")
-        return self.plan.failed
+        return self.plan.repeating
 
     def _complete_record(self) -> None:
         """Have in the record of a step that is taken after all that it is, for stages that repeat it."""
         assert self.plan is not None
-        if self.plan.step > self._taken:
+        if self.plan.taken(self._strategy.groups.stage) > self._taken:
             self._log.complete("commit", self._flags)
 
     def _keep_within_limit(self, run: FitSession) -> None:

@@ -1,4 +1,4 @@
-"""Refuse what no run could resume with, before it trains."""
+"""Refuse what no run could resume with, before it trains, and warn of what one hardly can."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
 
 from lightning_moe_ckpt._lightning import callbacks_of
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.policies import Policy
+
+log = rank_logger(__name__)
 
 _UNSUPPORTED: dict[type[Callback], str] = {
     StochasticWeightAveraging: "StochasticWeightAveraging puts another scheduler in the place of yours when it begins; a run "
@@ -38,4 +41,16 @@ def refuse_unsupported(trainer: Trainer, policy: Policy) -> None:
         raise ConfigurationError(
             f"{type(finetuning[0]).__name__} adds parameters to the optimizer while training, and a generation of "
             "experts from before and after that has no meaning. Use SparseCheckpoint or DenseCheckpoint."
+        )
+
+
+def warn_if_short(trainer: Trainer, least_steps: int) -> None:
+    """Warn where training ends before there is any checkpoint but those of its start and end."""
+    if 0 < trainer.max_steps < least_steps:
+        log.warning(
+            "checkpoints need %d steps and this fit ends at step %d: only its start and its end are stored, and what "
+            "fails in between starts again. Shorten the window or interval, or train longer.",
+            least_steps,
+            trainer.max_steps,
+            alike=True,
         )

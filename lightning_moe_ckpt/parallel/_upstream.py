@@ -80,6 +80,14 @@ class _Given:
     inputs: dict[str, deque[list[Tensor]]]
     outputs: dict[str, deque[str]]
 
+    def copy(self) -> _Given:
+        """Return the same, of which nothing is used up with this one."""
+        return _Given(
+            self.answers.copy(),
+            {name: each.copy() for name, each in self.inputs.items()},
+            {name: each.copy() for name, each in self.outputs.items()},
+        )
+
 
 class UpstreamLog:
     """The log of one rank; while its stage repeats steps, what these are repeated from.
@@ -100,6 +108,9 @@ class UpstreamLog:
         self._now: Crossings | None = None
         self._given: dict[int, _Given] = {}
         self._from: _Given | None = None
+        """What is left of the step that is repeated."""
+        self._at: int | None = None
+        """That step."""
         self._into: dict[str, LiveBorder] = {}
         self._out_of: dict[str, LiveBorder] = {}
         self.stages_behind = 0
@@ -125,8 +136,10 @@ class UpstreamLog:
     def begin_step(self, step: int) -> None:
         """Begin a step, or an attempt at one: what was kept of an attempt before is dropped."""
         if self.repeating:
-            self._require_done()
-            self._from = self._given.pop(step)
+            if step != self._at:
+                self.require_done()
+            self._given = {each: given for each, given in self._given.items() if each >= step}
+            self._at, self._from = step, self._given[step].copy()
             self.silent = False
         elif not self.on:
             return
@@ -140,7 +153,7 @@ class UpstreamLog:
 
     def forget(self) -> None:
         """Forget everything: this process begins again from another step."""
-        self._steps, self._given, self._now, self._from, self.silent = {}, {}, None, None, False
+        self._steps, self._given, self._now, self._from, self._at, self.silent = {}, {}, None, None, None, False
         self.join(None, None)
 
     def answer(self, kind: str, ask: Callable[[], T]) -> T:
@@ -255,10 +268,10 @@ class UpstreamLog:
 
     def go_on(self) -> None:
         """End repeating: the next step is one that all stages take together."""
-        if self._given:
-            raise Diverged(f"steps {sorted(self._given)} were not repeated")
-        self._require_done()
-        self._from, self.silent = None, False
+        if left := [each for each in self._given if each != self._at]:
+            raise Diverged(f"steps {left} were not repeated")
+        self.require_done()
+        self._given, self._from, self._at, self.silent = {}, None, None, False
         self.join(None, None)
 
     def _next(self, kind: str) -> Any:
@@ -274,14 +287,16 @@ class UpstreamLog:
         if self._now is not None:
             self._now.answers.append(passed)
 
-    def _require_done(self) -> None:
+    def require_done(self) -> None:
+        """Wait until neighbours have what they need of the step that was repeated, and raise `Diverged` if it is not over."""
         if self._from is None:
             return
         for border in self._out_of.values():
             border.settle()
-        for passed in [each for each in self._from.answers if each[0] == _MAY_BE_PASSED]:
+        answers, self._from.answers = self._from.answers, deque()
+        for passed in [each for each in answers if each[0] == _MAY_BE_PASSED]:
             self._keep(passed)
-        left = [each[0] for each in self._from.answers if each[0] != _MAY_BE_PASSED]
+        left = [each[0] for each in answers if each[0] != _MAY_BE_PASSED]
         rest = [
             *left,
             *(name for waiting in (self._from.inputs, self._from.outputs) for name in waiting if waiting[name]),

@@ -72,7 +72,8 @@ class Replay:
         as_user: Callable[[Journal], None],
         missing: Collection[str],
     ) -> None:
-        self._view, self._groups, self._engine, self._as_user = window.steps[0].view, groups, engine, as_user
+        self._view, self._as_user = window.steps[0].view, as_user
+        self.groups, self.engine = groups, engine
         self._layouts = [step.durable for step in window.steps]
         self._segments: list[Tensor | None] = list(segments)
         self._first, self._may_skip = first_step, may_skip
@@ -188,7 +189,7 @@ class Replay:
         shared = frozenset[str]() if scalars is None else self._shared()
         self._reset(shared, scalars or {})
         for region in REGIONS:
-            for writer in self._groups.ranks("expert_data" if region == "expert_data" else "stage"):
+            for writer in self.groups.ranks("expert_data" if region == "expert_data" else "stage"):
                 self._load_region(layout, segment, region, writer, shared)
         self._load_scalars(scalars or {})
         fqns = dict.fromkeys(shard.piece.fqn for region in layout.parts.values() for shard in region)
@@ -226,7 +227,7 @@ class Replay:
             return
         places = SegmentLayout.placed(table.kinds)
         nbytes = sum(places[-1])
-        if writer == self._groups.rank:
+        if writer == self.groups.rank:
             start = layout.segment.span(table.names[0]).offset
             source = segment[start : start + nbytes]
         else:
@@ -236,7 +237,7 @@ class Replay:
         copies: list[Copy] = []
         for group in table.by_parameter():
             copies += self._copies_of(group, offsets, source, shared)
-        copy_through(self._engine, copies)
+        copy_through(self.engine, copies)
 
     def _copies_of(
         self, parts: ParameterParts, offsets: Column, source: Tensor, shared: Collection[str]
@@ -266,7 +267,7 @@ class Replay:
                 yield _typed(source[at[-1] : at[-1] + dtype.itemsize], dtype), flat
 
     def _broadcast(self, source: Tensor, region: str, writer: int) -> Tensor:
-        group = self._groups.group("expert_data" if region == "expert_data" else "stage")
+        group = self.groups.group("expert_data" if region == "expert_data" else "stage")
         if group is None or dist.get_world_size(group) == 1:
             return source
         on_device = source.cuda() if dist.get_backend(group) == "nccl" else source.contiguous()

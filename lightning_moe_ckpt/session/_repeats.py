@@ -8,6 +8,8 @@ from torch import Tensor
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import Journal
+from lightning_moe_ckpt.native import CopyEngine
+from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery import Replay
 from lightning_moe_ckpt.session._report import made
 from lightning_moe_ckpt.snapshot import WindowLayout
@@ -32,6 +34,14 @@ class Repeats:
         self.unsettled = replay
         if not replay.dense:
             self.replay, self.layout = replay, layout
+
+    def go_on(self, layout: WindowLayout, groups: ParallelGroups, engine: CopyEngine) -> None:
+        """Follow on where another session is opened in the midst of it, with a plan, groups and an engine of its own."""
+        for each in (self.replay, self.unsettled):
+            if each is not None:
+                each.groups, each.engine = groups, engine
+        if self.replay is not None:
+            self.layout = layout
 
     def outcome(self, step: int) -> Journal | None:
         """Return the original run's outcome of the step that ends at boundary `step`, while replaying it."""
@@ -66,8 +76,8 @@ class Repeats:
             all_agree: asks all ranks that replay.
             disturbed: whether what was loaded may have changed without a trace.
         """
-        replay, self.unsettled = made(self.unsettled), None
-        replay.reconcile(all_agree, disturbed=disturbed)
+        made(self.unsettled).reconcile(all_agree, disturbed=disturbed)
+        self.unsettled = None
 
     def waive_reconciling(self) -> None:
         """Let hooks until the next batch change what was loaded, since it was taken right after its step."""

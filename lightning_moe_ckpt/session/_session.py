@@ -171,7 +171,8 @@ class CheckpointSession:
         if (found := self._found) is None:
             return None
         if stay:
-            self._take_up(found, *follow_found(found, self._view, self._groups, self._exchange))
+            layout = self._take_up(found, *follow_found(found, view, groups, self._exchange))
+            self.repeats.go_on(layout, groups, self._engine)
             return found.start
         start = self._load(found)
         self._restore_seconds = time.perf_counter() - started
@@ -445,11 +446,12 @@ class CheckpointSession:
             self._capture.complete_seal(wait=False)
         return all(each.drain(timeout) for each in self._tiers.workers if not each.paced)
 
-    def close(self, *, keep_memory: bool = False) -> None:
-        """Release threads, hooks and shared memory; of that, what is newer than what is stored stays, or all of it."""
+    def close(self, *, keep_memory: bool = False, keep_frozen: bool = False) -> None:
+        """Release threads, hooks (but those of `repeats`, if kept) and shared memory, of which stays what is newer than storage, or all."""
         self._heap.thaw()
         self._planner.close()
-        self.repeats.close()
+        if not keep_frozen:
+            self.repeats.close()
         if self._capture is not None:
             self._capture.close()
         self._tiers.close()

@@ -25,6 +25,7 @@ from torchmetrics import MaxMetric, MeanMetric
 from typing_extensions import override
 
 from campaign._models import ListMoE, StackedMoE
+from campaign._supervised import shots_of
 from campaign._training import Module, Setup, train
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.moe import MoELayer
@@ -206,6 +207,16 @@ def train_in_place(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shot:
+    """Another rank that the supervisor ends, wherever it is then."""
+
+    rank: int
+    seconds: float = 0.0
+    """How long after."""
+    stops: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Death:
     """Where a process of a rank dies, or stops."""
 
@@ -213,14 +224,27 @@ class Death:
     at: Abort
     """Counted from the beginning of an incarnation: the first death is in the first one, and so on."""
     stops: bool = False
+    shots: tuple[Shot, ...] = ()
+    """Others that end when it comes there. Each ends an incarnation, too, in none of which anybody dies by itself."""
+    survives: bool = False
+    """Whether only the others end; it goes on when it knows of that."""
+
+    @property
+    def ends(self) -> list[tuple[int, bool]]:
+        """Ranks that end, and whether it is because they stop."""
+        own = [] if self.survives else [(self.rank, self.stops)]
+        return [*own, *((each.rank, each.stops) for each in self.shots)]
 
 
 class _Dying(_Script):
     """Instead of an exception, a signal."""
 
-    def __init__(self, deaths: Sequence[Death], rank: int, write: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, deaths: Sequence[Death], life: Attempt) -> None:
         super().__init__([])
-        self._deaths, self._rank, self._write = deaths, rank, write
+        nobody: list[Death | None] = [None]
+        self._deaths = [each for death in deaths for each in [death, *nobody * (len(death.ends) - 1)]]
+        self._rank, self._write = life.rank, JsonLines(life.records).write
+        self._shoot = JsonLines(shots_of(life.workdir)).write
         self._incarnation = -1
 
     @override
@@ -234,8 +258,16 @@ class _Dying(_Script):
         try:
             super().reach(place, after=after)
         except Aborted:
+            death = self._deaths[incarnation]
+            assert death is not None
+            for each in death.shots:
+                self._shoot(vars(each))
+            if death.survives:
+                assert supervised is not None
+                supervised.confirm(1.0 + max(each.seconds for each in death.shots))
+                return
             self._write({"kind": "killed", "phase": place})
-            send_signal(signal.SIGSTOP if self._deaths[incarnation].stops else signal.SIGKILL)
+            send_signal(signal.SIGSTOP if death.stops else signal.SIGKILL)
 
 
 def train_and_die(
@@ -243,7 +275,7 @@ def train_and_die(
 ) -> Mapping[str, Any]:
     """Run `setup` in this process, which may be one that dies. `settle` is called before."""
     settle(life)
-    _scripts.append(_Dying(deaths, life.rank, JsonLines(life.records).write))
+    _scripts.append(_Dying(deaths, life))
     for place in {death.at.place for death in deaths if death.rank == life.rank} & CALLS.keys():
         _aborting(place)
     aborter = _Aborter()

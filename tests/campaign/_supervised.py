@@ -63,6 +63,11 @@ def nothing(workdir: Path) -> None:
     """Does nothing when a rank dies."""
 
 
+def shots_of(workdir: Path) -> Path:
+    """Where ranks write down who else is to end: `rank`, after how many `seconds`, and whether it `stops`."""
+    return workdir / "shots"
+
+
 @dataclass
 class _Rank:
     """The process of one rank."""
@@ -111,6 +116,10 @@ class _Job:
         self._moves: dict[int, int] = {}
         self._pids: list[int] = []
         self._shots = 0
+        self._asked_nbytes = 0
+        """Of the file of shots that ranks have asked for, what was read."""
+        self._asked: list[tuple[float, dict[str, Any]]] = []
+        """Those that are left, and when each is due."""
         self._incarnation = 0
         self._ranks = [_Rank(rank) for rank in range(script.world_size)]
         self._selector = selectors.DefaultSelector()
@@ -130,6 +139,7 @@ class _Job:
             while not all(each.ended for each in self._ranks):
                 for key, _ in self._selector.select(0.002):
                     self._accept() if key.data is None else self._hear(*key.data)
+                self._shoot()
                 self._reap()
                 self._strike()
                 if time.monotonic() > deadline:
@@ -153,6 +163,22 @@ class _Job:
                 if group in self._pids and not Path(f"/proc/{group}").exists():
                     found.append(int(stat.parent.name))
         return found
+
+    def _shoot(self) -> None:
+        """End ranks as others have asked for."""
+        path, now = shots_of(self._script.workdir), time.monotonic()
+        if path.exists() and path.stat().st_size > self._asked_nbytes:
+            text = path.read_bytes()[self._asked_nbytes :]
+            text = text[: text.rfind(b"\n") + 1]  # the last line may be under way
+            self._asked_nbytes += len(text)
+            asked = [json.loads(line) for line in text.splitlines()]
+            self._asked += [(now + each["seconds"], each) for each in asked]
+        for due in [each for each in self._asked if each[0] <= now]:
+            self._asked.remove(due)
+            victim = self._ranks[due[1]["rank"]]
+            assert not victim.ended, f"rank {victim.rank} has finished before it is shot"
+            victim.shot = True
+            os.kill(victim.pid, signal.SIGSTOP if due[1]["stops"] else signal.SIGKILL)
 
     def _strike(self) -> None:
         """End ranks that are stopped, and others if there is a storm."""

@@ -15,15 +15,19 @@ from typing_extensions import override
 
 from lightning_moe_ckpt._lightning_attempts import never_alone
 from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
-from lightning_moe_ckpt.fit._stage_alone import Decision
+from lightning_moe_ckpt.fit._stage_alone import Decision, Where
 from lightning_moe_ckpt.parallel import ParallelGroups
 
 NEW, WITHIN, AT_COMMIT, ELSEWHERE = range(4)
 
 
-def decided(*places: tuple[int, int], stages: int = 4, may: int = 1, generation: int = 1) -> Decision | str:
-    """What follows, by where each rank is and the steps that it knows to be taken."""
-    rows = [[may, place, taken, generation] for place, taken in places]
+Place = tuple[int, ...]
+"""Where a rank is, the steps that it knows to be taken, and, if it repeats some, up to which one, and among which stages."""
+
+
+def decided(*places: Place, stages: int = 4, may: int = 1, generation: int = 1) -> Decision | str:
+    """What follows, by where each rank is."""
+    rows = [Where(may, place, taken, generation, *more) for place, taken, *more in places]
     return Decision.of(rows, ParallelGroups.placed(0, len(rows), ep_size=1, num_stages=stages))
 
 
@@ -41,6 +45,41 @@ def decided(*places: tuple[int, int], stages: int = 4, may: int = 1, generation:
 def test_stages_recover_alone(places: list[tuple[int, int]], failed: tuple[int, ...], step: int) -> None:
     """Up to the step that all who stay have come to, which is taken if one of them knows that all had agreed."""
     assert decided(*places) == Decision(failed, step)
+
+
+A, B, LAST = (7, 0, 1), (7, 0, 2), (7, 3, 4)
+"""Up to step 7, in a segment of four stages."""
+
+
+@pytest.mark.parametrize(
+    ("places", "failed", "going"),
+    [
+        ([(WITHIN, 4, *A), (WITHIN, 7), (WITHIN, 7), (NEW, -1)], (3,), {0: 4}),
+        ([(AT_COMMIT, 4, *A), (WITHIN, 7), (AT_COMMIT, 6), (NEW, -1)], (3,), {0: 4}),
+        ([(WITHIN, 5, *B), (AT_COMMIT, 4, *B), (WITHIN, 7), (NEW, -1)], (3,), {0: 5, 1: 5}),
+        ([(WITHIN, 7), (AT_COMMIT, 6, *B), (WITHIN, 7), (NEW, -1)], (3,), {0: 7, 1: 7}),
+        ([(WITHIN, 4, *A), (WITHIN, 7), (NEW, -1), (WITHIN, 7)], (2,), {0: 4}),
+        ([(WITHIN, 4, *A), (NEW, -1), (WITHIN, 7), (WITHIN, 7)], (0, 1), {}),
+        ([(NEW, -1), (WITHIN, 7), (WITHIN, 7), (WITHIN, 5, *LAST)], (0,), {3: 5}),
+        ([(WITHIN, 5, *B), (NEW, -1), (WITHIN, 7), (WITHIN, 7)], (0, 1), {}),
+        ([(WITHIN, 5, *B), (WITHIN, 4, *B), (WITHIN, 7), (NEW, -1)], (0, 1, 3), {}),
+        ([(WITHIN, 5, 8, 0, 1), (WITHIN, 7), (WITHIN, 7), (NEW, -1)], (0, 3), {}),
+    ],
+    ids=[
+        *("apart", "at a commit", "a segment", "one of it is back", "with one between", "next to it", "before it"),
+        *("its own", "not in one step", "to another step"),
+    ],
+)
+def test_a_stage_goes_on_beside_another_that_fails(
+    places: list[Place], failed: tuple[int, ...], going: dict[int, int]
+) -> None:
+    """From the step that all its ranks are in; it begins again where one of them has failed, or a stage next to it."""
+    assert decided(*places) == Decision(failed, 7, going)
+
+
+def test_what_goes_on_may_come_to_be_all_that_is_left() -> None:
+    """Then a stage between them has failed, which is next to both."""
+    assert decided((WITHIN, 4, 7, 0, 1), (NEW, -1), (WITHIN, 5, 7, 2, 3), stages=3) == "all stages failed together"
 
 
 def test_what_only_a_stage_knows_that_goes_back_is_not_so() -> None:
@@ -68,8 +107,10 @@ def test_everybody_recovers(places: list[tuple[int, int]], options: dict[str, in
 
 def test_failed_stages_next_to_each_other_are_one_segment() -> None:
     """Each knows its own, up to stages that stayed."""
-    decision = Decision((0, 2, 3), 7)
-    assert [decision.segment(each) for each in decision.failed] == [range(1), range(2, 4), range(2, 4)]
+    decision = Decision((0, 2), 7, {4: 6})
+    assert [decision.segment(each) for each in decision.repeating] == [range(1), range(2, 3), range(4, 5)]
+    assert Decision((2, 3), 7).segment(3) == range(2, 4)
+    assert [decision.taken(each) for each in (1, 4)] == [7, 6]
 
 
 class Clipping(LightningModule):
