@@ -43,7 +43,7 @@ from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.parallel._elastic import is_of_collective
-from lightning_moe_ckpt.parallel._upstream import UpstreamLog
+from lightning_moe_ckpt.parallel._upstream import Diverged, UpstreamLog
 
 log = rank_logger(__name__)
 
@@ -334,7 +334,7 @@ class StageAlone:
             run.together()
             return self._step(*args, **options)
         if self._log.apart:
-            self._log.require_done()  # before this rank says that it is in the next step: neighbours have what they need of this one
+            self._log.settle()  # before this rank says that it is in the next step: neighbours have what they need of this one
         undo, self._taken = self._remember(), step
         try:
             while True:
@@ -378,8 +378,7 @@ class StageAlone:
         try:
             self._flags = self._commit()
             if self._log.apart:
-                assert self._live is not None
-                self._live.meet()
+                self._require_same()
         except Exception as error:
             if self._is_own(error):
                 raise
@@ -390,6 +389,14 @@ class StageAlone:
             self._strategy.reducer.agreed |= self._flags
             log.info("step %d is taken: all ranks had come to its commit", self._taken)
         self._taken += 1
+
+    def _require_same(self) -> None:
+        """Wait until all ranks of the segment are here, and raise `Diverged` if one has done the step otherwise than before."""
+        assert self._live is not None
+        if not self._live.all_agree(not self._log.diverged):
+            raise Diverged(
+                self._log.diverged or "another rank of this stage, or of one next to it, did otherwise than before"
+            )
 
     def _is_own(self, error: Exception) -> bool:
         """Whether an error is not of another rank's failure: there is nothing to wait for."""

@@ -5,7 +5,7 @@ logged values, norms, flags. A neighbour has kept what it sent, and every rank o
 that live feed the one that has died, and nothing of its own is needed, not even its node.
 
 What a repeating stage sends again goes to nobody. Its neighbours have kept digests of what they had got from it: a difference
-ends the repetition, see `Diverged`. Neighbours that repeat steps together hand each other what crosses the border between them.
+ends the repetition, see `diverged`. Neighbours that repeat steps together hand each other what crosses the border between them.
 
 Invariant: a step's record has everything from the beginning of its (last) attempt to that of the next step's, validation between
 the two included, in the order in which it happened.
@@ -115,6 +115,9 @@ class UpstreamLog:
         self._out_of: dict[str, LiveBorder] = {}
         self.stages_behind = 0
         """Stages behind this one that repeat steps together with it."""
+        self.diverged = ""
+        """What was not as it was in a step that was repeated. It is known at once; who ends repeating does so together with all
+        ranks that repeat steps with this one, which may wait for it in a collective until then."""
 
     # -- what is kept
 
@@ -137,7 +140,7 @@ class UpstreamLog:
         """Begin a step, or an attempt at one: what was kept of an attempt before is dropped."""
         if self.repeating:
             if step != self._at:
-                self.require_done()
+                self.settle()
             self._given = {each: given for each, given in self._given.items() if each >= step}
             self._at, self._from = step, self._given[step].copy()
             self.silent = False
@@ -153,7 +156,8 @@ class UpstreamLog:
 
     def forget(self) -> None:
         """Forget everything: this process begins again from another step."""
-        self._steps, self._given, self._now, self._from, self._at, self.silent = {}, {}, None, None, None, False
+        self._steps, self._given, self._now, self._from, self._at = {}, {}, None, None, None
+        self.silent, self.diverged = False, ""
         self.join(None, None)
 
     def answer(self, kind: str, ask: Callable[[], T]) -> T:
@@ -193,7 +197,7 @@ class UpstreamLog:
         elif self._from is not None:
             expected = self._from.outputs[direction]
             if not expected or expected.popleft() != digest_of(copies):
-                raise Diverged(f"other {'activations' if direction == 'down' else 'gradients'} were sent than before")
+                self._note(f"other {'activations' if direction == 'down' else 'gradients'} were sent than before")
 
     def received(self, direction: Direction, tensors: Iterable[Tensor]) -> None:
         """Keep a digest of what was received."""
@@ -262,15 +266,17 @@ class UpstreamLog:
         return [each.clone() for each in tensors]
 
     def require_same(self, what: str, found: object, expected: object) -> None:
-        """Raise `Diverged` if a step that is repeated gives something else than it gave."""
+        """Note it if a step that is repeated gives something else than it gave."""
         if self._from is not None and differs(found, expected):
-            raise Diverged(f"{what} was not the same as before")
+            self._note(f"{what} was not the same as before")
 
     def go_on(self) -> None:
         """End repeating: the next step is one that all stages take together."""
         if left := [each for each in self._given if each != self._at]:
-            raise Diverged(f"steps {left} were not repeated")
-        self.require_done()
+            self._note(f"steps {left} were not repeated")
+        self.settle()
+        if self.diverged:
+            raise Diverged(self.diverged)
         self._given, self._from, self._at, self.silent = {}, None, None, False
         self.join(None, None)
 
@@ -287,8 +293,8 @@ class UpstreamLog:
         if self._now is not None:
             self._now.answers.append(passed)
 
-    def require_done(self) -> None:
-        """Wait until neighbours have what they need of the step that was repeated, and raise `Diverged` if it is not over."""
+    def settle(self) -> None:
+        """Wait until neighbours have what they need of the step that was repeated, and note it if that is not over."""
         if self._from is None:
             return
         for border in self._out_of.values():
@@ -302,7 +308,10 @@ class UpstreamLog:
             *(name for waiting in (self._from.inputs, self._from.outputs) for name in waiting if waiting[name]),
         ]
         if rest:
-            raise Diverged(f"of a step {', '.join(map(str, rest))} did not come again")
+            self._note(f"of a step {', '.join(map(str, rest))} did not come again")
+
+    def _note(self, what: str) -> None:
+        self.diverged = self.diverged or what
 
 
 def digest_of(tensors: Sequence[Tensor]) -> str:

@@ -367,6 +367,51 @@ def test_a_step_that_one_rank_knows_to_be_taken_is_taken_by_all(campaigns: Campa
     assert "step 8 is taken: all ranks had come to its commit" in said(lives, 0)
 
 
+# -- steps that are not the same again
+
+
+class WaveringModule(CountedModule):
+    """Computes otherwise on one rank while its stage repeats steps."""
+
+    @override
+    def stage_auxiliary_loss(self) -> Tensor | None:
+        found = super().stage_auxiliary_loss()
+        strategy: Any = self.trainer.strategy
+        return None if found is None else found * (1 + (strategy.upstream.apart and self.global_rank % 2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wavering(Counted):
+    """A run of which one stage cannot repeat steps."""
+
+    @override
+    def make_module(self, life: Attempt) -> Module:
+        return WaveringModule(self, life)
+
+
+@pytest.mark.parametrize(
+    ("size", "rank"), [(2, 2), pytest.param(2, 1, marks=pytest.mark.soak), pytest.param(1, 1, marks=pytest.mark.soak)]
+)
+def test_a_stage_that_does_not_repeat_its_steps_exactly_is_found_out(
+    campaigns: Campaigns, size: int, rank: int
+) -> None:
+    """By one of its ranks; all of it say so, everybody goes on in place, and so from then on, to the same end."""
+    setup = Wavering(world_size=2 * size)
+    lives = check_killed(
+        campaigns,
+        setup,
+        fit=partial(train_and_die, setup, [death("forward", rank, nth=9), death("forward", 0, nth=9)], no_place),
+        deaths=2,
+        same_seed=True,
+    )
+    assert decisions(lives) == [f"[{rank // size}]", "this run does not let a stage recover alone"]
+    stage = range(rank // size * size, (rank // size + 1) * size)
+    assert all(
+        "this stage does not come to the step that failed as it did before" in said(lives, each) for each in stage
+    )
+    assert "a stage did not repeat its steps exactly" in said(lives, 0)
+
+
 # -- an attempt leaves no trace
 
 
