@@ -22,12 +22,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
-import torch
 from torch import Tensor
-from xxhash import xxh3_64_hexdigest
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.journal import differs
+from lightning_moe_ckpt.parallel._crossings import HostCopies, digest_of
 
 T = TypeVar("T")
 
@@ -62,8 +61,8 @@ class Crossings:
     answers: list[list[Any]] = field(default_factory=list)
     """Kind and value of what all ranks of a pipeline got to know alike."""
     sent: dict[str, list[list[Tensor]]] = field(default_factory=lambda: {"down": [], "up": []})
-    """Copies on the host, by direction, in the order in which they were sent."""
-    seen: dict[str, list[str]] = field(default_factory=lambda: {"down": [], "up": []})
+    """Copies on the host, by direction, in the order in which they were sent; complete when those of the log are."""
+    seen: dict[str, list[Tensor]] = field(default_factory=lambda: {"down": [], "up": []})
     """Digests of what was received, by the direction in which it came."""
 
     @property
@@ -78,7 +77,7 @@ class _Given:
 
     answers: deque[list[Any]]
     inputs: dict[str, deque[list[Tensor]]]
-    outputs: dict[str, deque[str]]
+    outputs: dict[str, deque[list[int]]]
 
     def copy(self) -> _Given:
         """Return the same, of which nothing is used up with this one."""
@@ -115,9 +114,10 @@ class UpstreamLog:
         self._out_of: dict[str, LiveBorder] = {}
         self.stages_behind = 0
         """Stages behind this one that repeat steps together with it."""
-        self.diverged = ""
-        """What was not as it was in a step that was repeated. It is known at once; who ends repeating does so together with all
-        ranks that repeat steps with this one, which may wait for it in a collective until then."""
+        self._copies = HostCopies()
+        self._diverged = ""
+        self._unchecked: list[tuple[str, Tensor, list[int]]] = []
+        """Directions and digests of what was sent again, and those that it had."""
 
     # -- what is kept
 
@@ -157,7 +157,7 @@ class UpstreamLog:
     def forget(self) -> None:
         """Forget everything: this process begins again from another step."""
         self._steps, self._given, self._now, self._from, self._at = {}, {}, None, None, None
-        self.silent, self.diverged = False, ""
+        self.silent, self._diverged, self._unchecked = False, "", []
         self.join(None, None)
 
     def answer(self, kind: str, ask: Callable[[], T]) -> T:
@@ -186,18 +186,16 @@ class UpstreamLog:
 
     def sent(self, direction: Direction, tensors: Iterable[Tensor]) -> None:
         """Keep copies of what is sent; while steps are repeated, require that it is what was sent."""
-        if self._now is None:
+        if self._now is None or not (sent := list(tensors)):
             return
-        copies = [each.detach().to("cpu", copy=True) for each in tensors]
-        if not copies:
-            return
+        copies = list(map(self._copies.take, sent))
         self._now.sent[direction].append(copies)
         if (border := self._out_of.get(direction)) is not None:
+            self._copies.wait()
             border.send(copies)
         elif self._from is not None:
             expected = self._from.outputs[direction]
-            if not expected or expected.popleft() != digest_of(copies):
-                self._note(f"other {'activations' if direction == 'down' else 'gradients'} were sent than before")
+            self._unchecked.append((direction, digest_of(sent), expected.popleft() if expected else []))
 
     def received(self, direction: Direction, tensors: Iterable[Tensor]) -> None:
         """Keep a digest of what was received."""
@@ -221,9 +219,10 @@ class UpstreamLog:
         return all(step in self._steps for step in range(first, last))
 
     def given_for(self, step: int) -> list[Any]:
-        """Return what this rank has for ranks that repeat a step."""
+        """Return what this rank has for ranks that repeat a step: answers, copies of what it sent, digests of what it received."""
+        self._copies.wait()
         kept = self._steps[step]
-        return [kept.answers, kept.sent, kept.seen]
+        return [kept.answers, kept.sent, {way: [each.tolist() for each in seen] for way, seen in kept.seen.items()}]
 
     def repeat(
         self, first: int, answers: Sequence[list[Any]], before: Sequence[Any] | None, behind: Sequence[Any] | None
@@ -265,6 +264,19 @@ class UpstreamLog:
         self.received(direction, tensors)
         return [each.clone() for each in tensors]
 
+    @property
+    def diverged(self) -> str:
+        """What was not as it was in a step that was repeated, or nothing.
+
+        Who ends repeating for it does so together with all ranks that repeat steps with this one: until its commit, they may wait
+        for it in a collective. So it is asked for there, and what the device computes is not waited for before.
+        """
+        unchecked, self._unchecked = self._unchecked, []
+        for direction, digest, expected in unchecked:
+            if digest.tolist() != expected:
+                self._note(f"other {'activations' if direction == 'down' else 'gradients'} were sent than before")
+        return self._diverged
+
     def require_same(self, what: str, found: object, expected: object) -> None:
         """Note it if a step that is repeated gives something else than it gave."""
         if self._from is not None and differs(found, expected):
@@ -275,8 +287,8 @@ class UpstreamLog:
         if left := [each for each in self._given if each != self._at]:
             self._note(f"steps {left} were not repeated")
         self.settle()
-        if self.diverged:
-            raise Diverged(self.diverged)
+        if why := self.diverged:
+            raise Diverged(why)
         self._given, self._from, self._at, self.silent = {}, None, None, False
         self.join(None, None)
 
@@ -311,15 +323,4 @@ class UpstreamLog:
             self._note(f"of a step {', '.join(map(str, rest))} did not come again")
 
     def _note(self, what: str) -> None:
-        self.diverged = self.diverged or what
-
-
-def digest_of(tensors: Sequence[Tensor]) -> str:
-    """Return a digest of types, shapes and every bit of tensors."""
-    text = ";".join(f"{each.dtype}{tuple(each.shape)}" for each in tensors)
-    flat = [
-        each.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        for each in tensors
-        if each.numel()
-    ]
-    return xxh3_64_hexdigest(b"".join([text.encode(), *flat]))
+        self._diverged = self._diverged or what

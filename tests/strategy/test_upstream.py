@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins.precision import MixedPrecision
 from typing_extensions import override
 
-from lightning_moe_ckpt.parallel._upstream import UpstreamLog, digest_of
+from lightning_moe_ckpt.parallel._crossings import digest_of
+from lightning_moe_ckpt.parallel._upstream import UpstreamLog
 from strategy._staged import Staged, Trained, train
 
 Kept = list[Any]
@@ -108,8 +109,8 @@ def test_a_stage_repeats_steps_from_what_its_neighbours_have_kept(
     size = world_size // stages
     for rank in range(world_size - size):
         for above, below in zip(found[rank].value, found[rank + size].value, strict=True):
-            assert below[2]["down"] == [digest_of(each) for each in above[1]["down"]]
-            assert above[2]["up"] == [digest_of(each) for each in below[1]["up"]]
+            assert below[2]["down"] == [digest_of(each).tolist() for each in above[1]["down"]]
+            assert above[2]["up"] == [digest_of(each).tolist() for each in below[1]["up"]]
             assert len(below[2]["down"]) > 0
             assert len(above[2]["up"]) > 0
             assert [kind for kind, _ in above[0]] == [kind for kind, _ in below[0]]
@@ -123,8 +124,8 @@ def test_a_stage_repeats_steps_from_what_its_neighbours_have_kept(
         assert torch.equal(before.val, after.val)
         for step, (was, now) in enumerate(zip(before.value, after.value, strict=True)):
             assert was[2] == now[2], f"step {step} got other inputs"
-            assert [[digest_of(e) for e in was[1][way]] for way in ("down", "up")] == [
-                [digest_of(e) for e in now[1][way]] for way in ("down", "up")
+            assert [[digest_of(e).tolist() for e in was[1][way]] for way in ("down", "up")] == [
+                [digest_of(e).tolist() for e in now[1][way]] for way in ("down", "up")
             ]
 
 
@@ -166,3 +167,51 @@ def test_steps_that_nobody_repeats_any_more_are_forgotten() -> None:
     assert log.has(4, 6)
     log.begin_step(5)
     assert log.nbytes == 32, "what an attempt has sent that was begun again is not kept twice"
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (5, 7), (3, 1024), (1031, 9)], ids=str)
+def test_a_digest_is_of_every_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Whatever the strides and the place in memory; another type, shape, bit or order has another one."""
+    draw = torch.Generator().manual_seed(1)
+    numel = torch.Size(shape).numel()
+    nbytes = torch.randint(
+        0, 2 if dtype == torch.bool else 256, (numel * dtype.itemsize,), generator=draw, dtype=torch.uint8
+    )
+    tensor = nbytes.view(dtype).view(shape)
+    digest = digest_of([tensor])
+    assert digest.dtype == torch.int64
+    padded = torch.cat([nbytes[:1].new_zeros(dtype.itemsize), nbytes]).view(dtype)[1:].view(shape)
+    assert torch.equal(digest_of([padded, tensor]), digest.repeat(2))
+    if tensor.ndim == 2:
+        assert torch.equal(digest_of([tensor.t().contiguous().t()]), digest)
+        assert not torch.equal(digest_of([tensor.flatten()]), digest)
+        assert not torch.equal(digest_of([tensor.flip(0)]), digest)
+    for at in range(0, len(nbytes), max(1, len(nbytes) // 7)):
+        other = nbytes.clone()
+        other[at] ^= 1
+        assert not torch.equal(digest_of([other.view(dtype).view(shape)]), digest)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_a_device_sends_is_copied_beside_what_it_computes() -> None:
+    """Before memory is used again; a digest is the same as on the host."""
+    log = UpstreamLog()
+    log.on = True
+    log.begin_step(0)
+    expected = []
+    for number in range(16):
+        sent = torch.full((1 << 20,), float(number), device="cuda")
+        torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+        log.sent("down", [sent * 2])
+        log.received("up", [sent])
+        expected.append(torch.full((1 << 20,), 2.0 * number))
+        del sent
+        torch.full((1 << 20,), -1.0, device="cuda")
+    _, sent_again, seen = log.given_for(0)
+    assert all(torch.equal(each, found) for each, (found,) in zip(expected, sent_again["down"], strict=True))
+    assert seen["up"] == [digest_of([each / 2]).tolist() for each in expected]
