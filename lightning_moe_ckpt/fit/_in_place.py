@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from operator import methodcaller
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
@@ -24,7 +24,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, Fenced
 from lightning_moe_ckpt.fit._memento import Memento, restore_values
 from lightning_moe_ckpt.fit._run import FitSession
-from lightning_moe_ckpt.fit._stage_alone import Rewind, StageAlone
+from lightning_moe_ckpt.fit._stage_alone import Rewind, StageAlone, Supervisor
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.parallel._elastic import is_of_collective
 
@@ -33,24 +33,6 @@ log = rank_logger(__name__)
 _CONFIRM_SECONDS = {True: 10.0, False: 1.0}
 """How long an exception, of a collective or any other, waits for the word that another rank has failed."""
 _REJOIN_SECONDS = 120.0
-
-
-class Supervisor(Protocol):
-    """What started this process and replaces the dead, as a worker sees it."""
-
-    replacement: bool
-
-    def confirm(self, timeout: float) -> object | None:
-        """Return the failure of another process that ended this incarnation; `None` if there is none in `timeout` seconds."""
-
-    def rejoin(self, timeout: float) -> object:
-        """Wait, at most `timeout` seconds, until all ranks have come to the newest incarnation."""
-
-    def beat(self, step: int) -> None:
-        """Note that the main thread has come to `step`; a long silence from here on is a hang."""
-
-    def pause(self, *, aborted: bool = False) -> None:
-        """Note that what follows may take any time, behind a step that has ended or was aborted."""
 
 
 def supervisor(trainer: Trainer) -> Supervisor | None:
@@ -101,9 +83,8 @@ class InPlace:
                 own_callbacks=own_callbacks,
                 exact=exact,
                 join=self._join,
-                is_over=lambda: supervisor.confirm(0.0) is not None,
                 confirm=self._require_failure,
-                beat=supervisor.beat,
+                supervisor=supervisor,
             )
         self._remove = _lightning_in_place.tap_run(trainer, self._meet, self._run)
 

@@ -371,9 +371,8 @@ class FitSession:
         self._stops.batch_begins()
         start = self._recorder.complete_start(self._batches.take_digest())
         disturbed, self._disturbed = self._disturbed, False
-        self.session.reconcile(
-            disturbed=disturbed
-        )  # nothing can wait for it: the step begins with what that makes of the state
+        # The step begins with what this makes of the state, so that its failure cannot be put off.
+        self.session.reconcile(disturbed=disturbed)
         if self._gradients_of is not None:
             self._restore_gradients()
         if start is not None and self._broken is None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,24 @@ _NEW, _WITHIN, _AT_COMMIT, _ELSEWHERE = range(4)
 
 _MOST_ITEMS = 100
 """Most items of a user's container that are looked into in every step; longer ones hold data."""
+
+
+class Supervisor(Protocol):
+    """What started this process and replaces the dead, as a worker sees it."""
+
+    replacement: bool
+
+    def confirm(self, timeout: float) -> object | None:
+        """Return the failure of another process that ended this incarnation; `None` if there is none in `timeout` seconds."""
+
+    def rejoin(self, timeout: float) -> object:
+        """Wait, at most `timeout` seconds, until all ranks have come to the newest incarnation."""
+
+    def beat(self, step: int) -> None:
+        """Note that the main thread has come to `step`; a long silence from here on is a hang."""
+
+    def pause(self, *, aborted: bool = False) -> None:
+        """Note that what follows may take any time, behind a step that has ended or was aborted."""
 
 
 class Rewind(CheckpointError):
@@ -158,9 +176,8 @@ class StageAlone:
         own_callbacks: callback classes that are no part of the run.
         exact: whether what the run stores leads back to the same bits, and its batches can be had again.
         join: joins the other ranks again, and calls `decide`.
-        is_over: whether another rank has failed since.
         confirm: raises an error again unless another rank has failed.
-        beat: notes that the main thread has come to a step.
+        supervisor: of this process.
     """
 
     def __init__(
@@ -171,12 +188,11 @@ class StageAlone:
         own_callbacks: tuple[type[Callback], ...],
         exact: bool,
         join: Callable[[], None],
-        is_over: Callable[[], bool],
         confirm: Callable[[Exception], None],
-        beat: Callable[[int], None],
+        supervisor: Supervisor,
     ) -> None:
         self._trainer, self._module, self._own, self._exact = trainer, module, own_callbacks, exact
-        self._join, self._is_over, self._confirm, self._beat = join, is_over, confirm, beat
+        self._join, self._confirm, self._supervisor = join, confirm, supervisor
         strategy: Any = trainer.strategy
         self._strategy, self._log = strategy, strategy.upstream
         assert isinstance(self._log, UpstreamLog)
@@ -251,7 +267,9 @@ class StageAlone:
             return
         self._feed(run.session.horizon if run.resumed else None)
         run.alone()
-        self._fed = True
+        self._supervisor.beat(
+            self._trainer.global_step
+        )  # others do not look at how long this takes: a hang is seen from here on
         self._taken = self.plan.step
         here = self._strategy.groups.stage
         others = [each for each in self._segment if each != here]
@@ -350,13 +368,13 @@ class StageAlone:
                     self._recover(error)
                     undo()
                 run.attempt_again()
-                self._beat(step)
+                self._supervisor.beat(step)
         finally:
             self._place = _ELSEWHERE
 
     def _begin_attempt(self, run: FitSession, step: int) -> None:
         run.raise_broken()
-        if self._log.apart and self._is_over():
+        if self._log.apart and self._supervisor.confirm(0.0) is not None:
             raise dist.DistError("gloo/ another rank has failed")  # which nothing that this one waits for may tell
         if self._log.apart and step == self._target:
             self._log.go_on()
@@ -423,6 +441,9 @@ class StageAlone:
                     log.info("stage %d goes on with step %d of those that it repeats", *where)
                 else:
                     log.info("stage %d waits in step %d while stages %s repeat theirs", *where, repeating)
+                    self._supervisor.pause(
+                        aborted=True
+                    )  # all have come together: how long steps take is no matter of recovery
                     self._meet(exact=True)
             except Rewind:
                 raise

@@ -69,6 +69,16 @@ class Writes(Callback):
         time.sleep(0.02)  # for somebody to look
 
     @override
+    def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
+        """Take as long as somebody has written down, once if for ever."""
+        path = FOLDER / f"slow{trainer.global_rank}"
+        if path.exists():
+            seconds = float(path.read_text())
+            if seconds > 60:
+                path.unlink()
+            time.sleep(seconds)
+
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         end: dict[str, Any] = {**pl_module.state_dict(), "random": torch.get_rng_state()}
         torch.save(end, FOLDER / f"end{trainer.global_rank}")

@@ -16,8 +16,8 @@ SCRIPT = Path(__file__).with_name("in_stages.py")
 STEPS = 60
 
 
-def started(folder: Path, stages: int) -> Job:
-    return Job(folder, stages, STEPS, str(stages), spares=1, program=SCRIPT)
+def started(folder: Path, stages: int, **options: float) -> Job:
+    return Job(folder, stages, STEPS, str(stages), spares=1, program=SCRIPT, **options)
 
 
 def lines(folder: Path, rank: int) -> list[tuple[int, int]]:
@@ -46,15 +46,21 @@ def test_stages_take_their_steps_again_while_the_others_wait(
     jobs["killed"].wait_until(lambda: len(lines(tmp_path / "killed", killed[0])) >= STEPS // 3)
     for rank in killed:
         os.kill(lines(tmp_path / "killed", rank)[-1][1], signal.SIGKILL)
+    said = check(tmp_path, jobs, killed)
+    assert "was killed by SIGKILL; a spare takes its place" in said
+
+
+def check(folder: Path, jobs: dict[str, Job], killed: tuple[int, ...], *, lives: int = 2) -> str:
+    """Require the same end of both jobs, of which one has lost ranks, each so often; return what that one has said."""
     ended = [each.end() for each in jobs.values()]
     said = [each.output for each in ended]
     assert [each.code for each in ended] == [0, 0], said[1]
-    for rank in range(stages):
-        one, other = (torch.load(tmp_path / name / f"end{rank}", weights_only=True) for name in jobs)
+    for rank in range(jobs["whole"].ranks):
+        one, other = (torch.load(folder / name / f"end{rank}", weights_only=True) for name in jobs)
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one), f"rank {rank}\n{said[1]}"
-        taken = lines(tmp_path / "killed", rank)
-        assert len({pid for _, pid in taken}) == 1 + (rank in killed)
+        taken = lines(folder / "killed", rank)
+        assert len({pid for _, pid in taken}) == (lives if rank in killed else 1)
         if rank in killed:
             beside = [each for each in (rank - 1, rank + 1) if each in killed]
             with_them = f" with stages {beside}" if beside else ""
@@ -62,4 +68,30 @@ def test_stages_take_their_steps_again_while_the_others_wait(
         else:
             assert [step for step, _ in taken] == [*range(1, STEPS + 1)], "no step was taken again"
             assert re.search(rf"stage {rank} goes on in step \d+, [\d.]+ s after the failure", said[1])
-    assert "was killed by SIGKILL; a spare takes its place" in said[1]
+    return said[1]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("what", ["stopped", "slow", "hangs"])
+def test_a_stage_is_looked_after_while_it_repeats_steps(tmp_path: Path, what: str) -> None:
+    """It may take longer than ranks may to come together, and is replaced if it comes to nothing any more."""
+    options = {"stopped": {}, "slow": {"recover_timeout": 8.0}, "hangs": {"recover_timeout": 12.0}}[what]
+    jobs = {
+        "whole": started(tmp_path / "whole", 2),
+        "killed": started(tmp_path / "killed", 2, hang_timeout=1.0, **options),
+    }
+    folder = tmp_path / "killed"
+    jobs["killed"].wait_until(lambda: len(lines(folder, 1)) >= STEPS // 3)
+    pid, slow = lines(folder, 1)[-1][1], folder / "slow1"
+    os.kill(pid, signal.SIGSTOP)
+    if what != "stopped":
+        slow.write_text("3" if what == "slow" else "3600")
+        os.kill(pid, signal.SIGKILL)
+        took = len(lines(folder, 1))
+        jobs["killed"].wait_until(lambda: len(lines(folder, 1)) >= took + 4 or not slow.exists())
+    if what == "slow":
+        slow.unlink()
+    said = check(tmp_path, jobs, (1,))
+    assert "started anew" not in said
+    assert ("has not passed a step for" in said) == (what == "hangs")
