@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks import _differential, _overhead, _pipeline
+from lightning_moe_ckpt.benchmarks import _differential, _overhead, _pipeline, _pipeline_memory
 from lightning_moe_ckpt.benchmarks._benchmark import accelerator_for
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
@@ -452,3 +452,25 @@ def mechanisms(way: Way) -> Rows:
     names = {"sparse checkpoints": "computes_all", "+ frozen weights skipped": "in_place", "+ upstream logs": "alone"}
     skipped = 100 * statistics.median(found["in_place"].skipped)
     return {**{row: _again(found[name]) for row, name in names.items()}, "weight gradients, of a step": skipped}
+
+
+# -- pipeline stages that nobody kills
+
+
+def memory_of_stages(_: Way) -> Rows:
+    """Host memory of sparse checkpoints with upstream logs, beside that of dense ones: MoEvement, Table 6."""
+    size = _pipeline_memory.PipelineSize()
+    dense = _pipeline_memory.measure(_pipeline_memory.DENSE, size)
+    rows: Rows = {"dense, per parameter": dense.generation / dense.params}
+    for window in (3, 6):
+        found = _pipeline_memory.measure(window, size)
+        more, here = found.generation - dense.generation, f"window {window}"
+        rows |= {
+            f"more than dense, {here}": 100 * (more + found.log) / dense.generation,
+            f"without log, {here}": 100 * more / dense.generation,
+            f"log, {here}": 100 * found.log / dense.generation,
+            f"without log, per parameter, {here}": more / dense.params,
+            f"shared memory and log, more, {here}": 100 * ((found.shared + found.log) / dense.shared - 1),
+            f"steps in the log, {here}": float(found.log_steps),
+        }
+    return rows
