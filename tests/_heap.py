@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -33,3 +34,20 @@ def join_pages() -> None:
             begin, end = (int(address, 16) for address in addresses.split("-"))
             for address in range(-(-begin // _HUGE) * _HUGE, end - _HUGE + 1, _HUGE):
                 madvise(ctypes.c_void_p(address), ctypes.c_size_t(_HUGE), _MADV_COLLAPSE)
+
+
+class JoinedPages:
+    """Joins the pages of this process before its first fork since it was last told that forks have split them."""
+
+    def __init__(self) -> None:
+        self._owner, self._split = os.getpid(), False
+        os.register_at_fork(before=self._join)
+
+    def split(self) -> None:
+        """Note that there may be small pages."""
+        self._split = True
+
+    def _join(self) -> None:
+        if self._split and os.getpid() == self._owner:
+            self._split = False
+            join_pages()

@@ -23,7 +23,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from _heap import freeze_heap, join_pages
+from _heap import JoinedPages, freeze_heap
 from servers._s3 import S3Server, running
 
 # Nearly all that importing makes stays: to look for garbage in it takes a quarter of the time. Until tests are collected.
@@ -148,10 +148,13 @@ def moto(s3: Callable[[str], S3Server]) -> S3Server:
     return s3("moto")
 
 
+_pages = JoinedPages()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _pages_are_joined() -> None:
     """Tests that fork leave small pages to those of the next module, whose forks would take twice the time."""
-    join_pages()
+    _pages.split()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import logging
 import mmap
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -239,12 +239,24 @@ def test_the_device_passes_its_check(emulator: Emulator, use: Any) -> None:
     assert found.failure is None
 
 
-@pytest.mark.parametrize("call", CALLS)
+FAILURES = ((1, OUT_OF_MEMORY), (1, ILLEGAL_ADDRESS), (2, ILLEGAL_ADDRESS), (5, OUT_OF_MEMORY))
+
+
+@pytest.mark.parametrize(
+    ("call", "failures"),
+    [
+        *(pytest.param(call, FAILURES[index % 2 :: 2], id=call) for index, call in enumerate(CALLS)),
+        *(pytest.param(call, FAILURES, id=f"{call}, all", marks=pytest.mark.soak) for call in CALLS),
+    ],
+)
 def test_a_call_that_fails_in_the_check_leaves_the_work_to_torch(
-    emulator: Emulator, call: str, caplog: pytest.LogCaptureFixture
+    emulator: Emulator, call: str, failures: Sequence[tuple[int, int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`fit` goes on, whatever the driver says; what was registered is given back, or kept from being freed."""
-    for nth, code in ((1, OUT_OF_MEMORY), (1, ILLEGAL_ADDRESS), (2, ILLEGAL_ADDRESS), (5, OUT_OF_MEMORY)):
+    """`fit` goes on, whatever the driver says; what was registered is given back, or kept from being freed.
+
+    Each call fails in two of the four ways, those of its neighbour in the others.
+    """
+    for nth, code in failures:
         emulator.plant(call.encode(), nth, code)
         with caplog.at_level(logging.CRITICAL):
             engine = create_engine(CUDA)

@@ -66,10 +66,16 @@ def fit(checkpoint: Callback, began: Began, first: int, how: str) -> None:
     trainer.fit(Edited(first, how), DataLoader(torch.ones(40, 4), batch_size=4))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("first", "how"), [(0, "in place"), (4, "in place"), (0, "through data"), (4, "through data"), (4, "other data")]
-)
-@pytest.mark.parametrize("policy", ["dense", "sparse"])
+EDITS = [(0, "in place"), (4, "in place"), (0, "through data"), (4, "through data"), (4, "other data")]
+BY_TURNS = [
+    pytest.param(policy, *edit, marks=[pytest.mark.soak] if (index + turn) % 2 else [])
+    for turn, policy in enumerate(["dense", "sparse"])
+    for index, edit in enumerate(EDITS)
+]
+"""Each edit under one of the policies; `make soak` has all under both."""
+
+
+@pytest.mark.parametrize(("policy", "first", "how"), BY_TURNS)
 def test_what_is_taken_is_what_the_batch_began_with(tmp_path: Path, policy: str, first: int, how: str) -> None:
     """Where nobody saw it coming, the window in which it begins gives no generation."""
 
