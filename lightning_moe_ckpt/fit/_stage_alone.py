@@ -110,7 +110,12 @@ class Decision:
 
     @classmethod
     def of(cls, rows: Sequence[Where], groups: ParallelGroups) -> Decision | str:
-        """Return what follows from where all ranks are, or why everybody goes on in place."""
+        """Return what follows from where all ranks are, or why everybody goes on in place.
+
+        Args:
+            rows: of every rank, in their order.
+            groups: of this rank.
+        """
         size, count = groups.stage_size, groups.num_stages
         stages = [rows[stage * size : (stage + 1) * size] for stage in range(count)]
         segments = {range(row.first, row.stop) for row in rows if row.target >= 0}
@@ -375,7 +380,7 @@ class StageAlone:
     def _begin_attempt(self, run: FitSession, step: int) -> None:
         run.raise_broken()
         if self._log.apart and self._supervisor.confirm(0.0) is not None:
-            raise dist.DistError("gloo/ another rank has failed")  # which nothing that this one waits for may tell
+            raise dist.DistError("another rank has failed")  # this one may wait for nothing that tells it
         if self._log.apart and step == self._target:
             self._log.go_on()
             self._meet(exact=True)
