@@ -92,15 +92,15 @@ def _fork_orphan(work: Callable[[], object]) -> int:
     adopted, adopt = os.pipe()
     between = os.fork()
     if between == 0:
-        pid = os.fork()
-        if pid == 0:
-            os.close(adopt)
-            os.read(adopted, 1)  # its supervisor talks to its own children only
-            for descriptor in (told, tell, adopted):
-                os.close(descriptor)
-            exit_after(work)
-        os.write(tell, str(pid).encode())
-        os._exit(0)
+        if os.fork():
+            os._exit(0)
+        os.setsid()  # before anybody knows of it, who might end its group
+        os.write(tell, str(os.getpid()).encode())
+        os.close(adopt)
+        os.read(adopted, 1)  # its supervisor talks to its own children only
+        for descriptor in (told, tell, adopted):
+            os.close(descriptor)
+        exit_after(work)
     os.waitpid(between, 0)
     pid = int(os.read(told, 64))
     for descriptor in (told, tell, adopted, adopt):
@@ -111,7 +111,6 @@ def _fork_orphan(work: Callable[[], object]) -> int:
 def _run(name: str, command: Sequence[str], environment: dict[str, str], streams: Sequence[int]) -> None:
     """Do what the interpreter does that `command` starts."""
     _tell_kernel(_RENAME, name.encode())
-    os.setsid()
     for number, descriptor in zip((1, 2), streams, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)

@@ -68,6 +68,8 @@ class Memento:
         most_items: int = _MOST_ITEMS,
     ) -> None:
         self._apart, self._most_items = (*_OPAQUE, *apart), most_items
+        self.misses = False
+        """Whether there are objects in longer containers: what these are is not remembered."""
         self._restored = {id(tensor): tensor for tensor in restored}
         self._spaces: list[tuple[dict[Any, Any], list[tuple[Any, Any]]]] = []
         """Attributes of objects, and dictionaries."""
@@ -158,13 +160,18 @@ class Memento:
             self._sets.append((each, list(each)))
         elif not isinstance(each, tuple | frozenset):
             return
-        if not isinstance(each, dict | bytearray) and len(each) <= self._most_items:
-            yield from each
+        if not isinstance(each, dict | bytearray):
+            yield from self._within(each)
 
     def _remember_space(self, space: dict[Any, Any]) -> Iterator[object]:
         self._spaces.append((space, list(space.items())))
-        if len(space) <= self._most_items:
-            yield from space.values()
+        yield from self._within(space.values())
+
+    def _within(self, items: Collection[object]) -> Iterable[object]:
+        if len(items) <= self._most_items:
+            return items
+        self.misses |= not _ATOMS.issuperset(map(type, items))
+        return ()
 
     def _remember_tensor(self, tensor: Tensor) -> None:
         if tensor.grad_fn is not None or tensor.is_meta:

@@ -50,8 +50,8 @@ log = rank_logger(__name__)
 _NEW, _WITHIN, _AT_COMMIT, _ELSEWHERE = range(4)
 """Where a rank is."""
 
-_MOST_ITEMS = 100
-"""Most items of a user's container that are looked into in every step; longer ones hold data."""
+_MOST_ITEMS = 1000
+"""Most items of a user's container that are looked into in every step."""
 
 
 class Supervisor(Protocol):
@@ -209,6 +209,8 @@ class StageAlone:
         self._place, self._taken, self._has_generation = _ELSEWHERE, -1, False
         self._has_said_size = False
         self._joined_at = 0.0
+        self._users: Memento | None = None
+        """What the user's attributes were when the newest step began."""
         self._segment, self._target = range(0), -1
         """Stages that repeat steps together with this one, and up to which step."""
         self._live: Segment | None = None
@@ -391,6 +393,13 @@ class StageAlone:
         if not self._log.apart:
             run.together()
             self._keep_within_limit(run)
+            if self._users is not None and self._users.misses and self._may:
+                log.warning(
+                    "if a rank fails, all stages recover: the module has a container of more than %d objects, which are not looked "
+                    "into in every step. Keep them outside of it, or in several containers",
+                    _MOST_ITEMS,
+                )
+                self._keep_nothing(run)
         self._log.begin_step(step)
 
     def _committing(self) -> None:
@@ -486,9 +495,7 @@ class StageAlone:
                 "`MoEStrategy(upstream_log_nbytes=%d)`. Allow more, or let windows follow each other sooner",
                 *(size_text(upstream.step_nbytes), steps, limit),
             )
-            upstream.on = self._may = False
-            upstream.forget()
-            run.may_wait(within_steps=False)
+            self._keep_nothing(run)
         elif not self._has_said_size:
             log.info(
                 "memory: upstream log %s, %s for each of %d steps",
@@ -496,18 +503,24 @@ class StageAlone:
             )
         self._has_said_size = True
 
+    def _keep_nothing(self, run: FitSession) -> None:
+        self._log.on = self._may = False
+        self._log.forget()
+        run.may_wait(within_steps=False)
+
     def _remember(self) -> Callable[[], None]:
         """Return a function that puts back what an attempt at a step changes."""
         run = self.run
         assert run is not None
         logged = _lightning_attempts.hold(self._trainer, self._module)
-        users, buffers, put_back = _hold_users(self._module), _hold_buffers(self._module), run.hold_attempt()
+        self._users = users = _hold_users(self._module)
+        buffers, put_back = _hold_buffers(self._module), run.hold_attempt()
 
         def undo() -> None:
             put_back()
             logged()
             buffers()
-            users()
+            users.restore()
 
         return undo
 
@@ -524,10 +537,10 @@ def _hold_buffers(module: LightningModule) -> Callable[[], None]:
     return put_back
 
 
-def _hold_users(module: LightningModule) -> Callable[[], None]:
-    """Return a function that puts back random state, and what the user's attributes hold.
+def _hold_users(module: LightningModule) -> Memento:
+    """Return what puts back random state, and what the user's attributes hold.
 
     What only a step needs, such as a list of losses that a hook behind it empties, is in no journal.
     """
     parts, values = _lightning_attempts.parts_of(module)
-    return Memento(values, shallow=parts, apart=_lightning_attempts.APART, most_items=_MOST_ITEMS).restore
+    return Memento(values, shallow=parts, apart=_lightning_attempts.APART, most_items=_MOST_ITEMS)

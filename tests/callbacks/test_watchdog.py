@@ -334,7 +334,7 @@ def test_a_window_given_up_for_new_parameters_shares_its_name_with_no_other(
     hang, windows, plan = Hang(), iter((3, 1)), SparsePolicy.plan
     monkeypatch.setattr(RunStore, "put_segment", hang.standing_still(RunStore.put_segment))
     monkeypatch.setattr(SparsePolicy, "plan", lambda self, *args: plan(replace(self, window=next(windows)), *args))
-    checkpoint = SparseCheckpoint(tmp_path, window=3)
+    checkpoint = SparseCheckpoint(tmp_path, window=3, overhead_target=None)
 
     class Adding(Callback):
         def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
