@@ -26,6 +26,7 @@ from campaign.test_stages_alone import (
     death,
     decisions,
     drawn_setup,
+    places_of,
     said,
 )
 
@@ -135,7 +136,7 @@ def draw_shot(draw: random.Random, ranks: Sequence[int]) -> Shot:
 
 def draw_at_once(draw: random.Random, setup: Counted) -> Death:
     """One dies anywhere, and one or two others soon after it: of the same stage, of the next, or of one further away."""
-    first = death(draw.choice(PLACES), draw.randrange(setup.world_size), nth=draw.randint(1, 9))
+    first = death(draw.choice(places_of(setup, PLACES)), draw.randrange(setup.world_size), nth=draw.randint(1, 9))
     others = [rank for rank in range(setup.world_size) if rank != first.rank]
     chosen = draw.sample(others, min(len(others), draw.choice([1, 1, 2])))
     return replace(first, stops=draw.random() < 0.25, shots=tuple(draw_shot(draw, [each]) for each in chosen))
@@ -145,7 +146,7 @@ def draw_second(draw: random.Random, setup: Counted, before: Death) -> Death:
     """When a rank of a stage that has failed comes to a place as it repeats steps, it dies again, or one that is elsewhere, or both."""
     size = setup.world_size // setup.stages
     failed = draw.choice(before.ends)[0] // size
-    at = death(draw.choice(PLACES), failed * size + draw.randrange(size), nth=draw.randint(1, 3))
+    at = death(draw.choice(places_of(setup, PLACES)), failed * size + draw.randrange(size), nth=draw.randint(1, 3))
     distances = sorted({abs(stage - failed) for stage in range(setup.stages)} - {0})
     distance = draw.choice(distances)  # 1 is next to it
     ranks = [rank for rank in range(setup.world_size) if abs(rank // size - failed) == distance]

@@ -89,9 +89,11 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     samples = torch.randn(8 * STEPS, WIDTH, generator=torch.Generator().manual_seed(0))
+    here = int(os.environ["LOCAL_WORLD_SIZE"])
     trainer = Trainer(
         accelerator="cpu",
-        devices=STAGES,
+        devices=here,
+        num_nodes=STAGES // here,
         strategy=MoEStrategy(pipeline_parallel=STAGES, micro_batches=4, localized_recovery=True),
         callbacks=[SparseCheckpoint((FOLDER / "run").as_uri(), window=3), Writes()],
         max_epochs=1,
