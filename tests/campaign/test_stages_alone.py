@@ -288,16 +288,16 @@ def further(draw: random.Random, setup: Counted) -> Counted:
     }
     if changes["optimizer"] == "adamw_fused" and setup.precision != "32-true":  # Lightning does not clip it then
         changes["optimizer"] = "adamw"
-    window, order = draw.choice([1, 2, 4, 5, "auto"]), draw.choice(["popularity", "fixed", "back_to_front"])
-    changes["checkpointing"] = replace(
-        draw.choice([DENSE, SPARSE, SPARSE]),
-        every_n_steps=draw.randint(1, 3),
-        window=window,
-        order=order,
-        budget_nbytes=draw.choice([None, 12_000, 20_000, 40_000]) if window == "auto" else None,
-        target=draw.choice([None, None, 0.001, 0.03]),
-        at_least=draw.choice([0.05, 600.0]),
-    )
+    stored: dict[str, Any] = {
+        "every_n_steps": draw.randint(1, 3),
+        "window": draw.choice([1, 2, 4, 5, "auto"]),
+        "order": draw.choice(["popularity", "fixed", "back_to_front"]),
+        "target": draw.choice([None, None, 0.001, 0.03]),
+        "at_least": draw.choice([0.05, 600.0]),
+    }
+    if stored["window"] == "auto":
+        stored["budget_nbytes"] = draw.choice([None, 12_000, 20_000, 40_000])
+    changes["checkpointing"] = replace(draw.choice([DENSE, SPARSE, SPARSE]), **stored)
     return replace(setup, **changes) if draw.random() < 2 / 3 else setup
 
 

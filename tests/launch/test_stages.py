@@ -108,7 +108,9 @@ def check(folder: Path, jobs: dict[str, Job], killed: tuple[int, ...], *, lives:
 @pytest.mark.parametrize("what", ["stopped", "slow", "hangs"])
 def test_a_stage_is_looked_after_while_it_repeats_steps(tmp_path: Path, what: str) -> None:
     """It may take longer than ranks may to come together, and is replaced if it comes to nothing any more."""
-    options = {"stopped": {}, "slow": {"recover_timeout": 8.0}, "hangs": {"recover_timeout": 12.0}}[what]
+    options: dict[str, Any] = {"stopped": {}, "slow": {"recover_timeout": 8.0}, "hangs": {"recover_timeout": 12.0}}[
+        what
+    ]
     jobs = {
         "whole": started(tmp_path / "whole", 2),
         "killed": started(tmp_path / "killed", 2, hang_timeout=1.0, **options),
