@@ -37,20 +37,17 @@ class Segment:
         self.stages_behind = stages.stop - 1 - here
         """Number of stages behind this one in it."""
 
-    def all_agree(self, flag: bool) -> bool:
-        """Return whether all ranks of these stages pass true; no other is asked. Who returns knows that all have come here."""
-        first, said = self._ranks[0], torch.tensor([int(flag)])
+    def meet(self) -> None:
+        """Wait until all ranks of these stages have come here; no other is asked."""
+        first, here = self._ranks[0], torch.zeros(1)
         if self._rank != first:
-            dist.send(said, first, self._group)
-            dist.recv(said, first, self._group)
-            return bool(said)
-        others = torch.ones(len(self._ranks), dtype=said.dtype)
-        for index, each in enumerate(self._ranks[1:]):
-            dist.recv(others[index : index + 1], each, self._group)
-        agreed = said * others.min()
+            dist.send(here, first, self._group)
+            dist.recv(here, first, self._group)
+            return
         for each in self._ranks[1:]:
-            dist.send(agreed, each, self._group)
-        return bool(agreed)
+            dist.recv(here, each, self._group)
+        for each in self._ranks[1:]:
+            dist.send(here, each, self._group)
 
 
 class _Link:

@@ -214,7 +214,7 @@ class InPlace:
         failure = None if isinstance(error, Fenced) else self._supervisor.confirm(patience)
         if failure is None:
             raise error
-        log.warning("%s; this process goes on in place (%s: %s)", failure, type(error).__name__, error)
+        log.warning("%s; this process stays (%s: %s)", failure, type(error).__name__, error)
         _forget(error)
 
     def _recover(self) -> None:

@@ -43,7 +43,7 @@ from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.parallel._elastic import is_of_collective
-from lightning_moe_ckpt.parallel._upstream import Diverged, UpstreamLog
+from lightning_moe_ckpt.parallel._upstream import UpstreamLog
 
 log = rank_logger(__name__)
 
@@ -70,6 +70,9 @@ class Supervisor(Protocol):
 
     def pause(self, *, aborted: bool = False) -> None:
         """Note that what follows may take any time, behind a step that has ended or was aborted."""
+
+    def call_off(self, why: str) -> None:
+        """End this incarnation for all ranks, of which none has to be replaced."""
 
 
 class Rewind(CheckpointError):
@@ -286,16 +289,16 @@ class StageAlone:
         )
 
     def ended(self, error: Exception) -> Exception:
-        """Return what an error means: if it ends repeating the others are told, and all go on in place."""
+        """Return what an error means: if it ends repeating the others are told, and all go on in place.
+
+        Those wait for this rank, some of them in collectives of its stage; it cannot tell them by any collective.
+        """
         if not (self._fed and self._is_own(error)) or isinstance(error, Rewind):
             return error
         log.error("this stage does not come to the step that failed as it did before: %s", error)
-        self._may = False  # it would not come there the next time either
-        try:
-            self._meet(exact=False)
-        except Exception as ended:  # noqa: BLE001  # which is returned
-            return ended
-        raise AssertionError
+        self._may = self._fed = False  # it would not come there the next time either
+        self._supervisor.call_off(f"does not repeat its steps exactly: {error}")
+        return dist.DistError(str(error))
 
     # -- private
 
@@ -343,12 +346,10 @@ class StageAlone:
             self._log.join(live.before, live.behind, stages_behind=live.stages_behind)
             self._fed = True
 
-    def _meet(self, *, exact: bool) -> None:
-        """Wait until all stages are at the same step. Collective, of all ranks; raises `Rewind` if one is not exact."""
+    def _meet(self) -> None:
+        """Wait until all stages are at the same step. Collective, of all ranks."""
         self._fed = False
-        if not Exchange(self._strategy.groups).all_agree(exact):
-            self._give_up()
-            raise Rewind("a stage did not repeat its steps exactly")
+        Exchange(self._strategy.groups).all_agree(True)
 
     def _stepping(self, *args: Any, **options: Any) -> Any:
         """Take an optimizer step, as often as it takes."""
@@ -385,7 +386,7 @@ class StageAlone:
             raise dist.DistError("another rank has failed")  # this one may wait for nothing that tells it
         if self._log.apart and step == self._target:
             self._log.go_on()
-            self._meet(exact=True)
+            self._meet()
             log.info(
                 "stage %d is at step %d again, with all others, %.2f s after they had joined",
                 *(self._strategy.groups.stage, step, time.perf_counter() - self._joined_at),
@@ -410,7 +411,9 @@ class StageAlone:
         try:
             self._flags = self._commit()
             if self._log.apart:
-                self._require_same()
+                self._log.require_exact()
+                assert self._live is not None
+                self._live.meet()
         except Exception as error:
             if self._is_own(error):
                 raise
@@ -421,14 +424,6 @@ class StageAlone:
             self._strategy.reducer.agreed |= self._flags
             log.info("step %d is taken: all ranks had come to its commit", self._taken)
         self._taken += 1
-
-    def _require_same(self) -> None:
-        """Wait until all ranks of the segment are here, and raise `Diverged` if one has done the step otherwise than before."""
-        assert self._live is not None
-        if not self._live.all_agree(not self._log.diverged):
-            raise Diverged(
-                self._log.diverged or "another rank of this stage, or of one next to it, did otherwise than before"
-            )
 
     def _is_own(self, error: Exception) -> bool:
         """Whether an error is not of another rank's failure: there is nothing to wait for."""
@@ -458,7 +453,7 @@ class StageAlone:
                     self._supervisor.pause(
                         aborted=True
                     )  # all have come together: how long steps take is no matter of recovery
-                    self._meet(exact=True)
+                    self._meet()
             except Rewind:
                 raise
             except Exception as again:  # noqa: BLE001  # raised again unless another rank has failed

@@ -270,7 +270,9 @@ class SupervisingAgent(LocalElasticAgent):
         self._place(member)
 
     def _said(self, member: Member, message: Line) -> None:
-        if message["arrived"] == self._incarnation:
+        if (ends := message.get("called_off")) is not None:
+            self._now.append("failed", rank=member.rank, pid=-1, why=message["why"], only=ends)
+        elif message["arrived"] == self._incarnation:
             member.arrived = self._incarnation
             if self._now.count(f"arrived/{self._incarnation}") == self._world_size:
                 self._now.append("formed", incarnation=self._incarnation)
@@ -330,6 +332,8 @@ class SupervisingAgent(LocalElasticAgent):
 
     def _failed(self, event: JobEvent, worker_group: WorkerGroup) -> None:
         failed, rank = self._incarnation, event["rank"]
+        if event.get("only", failed) != failed:
+            return  # several ranks have called it off, or another one has failed before
         self._incarnation += 1
         self._silent = False
         for member in self._members.values():

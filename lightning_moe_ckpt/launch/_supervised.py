@@ -193,6 +193,14 @@ class Supervised:
             self._changed.wait_for(lambda: self.failed or self._lost, timeout)
             return self._failures.get(self.incarnation)
 
+    def call_off(self, why: str) -> None:
+        """End the incarnation that this process has joined, with all its ranks alive: they come to another one.
+
+        Args:
+            why: for people, behind "rank 3".
+        """
+        self._connection.sendall(encode({"called_off": self.incarnation, "why": why}))
+
     # -- beats
 
     def beat(self, step: int) -> None:

@@ -1,6 +1,7 @@
 """What a supervisor and a rank of its node say to each other: lines of JSON over a socket, and a page that both map.
 
     rank -> supervisor    {"arrived": incarnation}
+                          {"called_off": incarnation, "why": ...}                           it is to end, and nobody has
     supervisor -> rank    {"place": environment, "incarnation": ..., "replacement": ...}    first, with the page
                           {"failed": incarnation, "rank": ..., "why": ...}
                           {"formed": incarnation, "prefix": ...}                            all ranks have arrived

@@ -5,7 +5,7 @@ logged values, norms, flags. A neighbour has kept what it sent, and every rank o
 that live feed the one that has died, and nothing of its own is needed, not even its node.
 
 What a repeating stage sends again goes to nobody. Its neighbours have kept digests of what they had got from it: a difference
-ends the repetition, see `diverged`. Neighbours that repeat steps together hand each other what crosses the border between them.
+ends the repetition, see `require_exact`. Neighbours that repeat steps together hand each other what crosses the border between them.
 
 Invariant: a step's record has everything from the beginning of its (last) attempt to that of the next step's, validation between
 the two included, in the order in which it happened.
@@ -264,18 +264,14 @@ class UpstreamLog:
         self.received(direction, tensors)
         return [each.clone() for each in tensors]
 
-    @property
-    def diverged(self) -> str:
-        """What was not as it was in a step that was repeated, or nothing.
-
-        Who ends repeating for it does so together with all ranks that repeat steps with this one: until its commit, they may wait
-        for it in a collective. So it is asked for there, and what the device computes is not waited for before.
-        """
+    def require_exact(self) -> None:
+        """Raise `Diverged` if a step that was repeated was not as before. What the device computes is waited for here, at a commit."""
         unchecked, self._unchecked = self._unchecked, []
         for direction, digest, expected in unchecked:
             if digest.tolist() != expected:
                 self._note(f"other {'activations' if direction == 'down' else 'gradients'} were sent than before")
-        return self._diverged
+        if self._diverged:
+            raise Diverged(self._diverged)
 
     def require_same(self, what: str, found: object, expected: object) -> None:
         """Note it if a step that is repeated gives something else than it gave."""
@@ -287,8 +283,7 @@ class UpstreamLog:
         if left := [each for each in self._given if each != self._at]:
             self._note(f"steps {left} were not repeated")
         self.settle()
-        if why := self.diverged:
-            raise Diverged(why)
+        self.require_exact()
         self._given, self._from, self._at, self.silent = {}, None, None, False
         self.join(None, None)
 

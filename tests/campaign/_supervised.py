@@ -249,8 +249,11 @@ class _Job:
             return  # that process has ended, and another one is there
         if not said:
             each.connection = None
-        for line in said.splitlines():
-            each.arrived = json.loads(line)["arrived"]
+        for line in map(json.loads, said.splitlines()):
+            each.arrived = line.get("arrived", each.arrived)
+            if line.get("called_off") == self._incarnation:
+                self._tell({"failed": self._incarnation, "rank": each.rank, "why": line["why"]})
+                self._incarnation += 1
         if said and all(other.arrived == self._incarnation for other in self._ranks):
             self._tell({"formed": self._incarnation, "prefix": f"test/{self._incarnation}"})
 

@@ -420,18 +420,24 @@ def test_a_step_that_one_rank_knows_to_be_taken_is_taken_by_all(campaigns: Campa
 
 
 class WaveringModule(CountedModule):
-    """Computes otherwise on one rank while its stage repeats steps."""
+    """Computes otherwise on one rank while its stage repeats steps, or asks all what it had not asked."""
 
     @override
     def stage_auxiliary_loss(self) -> Tensor | None:
-        found = super().stage_auxiliary_loss()
+        found, setup = super().stage_auxiliary_loss(), self._setup
+        assert isinstance(setup, Wavering)
         strategy: Any = self.trainer.strategy
-        return None if found is None else found * (1 + (strategy.upstream.apart and self.global_rank % 2))
+        wavers = strategy.upstream.apart and self.global_rank % 2
+        if wavers and setup.asks:
+            strategy.broadcast("the others of the stage wait in a reduction")
+        return None if found is None else found * (1 + wavers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wavering(Counted):
     """A run of which one stage cannot repeat steps."""
+
+    asks: bool = False
 
     @override
     def make_module(self, life: Attempt) -> Module:
@@ -439,26 +445,24 @@ class Wavering(Counted):
 
 
 @pytest.mark.parametrize(
-    ("size", "rank"), [(2, 2), pytest.param(2, 1, marks=pytest.mark.soak), pytest.param(1, 1, marks=pytest.mark.soak)]
+    ("size", "rank", "asks"),
+    [
+        (2, 2, True),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in [(2, 2, False), (2, 1, False), (1, 1, False)]),
+    ],
 )
 def test_a_stage_that_does_not_repeat_its_steps_exactly_is_found_out(
-    campaigns: Campaigns, size: int, rank: int
+    campaigns: Campaigns, size: int, rank: int, asks: bool
 ) -> None:
-    """By one of its ranks; all of it say so, everybody goes on in place, and so from then on, to the same end."""
-    setup = Wavering(world_size=2 * size)
-    lives = check_killed(
-        campaigns,
-        setup,
-        fit=partial(train_and_die, setup, [death("forward", rank, nth=9), death("forward", 0, nth=9)], no_place),
-        deaths=2,
-        same_seed=True,
-    )
-    assert decisions(lives) == [f"[{rank // size}]", "this run does not let a stage recover alone"]
-    stage = range(rank // size * size, (rank // size + 1) * size)
-    assert all(
-        "this stage does not come to the step that failed as it did before" in said(lives, each) for each in stage
-    )
-    assert "a stage did not repeat its steps exactly" in said(lives, 0)
+    """By one of its ranks, which calls it off; everybody goes on in place, and so from then on, to the same end."""
+    setup, odd = Wavering(world_size=2 * size, asks=asks), rank | 1
+    nobody = Death(rank=0, at=Abort(place="nowhere"), survives=True)  # in the incarnation that is called off
+    deaths = [death("forward", rank, nth=9), nobody, death("forward", 0, nth=9)]
+    fit = partial(train_and_die, setup, deaths, no_place)
+    lives = check_killed(campaigns, setup, fit=fit, deaths=2, same_seed=True)
+    assert decisions(lives) == [f"[{rank // size}]", *["this run does not let a stage recover alone"] * 2]
+    assert "this stage does not come to the step that failed as it did before" in said(lives, odd)
+    assert f"rank {odd} does not repeat its steps exactly: " in said(lives, 0)
 
 
 # -- an attempt leaves no trace

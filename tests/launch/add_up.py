@@ -127,6 +127,9 @@ def happen(supervised: Supervised, rank: int, step: int, events: Events | None =
     for kind, event in (EVENTS if events is None else events).items():
         if f"{kind}:{rank}:{step}:{supervised.incarnation}" in script:
             event()
+    if f"off:{rank}:{step}:{supervised.incarnation}" in script:
+        supervised.call_off("calls it off")
+        raise RuntimeError("a peer may wait for this one")
     if f"bug:{step}" in script:
         raise ValueError(f"there is a bug in step {step}")
 

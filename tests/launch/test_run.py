@@ -94,6 +94,13 @@ def test_a_rank_that_hangs_is_ended(tmp_path: Path, stuck: int) -> None:
     check(job, {0: 1, 1: 1, 2: stuck})
 
 
+def test_ranks_call_an_incarnation_off(tmp_path: Path) -> None:
+    """Two at the same moment end one of them; no process ends, and a third that waits for both is told."""
+    events = ["off:0:20:0", "off:2:20:0", "kill:1:40:1", "off:1:50:2"]
+    ended = check(Job(tmp_path / "job", 3, 60, *events), {1: 1})
+    assert sum("calls it off" in sentence for sentence in ended.sentences()) == 2
+
+
 def test_an_aborted_step_is_no_measure_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """It took as long as a hang was not found; the next one would be found after five times that."""
     heartbeat = Heartbeat()
