@@ -29,7 +29,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -38,7 +37,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange, Segment
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.fit._memento import Memento
+from lightning_moe_ckpt.fit._memento import Memento, restore_values
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
 from lightning_moe_ckpt.parallel import ParallelGroups
@@ -521,13 +520,16 @@ class StageAlone:
 
 
 def _hold_buffers(module: LightningModule) -> Callable[[], None]:
-    held = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    """Return what puts back which buffers there are, for a step may replace them, and their values."""
+    spaces = [(each._buffers, dict(each._buffers)) for each in module.modules() if each._buffers]  # noqa: SLF001
+    held = [(buffer, buffer.clone()) for buffer in module.buffers()]
 
     def put_back() -> None:
-        now = dict(module.named_buffers())
-        with torch.no_grad():
-            for name, kept in held.items():
-                now[name].copy_(kept)
+        for space, items in spaces:
+            space.clear()
+            space.update(items)
+        for buffer, kept in held:
+            restore_values(buffer, kept)
 
     return put_back
 

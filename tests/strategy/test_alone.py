@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from torch import Tensor
@@ -15,7 +16,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt._lightning_attempts import never_alone
 from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
-from lightning_moe_ckpt.fit._stage_alone import Decision, Where
+from lightning_moe_ckpt.fit._stage_alone import Decision, Where, _hold_buffers
 from lightning_moe_ckpt.parallel import ParallelGroups
 
 NEW, WITHIN, AT_COMMIT, ELSEWHERE = range(4)
@@ -179,3 +180,18 @@ def test_a_run_that_would_not_be_exact_says_why(
 def test_an_ordinary_run_may() -> None:
     """With what Lightning has."""
     assert reasons(LightningModule(), ModelCheckpoint(), EarlyStopping("loss"), LearningRateMonitor()) == ""
+
+
+def test_a_buffer_that_an_attempt_replaces_is_put_back() -> None:
+    """The object, with its shape and values; and the one that stands for none."""
+    module = LightningModule()
+    module.register_buffer("changed", torch.tensor([1.0]))
+    module.register_buffer("replaced", torch.tensor([1.0]))
+    module.register_buffer("absent", None)
+    before = dict(module.named_buffers())
+    put_back = _hold_buffers(module)
+    before["changed"] += 1
+    module.replaced, module.absent = torch.zeros(3), torch.zeros(3)
+    put_back()
+    assert module.state_dict().keys() == {"changed", "replaced"}
+    assert all(buffer is before[name] and buffer.tolist() == [1.0] for name, buffer in module.named_buffers())
