@@ -96,7 +96,7 @@ class SupervisedHooks(ReplayHooks):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._in_place.batch_begins(self._run)
+        self._in_place.batch_begins(self._run, batch)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     @override

@@ -34,8 +34,6 @@ class Segment:
         """Border to the stage before this one, if that is in the segment."""
         self.behind = _Link(groups, groups.rank + size) if here + 1 in stages else None
         """The same of the stage behind."""
-        self.stages_behind = stages.stop - 1 - here
-        """Number of stages behind this one in it."""
 
     def meet(self) -> None:
         """Wait until all ranks of these stages have come here; no other is asked."""

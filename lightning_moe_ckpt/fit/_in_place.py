@@ -105,8 +105,10 @@ class InPlace:
             self._recover()
         return made[-1]
 
-    def batch_begins(self, run: FitSession) -> None:
+    def batch_begins(self, run: FitSession, batch: object) -> None:
         """Tell that training goes on, and let go of the weights at the start once there is a generation."""
+        if self._alone is not None:
+            self._alone.batch = batch
         if self._weights and run.session.has_generation:
             self._weights = []
         self._supervisor.beat(self._trainer.global_step)

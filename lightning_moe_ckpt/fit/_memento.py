@@ -6,7 +6,8 @@ a new process has what it was at the fit's start. So that is remembered, once, b
 
 The search begins at a few objects and follows attributes, items and bound methods. All of them keep their identity, since
 they refer to each other: an attribute gets the object back that it had, and that object gets its own attributes back.
-Large tensors are not copied. Those of the model are restored from a generation; others, such as data, must not have changed.
+Large tensors are not copied, unless that is asked for: those of the model are restored from a generation, and others, such as data,
+must not have changed.
 
 Out of reach: class attributes, globals, closures, iterators, and what objects of the standard library hold.
 """
@@ -33,7 +34,6 @@ from lightning_moe_ckpt.journal import capture_rng, restore_rng
 Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 _MOST_NBYTES = 2**20
-"""Largest tensor or array that is copied."""
 _MOST_ITEMS = 10_000
 """Longer containers hold data."""
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -56,6 +56,7 @@ class Memento:
         restored: tensors whose values somebody else restores.
         apart: types of objects that are left alone.
         most_items: most items of a container that are searched. Which items a longer one has is remembered all the same.
+        most_nbytes: largest tensor or array that is copied.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class Memento:
         restored: Iterable[Tensor] = (),
         apart: tuple[type, ...] = (),
         most_items: int = _MOST_ITEMS,
+        most_nbytes: int = _MOST_NBYTES,
     ) -> None:
-        self._apart, self._most_items = (*_OPAQUE, *apart), most_items
+        self._apart, self._most_items, self._most_nbytes = (*_OPAQUE, *apart), most_items, most_nbytes
         self.misses = False
         """Whether there are objects in longer containers: what these are is not remembered."""
         self._restored = {id(tensor): tensor for tensor in restored}
@@ -131,7 +133,7 @@ class Memento:
         if isinstance(each, Tensor):
             self._remember_tensor(each)
         elif isinstance(each, np.ndarray):
-            if each.nbytes <= _MOST_NBYTES and each.flags.writeable:
+            if each.nbytes <= self._most_nbytes and each.flags.writeable:
                 self._arrays.append((each, each.copy()))
         elif isinstance(each, _GENERATORS):
             if not isinstance(each, random.SystemRandom):
@@ -178,7 +180,7 @@ class Memento:
             return
         kept: Tensor | int | None = None
         if id(tensor) not in self._restored:
-            small = tensor.nbytes <= _MOST_NBYTES
+            small = tensor.nbytes <= self._most_nbytes
             kept = tensor.detach().clone() if small else None if tensor.is_inference() else tensor._version  # noqa: SLF001
         self._tensors.append((tensor, kept))
         if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter):

@@ -24,6 +24,7 @@ needs for the step, so that no stage is ever more than one step ahead of another
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -205,6 +206,8 @@ class StageAlone:
         assert isinstance(self._log, UpstreamLog)
         self.run: FitSession | None = None
         """What this process trains with, once it has begun."""
+        self.batch: Any = None
+        """Of the coming step, or the one under way."""
         self.plan: Decision | None = None
         """Of the newest failure; `None` where everybody goes on in place."""
         self._may: bool | None = None
@@ -342,7 +345,7 @@ class StageAlone:
             self._log.repeat(first, answers, above, below)
         if self._log.apart:
             self._live = live = Segment(groups, self._segment)
-            self._log.join(live.before, live.behind, stages_behind=live.stages_behind)
+            self._log.join(live.before, live.behind)
             self._fed = True
 
     def _meet(self) -> None:
@@ -508,12 +511,14 @@ class StageAlone:
         assert run is not None
         logged = _lightning_attempts.hold(self._trainer, self._module)
         self._users = users = _hold_users(self._module)
+        batch = Memento([self.batch], apart=_lightning_attempts.APART, most_nbytes=sys.maxsize)
         buffers, put_back = _hold_buffers(self._module), run.hold_attempt()
 
         def undo() -> None:
             put_back()
             logged()
             buffers()
+            batch.restore()
             users.restore()
 
         return undo

@@ -112,8 +112,6 @@ class UpstreamLog:
         """That step."""
         self._into: dict[str, LiveBorder] = {}
         self._out_of: dict[str, LiveBorder] = {}
-        self.stages_behind = 0
-        """Stages behind this one that repeat steps together with it."""
         self._copies = HostCopies()
         self._diverged = ""
         self._unchecked: list[tuple[str, Tensor, list[int]]] = []
@@ -246,11 +244,10 @@ class UpstreamLog:
             )
         self.silent = True
 
-    def join(self, before: LiveBorder | None, behind: LiveBorder | None, *, stages_behind: int = 0) -> None:
+    def join(self, before: LiveBorder | None, behind: LiveBorder | None) -> None:
         """Hand stages that repeat steps too what crosses the borders to them."""
         self._into = {name: each for name, each in (("down", before), ("up", behind)) if each is not None}
         self._out_of = {name: each for name, each in (("down", behind), ("up", before)) if each is not None}
-        self.stages_behind = stages_behind
 
     def take(self, direction: Direction) -> list[Tensor]:
         """Return what came next in a step that is repeated."""

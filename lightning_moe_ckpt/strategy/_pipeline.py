@@ -8,8 +8,8 @@ torch would find out the shapes of activations by running every stage once more,
 of tokens, random state. A resumed process would then differ from one that was never interrupted. Here a copy of each stage
 runs once, and torch is told the shapes.
 
-A stage that repeats steps runs its micro-batches one behind the other, without a schedule and without neighbours: see
-`UpstreamLog`. Gradients are added in the order of micro-batches in both schedules, and forward alone draws random numbers.
+A stage that repeats steps runs its micro-batches in the order of the schedule, but without neighbours: see `UpstreamLog`. What a
+backward computes again (activation checkpointing) changes statistics of batch normalisation, which depend on that order.
 
 Source: GPipe (2019), Sec. 2.3; PipeDream-Flush in Narayanan et al. (2021), Sec. 2.2 (1F1B).
 """
@@ -112,16 +112,14 @@ class Pipeline:
         return loss.to(self._device)
 
     def _repeat(self, inputs: Sequence[Tensor], target: Tensor, *, training: bool) -> None:
-        """Run all micro-batches of a batch that was run before, fed by what came from other stages then.
-
-        Stages that do so together are as many micro-batches ahead of each other as in 1F1B.
-        """
+        """Run all micro-batches of a batch that was run before in the same order, fed by what came from other stages then."""
         cut, targets = [each.chunk(self._micro_batches) for each in inputs], target.chunk(self._micro_batches)
         given = list(zip(*cut, strict=True)) if self._groups.stage == 0 else [None] * self._micro_batches
+        ahead = self._micro_batches if self._schedule == "gpipe" else self._groups.num_stages - self._groups.stage
         begun: deque[tuple[Sequence[Tensor], Any]] = deque()
         for each, part in zip(given, targets, strict=True):
             begun.append(self._forward_again(each, part, training=training))
-            if training and len(begun) > self._upstream.stages_behind:
+            if training and len(begun) == ahead:
                 self._backward_again(*begun.popleft(), last=part is targets[-1] and not begun)
         while training and begun:
             self._backward_again(*begun.popleft(), last=len(begun) == 0)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from campaign._data import VOCABULARY, make_loader, make_validation_loader
@@ -29,8 +30,9 @@ class Block(nn.Module):
 
     calls: Tensor
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, *, recomputes: bool = False) -> None:
         super().__init__()
+        self.recomputes = recomputes
         self.norm = nn.BatchNorm1d(MODEL_DIM)
         self.moe = MoELayer(MODEL_DIM, 24, num_experts, top_k=1)
         self.dropout = nn.Dropout(0.1)
@@ -40,7 +42,9 @@ class Block(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         if self.training:
             self.calls = self.calls + 1
-        y_BSD = self.norm(x_BSD.flatten(0, 1)).view(x_BSD.shape) * (1 + 1e-3 * self.calls)
+        x_TD = x_BSD.flatten(0, 1)
+        y_TD = checkpoint(self.norm, x_TD, use_reentrant=False) if self.recomputes else self.norm(x_TD)
+        y_BSD = y_TD.view(x_BSD.shape) * (1 + 1e-3 * self.calls)
         out_BSD: Tensor = x_BSD + self.dropout(self.moe(y_BSD))
         return out_BSD
 
@@ -48,12 +52,13 @@ class Block(nn.Module):
 class Stage(nn.Module):
     """Some of the blocks, by their number in the whole model; embedding and head at its ends."""
 
-    def __init__(self, stage: int, num_stages: int, num_experts: int) -> None:
+    def __init__(self, stage: int, num_stages: int, num_experts: int, *, recomputes: bool = False) -> None:
         super().__init__()
         # The last stage has fewest blocks, so that windows of stages have different lengths.
         cuts = [-(-BLOCKS * i // num_stages) for i in range(num_stages + 1)]
         self.embed = nn.Embedding(VOCABULARY, MODEL_DIM) if stage == 0 else None
-        self.blocks = nn.ModuleDict({str(i): Block(num_experts) for i in range(cuts[stage], cuts[stage + 1])})
+        blocks = range(cuts[stage], cuts[stage + 1])
+        self.blocks = nn.ModuleDict({str(i): Block(num_experts, recomputes=recomputes) for i in blocks})
         self.head = nn.Linear(MODEL_DIM, VOCABULARY) if stage == num_stages - 1 else None
 
     @override
@@ -68,7 +73,8 @@ class PipelinedModule(Module):
     """Hooks of a module in stages."""
 
     def configure_stage(self, stage: int, num_stages: int) -> nn.Module:
-        return Stage(stage, num_stages, dict(self._setup.options).get("num_experts", 4))
+        options = dict(self._setup.options)
+        return Stage(stage, num_stages, options.get("num_experts", 4), recomputes=options.get("recomputes", False))
 
     def stage_loss(self, output: Tensor, target: Tensor) -> Tensor:
         if not self.training:

@@ -21,6 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from campaign._campaign import Campaigns
+from campaign._data import VOCABULARY
 from campaign._in_place import CALLS, Abort, Death, no_place, train_and_die
 from campaign._pipelined import Pipelined, PipelinedModule
 from campaign._training import Checkpointing, Module
@@ -338,6 +339,50 @@ def test_other_precisions_and_policies(campaigns: Campaigns, setup: Counted) -> 
     """Scales that change, and steps that are left out on all ranks."""
     size = setup.world_size // 2
     check_alone(campaigns, setup, chain(["after_backward", "clip", "before_optimizer_step"], [size, 0, size]))
+
+
+RECOMPUTING = replace(TWO, micro_batches=4, options=(("recomputes", True),))
+
+
+@pytest.mark.parametrize(
+    ("setup", "ranks"),
+    [
+        (RECOMPUTING, [0]),
+        pytest.param(replace(RECOMPUTING, schedule="gpipe"), [0, 1], marks=pytest.mark.soak),
+        pytest.param(replace(RECOMPUTING, world_size=4, stages=4), [1, 0, 2], marks=pytest.mark.soak),
+    ],
+    ids=["1f1b", "gpipe", "4x1x1"],
+)
+def test_backwards_that_compute_statistics_again(campaigns: Campaigns, setup: Counted, ranks: list[int]) -> None:
+    """Forwards and backwards alternate as they did: averages of normalisation depend on it, and no other stage sees them."""
+    check_alone(campaigns, setup, chain(["forward"] * len(ranks), ranks))
+
+
+class Edits(CountedModule):
+    """Moves what the loss is computed from, and takes what a batch has out of it."""
+
+    def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
+        targets = batch.pop()
+        targets.add_(1).remainder_(VOCABULARY)
+        return batch.pop(), targets
+
+    @override
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return list(batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Editing(Counted):
+    """A run whose steps leave nothing of a batch as it was."""
+
+    @override
+    def make_module(self, life: Attempt) -> Module:
+        return Edits(self, life)
+
+
+def test_batches_that_a_step_edits(campaigns: Campaigns) -> None:
+    """A step that is done again begins with the batch as it came."""
+    check_alone(campaigns, Editing(world_size=2), chain(["in_backward", "commit"], [0, 1]))
 
 
 ELSEWHERE = "other stages were not inside a step"
