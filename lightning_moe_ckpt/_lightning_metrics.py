@@ -18,9 +18,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import Constant, differs
+from lightning_moe_ckpt.parallel import current_groups
 
 log = rank_logger(__name__)
 
@@ -51,7 +53,7 @@ def take_metrics(trainer: Trainer, module: LightningModule) -> MetricState:
         "logged": copies.of(connector._logged_metrics),
         "progress_bar": copies.of(connector._progress_bar_metrics),
         "epoch": {key: copies.of(_take(metric)) for key, metric in results.items() if not metric.has_reset},
-        "module": {name: _take_module_metric(metric) for name, metric in _module_metrics(module)},
+        "module": {name: _take_module_metric(metric) for name, metric in module_metrics(module)},
     }
 
 
@@ -77,7 +79,7 @@ def follow_metrics(trainer: Trainer, module: LightningModule, state: MetricState
     connector._callback_metrics.update(state["callback"])
     connector._logged_metrics.update(state["logged"])
     connector._progress_bar_metrics.update(state["progress_bar"])
-    for name, metric in _module_metrics(module):
+    for name, metric in module_metrics(module):
         # Metrics of a collection may share tensors, so equal ones are not written.
         if name in state["module"] and differs(state["module"][name], _take_module_metric(metric)):
             _restore_module_metric(metric, state["module"][name])
@@ -193,12 +195,40 @@ def _all(children: list[dict[str, nn.Module | None]]) -> Iterator[nn.Module | No
 _parts: WeakKeyDictionary[nn.Module, _Parts] = WeakKeyDictionary()
 
 
-def _module_metrics(module: LightningModule) -> list[tuple[str, Metric]]:
+def module_metrics(module: LightningModule) -> list[tuple[str, Metric]]:
     """Return the metrics among a module's parts, by name. To walk through all parts at every step would take longest."""
     known = _parts.get(module)
     if known is None or not known.hold:
         known = _parts[module] = _Parts.of(module)
     return known.metrics
+
+
+def gather_in_stage(state: Tensor, group: Any = None) -> list[Tensor]:
+    """Return a metric's state on all ranks of this rank's pipeline stage, for `Metric.dist_sync_fn`.
+
+    A function, which looks the group up: a metric that held it could not be copied.
+    """
+    found: list[Tensor] = gather_all_tensors(state, group or current_groups().group("stage"))
+    return found
+
+
+def hold_metrics(module: LightningModule) -> Callable[[], None]:
+    """Return a function that puts back what the states of a module's metrics hold now, in the same objects.
+
+    Items of lists are added, and never changed.
+    """
+    states = [getattr(metric, key) for _, metric in module_metrics(module) for key in metric._defaults]
+    held = [(each, list(each) if isinstance(each, list) else _copy(each)) for each in states]
+
+    def put_back() -> None:
+        for state, kept in held:
+            if isinstance(state, list):
+                state[:] = kept
+            else:
+                with torch.inference_mode(state.is_inference()), torch.no_grad():
+                    state.copy_(kept)
+
+    return put_back
 
 
 def _take_module_metric(metric: Metric) -> dict[str, Any]:

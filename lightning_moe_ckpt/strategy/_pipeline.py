@@ -37,6 +37,7 @@ from lightning_moe_ckpt.native import PipelinePhase
 from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
 from lightning_moe_ckpt.strategy._stage_logs import StageLogs
+from lightning_moe_ckpt.strategy._stage_metrics import StageMetrics
 from lightning_moe_ckpt.strategy._stage_module import StagedModule, first_dimensions, staged
 
 # Shape suffix: M micro-batches.
@@ -62,6 +63,7 @@ class Pipeline:
         scale: multiplies a loss as the precision asks for it.
         device: of the stage.
         upstream: keeps what crosses the stage's borders.
+        metrics: of the module.
         enter: called where training comes to another phase.
     """
 
@@ -77,6 +79,7 @@ class Pipeline:
         scale: Callable[[Tensor], Tensor],
         device: torch.device,
         upstream: UpstreamLog,
+        metrics: StageMetrics,
         enter: Callable[[PipelinePhase], None],
     ) -> None:
         self._module, self._stage, self._groups = module, _Forward(module, stage, forward_context, self._inject), groups
@@ -84,7 +87,10 @@ class Pipeline:
         self._micro_batches, self._schedule, self._context = micro_batches, schedule, forward_context
         self._scale, self._device, self._upstream, self._enter = scale, device, upstream, enter
         self._exchange = Exchange(groups, "pipeline_control")
-        self._logs = StageLogs(module, self._exchange, upstream)
+        self._logs, self._share = (
+            StageLogs(module, self._exchange, upstream, metrics),
+            partial(metrics.share, module, stage),
+        )
         self._borders: dict[bool, tuple[list[Border], Any]] = {}
         self._runners: dict[bool, _Runner] = {}
         self._reducer: GradientReducer | None = None
@@ -106,6 +112,7 @@ class Pipeline:
         if not self._upstream.repeating:
             run = self._runner(inputs, training=training).run
         self._logs.begin()
+        self._share()
         with self._logs.taken():
             run(inputs, target)
         loss = self._logs.exchanged()

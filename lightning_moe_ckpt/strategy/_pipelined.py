@@ -25,6 +25,7 @@ from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
 from lightning_moe_ckpt.strategy import _glue
 from lightning_moe_ckpt.strategy._pipeline import SCHEDULES, Pipeline
+from lightning_moe_ckpt.strategy._stage_metrics import StageMetrics
 from lightning_moe_ckpt.strategy._stage_module import (
     build_stage,
     refuse_module,
@@ -70,6 +71,7 @@ class PipelinedStrategy(DDPStrategy):
         """Reduces gradients while fitting; its `flags` are exchanged at every optimizer step."""
         self.upstream = UpstreamLog(upstream_log_nbytes)
         """What crosses the borders of this rank's stage; nothing is kept unless it is `on`."""
+        self._metrics = StageMetrics(self.upstream)
         self._pipeline: Pipeline | None = None
         self._zero_grad: Callable[[], None] | None = None
 
@@ -96,6 +98,7 @@ class PipelinedStrategy(DDPStrategy):
     def teardown(self) -> None:
         if self.pipeline_parallel > 1 and self.lightning_module is not None:
             stand_out(self.lightning_module)
+            self._metrics.release(self.lightning_module)
         self._pipeline = None
         super().teardown()
 
@@ -207,6 +210,7 @@ class PipelinedStrategy(DDPStrategy):
                 scale=(lambda loss: loss) if scaler is None else scaler.scale,
                 device=self.root_device,
                 upstream=self.upstream,
+                metrics=self._metrics,
                 enter=self._entered,
             )
         return self._pipeline

@@ -2,7 +2,7 @@
 
 The last stage alone computes the loss, and whatever the user logs there. Callbacks, loggers and schedulers run on every
 rank, so after a batch the ranks of a pipeline exchange both, and all log the same. Each value is the mean over the
-micro-batches.
+micro-batches; a metric of torchmetrics is logged as such, see `StageMetrics`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
+from lightning_moe_ckpt.strategy._stage_metrics import StageMetrics
 
 _OPTIONS = list(signature(LightningModule.log).parameters)[3:]
 """Names of the arguments behind name and value."""
@@ -33,10 +35,13 @@ class StageLogs:
         module: whose `log` is used.
         exchange: between the stages of this rank's pipeline.
         upstream: knows what it gave, where a stage repeats steps.
+        metrics: of the module.
     """
 
-    def __init__(self, module: LightningModule, exchange: Exchange, upstream: UpstreamLog) -> None:
-        self._module, self._exchange, self._upstream = module, exchange, upstream
+    def __init__(
+        self, module: LightningModule, exchange: Exchange, upstream: UpstreamLog, metrics: StageMetrics
+    ) -> None:
+        self._module, self._exchange, self._upstream, self._metrics = module, exchange, upstream, metrics
         self.losses: list[Tensor] = []
         """By micro-batch, on the last stage."""
         self.auxiliary: list[Tensor] = []
@@ -52,14 +57,15 @@ class StageLogs:
         """Take what is logged in the context."""
         self._module.log = self._log  # type: ignore[method-assign]
         try:
-            yield
+            with self._metrics.local():
+                yield
         finally:
             vars(self._module).pop("log", None)
 
     def exchanged(self) -> Tensor:
         """Log the values of all stages, and return the loss of the batch, on the CPU. Collective over the pipeline."""
         logged = [[name, _mean(values), options] for name, (values, options) in self._logged.items()]
-        own = [None if not each else _mean(each) for each in (self.losses, self.auxiliary)]
+        own = [_mean(each) for each in (self.losses, self.auxiliary)]
         row = [*own, logged]
         rows: list[Any] = self._upstream.answer("logged", lambda: self._exchange.gather_values(row))
         self._upstream.require_same("what a stage computed and logged", row, rows[self._exchange.rank])
@@ -73,7 +79,12 @@ class StageLogs:
                     f"`{name}/stage{stage}`."
                 )
             seen[name] = stage
-            self._module.log(name, value.to(self._module.device), **options)
+            if "metric_attribute" in options:
+                self._module.log(
+                    name, self._metrics.named(self._module, name, options["metric_attribute"], value), **options
+                )
+            else:
+                self._module.log(name, value.to(self._module.device), **options)
         loss: Tensor = rows[-1][0]
         for row in rows:  # in the order of stages, so that the bits are the same everywhere
             loss = loss if row[1] is None else loss + row[1].to(loss.dtype)
@@ -81,22 +92,29 @@ class StageLogs:
 
     def _log(self, name: str, value: Any, *positional: Any, **options: Any) -> None:
         options |= dict(zip(_OPTIONS, positional, strict=False))
-        if not isinstance(value, (Tensor, int, float)):
+        if isinstance(value, Metric):
+            options["metric_attribute"] = self._metrics.name_of(self._module, name, value)
+            value = self._metrics.of_batch(value)
+        elif not isinstance(value, (Tensor, int, float)):
             raise ConfigurationError(
                 f"`self.log({name!r})` was given {type(value).__name__} in a pipeline stage, which cannot be averaged over "
-                "micro-batches. Log a number or a tensor; what a metric has computed, from `on_validation_epoch_end`."
+                "micro-batches. Log a number, a tensor or a metric."
             )
         odd = [key for key, each in options.items() if not isinstance(each, _PLAIN)]
         if odd:
             raise ConfigurationError(
                 f"`self.log({name!r}, {odd[0]}=...)`: only options that are numbers, words or flags reach other stages."
             )
-        value = torch.as_tensor(value).detach().reshape(())
         values, _ = self._logged.setdefault(name, ([], options))
+        if value is None:
+            return
+        value = torch.as_tensor(value).detach().reshape(())
         values.append(value.to(torch.promote_types(value.dtype, torch.float32)))
 
 
-def _mean(values: list[Tensor]) -> Tensor:
-    """Return the mean over micro-batches, on the CPU."""
+def _mean(values: list[Tensor]) -> Tensor | None:
+    """Return the mean over micro-batches, on the CPU; `None` if there are no values."""
+    if not values:
+        return None
     stacked = torch.stack([each.reshape(()) for each in values])
     return stacked.to(torch.promote_types(stacked.dtype, torch.float32)).mean().cpu()

@@ -1,0 +1,145 @@
+"""Give a metric of torchmetrics the same value on all pipeline stages.
+
+One stage updates it, mostly the last one in `stage_loss`, and every rank asks for its value: hooks, and Lightning where it was
+logged. torchmetrics would gather its states from the ranks of all stages, most of which have none, or some of other shapes. So
+the ranks of a stage gather them from each other, and all stages get the value of the last one that has updated it, or of the
+last one of all where none is known to have.
+
+Metrics that are part of a stage are left to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_moe_ckpt._lightning_metrics import gather_in_stage, module_metrics
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.parallel import current_groups
+from lightning_moe_ckpt.parallel._upstream import UpstreamLog
+
+
+class StageMetrics:
+    """The metrics of a module in stages.
+
+    Args:
+        upstream: knows their values where a stage repeats steps.
+    """
+
+    def __init__(self, upstream: UpstreamLog) -> None:
+        self._upstream, self._is_local = upstream, False
+
+    def share(self, module: LightningModule, stage: nn.Module) -> None:
+        """Take over the metrics that the module has now. What undoes an attempt, or a fit, undoes this too."""
+        new = [
+            metric
+            for _, metric in module_metrics(module)
+            if metric.dist_sync_fn is not gather_in_stage and _shared(metric) is None
+        ]
+        parts = set(map(id, stage.modules())) if new else set()
+        for metric in new:
+            if metric.process_group is None and metric.dist_sync_fn is None:
+                metric.dist_sync_fn = gather_in_stage
+            if id(metric) not in parts:
+                metric.compute = _Shared(self, metric, metric.compute)  # type: ignore[method-assign]
+
+    def release(self, module: LightningModule) -> None:
+        """Undo `share`."""
+        for _, metric in module_metrics(module):
+            if metric.dist_sync_fn is gather_in_stage:
+                metric.dist_sync_fn = None
+            if (shared := _shared(metric)) is not None:
+                metric.compute = shared.own  # type: ignore[method-assign]
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Let metrics give what this stage has in the context, in which other stages do not ask for it."""
+        before, self._is_local = self._is_local, True
+        try:
+            yield
+        finally:
+            self._is_local = before
+
+    def value(self, metric: Metric, compute: Callable[[], Any]) -> Any:
+        """Return what all stages get. Collective, unless this rank asks as part of its stage.
+
+        Args:
+            metric: of this rank.
+            compute: returns what the metric has on the ranks of this stage, and asks them.
+        """
+        # `forward` computes too, of what it was given, and keeps what is synchronised until it has put the states back.
+        if self._is_local or self._upstream.silent or not metric._should_unsync:  # noqa: SLF001
+            return compute()
+        groups = current_groups()
+        exchange = Exchange(groups, "pipeline_control")
+        with self.local():  # other metrics, of which this one is made, are asked by its own stage only
+            is_updated = not Exchange(groups, "stage_control").all_agree(not _is_updated(metric))
+            own: list[Any] = [is_updated]
+            if is_updated or groups.stage == groups.num_stages - 1:
+                own.append(move_data_to_device(compute(), torch.device("cpu")))
+        rows: list[Any] = self._upstream.answer("metric", lambda: exchange.gather_values(own))
+        self._upstream.require_same("the value of a metric", own, rows[exchange.rank])
+        value = next((row for row in reversed(rows) if row[0]), rows[-1])[1]
+        return move_data_to_device(value, metric.device)
+
+    # -- logged by a stage
+
+    def name_of(self, module: LightningModule, logged: str, metric: Metric) -> str:
+        """Return the name of a metric in the module. Raises `ConfigurationError` if other stages do not have it."""
+        name = next((name for name, each in module_metrics(module) if each is metric), None)
+        if name is None or _shared(metric) is None:
+            raise ConfigurationError(
+                f"`self.log({logged!r})` was given {type(metric).__name__} that is part of a pipeline stage, or of nothing, so "
+                f"that other stages do not have it. Make it an attribute in `{type(module).__name__}.__init__`."
+            )
+        return name
+
+    def of_batch(self, metric: Metric) -> Tensor | None:
+        """Return what `forward` has given for a micro-batch, if that was a number."""
+        found: object = metric._forward_cache  # noqa: SLF001
+        return found if isinstance(found, Tensor) and found.numel() == 1 else None
+
+    def named(self, module: LightningModule, logged: str, name: str, of_batch: Tensor | None) -> Metric:
+        """Return this rank's metric of a name, which gets what `forward` has given for a batch.
+
+        Raises:
+            ConfigurationError: this stage does not have it.
+        """
+        metric = dict(module_metrics(module)).get(name)
+        if metric is None:
+            raise ConfigurationError(
+                f"`self.log({logged!r})` was given the metric `{name}`, which another stage does not have. Make it in "
+                f"`{type(module).__name__}.__init__`, so that all stages have it."
+            )
+        if of_batch is not None:
+            metric._forward_cache = of_batch.to(metric.device)  # type: ignore[assignment]  # noqa: SLF001
+        return metric
+
+
+class _Shared:
+    """`compute` of one metric, in place of its `own`."""
+
+    def __init__(self, metrics: StageMetrics, metric: Metric, own: Callable[..., Any]) -> None:
+        self._metrics, self._metric, self.own = metrics, metric, own
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._metrics.value(self._metric, partial(self.own, *args, **options))
+
+
+def _is_updated(metric: Metric) -> bool:
+    """Return whether a metric, or one that it is made of, has counted an update; some that are made of others count none."""
+    return any(each.update_called for each in metric.modules() if isinstance(each, Metric))
+
+
+def _shared(metric: Metric) -> _Shared | None:
+    found = vars(metric)["compute"]  # torchmetrics too has something else there than the method
+    return found if isinstance(found, _Shared) else None
