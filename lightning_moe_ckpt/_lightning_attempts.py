@@ -7,7 +7,7 @@ results of the epoch, and unscales gradients. What hooks of the user do meanwhil
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from lightning_moe_ckpt._lightning import callbacks_of
+from lightning_moe_ckpt._lightning_metrics import gather_in_stage, hold_metrics, module_metrics
 
 _HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 """Called inside an attempt."""
@@ -59,9 +60,9 @@ def _of_module(module: LightningModule) -> Iterator[str]:
     for hook in (*_HOOKS, "configure_gradient_clipping", "optimizer_zero_grad"):
         if is_overridden(hook, module):
             yield f"`{type(module).__name__}.{hook}` would be called twice in one step"
-    metric = next((name for name, each in module.named_modules() if isinstance(each, Metric)), None)
-    if metric is not None:
-        yield f"the metric `{metric}` asks all ranks by itself"
+    for name, metric in module_metrics(module):
+        if metric.process_group is not None or metric.dist_sync_fn not in (None, gather_in_stage):
+            yield f"the metric `{name}` chooses by itself which ranks it asks"
 
 
 def _of_callbacks(trainer: Trainer, own: tuple[type[Callback], ...]) -> Iterator[str]:
@@ -85,8 +86,12 @@ def _is_users(callback: Callback, hook: str) -> bool:
 def parts_of(module: LightningModule) -> tuple[list[nn.Module], list[object]]:
     """Return the modules that an attempt runs, torch's own excluded, and the values of the user's attributes of them."""
     parts = [each for each in module.modules() if not type(each).__module__.startswith("torch.")]
-    own = _own_names()
-    return parts, [value for each in parts for name, value in vars(each).items() if name not in own]
+    return parts, [value for each in parts for name, value in vars(each).items() if name not in _left_out(each)]
+
+
+def _left_out(part: nn.Module) -> Container[str]:
+    """Return names of attributes that are not the user's, or are states of a metric, see `hold_metrics`."""
+    return {*_own_names(), *part._defaults, "_defaults"} if isinstance(part, Metric) else _own_names()
 
 
 @functools.cache
@@ -95,7 +100,8 @@ def _own_names() -> frozenset[str]:
 
 
 def hold(trainer: Trainer, module: LightningModule) -> Callable[[], None]:
-    """Return a function that undoes what an attempt at a step changes in the trainer's loops, results and scaler."""
+    """Return a function that undoes what an attempt at a step changes in the trainer's loops, results and scaler, and in metrics."""
+    metrics = hold_metrics(module)
     results = trainer.fit_loop.epoch_loop._results
     progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
     counted, name = progress.state_dict(), module._current_fx_name
@@ -111,6 +117,7 @@ def hold(trainer: Trainer, module: LightningModule) -> Callable[[], None]:
             vars(each).update({n: _copy(value) for n, value in values.items()})
         progress.load_state_dict(counted)
         module._current_fx_name = name
+        metrics()
         if scaler is not None:
             scaler._per_optimizer_states.clear()  # what of them was unscaled
 
