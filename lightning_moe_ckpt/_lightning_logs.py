@@ -58,6 +58,10 @@ class LogFolders:
         """Return the folders, as of before the first row."""
         return {"logs": [each.start() for each in self._logs]}
 
+    def hold(self) -> list[Callable[[], None]]:
+        """Return functions to call where all that is logged from now on will be logged again."""
+        return [each.hold() for each in self._logs]
+
     def follow(self, state: dict[str, Any]) -> None:
         """Do nothing: rows are dropped by name and step, whatever values replay gives them."""
 

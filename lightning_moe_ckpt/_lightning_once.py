@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 LineCounts: TypeAlias = "Counter[tuple[int, str]]"
@@ -35,6 +35,19 @@ class LoggedOnce:
     def start(self) -> dict[str, Any]:
         """Return where rows go, as of before the first."""
         return {**self.take(), "step": -1, "keys": {}}
+
+    def hold(self) -> Callable[[], None]:
+        """Return a function to call where all that is logged from now on will be logged again, and dropped then."""
+        step, keys = self.newest["step"], dict(self.newest["keys"])
+
+        def undo() -> None:
+            since = Counter(self.newest["keys"])
+            if self.newest["step"] == step:
+                since.subtract(keys)
+            self.there.update({(self.newest["step"], name): number for name, number in since.items()})
+            self.newest = {"step": step, "keys": dict(keys)}
+
+        return undo
 
     def remove(self) -> None:
         """Restore the logger's own methods."""

@@ -189,12 +189,14 @@ class FitSession:
         self.session.forward_begins(self._last_step)
 
     def hold_attempt(self) -> Callable[[], None]:
-        """Return a function that puts back what layers and attributes are now."""
-        layers, moved = self._layers.take(), self._recorder.attributes()
+        """Return a function that puts back what layers, attributes and logs are now."""
+        layers, moved, logged = self._layers.take(), self._recorder.attributes(), self._logs.hold()
 
         def put_back() -> None:
             self._layers.restore(copied(layers))
             self._recorder.restore_attributes(moved)
+            for undo in logged:
+                undo()
 
         return put_back
 

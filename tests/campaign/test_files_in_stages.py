@@ -11,12 +11,35 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
 from typing_extensions import override
 
 from campaign._campaign import Campaigns
-from campaign.test_stages_alone import ELSEWHERE, TOPOLOGIES, Counted, chain, check, check_alone, death, decisions
+from campaign._training import Module
+from campaign.test_stages_alone import (
+    ELSEWHERE,
+    TOPOLOGIES,
+    Counted,
+    CountedModule,
+    chain,
+    check,
+    check_alone,
+    death,
+    decisions,
+)
 from lightning_moe_ckpt.testing._attempts import Attempt
 from lightning_moe_ckpt.testing._records import bits
+
+
+class LoggingModule(CountedModule):
+    """Gives rows to the logger itself, in each micro-batch."""
+
+    @override
+    def stage_auxiliary_loss(self) -> Tensor | None:
+        found = super().stage_auxiliary_loss()
+        if self.training and self.logger is not None:
+            self.logger.log_metrics({"asked": self.asked}, step=self.trainer.global_step)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +49,10 @@ class Filed(Counted):
     batches: int = 12
     epochs: int = 2
     validate_every: int | None = 4
+
+    @override
+    def make_module(self, life: Attempt) -> Module:
+        return LoggingModule(self, life)
 
     @override
     def callbacks(self, life: Attempt) -> Sequence[Callback]:
