@@ -85,13 +85,26 @@ def _is_users(callback: Callback, hook: str) -> bool:
 
 def parts_of(module: LightningModule) -> tuple[list[nn.Module], list[object]]:
     """Return the modules that an attempt runs, torch's own excluded, and the values of the user's attributes of them."""
-    parts = [each for each in module.modules() if not type(each).__module__.startswith("torch.")]
-    return parts, [value for each in parts for name, value in vars(each).items() if name not in _left_out(each)]
+    parts = [each for each in modules_of(module) if not type(each).__module__.startswith("torch.")]
+    return parts, [value for each in parts for value in _users_values(each)]
 
 
-def _left_out(part: nn.Module) -> Container[str]:
-    """Return names of attributes that are not the user's, or are states of a metric, see `hold_metrics`."""
-    return {*_own_names(), *part._defaults, "_defaults"} if isinstance(part, Metric) else _own_names()
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """Return a module and its parts, as `modules` does, which hashes them: a metric then walks through all items of its states."""
+    found, waiting = dict[int, nn.Module](), [module]
+    while waiting:
+        if id(each := waiting.pop()) not in found:
+            found[id(each)] = each
+            waiting.extend(part for part in reversed(each._modules.values()) if part is not None)
+    return list(found.values())
+
+
+def _users_values(part: nn.Module) -> list[object]:
+    """Return attributes that are no states of a metric: see `hold_metrics` for those."""
+    left_out: Container[str] = (
+        {*_own_names(), *part._defaults, "_defaults"} if isinstance(part, Metric) else _own_names()
+    )
+    return [value for name, value in vars(part).items() if name not in left_out]
 
 
 @functools.cache

@@ -526,8 +526,9 @@ class StageAlone:
 
 def _hold_buffers(module: LightningModule) -> Callable[[], None]:
     """Return what puts back which buffers there are, for a step may replace them, and their values."""
-    spaces = [(each._buffers, dict(each._buffers)) for each in module.modules() if each._buffers]  # noqa: SLF001
-    held = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    found = [each._buffers for each in _lightning_attempts.modules_of(module) if each._buffers]  # noqa: SLF001
+    spaces = [(space, dict(space)) for space in found]
+    held = [(buffer, buffer.clone()) for space in found for buffer in space.values() if buffer is not None]
 
     def put_back() -> None:
         for space, items in spaces:

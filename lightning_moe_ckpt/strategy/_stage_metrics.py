@@ -43,22 +43,22 @@ class StageMetrics:
         new = [
             metric
             for _, metric in module_metrics(module)
-            if metric.dist_sync_fn is not gather_in_stage and _shared(metric) is None
+            if metric.dist_sync_fn is not gather_in_stage and _own(metric) is None
         ]
         parts = set(map(id, stage.modules())) if new else set()
         for metric in new:
             if metric.process_group is None and metric.dist_sync_fn is None:
                 metric.dist_sync_fn = gather_in_stage
             if id(metric) not in parts:
-                metric.compute = _Shared(self, metric, metric.compute)  # type: ignore[method-assign]
+                metric.compute = self._shared(metric, metric.compute)  # type: ignore[method-assign]
 
     def release(self, module: LightningModule) -> None:
         """Undo `share`."""
         for _, metric in module_metrics(module):
             if metric.dist_sync_fn is gather_in_stage:
                 metric.dist_sync_fn = None
-            if (shared := _shared(metric)) is not None:
-                metric.compute = shared.own  # type: ignore[method-assign]
+            if (own := _own(metric)) is not None:
+                metric.compute = own  # type: ignore[method-assign]
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -91,12 +91,20 @@ class StageMetrics:
         value = next((row for row in reversed(rows) if row[0]), rows[-1])[1]
         return move_data_to_device(value, metric.device)
 
+    def _shared(self, metric: Metric, own: Callable[..., Any]) -> Callable[..., Any]:
+        # A function: what remembers attributes of metrics looks into other objects, and would find the log of all stages.
+        def compute(*args: Any, **options: Any) -> Any:
+            return self.value(metric, partial(own, *args, **options))
+
+        compute.own = own  # type: ignore[attr-defined]
+        return compute
+
     # -- logged by a stage
 
     def name_of(self, module: LightningModule, logged: str, metric: Metric) -> str:
         """Return the name of a metric in the module. Raises `ConfigurationError` if other stages do not have it."""
         name = next((name for name, each in module_metrics(module) if each is metric), None)
-        if name is None or _shared(metric) is None:
+        if name is None or _own(metric) is None:
             raise ConfigurationError(
                 f"`self.log({logged!r})` was given {type(metric).__name__} that is part of a pipeline stage, or of nothing, so "
                 f"that other stages do not have it. Make it an attribute in `{type(module).__name__}.__init__`."
@@ -125,21 +133,11 @@ class StageMetrics:
         return metric
 
 
-class _Shared:
-    """`compute` of one metric, in place of its `own`."""
-
-    def __init__(self, metrics: StageMetrics, metric: Metric, own: Callable[..., Any]) -> None:
-        self._metrics, self._metric, self.own = metrics, metric, own
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self._metrics.value(self._metric, partial(self.own, *args, **options))
-
-
 def _is_updated(metric: Metric) -> bool:
     """Return whether a metric, or one that it is made of, has counted an update; some that are made of others count none."""
     return any(each.update_called for each in metric.modules() if isinstance(each, Metric))
 
 
-def _shared(metric: Metric) -> _Shared | None:
-    found = vars(metric)["compute"]  # torchmetrics too has something else there than the method
-    return found if isinstance(found, _Shared) else None
+def _own(metric: Metric) -> Callable[..., Any] | None:
+    """Return `compute` of a metric that is shared; `None` of another one. torchmetrics too keeps it among attributes."""
+    return getattr(vars(metric)["compute"], "own", None)

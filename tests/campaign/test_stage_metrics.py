@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -18,7 +19,17 @@ from campaign._campaign import Campaigns
 from campaign._data import VOCABULARY
 from campaign._in_place import Death
 from campaign._training import Module
-from campaign.test_stages_alone import Counted, CountedModule, Without, check, check_alone, death, said
+from campaign.test_stages_alone import (
+    Counted,
+    CountedModule,
+    Without,
+    check,
+    check_alone,
+    death,
+    die_one_after_another,
+    drawn_setup,
+    said,
+)
 from lightning_moe_ckpt.testing._attempts import Attempt
 from lightning_moe_ckpt.testing._records import bits, digest
 
@@ -106,6 +117,17 @@ def test_metrics_are_the_same(campaigns: Campaigns, setup: Measured) -> None:
     assert found[:size] == found[size:], "stages see different values"
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(40))
+def test_ranks_die_one_after_another(campaigns: Campaigns, seed: int) -> None:
+    """However a run with metrics is spread, trained and stored."""
+    draw = random.Random(f"metrics {seed}")
+    drawn = drawn_setup(draw)
+    setup = Measured(**{each.name: getattr(drawn, each.name) for each in fields(drawn)})
+    die_one_after_another(campaigns, draw, setup)
+
+
+@pytest.mark.soak
 def test_without_putting_back_states_of_metrics_the_end_is_another(campaigns: Campaigns) -> None:
     """What has counted a micro-batch twice changes the loss of the next."""
     ended = [death("after_backward", 0, nth=9)]

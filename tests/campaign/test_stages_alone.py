@@ -302,12 +302,8 @@ def further(draw: random.Random, setup: Counted) -> Counted:
     return replace(setup, **changes) if draw.random() < 2 / 3 else setup
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(100))
-def test_ranks_die_one_after_another(campaigns: Campaigns, seed: int) -> None:
+def die_one_after_another(campaigns: Campaigns, draw: random.Random, setup: Counted) -> None:
     """Anywhere, in recoveries of others too; a quarter stop and do not die."""
-    draw = random.Random(f"alone {seed}")
-    setup = drawn_setup(draw)
     later = [*PLACES, "open", "join_tiers"]
     deaths = []
     for index in range(draw.randint(1, 4)):
@@ -316,7 +312,15 @@ def test_ranks_die_one_after_another(campaigns: Campaigns, seed: int) -> None:
         nth = 1 if once else draw.randint(1, most) * OFTEN.get(place, 1)
         deaths.append(replace(death(place, draw.randrange(setup.world_size), nth=nth), stops=draw.random() < 0.25))
     lives = check(campaigns, setup, deaths)
-    print(f"{seed}: {', '.join(f'{each.rank} {each.at.place}' for each in deaths)}: {decisions(lives)}")
+    print(f"{', '.join(f'{each.rank} {each.at.place}' for each in deaths)}: {decisions(lives)}")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(100))
+def test_ranks_die_one_after_another(campaigns: Campaigns, seed: int) -> None:
+    """However a run is spread, trained and stored."""
+    draw = random.Random(f"alone {seed}")
+    die_one_after_another(campaigns, draw, drawn_setup(draw))
 
 
 VALIDATED = replace(TWO, batches=12, epochs=2, validate_every=4)

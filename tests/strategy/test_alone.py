@@ -11,13 +11,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torchmetrics import MeanMetric
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
+from torchmetrics.classification import BinaryPrecision, BinaryRecall, MulticlassConfusionMatrix
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
 from lightning_moe_ckpt._lightning_attempts import never_alone
+from lightning_moe_ckpt._lightning_metrics import hold_metrics
 from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
-from lightning_moe_ckpt.fit._stage_alone import Decision, Where, _hold_buffers
+from lightning_moe_ckpt.fit._stage_alone import Decision, Where, _hold_buffers, _hold_users
+from lightning_moe_ckpt.fit._state import copied
+from lightning_moe_ckpt.journal import differs
 from lightning_moe_ckpt.parallel import ParallelGroups
 
 NEW, WITHIN, AT_COMMIT, ELSEWHERE = range(4)
@@ -196,3 +200,41 @@ def test_a_buffer_that_an_attempt_replaces_is_put_back() -> None:
     put_back()
     assert module.state_dict().keys() == {"changed", "replaced"}
     assert all(buffer is before[name] and buffer.tolist() == [1.0] for name, buffer in module.named_buffers())
+
+
+class Collecting(LightningModule):
+    """Has metrics with states of every size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.many = MulticlassConfusionMatrix(400), CatMetric()
+        self.several = MetricCollection([BinaryPrecision(), BinaryRecall()])
+
+    def update(self) -> None:
+        self.large.update(torch.tensor([0, 1]), torch.tensor([1, 1]))
+        self.many(torch.rand(2))
+        self.several.update(torch.rand(8), torch.tensor([0, 1] * 4))
+
+    @property
+    def now(self) -> list[object]:
+        metrics = [each for each in self.modules() if isinstance(each, Metric)]
+        return [[each.update_count, copied(each.metric_state), each._computed, each._forward_cache] for each in metrics]
+
+
+def test_an_attempt_leaves_nothing_in_metrics() -> None:
+    """Not in states larger than what is copied of other attributes, nor in lists of more items than are looked into elsewhere."""
+    module = Collecting()
+    for _ in range(1001):
+        module.many.update(torch.rand(()))
+    module.update()
+    module.several.compute()
+    before, held, users = module.now, hold_metrics(module), _hold_users(module)
+    assert not users.misses
+    for undone in (module.update, module.several.reset, module.many.reset):
+        undone()
+        assert differs(before, module.now)
+        held()
+        users.restore()
+        assert not differs(before, module.now)
+    first, second = module.several.values(copy_state=False)
+    assert first.tp is second.tp, "metrics that share states do so no more"

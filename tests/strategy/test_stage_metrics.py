@@ -70,7 +70,7 @@ class Measuring(Staged):
 
 def measured(trainer: pl.Trainer) -> Any:
     module: Any = trainer.lightning_module
-    assert all(type(each.compute).__name__ != "_Shared" for each in module.modules() if isinstance(each, Metric))
+    assert not any(hasattr(each.compute, "own") for each in module.modules() if isinstance(each, Metric))
     return module.given, module.steps, {**module.found, **trainer.callback_metrics}
 
 
