@@ -1,4 +1,4 @@
-"""Make forks safe: they wait for log messages of this package, so that the child can log too, and torch computes in the child.
+"""Make forks safe: the child can log, collects no garbage of its parent's, and torch computes in it.
 
 A loader worker is forked while threads of ours may be logging. Python makes the locks of `logging` anew in the child,
 but not that of the stream behind a handler: forked in mid-write, the child waits for ever when it writes to standard
@@ -9,6 +9,10 @@ Nothing else that our threads hold is wanted in a child, which calls nothing of 
 queues, which hand over without waiting, threads, which count as ended after a fork, and compiled engines, which compare
 process ids. And our threads import nothing, so no import is left half done.
 
+Not so finalizers of others: a process group of gloo waits for its threads, which a child does not have, and ends it by
+SIGSEGV (torch 2.13). Groups of before a recovery in place may be left in cycles, such as those of torch's pipeline stages,
+until they are collected. So a child collects nothing that is older than itself.
+
 OpenMP's threads do not survive a fork either, and the child's main thread does not know: libgomp waits for ever in the first
 operation that is split between them. It starts them in the first such operation of the parent, on any machine of two cores
 or more where `OMP_NUM_THREADS` is not 1. Processes that this package forks therefore begin with `compute_alone`.
@@ -16,6 +20,7 @@ or more where `OMP_NUM_THREADS` is not 1. Processes that this package forks ther
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -32,8 +37,8 @@ _held: list[logging.Handler] = []
 
 @cache
 def guard_forks() -> None:
-    """Make forks of this process wait for our log messages from now on."""
-    os.register_at_fork(before=_quiesce, after_in_parent=_resume, after_in_child=_held.clear)
+    """Make forks of this process wait for our log messages, and leave its garbage alone, from now on."""
+    os.register_at_fork(before=_quiesce, after_in_parent=_resume, after_in_child=_begin)
 
 
 def compute_alone() -> None:
@@ -49,6 +54,11 @@ def compute_alone() -> None:
 def _quiesce() -> None:
     if any(thread.name.startswith("moe-ckpt") for thread in threading.enumerate()):
         _held.extend(each for each in _handlers() if each.lock is None or each.lock.acquire(timeout=PATIENCE_SECONDS))
+
+
+def _begin() -> None:
+    _held.clear()
+    gc.freeze()
 
 
 def _resume() -> None:

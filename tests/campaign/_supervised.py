@@ -274,6 +274,10 @@ class _Job:
             if code == 0:
                 each.ended = True
                 continue
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(
+                    each.pid, signal.SIGKILL
+                )  # workers of its loader, which find out for themselves in 5 s at most
             struck = each.shot or any(line["kind"] == "killed" for line in self._lines(each))
             if not struck and self.restarts_left:
                 self._restart()

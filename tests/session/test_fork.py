@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import logging
 import os
 import signal
@@ -11,9 +12,11 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lightning_moe_ckpt.process import _fork
 
@@ -149,3 +152,21 @@ def test_a_handler_that_is_not_free_in_time_does_not_stop_a_fork(pipe: Pipe, mon
     pipe.close()
     reading.join(DEADLINE)
     assert pipe.text == b"x" * 2**20 + b"\n"
+
+
+def test_a_fork_leaves_garbage_of_its_parent_alone(tmp_path: Path) -> None:
+    """A process group that is left in a cycle waits for its threads when it is collected; a child does not have them."""
+    _fork.guard_forks()
+    store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]  # exported at run time only
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    cycle: list[Any] = [dist.group.WORLD]
+    cycle.append(cycle)
+    dist.destroy_process_group()
+    del cycle
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    gc.collect()
