@@ -79,17 +79,21 @@ class StageMetrics:
         # `forward` computes too, of what it was given, and keeps what is synchronised until it has put the states back.
         if self._is_local or self._upstream.silent or not metric._should_unsync:  # noqa: SLF001
             return compute()
-        groups = current_groups()
+        groups, upstream = current_groups(), self._upstream
         exchange = Exchange(groups, "pipeline_control")
-        with self.local():  # other metrics, of which this one is made, are asked by its own stage only
-            is_updated = not Exchange(groups, "stage_control").all_agree(not _is_updated(metric))
-            own: list[Any] = [is_updated]
-            if is_updated or groups.stage == groups.num_stages - 1:
-                own.append(move_data_to_device(compute(), torch.device("cpu")))
-        rows: list[Any] = self._upstream.answer("metric", lambda: exchange.gather_values(own))
-        self._upstream.require_same("the value of a metric", own, rows[exchange.rank])
-        value = next((row for row in reversed(rows) if row[0]), rows[-1])[1]
-        return move_data_to_device(value, metric.device)
+        is_updated = not Exchange(groups, "stage_control").all_agree(not _is_updated(metric))
+        flags: list[list[int]] = upstream.answer("metric", lambda: exchange.gather([int(is_updated)]))
+        updated = [stage for stage, [flag] in enumerate(flags) if flag]
+        owner = max(updated, default=groups.num_stages - 1)
+        own: object = None
+        if groups.stage == owner or not updated:  # where that is an error, it is one on every rank
+            with self.local():  # other metrics, of which this one is made, are asked by this stage only
+                own = move_data_to_device(compute(), torch.device("cpu"))
+        rows: list[Any] = upstream.answer("metric", lambda: exchange.gather_values(own))
+        upstream.require_same(
+            "the value of a metric", [is_updated, own], [bool(flags[groups.stage][0]), rows[groups.stage]]
+        )
+        return move_data_to_device(rows[owner], metric.device)
 
     def _shared(self, metric: Metric, own: Callable[..., Any]) -> Callable[..., Any]:
         # A function: what remembers attributes of metrics looks into other objects, and would find the log of all stages.

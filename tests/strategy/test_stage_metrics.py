@@ -27,7 +27,7 @@ class Measuring(Staged):
         self.synced = MeanMetric(dist_sync_on_step=True)
         self.several = MetricCollection([BinaryPrecision(), BinaryRecall(), BinaryAccuracy()], prefix="several_")
         self.losses, self.most, self.everywhere = CatMetric(), MinMaxMetric(SumMetric()), SumMetric()
-        self.never = SumMetric()
+        self.never, self.first = SumMetric(), BinaryAUROC()
         self.steps: list[Tensor] = []
         self.given: dict[bool, list[tuple[Tensor, Tensor, Tensor]]] = {True: [], False: []}
         self.found: dict[str, Any] = {}
@@ -51,6 +51,13 @@ class Measuring(Staged):
         self.losses.update(loss.detach())
         self.most.update(loss.detach())
         return loss
+
+    @override
+    def stage_auxiliary_loss(self) -> Tensor | None:
+        if self.training and self.stage.inp is not None:
+            self.first.update(torch.tensor([0.2, 0.8]), torch.tensor([0, 1]))
+            self.log("first", self.first, on_step=False, on_epoch=True)
+        return super().stage_auxiliary_loss()
 
     @override
     def on_train_batch_end(self, *args: Any) -> None:
@@ -83,7 +90,7 @@ def value(metric: Metric, rows: list[Any]) -> Any:
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric SumMetric")
 @pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.soak)])
-def test_all_ranks_see_what_the_last_stage_measures(replicas: int) -> None:
+def test_all_ranks_see_what_one_stage_measures(replicas: int) -> None:
     """Sums, lists, collections, metrics of metrics; logged, asked for in hooks, and synchronised in every step."""
     found = train(2 * replicas, model=Measuring, strategy=STAGES, after=measured, limit_val_batches=2)
     ranks = [each.value for each in found]
@@ -102,6 +109,7 @@ def test_all_ranks_see_what_the_last_stage_measures(replicas: int) -> None:
         "most": value(SumMetric(), losses),
         "everywhere": sum(torch.stack(each.losses).sum() for each in found[:replicas]),
         "never": torch.tensor(0.0),
+        "first": torch.tensor(1.0),
     }
     for _, _, seen in ranks:
         torch.testing.assert_close({name: seen[name] for name in wanted}, wanted)
