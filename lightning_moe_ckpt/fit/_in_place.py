@@ -37,7 +37,13 @@ _REJOIN_SECONDS = 120.0
 
 def supervisor(trainer: Trainer) -> Supervisor | None:
     """Return the supervisor of this process, if its strategy can join other ranks again; `None` under other launchers."""
-    return Supervised.from_environment() if hasattr(trainer.strategy, "reconnect") else None
+    found = Supervised.from_environment() if hasattr(trainer.strategy, "reconnect") else None
+    if found is None and _asks_for_alone(trainer):
+        log.info(
+            "if a rank fails, all stages recover: only `moe-ckpt run` lets the others stay in their processes",
+            alike=True,
+        )
+    return found
 
 
 class InPlace:
@@ -75,9 +81,7 @@ class InPlace:
         self._has_joined = False
         """Whether this process has joined the others already, as it begins again."""
         self._alone: StageAlone | None = None
-        if getattr(trainer.strategy, "pipeline_parallel", 1) > 1 and getattr(
-            trainer.strategy, "localized_recovery", False
-        ):
+        if _asks_for_alone(trainer):
             self._alone = StageAlone(
                 *(trainer, module),
                 own_callbacks=own_callbacks,
@@ -231,6 +235,10 @@ class InPlace:
             self._join()
         self._has_joined = False
         log.info("goes on in place, %.2f s after the failure was confirmed", time.perf_counter() - started)
+
+
+def _asks_for_alone(trainer: Trainer) -> bool:
+    return bool(getattr(trainer.strategy, "localized_recovery", False))
 
 
 def _forget(error: BaseException | None) -> None:

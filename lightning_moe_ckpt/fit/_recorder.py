@@ -35,7 +35,7 @@ from lightning_moe_ckpt._lightning_progress import LoopProgress
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.fit._fetches import NO_FETCHES, FetchLog
 from lightning_moe_ckpt.fit._state import Extras, Trained, copied, require_storable
-from lightning_moe_ckpt.journal import UNFIT, RngState, capture_rng, differs, restore_rng
+from lightning_moe_ckpt.journal import UNFIT, HeldGenerator, RngState, capture_rng, differs, restore_rng
 from lightning_moe_ckpt.operators import groups_state, load_groups_state
 
 log = rank_logger(__name__)
@@ -214,6 +214,10 @@ class BoundaryRecorder:
     def restore_attributes(self, moved: Mapping[str, Any]) -> None:
         """Set them to what `attributes` returned, and delete those that are new since."""
         self._moved.restore(moved, forget_new=True)
+
+    def generators(self) -> list[HeldGenerator]:
+        """Return the generators that the user's objects hold."""
+        return [*self._held.now().values()]
 
     # -- moments, called by the fit
 

@@ -37,7 +37,7 @@ from lightning_moe_ckpt.fit._recorder import BoundaryRecorder, JournalPart
 from lightning_moe_ckpt.fit._state import LayerState, Trained, copied
 from lightning_moe_ckpt.fit._stops import Stops
 from lightning_moe_ckpt.fit._unsupported import refuse_unsupported, warn_if_short
-from lightning_moe_ckpt.journal import Unread, capture_rng, restore_rng
+from lightning_moe_ckpt.journal import HeldGenerator, Unread, capture_rng, restore_rng
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
 from lightning_moe_ckpt.parallel._elastic import is_of_collective
@@ -187,6 +187,10 @@ class FitSession:
     def attempt_again(self) -> None:
         """Note that the batch under way is run again."""
         self.session.forward_begins(self._last_step)
+
+    def generators(self) -> list[HeldGenerator]:
+        """Return the random generators that the user's objects hold."""
+        return self._recorder.generators()
 
     def hold_attempt(self) -> Callable[[], None]:
         """Return a function that puts back what layers, attributes and logs are now."""

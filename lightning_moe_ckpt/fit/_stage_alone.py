@@ -24,7 +24,6 @@ needs for the step, so that no stage is ever more than one step ahead of another
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,20 +37,18 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange, Segment
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.fit._memento import Memento, restore_values
 from lightning_moe_ckpt.fit._run import FitSession
+from lightning_moe_ckpt.fit._undo import MOST_ITEMS, StepUndo
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.parallel._elastic import is_of_collective
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
+from lightning_moe_ckpt.snapshot import DataAccess
 
 log = rank_logger(__name__)
 
 _NEW, _WITHIN, _AT_COMMIT, _ELSEWHERE = range(4)
 """Where a rank is."""
-
-_MOST_ITEMS = 1000
-"""Most items of a user's container that are looked into in every step."""
 
 
 class Supervisor(Protocol):
@@ -214,8 +211,8 @@ class StageAlone:
         self._place, self._taken, self._has_generation = _ELSEWHERE, -1, False
         self._has_said_size = False
         self._joined_at = 0.0
-        self._users: Memento | None = None
-        """What the user's attributes were when the newest step began."""
+        self._attempt: StepUndo | None = None
+        """What the newest step may change."""
         self._segment, self._target = range(0), -1
         """Stages that repeat steps together with this one, and up to which step."""
         self._live: Segment | None = None
@@ -223,6 +220,7 @@ class StageAlone:
         self._fed = False
         """Whether the others wait for the steps that this process repeats."""
         self._flags: dict[str, int] = {}
+        self._accesses: DataAccess | None = None
         self._step, self._commit = strategy.optimizer_step, strategy.commit
         strategy.optimizer_step, strategy.commit = self._stepping, self._committing
 
@@ -230,6 +228,8 @@ class StageAlone:
         """Undo the changes to the strategy."""
         self._log.on = False
         self._log.forget()
+        if self._accesses is not None:
+            self._accesses.close()
         for name in ("optimizer_step", "commit"):
             vars(self._strategy).pop(name, None)
 
@@ -361,9 +361,12 @@ class StageAlone:
         if not self._log.on:
             run.together()
             return self._step(*args, **options)
+        if self._accesses is None:
+            self._accesses = DataAccess(self._module.parameters())
+        attempt = StepUndo(self._trainer, self._module, run, self.batch, self._accesses)
         if self._log.apart:
             self._log.settle()  # before this rank says that it is in the next step: neighbours have what they need of this one
-        undo, self._taken = self._remember(), step
+        self._attempt, self._taken = attempt, step
         try:
             while True:
                 self._place = _WITHIN
@@ -371,12 +374,12 @@ class StageAlone:
                     self._begin_attempt(run, step)
                     return self._step(*args, **options)
                 except _Again:
-                    undo()
+                    attempt.undo()
                 except Exception as error:
                     if self._taken > step or self._is_own(error):  # or of a failure at the commit
                         raise
                     self._recover(error)
-                    undo()
+                    attempt.undo()
                 run.attempt_again()
                 self._supervisor.beat(step)
         finally:
@@ -396,11 +399,11 @@ class StageAlone:
         if not self._log.apart:
             run.together()
             self._keep_within_limit(run)
-            if self._users is not None and self._users.misses and self._may:
+            if self._attempt is not None and self._attempt.misses and self._may:
                 log.warning(
                     "if a rank fails, all stages recover: the module has a container of more than %d objects, which are not looked "
                     "into in every step. Keep them outside of it, or in several containers",
-                    _MOST_ITEMS,
+                    MOST_ITEMS,
                 )
                 self._keep_nothing(run)
         self._log.begin_step(step)
@@ -410,6 +413,13 @@ class StageAlone:
             self._flags = self._commit()
             return
         self._place = _AT_COMMIT
+        if not self._log.apart and self._attempt is not None and (edits := self._attempt.edits()):
+            log.warning(
+                "if a rank fails, all stages recover: %s, which could not be undone. Do it in hooks between steps",
+                edits,
+            )
+            assert self.run is not None
+            self._keep_nothing(self.run)
         try:
             self._flags = self._commit()
             if self._log.apart:
@@ -504,46 +514,3 @@ class StageAlone:
         self._log.on = self._may = False
         self._log.forget()
         run.may_wait(within_steps=False)
-
-    def _remember(self) -> Callable[[], None]:
-        """Return a function that puts back what an attempt at a step changes."""
-        run = self.run
-        assert run is not None
-        logged = _lightning_attempts.hold(self._trainer, self._module)
-        self._users = users = _hold_users(self._module)
-        batch = Memento([self.batch], apart=_lightning_attempts.APART, most_nbytes=sys.maxsize)
-        buffers, put_back = _hold_buffers(self._module), run.hold_attempt()
-
-        def undo() -> None:
-            put_back()
-            logged()
-            buffers()
-            batch.restore()
-            users.restore()
-
-        return undo
-
-
-def _hold_buffers(module: LightningModule) -> Callable[[], None]:
-    """Return what puts back which buffers there are, for a step may replace them, and their values."""
-    found = [each._buffers for each in _lightning_attempts.modules_of(module) if each._buffers]  # noqa: SLF001
-    spaces = [(space, dict(space)) for space in found]
-    held = [(buffer, buffer.clone()) for space in found for buffer in space.values() if buffer is not None]
-
-    def put_back() -> None:
-        for space, items in spaces:
-            space.clear()
-            space.update(items)
-        for buffer, kept in held:
-            restore_values(buffer, kept)
-
-    return put_back
-
-
-def _hold_users(module: LightningModule) -> Memento:
-    """Return what puts back random state, and what the user's attributes hold.
-
-    What only a step needs, such as a list of losses that a hook behind it empties, is in no journal.
-    """
-    parts, values = _lightning_attempts.parts_of(module)
-    return Memento(values, shallow=parts, apart=_lightning_attempts.APART, most_items=_MOST_ITEMS)

@@ -60,6 +60,11 @@ class PipelinedStrategy(DDPStrategy):
         **ddp: Any,
     ) -> None:
         _check_pipeline(pipeline_parallel, micro_batches, schedule)
+        if localized_recovery and pipeline_parallel == 1:
+            raise ConfigurationError(
+                "`MoEStrategy(localized_recovery=True)` has no effect without `pipeline_parallel`: there are no other stages that "
+                "could stay where they are. Leave it out."
+            )
         super().__init__(**ddp)
         self.pipeline_parallel = pipeline_parallel
         self.micro_batches = micro_batches

@@ -52,11 +52,13 @@ class Block(nn.Module):
 class Stage(nn.Module):
     """Some of the blocks, by their number in the whole model; embedding and head at its ends."""
 
-    def __init__(self, stage: int, num_stages: int, num_experts: int, *, recomputes: bool = False) -> None:
+    def __init__(
+        self, stage: int, num_stages: int, num_experts: int, *, recomputes: bool = False, max_norm: float | None = None
+    ) -> None:
         super().__init__()
         # The last stage has fewest blocks, so that windows of stages have different lengths.
         cuts = [-(-BLOCKS * i // num_stages) for i in range(num_stages + 1)]
-        self.embed = nn.Embedding(VOCABULARY, MODEL_DIM) if stage == 0 else None
+        self.embed = nn.Embedding(VOCABULARY, MODEL_DIM, max_norm=max_norm) if stage == 0 else None
         blocks = range(cuts[stage], cuts[stage + 1])
         self.blocks = nn.ModuleDict({str(i): Block(num_experts, recomputes=recomputes) for i in blocks})
         self.head = nn.Linear(MODEL_DIM, VOCABULARY) if stage == num_stages - 1 else None
@@ -74,7 +76,8 @@ class PipelinedModule(Module):
 
     def configure_stage(self, stage: int, num_stages: int) -> nn.Module:
         options = dict(self._setup.options)
-        return Stage(stage, num_stages, options.get("num_experts", 4), recomputes=options.get("recomputes", False))
+        more = {name: options[name] for name in ("recomputes", "max_norm") if name in options}
+        return Stage(stage, num_stages, options.get("num_experts", 4), **more)
 
     def stage_loss(self, output: Tensor, target: Tensor) -> Tensor:
         if not self.training:

@@ -26,6 +26,7 @@ from campaign._in_place import CALLS, Abort, Death, no_place, train_and_die
 from campaign._pipelined import Pipelined, PipelinedModule
 from campaign._training import Checkpointing, Module
 from campaign.test_in_place import check_killed
+from lightning_moe_ckpt._lightning import callbacks_of
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.parallel import GradientReducer
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
@@ -362,12 +363,20 @@ def test_backwards_that_compute_statistics_again(campaigns: Campaigns, setup: Co
     check_alone(campaigns, setup, chain(["forward"] * len(ranks), ranks))
 
 
+class Draws(Callback):
+    """Holds a generator."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(2)
+
+
 class Edits(CountedModule):
-    """Moves what the loss is computed from, and takes what a batch has out of it."""
+    """Moves what the loss is computed from, by random numbers of a callback, and takes what a batch has out of it."""
 
     def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
         targets = batch.pop()
-        targets.add_(1).remainder_(VOCABULARY)
+        (draws,) = (each for each in callbacks_of(self.trainer) if isinstance(each, Draws))
+        targets.add_(torch.randint_like(targets, 3, generator=draws.generator)).remainder_(VOCABULARY)
         return batch.pop(), targets
 
     @override
@@ -382,6 +391,10 @@ class Editing(Counted):
     @override
     def make_module(self, life: Attempt) -> Module:
         return Edits(self, life)
+
+    @override
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
+        return [*super().callbacks(life), Draws()]
 
 
 def test_batches_that_a_step_edits(campaigns: Campaigns) -> None:
@@ -405,6 +418,24 @@ def test_elsewhere_everybody_recovers(campaigns: Campaigns, place: str, nth: int
 OFF = "this run does not let a stage recover alone"
 
 
+class Clamps(CountedModule):
+    """Moves a weight inside a step, and leaves no other trace of that."""
+
+    @override
+    def stage_auxiliary_loss(self) -> Tensor | None:
+        next(self.parameters()).data.clamp_(-2, 2)
+        return super().stage_auxiliary_loss()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clamping(Counted):
+    """A run with weights that a step clamps."""
+
+    @override
+    def make_module(self, life: Attempt) -> Module:
+        return Clamps(self, life)
+
+
 @pytest.mark.parametrize(
     ("setup", "why", "warns"),
     [
@@ -415,8 +446,14 @@ OFF = "this run does not let a stage recover alone"
             "more than `MoEStrategy(upstream_log_nbytes=1024)`",
         ),
         (replace(TWO, lists=1001), [OFF], "the module has a container of more than 1000 objects"),
+        (
+            replace(TWO, options=(("max_norm", 0.5),)),
+            [OFF],
+            "a step changes `stage.embed.weight` before the optimizer does",
+        ),
+        pytest.param(Clamping(world_size=2), [OFF], "a step uses `.data` of weights", marks=pytest.mark.soak),
     ],
-    ids=["off", "too little memory", "too many objects"],
+    ids=["off", "too little memory", "too many objects", "weights that change", "data"],
 )
 def test_it_can_be_turned_off(campaigns: Campaigns, setup: Counted, why: list[str], warns: str | None) -> None:
     """By the user, or since memory is not enough, or too much would have to be put back in every step, which is said."""
@@ -536,11 +573,11 @@ def _nothing(*_: object) -> None:
     """Puts nothing back."""
 
 
-ALONE = "lightning_moe_ckpt.fit._stage_alone"
+UNDO = "lightning_moe_ckpt.fit._undo"
 ABLATIONS = {
-    "everything": (ALONE, "StageAlone._remember", "loss|buffer"),
+    "everything": (UNDO, "StepUndo.undo", "loss|buffer"),
     "random state": ("lightning_moe_ckpt.fit._memento", "restore_rng", "loss"),
-    "buffers": (ALONE, "_hold_buffers", "buffer|loss"),
+    "buffers": (UNDO, "_hold_buffers", "buffer|loss"),
     "attributes": ("lightning_moe_ckpt.fit._memento", "Memento.restore", "loss"),
     "results": ("lightning_moe_ckpt._lightning_attempts", "hold", "mean"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.fit import supervisor
 from lightning_moe_ckpt.strategy import MoEStrategy
 from strategy._staged import BATCH, Staged, train
 
@@ -210,12 +212,24 @@ def test_what_no_pipeline_can_run_is_refused_by_name(model: Any, options: dict[s
         ({"pipeline_parallel": 0}, "must be one or more"),
         ({"pipeline_parallel": 1}, "has no effect without `pipeline_parallel`"),
         ({"pipeline_parallel": 4}, "as many micro-batches as there are stages"),
+        ({"pipeline_parallel": 1, "micro_batches": 1, "localized_recovery": True}, "no other stages that could stay"),
     ],
 )
 def test_arguments_that_make_no_pipeline_are_refused(options: dict[str, Any], message: str) -> None:
     """They name the argument and what may stand there."""
     with pytest.raises(ConfigurationError, match=message):
         MoEStrategy(**{**STAGES, **options})
+
+
+def test_other_launchers_recover_no_stage_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """The log says so to whoever asks for it."""
+    with caplog.at_level(logging.INFO):
+        for asks in (False, True):
+            strategy = MoEStrategy(**STAGES, localized_recovery=asks)
+            assert supervisor(pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)) is None
+    said = [record.getMessage() for record in caplog.records if "all stages recover" in record.getMessage()]
+    assert len(said) == 1
+    assert "only `moe-ckpt run`" in said[0]
 
 
 def test_stages_divide_the_processes() -> None:
