@@ -13,6 +13,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from torch.utils import _pytree as pytree
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, default_collate, default_convert
 
 from lightning_moe_ckpt.data import SeededItems
@@ -264,6 +265,8 @@ def loader_objects(trainer: Trainer) -> Iterator[tuple[str, object]]:
         for name, owner in _owners(each):
             if not isinstance(owner, DataLoader):
                 yield f"loader{index}.{name}", owner
+    for index, each in enumerate(pytree.tree_leaves(trainer.val_dataloaders)):
+        yield f"validation{index}.dataset", getattr(each, "dataset", None)
 
 
 def _owners(loader: Any) -> list[tuple[str, Any]]:
