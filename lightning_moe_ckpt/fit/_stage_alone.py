@@ -244,7 +244,9 @@ class StageAlone:
             here = here._replace(place=_NEW)
         elif upstream.apart:
             here = here._replace(target=self._target, first=self._segment.start, stop=self._segment.stop)
-        plan = Decision.of([Where(*row) for row in exchange.gather(here)], self._strategy.groups)
+        rows = [Where(*row) for row in exchange.gather(here)]
+        plan = Decision.of(rows, self._strategy.groups)
+        self._may = all(row.possible for row in rows)  # for good: a process that comes later does not know why
         self._fed, self._joined_at = False, time.perf_counter()
         if isinstance(plan, str):
             log.info("everybody goes on in place: %s", plan, alike=True)

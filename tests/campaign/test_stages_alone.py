@@ -540,10 +540,10 @@ class Wavering(Counted):
 def test_a_stage_that_does_not_repeat_its_steps_exactly_is_found_out(
     campaigns: Campaigns, size: int, rank: int, asks: bool
 ) -> None:
-    """By one of its ranks, which calls it off; everybody goes on in place, and so from then on, to the same end."""
+    """By one of its ranks, which calls it off; everybody goes on in place, and so when that one is replaced, to the same end."""
     setup, odd = Wavering(world_size=2 * size, asks=asks), rank | 1
     nobody = Death(rank=0, at=Abort(place="nowhere"), survives=True)  # in the incarnation that is called off
-    deaths = [death("forward", rank, nth=9), nobody, death("forward", 0, nth=9)]
+    deaths = [death("forward", rank, nth=9), nobody, death("forward", odd, nth=9)]
     fit = partial(train_and_die, setup, deaths, no_place)
     lives = check_killed(campaigns, setup, fit=fit, deaths=2, same_seed=True)
     assert decisions(lives) == [f"[{rank // size}]", *["this run does not let a stage recover alone"] * 2]
