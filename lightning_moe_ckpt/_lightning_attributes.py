@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_moe_ckpt._lightning import callbacks_of, datamodule_of
-from lightning_moe_ckpt._lightning_data import loader_generators, loader_objects, loaders_of
+from lightning_moe_ckpt._lightning_data import data_owners, loader_generators, loader_objects
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import HeldGenerator
 
@@ -109,10 +109,12 @@ class MovedAttributes:
         now = {name: value for name, value in self._attributes() if _is_plain(value)}
         self._insane = {name: value for name, value in self._insane.items() if now.get(name, value) != value}
 
-    def take(self) -> dict[str, Any]:
-        """Return the values of changed attributes, by name."""
+    def take(self, of: tuple[str, ...] | None = None) -> dict[str, Any]:
+        """Return the values of changed attributes, by name; only those of owners whose names begin with one `of` these, if given."""
         moved = {}
         for name, value in self._attributes():
+            if of is not None and not name.startswith(of):
+                continue
             if _is_plain(value):
                 first = (self._first or {}).get(name, _UNKNOWN)
                 if first is not value and (type(first) is not type(value) or first != value):
@@ -125,14 +127,22 @@ class MovedAttributes:
                 )
         return moved
 
-    def restore(self, moved: Mapping[str, Any], *, forget_new: bool = False) -> None:
-        """Set the attributes in `moved`; with `forget_new` those that came into being since then are deleted."""
+    def restore(self, moved: Mapping[str, Any], of: tuple[str, ...] | None = None, *, forget_new: bool = False) -> None:
+        """Set attributes to what `take` returned.
+
+        Args:
+            moved: result of `take`.
+            of: beginnings of names of owners; others are left as they are, and `moved` may have more. All, if it is not given.
+            forget_new: whether attributes that came into being since then are deleted.
+        """
         first = self._first or {}
-        for name in self.take() if forget_new else ():
+        if of is not None:
+            moved = {name: value for name, value in moved.items() if name.startswith(of)}
+        for name in self.take(of) if forget_new else ():
             owner, _, attribute = name.rpartition(".")
             if name not in moved and name not in first and owner in self._owners:
                 delattr(self._owners[owner], attribute)
-        back = {name: first[name] for name in self.take() if name not in moved and name in first}
+        back = {name: first[name] for name in self.take(of) if name not in moved and name in first}
         for name, value in {**back, **moved}.items():
             owner, _, attribute = name.rpartition(".")
             if owner in self._owners and attribute not in _SAY_HOOKED:
@@ -165,12 +175,9 @@ class MovedAttributes:
         for name, callback in user_callbacks(self._trainer, self._skip):
             if not is_overridden("state_dict", callback, Callback) and not _is_of(callback, *_LIBRARIES):
                 yield name, callback
-        for index, loader in enumerate(loaders_of(self._trainer)):
-            name, dataset = f"loader{index}.dataset", getattr(loader, "dataset", None)
-            for _ in range(3):  # a subset of a subset
-                if dataset is not None and not hasattr(dataset, "state_dict") and not _is_of(dataset, *_LIBRARIES):
-                    yield name, dataset
-                name, dataset = f"{name}.dataset", getattr(dataset, "dataset", None)
+        for name, each in data_owners(self._trainer):
+            if not hasattr(each, "state_dict") and (isinstance(each, DataLoader) or not _is_of(each, *_LIBRARIES)):
+                yield name, each
 
 
 class _Parts:
@@ -234,6 +241,8 @@ def _not_users(owner: object) -> frozenset[str]:
     kinds: dict[type, Any] = {LightningModule: LightningModule(), LightningDataModule: LightningDataModule()}
     kinds[Callback] = Callback()
     own = {name for kind, bare in kinds.items() if isinstance(owner, kind) for name in vars(bare)}
+    if isinstance(owner, DataLoader):
+        own |= vars(DataLoader([0])).keys() | {"_get_iterator"}
     if isinstance(owner, nn.Module):
         own |= (vars(nn.Module()).keys() - {"training"}) | _SAY_HOOKED
     return frozenset(own)

@@ -14,7 +14,15 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from torch.utils import _pytree as pytree
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, default_collate, default_convert
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    Subset,
+    default_collate,
+    default_convert,
+)
 
 from lightning_moe_ckpt.data import SeededItems
 
@@ -267,6 +275,35 @@ def loader_objects(trainer: Trainer) -> Iterator[tuple[str, object]]:
                 yield f"loader{index}.{name}", owner
     for index, each in enumerate(pytree.tree_leaves(trainer.val_dataloaders)):
         yield f"validation{index}.dataset", getattr(each, "dataset", None)
+
+
+def data_owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    """Yield loaders and what they are made of, each object once, by a stable name; of torch's data sets also those within."""
+    seen = set[int]()
+    for name, owner in _data_owners(trainer):
+        if owner is not None and id(owner) not in seen:
+            seen.add(id(owner))
+            yield name, owner
+
+
+def _data_owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    for index, each in enumerate(loaders_of(trainer)):
+        name, collate = f"loader{index}", getattr(each, "collate_fn", None)
+        yield name, each
+        yield from _data_sets(f"{name}.dataset", getattr(each, "dataset", None))
+        yield from ((f"{name}.{part}", owner) for part, owner in _owners(each) if owner is not each)
+        yield f"{name}.collate_fn", getattr(collate, "collate", collate)  # ours is around it where workers persist
+    for index, each in enumerate(pytree.tree_leaves(trainer.val_dataloaders)):
+        yield from _data_sets(f"validation{index}.dataset", getattr(each, "dataset", None))
+
+
+def _data_sets(name: str, dataset: Any, depth: int = 6) -> Iterator[tuple[str, Any]]:
+    yield name, dataset
+    if depth and isinstance(dataset, Subset | SeededItems):
+        yield from _data_sets(f"{name}.dataset", dataset.dataset, depth - 1)
+    elif depth and isinstance(dataset, ConcatDataset | ChainDataset):
+        for index, each in enumerate(dataset.datasets):
+            yield from _data_sets(f"{name}.datasets.{index}", each, depth - 1)
 
 
 def _owners(loader: Any) -> list[tuple[str, Any]]:

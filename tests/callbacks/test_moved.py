@@ -57,7 +57,9 @@ class Run:
         callbacks = [self.counting, self.stateful, self.stopping]
         combined = SimpleNamespace(flattened=[DataLoader(Subset(self.items, [0, 1]))])
         fit_loop = SimpleNamespace(_combined_loader=combined)
-        trainer: Any = SimpleNamespace(callbacks=callbacks, datamodule=self.datamodule, fit_loop=fit_loop)
+        trainer: Any = SimpleNamespace(
+            callbacks=callbacks, datamodule=self.datamodule, fit_loop=fit_loop, val_dataloaders=None
+        )
         self.moved = MovedAttributes(trainer, self.module, ())
         self.moved.look()
 
@@ -94,7 +96,8 @@ def test_parts_of_the_model_have_attributes_too() -> None:
     for _ in range(2):
         module: Any = LightningModule()
         module.drop, module.kept, module.mean = nn.Dropout(0.1), nn.Dropout(0.1), MeanMetric()
-        trainer: Any = SimpleNamespace(callbacks=[], datamodule=None, fit_loop=SimpleNamespace(_combined_loader=None))
+        loops = SimpleNamespace(_combined_loader=None)
+        trainer: Any = SimpleNamespace(callbacks=[], datamodule=None, fit_loop=loops, val_dataloaders=None)
         runs.append((module, MovedAttributes(trainer, module, (), kept={"kept"})))
         runs[-1][1].look()
     (first, moved), (second, other) = runs
