@@ -212,6 +212,7 @@ _LOOKING = [
         ),
         _option("--leave-out", "Names to leave out, such as '*.mask'.", "PATTERN", multiple=True),
         _option("--tie", "A further name of a stored tensor.", "NEW=STORED", type=_pair, multiple=True),
+        _flag("--merge", "Folder: with a PEFT adapter added to the weights of its base, not the adapter alone."),
         _flag("--force", "Replace files that exist."),
     ),
     _on_a_run(

@@ -55,6 +55,7 @@ PUBLIC: dict[str, str] = {
         plain_all_reduce restart_is_likely set_current_groups shares_agent_store
     """,
     "lightning_moe_ckpt.storage": """
+        CONSTANTS read_constants
         Backend BadCopies ReferencedEntry Commit DIGEST_NAME Entry ExpertSlot FsspecBackend Garbage GenerationId HuggingFaceEntry
         JudgedGeneration Lineage MAX_HEADER_NBYTES MAX_MARKER_NBYTES MemoryMarker ModuleEntry ModuleLine ObjectBackend
         Pace SlotClass

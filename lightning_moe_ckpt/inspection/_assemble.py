@@ -9,9 +9,10 @@ all of it has to be taken from there: see `Assembler.take_older`.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -26,10 +27,19 @@ from lightning_moe_ckpt.recovery import (
     Version,
     Wanted,
     folded,
+    stored,
     stored_index,
 )
 from lightning_moe_ckpt.snapshot import STAGES, is_average
-from lightning_moe_ckpt.storage import Backend, RankMarker, dtype_of, lacking_memory
+from lightning_moe_ckpt.storage import (
+    CONSTANTS,
+    Backend,
+    RankMarker,
+    SegmentEntry,
+    dtype_of,
+    lacking_memory,
+    read_constants,
+)
 from lightning_moe_ckpt.tiers import is_differential
 
 log = rank_logger(__name__)
@@ -76,6 +86,9 @@ class Assembler:
             markers = [marker for marker, _ in pairs]
             self._folded = {marker.segments[0].key: segment_U8 for marker, segment_U8 in pairs}
         self._indexes = [stored_index(marker) for marker in markers]
+        version = Version(self._generation, "")
+        for file in constants_of(backend, markers[0].policy):
+            self._indexes[0].add(version, replace(file, step=self._generation.step), [stored(version, 0)])
         self._lost = ""
         """Operator of which the last failed read was."""
         self.notes: list[str] = []
@@ -252,6 +265,19 @@ class Assembler:
             self._backend.get_range(request.entry.key, request.offset, out)
         else:
             out[:] = memoryview(segment_U8.numpy())[request.offset : request.offset + out.nbytes]  # type: ignore[arg-type]
+
+
+def constants_of(backend: Backend, policy: Mapping[str, object]) -> list[SegmentEntry]:
+    """Return the files of constants of a generation, each with the records that its plan takes from there.
+
+    Raises:
+        Corrupt: what describes them is damaged.
+        KeyMissing: it is gone.
+    """
+    wanted = set(json.loads(str(policy["plan"])).get("constants", ())) if CONSTANTS in policy else set()
+    files = read_constants(backend, policy) if wanted else ()
+    found = [replace(file, records=tuple(each for each in file.records if each.fqn in wanted)) for file in files]
+    return [file for file in found if file.records]
 
 
 def _zeros(name: str, numel: int, code: str) -> Tensor:

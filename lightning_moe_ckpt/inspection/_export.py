@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, NoUsableGeneration
+from lightning_moe_ckpt.inspection._adapters import Adapter, write_adapter
 from lightning_moe_ckpt.inspection._assemble import Assembler
 from lightning_moe_ckpt.inspection._checkpoint import VERSIONS, LightningCheckpoint
 from lightning_moe_ckpt.inspection._hugging_face import (
@@ -64,6 +65,8 @@ class ExportOptions:
     """Patterns of names to leave out."""
     ties: Mapping[str, str] = field(default_factory=dict)
     """Further names of stored tensors, beyond those that the module's `state_dict` has."""
+    merge: bool = False
+    """In a folder, add an adapter of PEFT to the weights of its base, in place of writing it alone."""
     max_shard_nbytes: int = MAX_SHARD_NBYTES
     """Bytes per file of weights in a folder."""
     force: bool = False
@@ -151,12 +154,25 @@ class _Job:
 
     def folder(self, done: Export) -> list[Path]:
         model = choose_model(self.module, self.options.module)
-        names = model_names(self.names, model)
+        names: Mapping[str, str] = model_names(self.names, model)
+        adapter = Adapter.of(self.module, model, self.tensors)
+        of = f"{model.class_name}, `{model.prefix or 'the module itself'}`"
+        if adapter is None and self.options.merge:
+            raise ConfigurationError(f"`--merge`: {of} has no adapter of PEFT. Leave it out.")
+        if adapter is not None:
+            names = adapter.base_names(names) if self.options.merge else adapter.keys
         done.num_tensors = len(names)
-        done.notes.append(f"{model.class_name}, `{model.prefix or 'the module itself'}`; no tokenizer is stored")
+        done.notes.append(f"{of}; no tokenizer is stored")
+        if adapter is not None:
+            how = "added to its base" if self.options.merge else "without its base, which --merge adds it to"
+            done.notes.append(f"adapter {adapter.name!r}, {how}")
         try:
             self.out.mkdir(exist_ok=True)
-            return write_folder(self.out, model, names, self.tensors, max_shard_nbytes=self.options.max_shard_nbytes)
+            if adapter is not None and not self.options.merge:
+                return write_adapter(self.out, adapter, self.tensors)
+            return write_folder(
+                self.out, model, names, adapter or self.tensors, max_shard_nbytes=self.options.max_shard_nbytes
+            )
         except OSError as error:
             raise ConfigurationError(f"{self.out} cannot be written: {error.strerror or error}.") from error
 
@@ -216,6 +232,8 @@ def _check_target(out: Path, chosen: ExportFormat, options: ExportOptions) -> No
             "`--optimizer` writes a file beside a .safetensors file. A .ckpt holds the optimizer's state in any case, a "
             "Hugging Face folder never does: leave it out."
         )
+    if options.merge and chosen != "huggingface":
+        raise ConfigurationError("`--merge` writes a Hugging Face model: give a folder as OUT, or leave it out.")
     if not out.parent.is_dir():
         raise ConfigurationError(f"{out.parent} is not a folder. Make it, or give another name.")
     if chosen == "huggingface":

@@ -12,17 +12,29 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import safetensors.torch
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.inspection._assemble import Assembler, StoredTensor
+from lightning_moe_ckpt.inspection._assemble import StoredTensor
 from lightning_moe_ckpt.storage import HuggingFaceEntry, ModuleEntry
 
 CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class Tensors(Protocol):
+    """Gives tensors by their stored names."""
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Return what is stored; no bytes are read."""
+
+    def read(self, name: str) -> Tensor:
+        """Read one of them, whole."""
 
 
 def choose_model(module: ModuleEntry, prefix: str | None) -> HuggingFaceEntry:
@@ -84,7 +96,7 @@ def plan_shards(sizes: Mapping[str, int], max_nbytes: int) -> dict[str, list[str
 
 
 def write_folder(
-    out: Path, model: HuggingFaceEntry, names: Mapping[str, str], tensors: Assembler, *, max_shard_nbytes: int
+    out: Path, model: HuggingFaceEntry, names: Mapping[str, str], tensors: Tensors, *, max_shard_nbytes: int
 ) -> list[Path]:
     """Write weights, their index if there are several files, and configurations; one file's tensors at a time.
 
@@ -112,7 +124,7 @@ def write_folder(
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         texts = {_INDEX: _text(index), **texts}
     for file, text in texts.items():
-        write_whole(out / file, partial(_write_text, text))
+        write_whole(out / file, partial(write_text, text))
     return [out / file for file in (*shards, *texts)]
 
 
@@ -138,7 +150,8 @@ def _text(document: object) -> str:
     return json.dumps(document, indent=2, sort_keys=True) + "\n"
 
 
-def _write_text(text: str, path: Path) -> None:
+def write_text(text: str, path: Path) -> None:
+    """Write text to a file, for `write_whole`."""
     path.write_text(text, encoding="utf-8")
 
 

@@ -18,7 +18,7 @@ from itertools import chain, pairwise
 from math import prod
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
-from lightning_moe_ckpt.inspection._assemble import BUFFER, PARAM
+from lightning_moe_ckpt.inspection._assemble import BUFFER, PARAM, constants_of
 from lightning_moe_ckpt.recovery import Replicas, Version, stored_index
 from lightning_moe_ckpt.snapshot import PACKED
 from lightning_moe_ckpt.storage import (
@@ -103,7 +103,9 @@ def verify(backend: Backend, *, step: int | None = None, everything: bool = Fals
     stored = view.generations()
     readings = [_Reading(each) for each in stored if step in {None, each.generation.step}]
     chosen = [each for each in readings if _is_chosen(each.stored, view, everything=everything)]
-    files = _Files(backend, {key: size for each in stored for key, size in each.sizes.items()}, verdict, show)
+    sizes = {key: size for each in stored for key, size in each.sizes.items()}
+    sizes |= {each.key: each.nbytes for each in backend.list("const/")}
+    files = _Files(backend, sizes, verdict, show)
     for reading in chosen:
         reading.own_files(view, files)
     alive = [each for each in chosen if each.stored.dead is None]
@@ -146,9 +148,15 @@ class _Reading:
                 self.reasons.append(str(error))
                 continue
             self.reasons += [reason for entry in self.markers[-1].segments if (reason := files.read(entry))]
+        try:
+            constants = constants_of(files.backend, commit.policy)
+        except CheckpointError as error:
+            self.reasons.append(str(error))
+            return
+        self.reasons += [reason for entry in constants if (reason := files.read_again(entry))]
         if self.markers and not self.reasons:
             try:
-                self.reasons += disagreements(self.markers)
+                self.reasons += disagreements(self.markers, constants)
             except CheckpointError as error:  # the description of the module is none
                 self.reasons.append(str(error))
 
@@ -267,7 +275,7 @@ def _verify_file(backend: Backend, sizes: Mapping[str, int], entry: SegmentEntry
     scrub_segment(backend, entry)
 
 
-def disagreements(markers: Sequence[RankMarker]) -> list[str]:
+def disagreements(markers: Sequence[RankMarker], constants: Sequence[SegmentEntry] = ()) -> list[str]:
     """Return what does not fit together in the markers of a generation's ranks, by name; empty if all does.
 
     Records of one tensor must agree on its shape and type, hold every element of it, and on one rank none twice. What the
@@ -276,7 +284,7 @@ def disagreements(markers: Sequence[RankMarker]) -> list[str]:
     """
     found: dict[_Key, set[tuple[str, tuple[int, ...]]]] = defaultdict(set)
     pieces: dict[str, list[_Piece]] = defaultdict(list)
-    stored: set[str] = set()
+    stored = {record.fqn for file in constants for record in file.records}
     for marker in markers:
         for record in _tensor_records(marker):
             if record.kind == BUFFER:

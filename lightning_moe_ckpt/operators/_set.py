@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from lightning_moe_ckpt.operators._operator import Operator
 
 @dataclass(frozen=True)
 class OperatorSet:
-    """The operators of one rank; together their slices cover every parameter exactly once."""
+    """The operators of one rank; together their slices cover every parameter exactly once, but for constants."""
 
     operators: tuple[Operator, ...]
     """In the order of `named_parameters()`, experts of a layer ascending."""
@@ -26,6 +26,12 @@ class OperatorSet:
     """Dtype of each parameter, by first name."""
     ep_size: int = 1
     """Consecutive ranks over which experts are sharded, in layers with `holders="expert_data"`."""
+    constants: tuple[str, ...] = ()
+    """Parameters that no operator has, since training does not change them: they are stored once."""
+    thawed: tuple[str, ...] = ()
+    """Parameters that were constants until they changed: each is a dense operator by itself."""
+    whole: OperatorSet | None = field(default=None, repr=False)
+    """The set without constants, if this has some or had."""
     identity: str = field(default="", repr=False)
     """The fingerprint; it does not change when operators are split."""
 
@@ -87,6 +93,29 @@ class OperatorSet:
     def with_operators(self, operators: Sequence[Operator]) -> OperatorSet:
         """Return the set with other operators, e.g. after `split`; the fingerprint stays."""
         return replace(self, operators=tuple(operators))
+
+    def without(self, constants: Collection[str], thawed: Sequence[str] = ()) -> OperatorSet:
+        """Return the set in which some parameters are constants, and some were; the fingerprint stays.
+
+        Operators of which nothing is left are left out, and so are layers without experts that train: they lose no tokens.
+        """
+        whole = self.whole or self
+        apart = {*constants, *thawed}
+        cut = [replace(op, slices=tuple(s for s in op.slices if s.fqn not in apart)) for op in whole]
+        kept = [op for op in cut if op.slices]
+        for fqn in thawed:
+            piece = max((s for op in whole for s in op.slices if s.fqn == fqn), key=lambda s: s.stop)
+            alone = replace(piece, start=0, global_start=0)
+            kept.append(Operator(name=f"{fqn}/thawed", kind="dense", slices=(alone,)))
+        training = {op.layer for op in kept if op.expert_idx is not None}
+        return replace(
+            whole,
+            operators=tuple(kept),
+            layers=tuple(layer for layer in whole.layers if layer.fqn in training),
+            constants=tuple(fqn for fqn in whole.dtypes if fqn in constants),
+            thawed=tuple(thawed),
+            whole=whole,
+        )
 
     def fingerprint(self) -> str:
         """Return a digest of names, global shapes and dtypes. Equal on all ranks, at any expert parallelism.

@@ -313,7 +313,8 @@ def slot_sizes(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> 
     nothing: Experts = tuple(() for _ in everything)
 
     def step(memory: Experts, storage: Experts) -> StepLayout:
-        record = PlanRecord(plan=Selection(memory, storage).plan(view.operators), config={})
+        plan = Selection(memory, storage).plan(view.operators)
+        record = PlanRecord.over(view.operators, plan=plan, config={})
         return lay_out(record, view, groups, journal_nbytes).steps[0]
 
     bare, local, remote = step(nothing, nothing), step(everything, nothing), step(everything, everything)

@@ -34,6 +34,7 @@ from lightning_moe_ckpt.planning._budgets import MEASURED_STEPS, NOISE, Budgets,
 from lightning_moe_ckpt.planning._first_steps import CountProof, PrecisionProof
 from lightning_moe_ckpt.planning._ledger import LedgerKeeper, LossFigures
 from lightning_moe_ckpt.planning._popularity import PopularityMeter
+from lightning_moe_ckpt.planning._sizes import OperatorSizes
 from lightning_moe_ckpt.planning._stages import StagePlans, require_plans
 from lightning_moe_ckpt.policies import (
     MEMORY,
@@ -46,18 +47,17 @@ from lightning_moe_ckpt.policies import (
 )
 from lightning_moe_ckpt.snapshot import (
     REMEMBERED_PLANS,
+    Constants,
     PlanRecord,
     StateView,
     WindowLayout,
     columns_of,
     expert_nbytes,
     lay_out,
-    record_nbytes,
     share_written,
-    split_operators,
     why_no_deltas,
 )
-from lightning_moe_ckpt.storage import BadCopies, SlotClass
+from lightning_moe_ckpt.storage import BadCopies, GenerationId, RunStore, SlotClass
 from lightning_moe_ckpt.tiers import PEER, STORAGE, Mirroring, PeerRoom, TierWorker
 
 log = rank_logger(__name__)
@@ -80,6 +80,7 @@ class Planner:
         autocast_dtype: low precision under autocast, `None` without.
         may_probe: whether the first steps may be watched by what later ones are not. If not, parameters are stored in
             the precision that they have, and counts of tokens are believed unless restores depend on them.
+        constants: what does not train; found in the view if it is not given.
 
     Raises:
         ConfigurationError: the policy cannot plan over the operators of the model.
@@ -95,7 +96,13 @@ class Planner:
         *,
         autocast_dtype: torch.dtype | None = None,
         may_probe: bool = True,
+        constants: Constants | None = None,
     ) -> None:
+        self.constants = Constants(view, groups) if constants is None else constants
+        self._anew = partial(
+            Planner, policy, view, groups, exchange, module, autocast_dtype=autocast_dtype, may_probe=may_probe
+        )
+        self._layers = view.operators.layers
         require_plans(policy, view, groups, exchange)
         if exchange.is_coordinator and (remark := policy.remark(view.operators)) is not None:
             log.warning("%s", remark)
@@ -116,7 +123,7 @@ class Planner:
         self._journal = JournalCapacity()
         self._budgets = self._make_budgets()
         self._looks_again = "bandwidths" in policy.needs and self.tokens is None
-        self._sizes: tuple[dict[str, torch.dtype], dict[str, tuple[int, int]]] | None = None
+        self.sizes = OperatorSizes(view, groups)
         self._layouts: OrderedDict[tuple[str, int], WindowLayout] = OrderedDict()
         self._deltas: Deltas | None = None
         self.mirroring = Mirroring()
@@ -130,6 +137,29 @@ class Planner:
         self._made_for, self._reserve_nbytes = dict[str, int](), 0
         self._room: list[int] = []
         """Bytes of experts of each position that ring slots are made for."""
+
+    def settle(
+        self, store: RunStore, generation: GenerationId, resumed: Mapping[str, object] | None, *, load: bool
+    ) -> Planner:
+        """Settle constants, and return what plans from here on: another if that leaves other layers whose experts train. Collective.
+
+        Args:
+            store: of the run.
+            generation: of this incarnation.
+            resumed: policy of what is resumed from; `None` for a run that begins.
+            load: see `Constants.settle`.
+        """
+        self.constants.settle(store, generation, resumed, self._everyone, load=load)
+        if self._view.operators.layers == self._layers:
+            return self
+        self._stop_measuring()
+        return self._anew(constants=self.constants)
+
+    def thaw(self, *, thoroughly: bool = False) -> bool:
+        """Plan anew, with constants that have changed, and return whether some have. Collective, see `Constants.thaw`."""
+        if thawed := self.constants.thaw(self._everyone, thoroughly=thoroughly):
+            self.forget_layout(regrouped=False)
+        return thawed
 
     # -- what tiers have to know
 
@@ -271,7 +301,11 @@ class Planner:
         return None if self.tokens is None else self.tokens.figures(budgets.nbytes, budgets.rates, budgets.capped)
 
     def close(self) -> None:
-        """Stop measuring."""
+        """Stop measuring, and watching constants."""
+        self._stop_measuring()
+        self.constants.close()
+
+    def _stop_measuring(self) -> None:
         if self._proof is not None:
             self._proof.remove()
         if self._probe is not None:
@@ -296,9 +330,11 @@ class Planner:
         """Put `layout` in force."""
         self._current = layout
 
-    def forget_layout(self) -> None:
-        """Plan as in the first steps, if possible: parameters were added to the optimizer."""
-        if self._policy.exact:
+    def forget_layout(self, *, regrouped: bool = True) -> None:
+        """Plan as in the first steps, if possible: parameters were added to the optimizer (`regrouped`), or constants changed."""
+        self.sizes.forget()
+        self._layouts.clear()
+        if self._policy.exact or not regrouped:
             self._current = self._next = None
         else:
             self._ended = True
@@ -459,14 +495,15 @@ class Planner:
 
     def _make(self, inputs: PlanInputs, dtypes: dict[str, torch.dtype]) -> WindowLayout:
         """Ask the policy, and lay out; from any thread."""
-        inputs, limit = self._cut(replace(inputs, sizes=self._record_nbytes(dtypes)), dtypes)
+        inputs, limit = self.sizes.inputs(self._policy, inputs, dtypes)
         plan = self._policy.plan(inputs)
         if inputs.bad and not self._has_room(plan):
             plan = self._policy.plan(replace(inputs, bad=()))  # they have to wait for the turn of their position
         if plan.partial:
-            return self._lay_out(PlanRecord(plan=plan, config=self._policy.config()))
+            return self._lay_out(PlanRecord.over(self._view.operators, plan=plan, config=self._policy.config()))
         return self._lay_out(
-            PlanRecord(
+            PlanRecord.over(
+                self._view.operators,
                 plan=plan,
                 config=self._policy.config(),
                 popularity=tuple(inputs.popularity),
@@ -476,21 +513,6 @@ class Planner:
                 split_nbytes=limit,
             )
         )
-
-    def _record_nbytes(self, dtypes: dict[str, torch.dtype]) -> dict[str, tuple[int, int]]:
-        """Return the bytes of whole operators, measured once."""
-        if self._sizes is None or self._sizes[0] != dtypes:
-            self._sizes = dtypes, record_nbytes(self._view.replanned(self._view.operators, dtypes), self._groups)
-        return self._sizes[1]
-
-    def _cut(self, inputs: PlanInputs, dtypes: dict[str, torch.dtype]) -> tuple[PlanInputs, int]:
-        """Return the inputs with operators cut into pieces of so many bytes, as the policy wants them."""
-        limit = self._policy.split_nbytes(inputs)
-        if not limit:
-            return inputs, limit
-        whole = self._view.replanned(self._view.operators, dtypes)
-        view = whole.replanned(split_operators(whole, self._groups, limit), dtypes)
-        return replace(inputs, operators=view.operators, sizes=record_nbytes(view, self._groups)), limit
 
     def _lay_out(self, record: PlanRecord) -> WindowLayout:
         """Return a layout of the plan, made once while partial plans come round again."""

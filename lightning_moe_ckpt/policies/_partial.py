@@ -197,7 +197,9 @@ class PartialPolicy(ExpertPolicy):
 
     @override
     def remark(self, operators: OperatorSet) -> str | None:
-        most = max((layer.num_experts for layer in operators.layers), default=0)
+        if not operators.layers:
+            return f"`{self.callback}`: the experts of no layer train, so each generation has all that does, and no token can be lost"
+        most = max(layer.num_experts for layer in operators.layers)
         for name, value in (("k", self.k), ("snapshot_k", self.snapshot_k)):
             if isinstance(value, int) and value > most:
                 return (

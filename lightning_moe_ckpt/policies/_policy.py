@@ -219,7 +219,7 @@ class ExpertPolicy(PeriodicPolicy):
 
     @override
     def refusal(self, operators: OperatorSet) -> str | None:
-        if operators.layers:
+        if (operators.whole or operators).layers:  # if the experts of none train, every generation has everything
             return None
         return (
             f"`{self.callback}` takes some experts of every layer, and no Mixture-of-Experts layer was found in the model. "

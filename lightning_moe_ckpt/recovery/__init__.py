@@ -14,6 +14,7 @@ from lightning_moe_ckpt.recovery._index import Replicas as Replicas
 from lightning_moe_ckpt.recovery._index import stored_index as stored_index
 from lightning_moe_ckpt.recovery._inventory import Request as Request
 from lightning_moe_ckpt.recovery._inventory import Version as Version
+from lightning_moe_ckpt.recovery._inventory import stored as stored
 from lightning_moe_ckpt.recovery._loading import RestoreSource as RestoreSource
 from lightning_moe_ckpt.recovery._loading import follow_found as follow_found
 from lightning_moe_ckpt.recovery._loading import load_found as load_found

@@ -42,12 +42,12 @@ class Frozen:
         self, module: nn.Module, operators: OperatorSet, *, may_skip: bool, as_user: Callable[[], None]
     ) -> None:
         self._module, self._may_skip, self._as_user = module, may_skip, as_user
-        self._params = dict(module.named_parameters())
         self._operators: dict[str, list[Operator]] = defaultdict(list)
         """By parameter."""
         for operator in operators:
             for fqn in dict.fromkeys(piece.fqn for piece in operator.slices):
                 self._operators[fqn].append(operator)
+        self._params = {fqn: param for fqn, param in module.named_parameters() if fqn in self._operators}
         self._owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
         """By identity of the parameter, which several may share."""
         for owner in module.modules():

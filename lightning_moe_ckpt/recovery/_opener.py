@@ -40,6 +40,7 @@ from lightning_moe_ckpt.snapshot import (
     Identity,
     PlanRecord,
     StateView,
+    constant_facts,
     expect_header_fits,
     live_facts,
     live_optimizer,
@@ -127,7 +128,7 @@ class RunOpener:
         with self._exchange.raise_together():
             expect_header_fits(job.view, job.groups)
         self._open_store(resume)
-        any_memory = resume == "memory"
+        any_memory, fresh = resume == "memory", job.view.operators
         with closing(HostTier(self._tag)) as memory:
             while True:
                 search = Search(self.store, self._exchange, memory, job, any_memory=any_memory)
@@ -140,6 +141,8 @@ class RunOpener:
                         *(self._backend.url, "; ".join(search.reasons)),
                     )
                 resumed = None if found is None else found.generation
+                if found is None:
+                    job.view.operators = fresh  # not as those of what could not be restored
                 if self._open_incarnation(resumed, search, foreign=any_memory):
                     stored = [version.generation for version in search.committed]
                     self.claim = MemoryClaim(
@@ -342,6 +345,7 @@ class Search:
         misfits = [] if marker is None else self._misfits(marker)
         part, reasons = None, list(misfits)
         if marker is not None and not misfits:
+            self._follow(marker)
             experts = {op.name: op.numel for op in self._job.view.operators if op.kind == "expert"}
             if attempt.is_differential:
                 chain = ChainRestore(attempt, marker)
@@ -362,6 +366,12 @@ class Search:
         self.volatile |= {reached}  # as memory, it need not be a generation that storage has by this name
         committed = version in self._commits and reached == version.generation
         return RestoreSource.of(part, tokens_behind(attempt, part.chosen), committed=committed)
+
+    def _follow(self, marker: RankMarker) -> None:
+        """Have the view's operators be those that a generation was planned for: not all have the same constants."""
+        with self._exchange.raise_together(IdentityMismatch), understood(f"{marker.generation}: its plan"):
+            plan, view = PlanRecord.from_json(str(marker.policy["plan"])), self._job.view
+            view.operators = view.operators.without(plan.constants, plan.thawed)
 
     def _lay_out(self, marker: RankMarker, chosen: RestorePlan) -> list[SegmentLayout]:
         """Return where this rank wants its records: as they lie in files, unless experts are of other generations."""
@@ -402,7 +412,9 @@ class Search:
         if self._exchange.all_agree(self._job.identity == Identity.of_stored(stored)):
             return
         live: Facts = {}
-        for each in self._exchange.gather_values(live_facts(self._job.view.operators)):
+        for each in self._exchange.gather_values(
+            live_facts(self._job.view.operators.whole or self._job.view.operators)
+        ):
             assert isinstance(each, dict)
             live |= each  # ranks may hold different experts
         was = self._stored_facts(stored)
@@ -431,6 +443,7 @@ class Search:
         lines = list(self._job.identity.job_differences(identity))
         if self._job.identity.fingerprint != identity.fingerprint:
             facts, optimizer_was = was()
+            facts |= constant_facts(self._store.read_constants(stored.policy))
             # With stages the coordinator knows a part of the optimizer only; names and shapes are told of all.
             one = self._job.groups.num_stages == 1
             view = self._job.view

@@ -173,8 +173,9 @@ class Replay:
     def _give_state(self) -> None:
         """Let hooks that read the optimizer's state find some, of zeros, where the window has it only later."""
         active = {piece.fqn for name in self._active for piece in self._view.operators[name].slices}
+        waiting = {piece.fqn for operator in self._view.operators for piece in operator.slices} - active
         for fqn, param in self._view.params.items():
-            if fqn not in active:
+            if fqn in waiting:
                 self._view.schema.ensure_state(param)
 
     def _newest_step(self) -> tuple[FileLayout, Tensor]:

@@ -201,12 +201,6 @@ def tier_figures(tiers: Tiers, found: RestoreSource | None) -> dict[str, Any]:
     }
 
 
-def memory_text(tiers: Tiers, journals_nbytes: int) -> str:
-    """Return the shared memory that tiers hold, in words, and what of it journals take."""
-    sizes = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in tiers.reserved().items())
-    return f"{sizes}; of it journals {size_text(journals_nbytes)}"
-
-
 def log_figures(
     tiers: Tiers, capture: CaptureSession | None, began: tuple[float, float] | None, hook_seconds: float
 ) -> dict[str, object]:

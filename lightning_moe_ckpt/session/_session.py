@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import partial
 from typing import Literal
 
 import torch
@@ -17,7 +17,7 @@ from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange, Neighbours
-from lightning_moe_ckpt.journal import Journal, encode
+from lightning_moe_ckpt.journal import UNFIT, Journal, encode
 from lightning_moe_ckpt.native import Bubbles, create_engine
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
@@ -34,28 +34,24 @@ from lightning_moe_ckpt.session._report import (
     found_figures,
     log_figures,
     made,
-    memory_text,
     tier_figures,
 )
-from lightning_moe_ckpt.session._tiers import Tiers, build_on_stored, report_failures
+from lightning_moe_ckpt.session._tiers import Tiers, build_on_stored, make_ring, report_failures
 from lightning_moe_ckpt.snapshot import (
     Averages,
     Identity,
     StateView,
     WindowLayout,
-    dense_nbytes,
     describe_stages,
     log_plan,
 )
 from lightning_moe_ckpt.tiers import (
-    PEER,
     STORAGE,
     HostWorker,
     Markers,
     PersistWorker,
     RankMemory,
     Rings,
-    SegmentRing,
     SessionConfig,
     claim_memory,
     join_peers,
@@ -96,7 +92,6 @@ class CheckpointSession:
         self._config, self._policy, self._groups = config, policy, groups
         unknown: Literal["dense", "refuse"] = "dense" if policy.exact else "refuse"  # exact: everything, whatever it is
         self._operators = discover(module, ep_size=groups.ep_size, unknown=unknown)
-        self.layers, self.least_steps = self._operators.layers, policy.least_steps(len(self._operators))
         self._view = StateView(module, self._operators, schema, {}, averages)
         self._exchange = Exchange(groups)
         self._planner = Planner(
@@ -105,6 +100,7 @@ class CheckpointSession:
             autocast_dtype=autocast_dtype,
             may_probe=not compiled,
         )
+        self.layers, self.least_steps = self._operators.layers, policy.least_steps(len(self._view.operators))
         device = next(iter(self._view.params.values())).device
         self._stalls, self.clock, self._heap = StallMeter(device), HookClock(), FrozenHeap(wanted=config.freeze_heap)
         self._runs: RunOpener | None = None
@@ -154,7 +150,9 @@ class CheckpointSession:
         job = ResumeRequest(
             identity=identity, view=view, groups=groups, may_lack_experts=self._policy.allow_missing_experts
         )
-        self._found = self._runs.open(resume=self._config.resume, job=job)
+        self._found = found = self._runs.open(resume=self._config.resume, job=job)
+        resumed = None if found is None else found.policy
+        self._planner = self._planner.settle(self._runs.store, self._runs.name(0), resumed, load=not stay)
         self._join_tiers(identity)
         self._capture = capture_session(
             *(self._policy.chains, view),
@@ -163,12 +161,12 @@ class CheckpointSession:
             engine=self._engine,
             tiers=self._tiers,
             stalls=self._stalls,
-            make_ring=self._make_ring,
+            make_ring=partial(make_ring, made(self._rings), self._tiers, self._planner, self.least_steps),
             renew_ring=made(self._rings).renew,
             plans=self._planner,
         )
         self._planner.begin()
-        if (found := self._found) is None:
+        if found is None:
             return None
         if stay:
             layout = self._take_up(found, *follow_found(found, view, groups, self._exchange))
@@ -190,14 +188,16 @@ class CheckpointSession:
             run_id=runs.run_id,
             rank=self._groups.rank,
             world_size=self._groups.world_size,
-            policy={"policy": self._policy.kind, **identity.policy()},
+            policy={"policy": self._policy.kind, **identity.policy(), **self._planner.constants.policy},
             module=describe_stages(view.module, view.schema, self._extra, self._exchange, self._groups),
             lineage=runs.store.lineage,
         )
         resumed = self._found.generation if self._found is not None else None
         with self._exchange.raise_together():
             older = not self._policy.exact or self._policy.chains is not None
-            self._memory = claim_memory(runs.claim, markers.rank, resumed, dense_nbytes=self._dense_nbytes, older=older)
+            self._memory = claim_memory(
+                runs.claim, markers.rank, resumed, dense_nbytes=self._planner.sizes.dense_nbytes, older=older
+            )
         self._rings = Rings(self._memory, self._engine)
         if is_first:
             runs.store.tell(self._figures)
@@ -222,7 +222,7 @@ class CheckpointSession:
         )
         peers = join_peers(
             *(self._config, runs.claim, markers, self._exchange, self._groups),
-            dense_nbytes=self._dense_nbytes,
+            dense_nbytes=self._planner.sizes.dense_nbytes,
             resumed=resumed,
             plan=self._planner,
             device=next(iter(self._view.params.values())).device,
@@ -302,6 +302,12 @@ class CheckpointSession:
         made(self._capture).forget_layout()
         self._planner.forget_layout()
 
+    def _thaw(self, *, thoroughly: bool = False) -> bool:
+        """Give the window under way up and plan anew if constants have changed; return whether some have. Collective."""
+        if thawed := self._planner.thaw(thoroughly=thoroughly):
+            made(self._capture).forget_layout()
+        return thawed
+
     def boundary(self, step: int, outcome: Journal) -> None:
         """Take what the policy asks for; call right after an optimizer step."""
         if self.alone:
@@ -320,7 +326,7 @@ class CheckpointSession:
         if not capture.window_open:
             self._plan()
             use = self._use if self.repeats.replay is None else None
-            if capture.layout is None or not self._due(step):
+            if capture.layout is None or not self._due(step) or self._thaw():
                 return
             if not capture.open_window(step, use, dense=self._turns.due(step, replaying=self.replaying)):
                 return
@@ -338,7 +344,7 @@ class CheckpointSession:
         if made(self._capture).use_layout(layout):
             self._planner.adopt(layout)
             again = layout is in_force or (layout.record.plan.partial and not layout.reserve_nbytes)
-            log_plan(layout, self._dense_nbytes, again=again)
+            log_plan(layout, self._planner.sizes.dense_nbytes, again=again)
 
     def _due(self, step: int) -> bool:
         if self.repeats.replay is not None and made(self._capture).layout is not self.repeats.layout:
@@ -374,6 +380,10 @@ class CheckpointSession:
         if self._steps < _MEASURED_JOURNALS:
             outcome = {**self._outcome, **self._planner.state()}
             self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})) + room())
+        if fresh or capture.whole_at == step:
+            self._thaw()
+        elif capture.window_open and self._planner.constants.edited():
+            start = {**start, UNFIT: "a parameter that did not train has changed"}
         if fresh:  # training goes on: a crash before storage has it, and memory anything newer, is a start from nothing
             self._tiers.begin_first(STORAGE, made(self._runs).name(step))
         if fresh or capture.whole_at == step:
@@ -422,6 +432,7 @@ class CheckpointSession:
 
     def _write_dense(self, step: int, start: Journal, *, timeout: float) -> bool:
         self._planner.collect()
+        self._thaw(thoroughly=True)
         durable = made(self._dense).write(step, start, timeout=timeout)
         if durable is not None:
             self._tiers.complete_everywhere(STORAGE, durable)
@@ -514,7 +525,7 @@ class CheckpointSession:
             steps=self._steps,
             **captured_figures(self._capture),
             nbytes_persisted=storage.nbytes_complete if storage is not None else 0,
-            dense_nbytes=self._dense_nbytes,
+            dense_nbytes=self._planner.sizes.dense_nbytes,
             stall_seconds=self._stalls.totals(),
             device_stall_seconds=self._stalls.device_totals(),
             overhead_seconds=self.clock.seconds - self._began[1] if self._began is not None else 0.0,
@@ -542,18 +553,6 @@ class CheckpointSession:
             known.append(storage.newest)  # which it committed
         stored = None if self._policy.exact else storage.marker_of
         return is_superseded(self._memory, known, self._runs.store if ask else None, stored=stored)
-
-    @cached_property
-    def _dense_nbytes(self) -> int:
-        return dense_nbytes(self._view, self._groups)
-
-    def _make_ring(self, layout: WindowLayout) -> SegmentRing:
-        workers, window, kept = self._tiers.workers, len(layout.steps), self._planner.kept(layout)
-        readers, busy = sum(worker.readers for worker in workers), self.least_steps <= window
-        kept["copies"] = 1 + any(worker.name == PEER for worker in workers)  # one completes what other nodes have
-        ring = made(self._rings).make(layout.slot_nbytes, window, readers=readers, back_to_back=busy, **kept)
-        log.info("shared memory: %s", memory_text(self._tiers, ring.num_slots * self._planner.journal_nbytes))
-        return ring
 
     def _report_failures(self) -> None:
         report_failures(self._tiers, made(self._capture).failures, self._config.url)

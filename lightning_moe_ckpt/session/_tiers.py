@@ -25,18 +25,22 @@ from datetime import timedelta
 from typing import Protocol
 
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, Fenced
+from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.recovery import RestoreSource
 from lightning_moe_ckpt.session._lane import VOTES, Lane, Window
 from lightning_moe_ckpt.session._pacing import Governor
 from lightning_moe_ckpt.snapshot import WindowLayout
 from lightning_moe_ckpt.storage import BadCopies, Commit, GenerationId, RankMarker, RunStore
 from lightning_moe_ckpt.tiers import (
+    PEER,
     STORAGE,
     Announced,
     Base,
     PersistWorker,
+    Rings,
     SealedSegment,
     SegmentRing,
     SessionConfig,
@@ -457,6 +461,17 @@ def report_failures(tiers: Tiers, not_taken: list[str], url: str) -> None:
             f"{url}: a later start of this run has taken over, nothing of this process is stored any more. Stop this "
             "process, or give one of the two jobs another URL."
         )
+
+
+def make_ring(rings: Rings, tiers: Tiers, plans: Planner, least_steps: int, layout: WindowLayout) -> SegmentRing:
+    """Return a ring for windows of a layout, which no policy lets follow each other faster than `least_steps`."""
+    window, kept = len(layout.steps), plans.kept(layout)
+    readers, busy = sum(worker.readers for worker in tiers.workers), least_steps <= window
+    kept["copies"] = 1 + any(worker.name == PEER for worker in tiers.workers)  # one completes what other nodes have
+    ring = rings.make(layout.slot_nbytes, window, readers=readers, back_to_back=busy, **kept)
+    sizes = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in tiers.reserved().items())
+    log.info("shared memory: %s; of it journals %s", sizes, size_text(ring.num_slots * plans.journal_nbytes))
+    return ring
 
 
 def build_on_stored(

@@ -1,6 +1,8 @@
 """From a plan to bytes in memory: what lies where, and filling it from live state."""
 
+from lightning_moe_ckpt.snapshot._adapters import ADAPTERS as ADAPTERS
 from lightning_moe_ckpt.snapshot._columns import columns_of as columns_of
+from lightning_moe_ckpt.snapshot._constants import Constants as Constants
 from lightning_moe_ckpt.snapshot._data_access import DataAccess as DataAccess
 from lightning_moe_ckpt.snapshot._description import describe_stages as describe_stages
 from lightning_moe_ckpt.snapshot._description import read_extra as read_extra
@@ -14,6 +16,7 @@ from lightning_moe_ckpt.snapshot._gradients import why_no_deltas as why_no_delta
 from lightning_moe_ckpt.snapshot._identity import STAGES as STAGES
 from lightning_moe_ckpt.snapshot._identity import Facts as Facts
 from lightning_moe_ckpt.snapshot._identity import Identity as Identity
+from lightning_moe_ckpt.snapshot._identity import constant_facts as constant_facts
 from lightning_moe_ckpt.snapshot._identity import live_facts as live_facts
 from lightning_moe_ckpt.snapshot._identity import live_optimizer as live_optimizer
 from lightning_moe_ckpt.snapshot._identity import model_differences as model_differences

@@ -20,7 +20,8 @@ class DataAccess:
     _all: ClassVar[list[DataAccess]] = []
 
     def __init__(self, params: Iterable[Tensor], before: Callable[[], None] | None = None) -> None:
-        self.count = 0
+        self.count, self.touched = 0, set[int]()
+        """Accesses, and identities of the parameters that they were to."""
         self._ids, self._before, self._pid = set(map(id, params)), before, os.getpid()
         self._all.append(self)
         nn.Parameter.data = property(_get_data, _set_data)  # type: ignore[assignment]
@@ -36,6 +37,7 @@ class DataAccess:
         """Count an access to `.data` of any parameter, if it is one of these."""
         if id(param) in self._ids:
             self.count += 1
+            self.touched.add(id(param))
             if self._before is not None and self._pid == os.getpid():  # a fork has nobody who copies
                 self._before()
 

@@ -18,6 +18,7 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.journal import decode, encode, refusals
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.snapshot._adapters import ADAPTERS, describe_adapters
 from lightning_moe_ckpt.storage import HuggingFaceEntry, ModuleEntry, ModuleLine
 
 log = rank_logger(__name__)
@@ -48,7 +49,7 @@ def describe(module: nn.Module, schema: StateSchema, extra: Mapping[str, object]
         optimizer=type(schema.optimizer).__qualname__,
         param_groups=tuple(tuple(names.get(id(each), "") for each in group["params"]) for group in groups),
         hugging_face=tuple(_hugging_face(module)),
-        extra=_encoded(extra),
+        extra=_encoded({**extra, ADAPTERS: describe_adapters(module, names)}),
     )
 
 

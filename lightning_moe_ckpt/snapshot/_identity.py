@@ -18,7 +18,7 @@ from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.operators import OperatorSet, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.snapshot._layout import PARAM, PRESENT, is_average
-from lightning_moe_ckpt.storage import Commit, ModuleEntry, RankMarker, dtype_code
+from lightning_moe_ckpt.storage import Commit, ModuleEntry, RankMarker, SegmentEntry, dtype_code
 
 _MAX_NAMED = 6
 
@@ -113,6 +113,11 @@ def live_facts(operators: OperatorSet) -> Facts:
     dtypes = operators.dtypes
     slices = (each for operator in operators for each in operator.slices)
     return {each.fqn: _fact(each.global_shape, dtype_code(dtypes[each.fqn])) for each in slices}
+
+
+def constant_facts(files: Sequence[SegmentEntry]) -> Facts:
+    """Return shape and type of the parameters in files of constants."""
+    return {each.fqn: _fact(each.global_shape, each.dtype) for file in files for each in file.records}
 
 
 def live_optimizer(operators: OperatorSet, schema: StateSchema, params: Mapping[str, torch.Tensor]) -> list[str]:

@@ -73,6 +73,8 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
     record = record.of_stage(groups.stage)
     dtypes = {fqn: getattr(torch, name) for fqn, name in record.compute_dtypes.items() if fqn in view.params}
     view = view.assuming(averages_consumed=record.averages_consumed)
+    if (record.constants, record.thawed) != (view.operators.constants, view.operators.thawed):
+        view = view.replanned(view.operators.without(record.constants, record.thawed), dtypes)
     view = view.replanned(split_operators(view, groups, record.split_nbytes), dtypes)
     _expect_operators(record, view.operators)
     shards = _stable_parts if record.plan.partial else _balanced_parts
@@ -91,7 +93,8 @@ def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -
 def own_dense_plan(view: StateView) -> PlanRecord:
     """Return the plan that takes everything of this rank's pipeline stage."""
     policy = DensePolicy()
-    return PlanRecord(plan=policy.plan(PlanInputs(operators=view.operators)), config=policy.config())
+    plan = policy.plan(PlanInputs(operators=view.operators))
+    return PlanRecord.over(view.operators, plan=plan, config=policy.config())
 
 
 def dense_plan_of_stages(view: StateView, groups: ParallelGroups, exchange: Exchange) -> PlanRecord | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
+from lightning_moe_ckpt.operators import OperatorSet
 from lightning_moe_ckpt.policies import Plan
 
 
@@ -34,8 +35,17 @@ class PlanRecord:
     """Bytes per step and rank; 0 for no budget."""
     split_nbytes: int = 0
     """Bytes above which operators were cut into pieces; 0 for none."""
+    constants: tuple[str, ...] = ()
+    """Parameters that no record has, as training does not change them."""
+    thawed: tuple[str, ...] = ()
+    """Parameters that were constants when the run began, and are operators by themselves since they changed."""
     stages: tuple[Mapping[str, Any], ...] = ()
     """What differs between pipeline stages, by stage; empty without them."""
+
+    @classmethod
+    def over(cls, operators: OperatorSet, **fields: Any) -> PlanRecord:
+        """Return the record of a plan over these operators."""
+        return cls(constants=operators.constants, thawed=operators.thawed, **fields)
 
     @classmethod
     def joined(cls, records: Sequence[PlanRecord], incomplete: Sequence[bool], stage: int) -> PlanRecord:
@@ -103,6 +113,8 @@ class PlanRecord:
             averages_consumed=value["averages_consumed"],
             budget_nbytes=value["budget_nbytes"],
             split_nbytes=value["split_nbytes"],
+            constants=tuple(map(str, value.get("constants", ()))),
+            thawed=tuple(map(str, value.get("thawed", ()))),
             stages=stages,
         )
         return record.of_stage(0)
@@ -118,6 +130,7 @@ class PlanRecord:
             "budget_nbytes": 0 if self.stages else self.budget_nbytes,
             "split_nbytes": 0 if self.stages else self.split_nbytes,
         }
+        value |= {name: list(each) for name in ("constants", "thawed") if (each := getattr(self, name))}
         if self.stages:
             value["stages"] = [dict(each) for each in self.stages]
         return json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -11,6 +11,8 @@ from lightning_moe_ckpt.storage._carry import BadCopies as BadCopies
 from lightning_moe_ckpt.storage._carry import carry_forward as carry_forward
 from lightning_moe_ckpt.storage._carry import carry_spares as carry_spares
 from lightning_moe_ckpt.storage._carry import full_records as full_records
+from lightning_moe_ckpt.storage._constants import CONSTANTS as CONSTANTS
+from lightning_moe_ckpt.storage._constants import read_constants as read_constants
 from lightning_moe_ckpt.storage._entries import RecordColumns as RecordColumns
 from lightning_moe_ckpt.storage._entries import RecordEntry as RecordEntry
 from lightning_moe_ckpt.storage._entries import RecordRows as RecordRows

@@ -28,6 +28,7 @@ from lightning_moe_ckpt.storage._catalog import (
     read_catalog,
     run_reader,
 )
+from lightning_moe_ckpt.storage._constants import sweep_constants
 from lightning_moe_ckpt.storage._log import History, Log, watermark_event
 from lightning_moe_ckpt.storage._names import SNAP_PREFIX, GenerationId, parse_snap_key
 from lightning_moe_ckpt.storage._retention import Retention, Survey, doomed_generations, needed_by, spare_for
@@ -112,6 +113,8 @@ def collect_garbage(
     if not dry_run:
         for generation in doomed:
             delete_generation(backend, catalog[generation])
+        left = {each: contents for each, contents in catalog.items() if each not in doomed}
+        sweep_constants(backend, left, incarnation=history.last_incarnation)
     kept = {} if retention is None else survey.reasons(retention)
     kept |= {generation: f"damaged: {reason}" for generation, reason in survey.damaged.items()}
     needed = spare_for(survey.usable) | needed_by(survey.usable)

@@ -5,6 +5,8 @@ _log/<n:020d>.json                                                      incarnat
 snap/<step:012d>/i<incarnation:06d>-<nonce>/rank<r:05d>.<step:012d>.safetensors     one segment
 snap/<step:012d>/i<incarnation:06d>-<nonce>/rank<r:05d>.done                    that rank's marker over all its segments
 snap/<step:012d>/i<incarnation:06d>-<nonce>/_COMMITTED                         the generation exists
+const/i<incarnation:06d>-<nonce>/<digest>.safetensors                           parameters that training does not change
+const/i<incarnation:06d>-<nonce>/<digest>.done                                  which they are, and in which of these files
 ```
 
 Invariant: only one incarnation uses a name, so no reader sees an object change. `incarnation` counts the starts in the
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 
 LOG_PREFIX = "_log/"
 SNAP_PREFIX = "snap/"
+CONST_PREFIX = "const/"
 PROBE_PREFIX = "_probe/"
 COMMITTED = "_COMMITTED"
 DURABLE, NODE = "durable", "node"
@@ -29,7 +32,10 @@ _LOG = re.compile(r"_log/(00\d{18})\.json")
 _SNAP = re.compile(r"snap/(\d{12,18})/i(\d{6,18})-([0-9a-f]{12})/([^/]+)")
 _MARKER = re.compile(r"rank(\d{5,18})\.done")
 _DATA = re.compile(r"rank\d{5,18}\.(\d{12,18})\.safetensors")
-_OURS = re.compile(r"_log(/00\d{18}\.json)?|snap(/\d{12,18}(/i\d{6,18}-[0-9a-f]{12}(/[^/]+)?)?)?")
+_CONST = re.compile(r"const/i(\d{6,18})-([0-9a-f]{12})/([0-9a-f]{32})\.(done|safetensors)")
+_OURS = re.compile(
+    r"_log(/00\d{18}\.json)?|snap(/\d{12,18}(/i\d{6,18}-[0-9a-f]{12}(/[^/]+)?)?)?|const(/i\d{6,18}-[0-9a-f]{12}(/[^/]+)?)?"
+)
 
 MAX_DOCUMENT_NBYTES = 16 * 2**20
 """Largest document. Larger ones are not parsed, because parsing is slow and takes many times their size in memory."""
@@ -70,7 +76,7 @@ def new_nonce() -> str:
 
 def is_ours(key: str, *, folder: bool) -> bool:
     """Whether a path has the form of a run's object or, with `folder`, of a folder with such objects."""
-    names_object = parse_log_key(key) is not None or parse_snap_key(key) is not None
+    names_object = any(parse(key) is not None for parse in (parse_log_key, parse_snap_key, parse_const_key))
     return _OURS.fullmatch(key) is not None and names_object != folder
 
 
@@ -96,6 +102,17 @@ def marker_key(generation: GenerationId, rank: int) -> str:
 def commit_key(generation: GenerationId) -> str:
     """Key of the manifest that makes `generation` visible."""
     return f"{generation.prefix}{COMMITTED}"
+
+
+def const_key(generation: GenerationId, digest: str, ending: str) -> str:
+    """Key of a file of constants, or of what describes them; of a generation only the incarnation counts."""
+    return f"{CONST_PREFIX}{generation.directory}/{digest}.{ending}"
+
+
+def parse_const_key(key: str) -> tuple[int, str] | None:
+    """Return incarnation and digest from the key of a file of constants, or of what describes them; `None` for any other key."""
+    match = _CONST.fullmatch(key)
+    return (int(match[1]), match[3]) if match else None
 
 
 def parse_log_key(key: str) -> int | None:

@@ -16,9 +16,9 @@ calls the other methods, from one thread at a time: the main thread at start, th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import (
@@ -34,6 +34,13 @@ from lightning_moe_ckpt.storage._catalog import (
     read_committed_marker,
     run_reader,
 )
+from lightning_moe_ckpt.storage._constants import (
+    constants_bytes,
+    constants_in,
+    put_constants,
+    read_constants,
+    sweep_constants,
+)
 from lightning_moe_ckpt.storage._coordination import (
     Coordination,
     await_markers,
@@ -46,9 +53,11 @@ from lightning_moe_ckpt.storage._coordination import (
 from lightning_moe_ckpt.storage._entries import SegmentEntry
 from lightning_moe_ckpt.storage._log import Lineage, Log
 from lightning_moe_ckpt.storage._names import (
+    CONST_PREFIX,
     LOG_PREFIX,
     SNAP_PREFIX,
     GenerationId,
+    const_key,
     marker_key,
     segment_key,
 )
@@ -157,6 +166,31 @@ class RunStore:
         key = segment_key(generation, rank, step)
         self._backend.put(key, view)
         return key
+
+    def put_constants(self, generation: GenerationId, digest: str, view: memoryview) -> str:
+        """Store a file of constants, a segment, under the incarnation of `generation`, and return its key."""
+        key = const_key(generation, digest, "safetensors")
+        self._backend.put(key, view)
+        return key
+
+    def describe_constants(self, generation: GenerationId, parts: Iterable[bytes]) -> str:
+        """Store what describes files of constants, all of which are durable, and return its key, for policies.
+
+        Args:
+            generation: any of this incarnation.
+            parts: what `described` returned of the files of each rank.
+        """
+        files = [file for part in parts for file in constants_in(part, "constants of a rank")]
+        return put_constants(self._backend, generation, files)
+
+    @staticmethod
+    def described(files: Sequence[SegmentEntry]) -> bytes:
+        """Return what describes files of constants, for the coordinator."""
+        return constants_bytes(files)
+
+    def read_constants(self, policy: Mapping[str, Any]) -> Sequence[SegmentEntry]:
+        """Return the files of constants of generations with that policy; none without any. Raises `Corrupt` and `KeyMissing`."""
+        return read_constants(self._backend, policy)
 
     def put_marker(self, marker: RankMarker) -> None:
         """State that all segments of `marker` are durable. Call it last."""
@@ -350,6 +384,9 @@ class RunStore:
         )
         for generation in doomed:
             delete_generation(self._backend, catalog[generation])
+        if any(each.incarnation < coordination.opened_incarnation() for each in doomed):
+            left = {each: contents for each, contents in catalog.items() if each not in doomed}
+            sweep_constants(self._backend, left, incarnation=coordination.opened_incarnation())
         return list(doomed)
 
     def close(self) -> None:
@@ -385,7 +422,7 @@ class RunStore:
 
     def _sweep_unfinished(self) -> None:
         try:
-            for prefix in (LOG_PREFIX, SNAP_PREFIX):
+            for prefix in (LOG_PREFIX, SNAP_PREFIX, CONST_PREFIX):
                 self._backend.sweep(prefix)
         except StorageError as error:  # the incarnation has begun; leftovers only cost space
             log.warning("unfinished writes stay for now: %s", error)

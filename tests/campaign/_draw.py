@@ -239,6 +239,10 @@ def _hooks(rng: random.Random, setup: Drawn) -> Any:
         chosen -= {"skips_rest", "stops"}
     if setup.world_size > 1 or setup.clip_algorithm == "value":
         chosen -= {"no_loss"}  # Lightning refuses it there; and torch refuses to clip the values of no gradients
+    if setup.strategy != "moe":
+        chosen -= {"unfreezes"}  # DDP reduces only what trains as it begins
+    if "unfreezes" in chosen:
+        chosen -= {"reads_state"}  # what trains from later on has none before
     if setup.compiled:
         chosen -= {"modes"}
     if "clears" in chosen and setup.toggled:

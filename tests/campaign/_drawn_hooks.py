@@ -36,6 +36,9 @@ Hook = Literal[
     "reseeds",
     "renorms",
     "after_step",
+    "freezes",
+    "unfreezes",
+    "edits_frozen",
 ]
 """See `HOOKS`."""
 
@@ -370,6 +373,44 @@ class HasExtraState(LightningModule):
         self._largest = state
 
 
+class Freezes(LightningModule):
+    """Has a base that does not train: every second parameter."""
+
+    def _base(self) -> list[nn.Parameter]:
+        return list(self.parameters())[::2]
+
+    @override
+    def configure_model(self) -> None:
+        fresh = self.model is None
+        super().configure_model()
+        for param in self._base() if fresh else ():
+            param.requires_grad_(False)
+
+
+class Unfreezes(Freezes):
+    """Trains a part of the base from the second epoch on."""
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        for param in self._base()[1::2]:
+            param.requires_grad_(self.current_epoch > 0)
+
+
+class EditsFrozen(Freezes):
+    """Follows what trains with a part of the base, from the fourth step on, and changes another once through `.data`."""
+
+    @override
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        first, *_, last = self._base()
+        with torch.no_grad():
+            if self.global_step > 3:
+                first.mul_(0.99)
+        if self.global_step == 6:
+            last.data.mul_(0.9)
+
+
 HOOKS: dict[Hook, type[LightningModule]] = {
     "skips_rest": SkipsRest,
     "stops": Stops,
@@ -393,8 +434,13 @@ HOOKS: dict[Hook, type[LightningModule]] = {
     "extra_state": HasExtraState,
     "renorms": Renorms,
     "after_step": AfterStep,
+    "freezes": Freezes,
+    "unfreezes": Unfreezes,
+    "edits_frozen": EditsFrozen,
 }
-LATER: tuple[Hook, ...] = ("renorms", "after_step", "fades_gradients", "keeps_some", "reads_state")
+LATER: tuple[Hook, ...] = (
+    *("renorms", "after_step", "fades_gradients", "keeps_some", "reads_state", "freezes", "unfreezes", "edits_frozen"),
+)
 """Drawn beside the others, in this order, so that a number means the same run but for them."""
 EDITS: frozenset[Hook] = frozenset({"edits"})
 """What a validation between repeated steps may see too early."""

@@ -396,6 +396,8 @@ def store(url: str) -> list[storage.GenerationId]:
     assert_type(storage.digest_of(data), str)
     assert_type(storage.segment_key(storage.GenerationId(step=1, incarnation=1), rank=0, step=1), str)
     assert_type(storage.DIGEST_NAME, str)
+    assert_type(storage.CONSTANTS, str)
+    assert_type(storage.read_constants(backend, {}), tuple[storage.SegmentEntry, ...])
     assert_type(storage.lacking_memory(storage.MAX_MARKER_NBYTES + storage.MAX_HEADER_NBYTES), str | None)
     assert_type(storage.RecordRows(marker.segments[0].records).digested(data).line, bytes)
     bad: storage.BadCopies = {"moe/expert.3": [storage.GenerationId(step=1, incarnation=1)]}

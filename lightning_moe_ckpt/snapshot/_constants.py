@@ -1,0 +1,279 @@
+"""Parameters that training does not change: stored once, left out of all plans, and watched.
+
+A parameter that needs no gradient, and of which the optimizer has no state, is taken to be one, such as the base of LoRA
+adapters. Before the first generation of a run, storage gets all of them, and each generation refers to them. A later start
+digests what the user's script has made: what equals the stored one is not read. Whatever changes one after all (version
+counters, accesses to `.data` and digests tell) makes it an ordinary parameter: the view's operators have it from then on.
+
+Invariant: no generation is whole that was taken while a constant was another than the one it refers to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, groupby
+from operator import attrgetter
+from typing import cast
+
+import torch
+import xxhash
+from torch import Tensor
+
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt, NoUsableGeneration
+from lightning_moe_ckpt.operators import ParameterIndex
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.snapshot._data_access import DataAccess
+from lightning_moe_ckpt.snapshot._layout import PARAM, SEGMENT_METADATA, StateView, as_memoryview
+from lightning_moe_ckpt.storage import (
+    CONSTANTS,
+    GenerationId,
+    RecordEntry,
+    RecordRows,
+    RunStore,
+    SegmentEntry,
+    SegmentLayout,
+    digest_of,
+    dtype_code,
+)
+
+log = rank_logger(__name__)
+
+_FILE_NBYTES = 256 * 2**20
+"""Bytes of a file of constants, roughly; a larger parameter has one of its own."""
+_CHUNK_NBYTES = 16 * 2**20
+_THREADS = 4
+_NAMED = 4
+
+_version = attrgetter("_version")
+
+
+class Constants:
+    """The constants of this rank, which are those of all: the view's operators say which.
+
+    Args:
+        view: live state; of its operators go the parameters that look like constants.
+        groups: this rank's place. Pipeline stages, and experts that ranks share out, have no constants; nor has a module of
+            which averages are kept.
+    """
+
+    def __init__(self, view: StateView, groups: ParallelGroups) -> None:
+        self._view = view
+        self.policy: Mapping[str, object] = {}
+        """What generations say of them in their policy."""
+        self._digests: dict[str, str] = {}
+        self._watched: list[Tensor] = []
+        self._versions: list[int] = []
+        self._access: DataAccess | None = None
+        if groups.num_stages == 1 and not view.averages.names:
+            view.operators = view.operators.without(_candidates(view))
+
+    @property
+    def _params(self) -> dict[str, Tensor]:
+        return {fqn: self._view.params[fqn] for fqn in self._view.operators.constants}
+
+    # -- start
+
+    def settle(
+        self,
+        store: RunStore,
+        own: GenerationId,
+        resumed: Mapping[str, object] | None,
+        exchange: Exchange,
+        *,
+        load: bool,
+    ) -> None:
+        """Store the constants of a run that begins, or make them what those of `resumed` are. Collective.
+
+        Args:
+            store: of the run.
+            own: a generation of this incarnation.
+            resumed: policy of what is resumed from; `None` for a run that begins.
+            exchange: between all ranks.
+            load: whether they may differ from what that refers to.
+
+        Raises:
+            NoUsableGeneration: on all ranks, if one has not the stored bytes and cannot read them.
+        """
+        if resumed is None:
+            if not exchange.all_agree(not self._view.operators.constants):
+                self._store(store, own, exchange)
+        elif CONSTANTS in resumed:
+            self.policy = {CONSTANTS: resumed[CONSTANTS]}
+            with exchange.raise_together(NoUsableGeneration):
+                self._take_up(store.read_constants(resumed), store, load=load)
+
+    def _store(self, store: RunStore, own: GenerationId, exchange: Exchange) -> None:
+        """Store what is equal on all ranks. If storage fails there are no constants: generations have all."""
+        self._digests = digests = self._digested(self._params)
+        if len(set(exchange.gather_values(digest_of(repr(digests).encode())))) > 1:
+            rows = cast("list[dict[str, str]]", exchange.gather_values(digests))
+            equal = [fqn for fqn, digest in digests.items() if all(row.get(fqn) == digest for row in rows)]
+            self._view.operators = self._view.operators.without(equal)
+        described: bytes | None = None
+        try:
+            own_chunks = [*self._chunks()][exchange.rank :: exchange.world_size]
+            described = store.described([self._put(store, own, names) for names in own_chunks])
+        except (CheckpointError, RuntimeError) as error:  # torch's, of memory that is not there
+            log.warning("parameters that do not train cannot be stored once, so each generation has them: %s", error)
+        parts = exchange.gather_values(described)
+        if None in parts or not self._params:
+            self._view.operators = self._view.operators.without(())
+            return
+        key = exchange.run_on_coordinator(lambda: store.describe_constants(own, cast("list[bytes]", parts)))
+        self.policy = {CONSTANTS: key}
+        told = (len(self._params), self._size_text(self._params))
+        log.info(
+            "%d parameters do not train: their %s are stored once, and generations refer to them", *told, alike=True
+        )
+        self._watch(digests)
+
+    def _take_up(self, files: Sequence[SegmentEntry], store: RunStore, *, load: bool) -> None:
+        """Read what the live ones differ from. Raises `Corrupt` and `StorageError`."""
+        params, places = self._params, {each.fqn: (file, each) for file in files for each in file.records}
+        if missing := [fqn for fqn in params if fqn not in places]:
+            raise Corrupt(f"what describes constants lacks {missing[:_NAMED]}. Start anew with resume='never'.")
+        digests = {fqn: places[fqn][1].digest for fqn in params}
+        if load:
+            live = self._digested(params)
+            differing = {fqn: param for fqn, param in params.items() if live[fqn] != digests[fqn]}
+            for fqn, param in differing.items():
+                self._load(store, param, *places[fqn])
+            told = self._size_text(params), self._size_text(differing)
+            log.info("parameters that do not train: %s, of which %s were read", *told)
+        self._watch(digests)
+
+    # -- changes
+
+    def _watch(self, digests: Mapping[str, str]) -> None:
+        """Take them to be as they are now, with these digests."""
+        self._digests = {fqn: digests[fqn] for fqn in self._params}
+        self._watched = list(self._params.values())
+        self._versions = list(map(_version, self._watched))
+        self.close()
+        self._access = DataAccess(self._watched)
+
+    def edited(self, *, thoroughly: bool = False) -> list[str]:
+        """Return those whose bytes have changed: of all that may have left a trace, or (`thoroughly`) of all."""
+        versions = list(map(_version, self._watched))
+        touched = set[int]() if self._access is None else self._access.touched
+        if versions == self._versions and not (touched or thoroughly):
+            return []
+        rows = zip(self._params.items(), versions, self._versions, strict=True)
+        suspects = {fqn: param for (fqn, param), now, was in rows if thoroughly or now != was or id(param) in touched}
+        changed = [fqn for fqn, digest in self._digested(suspects).items() if digest != self._digests[fqn]]
+        if not changed:  # written to, with what was there
+            self._versions = versions
+            touched.clear()
+        return changed
+
+    def thaw(self, exchange: Exchange, *, thoroughly: bool = False) -> bool:
+        """Make ordinary parameters of those that have changed on some rank, or train by now; return whether there are any. Collective."""
+        operators = self._view.operators
+        if not operators.constants:
+            return False
+        trains = [
+            fqn for fqn, param in self._params.items() if param.requires_grad or self._view.schema.has_state(param)
+        ]
+        own = {*trains, *self.edited(thoroughly=thoroughly)}
+        if exchange.all_agree(not own):
+            return False
+        rows = cast("list[list[str]]", exchange.gather_values(sorted(own)))
+        names = {name for row in rows for name in row}
+        thawed = [fqn for fqn in operators.constants if fqn in names]
+        rest = [fqn for fqn in operators.constants if fqn not in names]
+        log.info(
+            "%d parameters that did not train change by now (%s): generations have them from here on",
+            *(len(thawed), ", ".join(thawed[:_NAMED])),
+            alike=True,
+        )
+        self._view.operators = operators.without(rest, [*operators.thawed, *thawed])
+        self._watch(self._digests)
+        return True
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._access is not None:
+            self._access.close()
+
+    # -- private
+
+    @staticmethod
+    def _size_text(params: Mapping[str, Tensor]) -> str:
+        return size_text(sum(param.nbytes for param in params.values()))
+
+    def _digested(self, params: Mapping[str, Tensor]) -> dict[str, str]:
+        with ThreadPoolExecutor(_THREADS, "moe-ckpt-constants") as pool:
+            return dict(zip(params, pool.map(_digest, params.values()), strict=True))
+
+    def _chunks(self) -> Iterator[list[str]]:
+        """Yield the names of what each file has, the same on all ranks."""
+        params, ends = self._params, accumulate(param.nbytes for param in self._params.values())
+        for _, pairs in groupby(zip(params, ends, strict=True), key=lambda pair: pair[1] // _FILE_NBYTES):
+            yield [fqn for fqn, _ in pairs]
+
+    def _put(self, store: RunStore, generation: GenerationId, names: Sequence[str]) -> SegmentEntry:
+        params = [self._params[fqn].detach() for fqn in names]
+        records = [f"full/{fqn}/0+{param.numel()}/{PARAM}" for fqn, param in zip(names, params, strict=True)]
+        kinds = [(param.dtype, (param.numel(),)) for param in params]
+        layout = SegmentLayout.of_columns(records, kinds, metadata=SEGMENT_METADATA)
+        file_U8 = torch.empty(layout.nbytes, dtype=torch.uint8)
+        layout.write_header(file_U8)
+        rows: list[RecordEntry] = []
+        for fqn, param, name in zip(names, params, records, strict=True):
+            layout.view(file_U8, name).copy_(param.view(-1))
+            offset, nbytes, dtype, _ = layout.span(name)
+            whole = {"global_shape": tuple(param.shape), "global_start": 0, "numel": param.numel()}
+            place = {"dtype": dtype_code(dtype), "offset": offset, "nbytes": nbytes, "digest": ""}
+            facts = {"name": name, "operator": f"{fqn}/constant", "kind": "full", "fqn": fqn, "state_key": PARAM}
+            rows.append(RecordEntry(**facts, **whole, **place))  # type: ignore[arg-type]
+        view = as_memoryview(file_U8)
+        table, digest = RecordRows(rows).digested_with_file(view)
+        key = store.put_constants(generation, digest, view)
+        return SegmentEntry(step=generation.step, key=key, nbytes=layout.nbytes, digest=digest, records=table)
+
+    @staticmethod
+    def _load(store: RunStore, param: Tensor, file: SegmentEntry, record: RecordEntry) -> None:
+        stored_U8 = torch.empty(record.nbytes, dtype=torch.uint8)
+        view = as_memoryview(stored_U8)
+        store.read_range(file, record.offset, view)
+        if digest_of(view) != record.digest:
+            raise Corrupt(
+                f"{file.key}: `{record.fqn}` is not what was written, and what this script makes of it is not what the run had. "
+                "Put the file back from a copy, or load the weights that the run began with before `fit`."
+            )
+        with torch.no_grad():
+            param.copy_(stored_U8.view(param.dtype).view(param.shape))
+
+
+def _candidates(view: StateView) -> list[str]:
+    """Return the parameters that look like constants and that every rank has whole, each with its own memory.
+
+    Experts of a layer are equal in size: either all of them have a constant in the same place, or none has.
+    """
+    operators, params, schema = view.operators, view.params, view.schema
+    shared = {fqn for group in ParameterIndex(view.module).sharing() for fqn in group}
+    elsewhere = {piece.fqn for op in operators if op.holders != "stage" for piece in op.slices}
+    found = {
+        fqn
+        for fqn, param in params.items()
+        if not (param.requires_grad or fqn in shared or fqn in elsewhere or schema.has_state(param))
+    }
+    for layer in operators.layers:
+        for column in zip(*layer.experts.values(), strict=True):
+            if not found.issuperset(piece.fqn for piece in column):
+                found -= {piece.fqn for piece in column}
+    trains = any(fqn not in found for fqn in params)
+    return [fqn for fqn in params if fqn in found] if trains else []
+
+
+def _digest(tensor: Tensor) -> str:
+    """Return the digest of a tensor's bytes, read piece by piece where it is on a device."""
+    bytes_U8 = tensor.detach().view(-1).view(torch.uint8)
+    digest = xxhash.xxh3_128()
+    for start in range(0, bytes_U8.numel(), _CHUNK_NBYTES):
+        digest.update(as_memoryview(bytes_U8[start : start + _CHUNK_NBYTES].cpu()))
+    return str(digest.hexdigest())

@@ -1,0 +1,96 @@
+"""Constants: parameters that training does not change, stored once and named by every generation.
+
+Files of constants are segments like any other. What describes them is a document with a line of records for each file, as a
+marker has. Both are named by their digest, and lie under the incarnation that wrote them: nobody else writes there, so what no
+generation names any more can go as soon as that incarnation is over. Generations name the description in their `policy`, under
+`CONSTANTS`, so those of later incarnations refer to it as those of its own do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lightning_moe_ckpt.errors import Corrupt, KeyMissing
+from lightning_moe_ckpt.storage._backend import Backend
+from lightning_moe_ckpt.storage._catalog import Catalog, read_commit
+from lightning_moe_ckpt.storage._entries import MarkerLines, SegmentEntry
+from lightning_moe_ckpt.storage._json import Form, decode, digest_of, encode, keys, many
+from lightning_moe_ckpt.storage._names import CONST_PREFIX, GenerationId, const_key, parse_const_key
+
+CONSTANTS = "constants"
+"""In a policy, the key of the description of the constants that its generation has; absent without any."""
+
+
+class _Description(NamedTuple):
+    files: tuple[SegmentEntry, ...]
+
+
+def put_constants(backend: Backend, generation: GenerationId, files: Sequence[SegmentEntry]) -> str:
+    """Store the description of files that are durable, and return its key."""
+    data = constants_bytes(files)
+    key = const_key(generation, digest_of(data), "done")
+    backend.put(key, data)
+    return key
+
+
+def constants_bytes(files: Sequence[SegmentEntry]) -> bytes:
+    """Return what describes files of constants."""
+    lines = MarkerLines()
+    document = encode(CONSTANTS, _form(lines).body(_Description(tuple(files))))
+    return b"".join([document, *lines.written])
+
+
+def constants_in(data: bytes, where: str) -> tuple[SegmentEntry, ...]:
+    """Return the files that `constants_bytes` described. Raises `Corrupt`."""
+    end = data.find(b"\n") + 1
+    lines = MarkerLines(data, end)
+    described = decode(data[:end], _form(lines), kind=CONSTANTS, where=where)
+    lines.end(where)
+    return described.files
+
+
+def read_constants(backend: Backend, policy: Any) -> tuple[SegmentEntry, ...]:
+    """Return the files of constants that a generation with this policy refers to, each with its records.
+
+    Raises:
+        Corrupt: what describes them is not what was written.
+        KeyMissing: it is gone.
+    """
+    key = policy.get(CONSTANTS)
+    if key is None:
+        return ()
+    place = parse_const_key(str(key))
+    data = backend.get(key) if place is not None else b""
+    if place is None or digest_of(data) != place[1]:
+        raise Corrupt(f"{key}: does not describe the constants that the generation was taken with.")
+    return constants_in(data, key)
+
+
+def sweep_constants(backend: Backend, catalog: Catalog, *, incarnation: int) -> int:
+    """Delete constants that no manifest names, and return how many bytes they had.
+
+    Args:
+        backend: where they are.
+        catalog: generations that are stored; if some manifest cannot be read, nothing is deleted.
+        incarnation: whose constants stay, and those of later ones: they may be about to be named.
+    """
+    places = [(each, place) for each in backend.list(CONST_PREFIX) if (place := parse_const_key(each.key)) is not None]
+    old = [each for each, place in places if place[0] < incarnation]
+    if not old:
+        return 0
+    named: set[str] = set()
+    try:
+        for generation in (each for each, contents in catalog.items() if contents.committed):
+            if CONSTANTS in (policy := read_commit(backend, generation).policy):
+                named |= {str(policy[CONSTANTS]), *(each.key for each in read_constants(backend, policy))}
+    except (Corrupt, KeyMissing):
+        return 0
+    doomed = [each for each in old if each.key not in named]
+    for each in sorted(doomed, key=lambda each: (not each.key.endswith(".done"), each.key)):  # the description first
+        backend.delete(each.key)
+    return sum(each.nbytes for each in doomed)
+
+
+def _form(lines: MarkerLines) -> Form[_Description]:
+    return keys(_Description, files=many(lines.segment()))
