@@ -51,9 +51,11 @@ def translate(kind: str, storage_options: Mapping[str, object]) -> ObjectOptions
     """
     options = ObjectOptions()
     for key, value in _flat(storage_options):
-        word = _SYNONYMS[kind].get(key, key)
+        word, bare = _SYNONYMS[kind].get(key, key), key.removeprefix("client_options.")
         if not isinstance(word, str):
             word(options, value)
+        elif bare in _CLIENT:
+            options.client[bare] = value
         elif not isinstance(value, str | int | float):
             raise Unmapped(f"{key}={type(value).__name__}")
         elif key not in _WITHOUT_MEANING:
@@ -129,6 +131,19 @@ _SYNONYMS: Mapping[str, Mapping[str, str | Apply]] = {
     "gs": {"token": _google_token, "endpoint_url": "base_url"},
     "az": {"sas_token": "sas_key", "anon": "skip_signature", "max_concurrency": _transfer("max_concurrency")},
 }
+_CLIENT = {
+    *(
+        "allow_http",
+        "allow_invalid_certificates",
+        "connect_timeout",
+        "default_content_type",
+        "http1_only",
+        "http2_only",
+    ),
+    *("http2_keep_alive_interval", "http2_keep_alive_timeout", "http2_keep_alive_while_idle", "http2_max_frame_size"),
+    *("pool_idle_timeout", "pool_max_idle_per_host", "proxy_url", "randomize_addresses", "timeout", "user_agent"),
+}
+"""Words of obstore for its HTTP client. Among those of a store it would take them, and end the process when it is asked for them."""
 _WITHOUT_MEANING = {"default_cache_type", "default_fill_cache", "project", "skip_instance_cache", "use_listings_cache"}
 """Options without effect here: caches, and options for creating buckets."""
 

@@ -257,6 +257,7 @@ SECONDS = {"connect_timeout": timedelta(seconds=3), "read_timeout": timedelta(se
         ({"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "id"}},
          {"server_side_encryption": "aws:kms", "sse_kms_key_id": "id"}, {}),
         ({"region": "here", "key": None}, {"region": "here"}, {}),
+        ({"allow_http": True, "client_options": {"timeout": "9s"}}, {}, {"allow_http": True, "timeout": "9s"}),
     ],
 )  # fmt: skip
 def test_options_of_s3fs_are_translated(
