@@ -157,6 +157,7 @@ class StateView:
 
     def _like(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype], averages: Averages) -> StateView:
         view = StateView(self.module, operators, self.schema, compute_dtypes, averages)
+        view.params = self.params  # also those that the module has replaced: what is laid out for them is not taken
         view.gradient_dtype, view.dense_plan = self.gradient_dtype, self.dense_plan
         view.repeatable, view.consumed = self.repeatable, self.consumed
         view.difference_dtype = self.difference_dtype

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Protocol, TypeVar
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, StorageError, StorageRefused
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
 from lightning_moe_ckpt.storage._json import described_nbytes
 from lightning_moe_ckpt.storage._names import COMMITTED, MAX_DOCUMENT_NBYTES, MAX_MARKER_NBYTES, PROBE_PREFIX
 
@@ -151,8 +151,26 @@ def create_once(backend: Backend, key: str, data: bytes) -> bool:
     return True
 
 
-_PROBES = 4
-_PROBE_PAUSE_SECONDS = 0.2
+_INSIST_SECONDS = 2.0
+_INSIST_PAUSE_SECONDS = 0.05
+
+
+def insist(call: Callable[[], T]) -> T:
+    """Return what `call` returns, tried again for two seconds: for one of many requests that an operation consists of.
+
+    `Retrying` repeats whole operations, which would hardly ever succeed where a part of all requests fails.
+    """
+    end, pause = time.monotonic() + _INSIST_SECONDS, _INSIST_PAUSE_SECONDS
+    while True:
+        try:
+            return call()
+        except (KeyExists, KeyMissing, StorageRefused):
+            raise
+        except StorageError:
+            if time.monotonic() + pause > end:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, 8 * _INSIST_PAUSE_SECONDS)
 
 
 def _refuses(key: str, create: Callable[[str, bytes], None], get: Callable[[str], bytes]) -> bool:
@@ -161,21 +179,10 @@ def _refuses(key: str, create: Callable[[str, bytes], None], get: Callable[[str]
     Stores disagree on the error, so the stored bytes decide. A request that failed for another reason is repeated.
     """
     with contextlib.suppress(KeyExists):  # an earlier attempt may have succeeded without a reply
-        _insist(lambda: create(key, b"first"))
+        insist(lambda: create(key, b"first"))
     with contextlib.suppress(StorageError):
-        _insist(lambda: create(key, b"second"))
-    return _insist(lambda: get(key)) == b"first"
-
-
-def _insist(call: Callable[[], T]) -> T:
-    for _ in range(_PROBES - 1):
-        try:
-            return call()
-        except (KeyExists, StorageRefused):  # noqa: PERF203 - trying again is what the loop is for
-            raise
-        except StorageError:
-            time.sleep(_PROBE_PAUSE_SECONDS)
-    return call()
+        insist(lambda: create(key, b"second"))
+    return insist(lambda: get(key)) == b"first"
 
 
 def probe_create(
@@ -184,13 +191,14 @@ def probe_create(
     """Return whether `create` refuses an existing key; tested by creating a new key twice.
 
     Raises:
-        ConfigurationError: nothing can be written at all.
+        ConfigurationError: the store refuses to be written.
+        StorageError: the store fails.
     """
     key = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
     try:
         exclusive = _refuses(key, create, get)
-        delete(key)  # only this key: another job may be probing now
-    except StorageError as error:
+        insist(lambda: delete(key))  # only this key: another job may be probing now
+    except StorageRefused as error:
         raise ConfigurationError(f"`{url}` cannot be written: {error} Give a URL this user may write to.") from error
     if not exclusive:
         log.warning(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import fsspec
@@ -27,6 +27,7 @@ from lightning_moe_ckpt.storage._backend import (
     Pace,
     chunks_of,
     expect_readable,
+    insist,
     probe_create,
 )
 
@@ -85,8 +86,8 @@ class FsspecBackend:
         self._call("put", key, lambda path: self._pipe(path, body), nbytes=len(body))
 
     def create(self, key: str, data: bytes) -> None:
-        """Upload if the key is free. A store that cannot refuse is asked first, which a race can defeat."""
-        if not self.creates_exclusively and self._holds(key):
+        """Upload if the key is free. The store is asked first: many file systems cannot refuse, or take a failed question for no."""
+        if self._holds(key):
             raise KeyExists(f"create {key}: exists at {self.url}.")
         try:
             self._create(key, data)
@@ -111,13 +112,23 @@ class FsspecBackend:
         rest = out.cast("B") if out.nbytes else out
         for begin in range(0, out.nbytes, _CHUNK_NBYTES):
             stop = min(begin + _CHUNK_NBYTES, out.nbytes)
-            rest[begin:stop] = self._range(key, start + begin, start + stop)
+            rest[begin:stop] = insist(partial(self._range, key, start + begin, start + stop))
 
     def list(self, prefix: str) -> list[Entry]:
-        """List the directory part of `prefix`, past every listing cache."""
-        found = self._call("list", prefix.rpartition("/")[0], self._find)
-        entries = [Entry(self._key(name), int(facts["size"])) for name, facts in found.items()]
-        return sorted((entry for entry in entries if entry.key.startswith(prefix)), key=lambda entry: entry.key)
+        """List the directory part of `prefix`, past every listing cache; all of it, or an error.
+
+        Not by `find` or `walk`: they take a folder that cannot be listed for an empty one.
+        """
+        self._fs.invalidate_cache()
+        found, folders = [], [prefix.rpartition("/")[0]]
+        while folders:
+            folder = folders.pop()
+            for name, facts in insist(partial(self._entries, folder)):
+                if facts["type"] == "directory":
+                    folders.append(name)
+                elif name.startswith(prefix):
+                    found.append(Entry(name, int(facts["size"])))
+        return sorted(found, key=lambda entry: entry.key)
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(KeyMissing):
@@ -135,7 +146,11 @@ class FsspecBackend:
         self._pace.close()
 
     def _holds(self, key: str) -> bool:
-        return any(entry.key == key for entry in self.list(key))
+        try:
+            self._call("create", key, self._size)
+        except KeyMissing:
+            return False
+        return True
 
     def _create(self, key: str, data: bytes) -> None:
         self._call("create", key, lambda path: self._pipe(path, data, mode="create"), nbytes=len(data))
@@ -148,7 +163,7 @@ class FsspecBackend:
             self._fs.pipe_file(path, body, **mode)
 
     def _size(self, path: str) -> int:
-        self._fs.invalidate_cache(path)
+        self._fs.invalidate_cache()  # all of it: many derive what they say of an object from a listing of its folder
         return int(self._fs.info(path)["size"])
 
     def _range(self, key: str, start: int, stop: int) -> bytes:
@@ -158,12 +173,15 @@ class FsspecBackend:
             raise Corrupt(f"{self.url}/{key}: ended at byte {start + len(chunk)} of {stop}. Another copy may be good.")
         return bytes(chunk)
 
-    def _find(self, path: str) -> dict[str, dict[str, Any]]:
-        self._fs.invalidate_cache(path)
+    def _entries(self, folder: str) -> list[tuple[str, Mapping[str, Any]]]:
+        """Return what is in a folder by key; nothing if it is not there, or was deleted since the one above was listed."""
         try:
-            return dict(self._fs.find(path, detail=True))
-        except FileNotFoundError:
-            return {}
+            listed = self._call("list", folder, lambda path: self._fs.ls(path.rstrip("/"), detail=True))
+        except KeyMissing:
+            return []
+        entries = [(self._key(str(each["name"])).rstrip("/"), each) for each in listed]
+        # An object store's mark of a folder has the folder's name, and so has a file where a folder was asked for.
+        return [each for each in entries if each[0] != folder]
 
     def _key(self, name: str) -> str:
         return name[len(self._root) :].lstrip("/")

@@ -144,7 +144,7 @@ class Retrying:
 
     @property
     def creates_exclusively(self) -> bool:
-        return self._backend.creates_exclusively
+        return self._retry(lambda: self._backend.creates_exclusively)
 
     def put(self, key: str, *views: bytes | memoryview) -> None:
         self._retry(partial(self._backend.put, key, *views), sum(memoryview(view).nbytes for view in views))

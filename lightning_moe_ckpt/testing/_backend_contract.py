@@ -33,6 +33,13 @@ class BackendContract:
         """Return one whose writes are limited to `bandwidth` bytes per second. Unless overridden, tests of the limit are skipped."""
         pytest.skip("no backend with a cap on its bandwidth")
 
+    def break_listings(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+        """Let the medium fail in every listing behind its first `after` answers: entries, folders or pages.
+
+        `monkeypatch` undoes it. Unless overridden, the test that calls this is skipped.
+        """
+        pytest.skip("no way to make this medium fail in the middle of a listing")
+
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
         """Yield the backend under test, and close it afterwards."""
@@ -161,6 +168,21 @@ class BackendContract:
             assert backend.list("dir/") == [Entry(f"dir/{turn}", 1)]
             backend.delete(f"dir/{turn}")
             assert backend.list("dir/") == []
+
+    @pytest.mark.parametrize("after", [0, 1, 2])
+    def test_a_listing_that_fails_midway_is_not_a_shorter_one(
+        self, backend: Backend, monkeypatch: pytest.MonkeyPatch, after: int
+    ) -> None:
+        """Nor is a store that cannot be reached an empty one: who asks may try again, or must stop."""
+        keys = ["_log/0", "snap/1/a", "snap/1/b", "snap/2/c"]
+        for key in keys:
+            backend.put(key, b"x")
+        with monkeypatch.context() as broken:
+            self.break_listings(broken, after)
+            with pytest.raises(StorageError) as caught:
+                backend.list("")
+        assert not isinstance(caught.value, KeyMissing), "that would say that nothing is there"
+        assert [entry.key for entry in backend.list("")] == keys
 
     def test_deleting_what_is_not_there_is_fine(self, backend: Backend) -> None:
         """Deletes are repeated after a crash, and two processes may race."""

@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, DifferentialCheckpoint, SparseCheckpoint
@@ -453,6 +454,25 @@ def test_training_goes_on_without_checkpoints_when_a_parameter_is_replaced(
     assert fit(again, steps=16).global_step == 16
     assert again.report.resumed_from is not None
     assert again.report.resumed_from < 8
+
+
+@pytest.mark.parametrize("policy", [DenseCheckpoint, DifferentialCheckpoint, SparseCheckpoint])
+def test_a_restart_replaces_a_parameter_before_its_first_plan(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: Any
+) -> None:
+    """As pruning does at the start of an epoch: the plan is still made of what was there when `fit` began, and not taken."""
+
+    class Prunes(Callback):
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            module = pl_module.get_submodule("net.0")
+            if trainer.global_step >= 4 and "weight" in dict(module.named_parameters(recurse=False)):
+                prune.l1_unstructured(module, "weight", 0.2)
+
+    fit(policy(str(tmp_path), overhead_target=None), steps=4)
+    for _ in range(2):
+        caplog.clear()
+        assert fit(policy(str(tmp_path), overhead_target=None), Prunes(), steps=12).global_step == 12
+        assert len([each for each in caplog.records if "goes on without checkpoints" in each.getMessage()]) == 1
 
 
 @pytest.mark.parametrize("steps", [6, 8])

@@ -29,6 +29,7 @@ HARMLESS = (
     " are gone; ",
     "another rank is gone, or does not answer; ",
     "WARNING:lightning_moe_ckpt.fit._in_place:",
+    "input/output error (injected). Trying again",
     "; the next plan reserves more",
     "training begins from nothing, although",  # nothing was stored: `_origin` checks that
     "are stored whole at every step, since",

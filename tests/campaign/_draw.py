@@ -19,6 +19,9 @@ PHASES: tuple[Phase, ...] = tuple(
 )
 """Moments of a batch; those of an epoch are drawn apart."""
 
+_STUTTER = 0.1
+"""Share of the runs whose store fails at times."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -73,7 +76,14 @@ def draw(seed: int) -> Case:
         if setup is not None:
             setup = _further(random.Random(-1 - seed), setup)
             kills = tuple(_kill(rng, setup) for _ in range(rng.choice([1, 1, 2, 2, 3, 4])))
-            return Case(_comes_again(setup, kills), kills)
+            return Case(_stuttering(random.Random(f"store {seed}"), _comes_again(setup, kills)), kills)
+
+
+def _stuttering(rng: random.Random, setup: Drawn) -> Drawn:
+    """At times with a store of which many calls fail; each of its own random numbers, so that other draws stay as they were."""
+    if setup.checkpointing is None or rng.random() >= _STUTTER:
+        return setup
+    return replace(setup, checkpointing=replace(setup.checkpointing, stutters=rng.choice([5, 15])))
 
 
 def _comes_again(setup: Drawn, kills: Sequence[Kill]) -> Drawn:

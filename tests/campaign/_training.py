@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -58,6 +59,8 @@ class Checkpointing:
     url: str | None = None
     """In place of the campaign's folder; every run needs one of its own."""
     storage_options: tuple[tuple[str, Any], ...] = ()
+    stutters: int = 0
+    """Percent of all calls of storage that fail, in listings and readings as in writings: see `_stuttering.py`."""
     target: float | None = None
     """`overhead_target`; decisions begin with the first steps, and not after seconds of training."""
     at_least: float = 600.0
@@ -78,6 +81,11 @@ class Checkpointing:
         common |= {"overhead_target": self.target, "storage_at_least": timedelta(seconds=self.at_least)}
         common |= dict(self.arguments)
         url = self.url or url
+        if self.stutters:
+            from campaign import _stuttering
+
+            url = f"{_stuttering.StutteringFileSystem.protocol}://{url.removeprefix('file://')}"
+            common["storage_options"] = {"share": self.stutters / 100, "seed": os.getpid()}
         if self.policy == "dense":
             return callbacks.DenseCheckpoint(url, every_n_steps=self.every_n_steps, keep=self.keep, **common)
         if self.policy == "differential":

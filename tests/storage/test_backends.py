@@ -18,6 +18,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
@@ -36,8 +37,23 @@ from lightning_moe_ckpt.storage._backend import probe_create
 from lightning_moe_ckpt.testing import BackendContract
 
 
+def fails_after(number: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call`, of which all calls behind the first `number` fail as a disk or a network does."""
+    left = itertools.count()
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if next(left) >= number:
+            raise OSError(errno.EIO, "Input/output error")
+        return call(*args, **kwargs)
+
+    return failing
+
+
 class TestPosixBackend(BackendContract):
     """Our own files."""
+
+    def break_listings(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+        monkeypatch.setattr(os, "scandir", fails_after(after, os.scandir))
 
     def make_backend(self, tmp_path: Path) -> Backend:
         return PosixBackend(tmp_path / "deep" / "run")
@@ -53,12 +69,18 @@ class TestFsspecMemory(BackendContract):
         MemoryFileSystem.store.clear()  # listings take time for all that was ever stored
         return FsspecBackend(f"memory://{uuid.uuid4().hex}/run")
 
+    def break_listings(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+        monkeypatch.setattr(MemoryFileSystem, "ls", fails_after(after, MemoryFileSystem.ls))
+
 
 class TestFsspecLocal(BackendContract):
     """A file system with real directories behind fsspec, as sftp or hdfs would be."""
 
     def make_backend(self, tmp_path: Path) -> Backend:
         return FsspecBackend(f"file://{tmp_path}/run")
+
+    def break_listings(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+        monkeypatch.setattr(LocalFileSystem, "ls", fails_after(after, LocalFileSystem.ls))
 
 
 class _RemoteFileSystem(MemoryFileSystem):  # type: ignore[misc]
@@ -77,9 +99,9 @@ class _RemoteFileSystem(MemoryFileSystem):  # type: ignore[misc]
         with self.lock:
             return super().cat_file(*args, **kwargs)
 
-    def find(self, *args: Any, **kwargs: Any) -> Any:
+    def ls(self, *args: Any, **kwargs: Any) -> Any:
         with self.lock:
-            return super().find(*args, **kwargs)
+            return super().ls(*args, **kwargs)
 
     def rm_file(self, *args: Any, **kwargs: Any) -> None:
         with self.lock:
@@ -100,7 +122,10 @@ class TestRetrying(BackendContract):
     """Retries change no answer."""
 
     def make_backend(self, tmp_path: Path) -> Backend:
-        return open_backend(f"file://{tmp_path}/run")
+        return open_backend(f"file://{tmp_path}/run", patience=timedelta(milliseconds=1))
+
+    def break_listings(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+        monkeypatch.setattr(os, "scandir", fails_after(after, os.scandir))
 
     def make_paced_backend(self, tmp_path: Path, bandwidth: int) -> Backend:
         return open_backend(f"file://{tmp_path}/run", bandwidth=bandwidth)

@@ -96,7 +96,7 @@ class _Broken(MemoryFileSystem):  # type: ignore[misc]
     pseudo_dirs = [""]  # noqa: RUF012 - as the base class declares it
     defect = ""
     seen: dict[str, bytes] = {}  # noqa: RUF012 - as the base class declares it
-    known: dict[str, dict[str, Any]] = {}  # noqa: RUF012 - as the base class declares it
+    known: dict[str, Any] = {}  # noqa: RUF012 - as the base class declares it
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: object) -> None:
         if self.defect == "careless":
@@ -119,13 +119,13 @@ class _Broken(MemoryFileSystem):  # type: ignore[misc]
             start, end = start - 1, (end or len(data)) - 1
         return data[start:end]
 
-    def find(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        found = super().find(path, *args, **kwargs)
-        if self.defect == "listing lags":
-            return self.known.setdefault(path, found) if "listing" in path else found
-        if self.defect == "one page":
-            return dict(list(found.items())[:10])
-        return found
+    def ls(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        if self.defect == "listing lags" and path in self.known:
+            return self.known[path]
+        found = super().ls(path, *args, **kwargs)
+        if path.endswith("/listing"):
+            self.known[path] = found
+        return found[:10] if self.defect == "one page" else found
 
 
 @pytest.mark.parametrize(
