@@ -132,7 +132,8 @@ class CheckpointCallback(Checkpoint):
         self.storage_at_least = duration(self, "storage_at_least", whole["storage_at_least"])
         self.replicas, self.max_chunk = whole["replicas"], int(number_of_bytes(self, "max_chunk", whole["max_chunk"]))
         self.redundancy, self.failure_domains = whole["redundancy"], whole["failure_domains"]
-        self.deterministic_dataset = whole["deterministic_dataset"]
+        self.deterministic_dataset, self.untouched = whole["deterministic_dataset"], tuple(whole["untouched"])
+        self.attributes_nbytes = int(number_of_bytes(self, "attributes_nbytes", whole["attributes_nbytes"]))
         self._run: FitSession | None = None
         self._report: Report | None = None
         self._lightning_resume: LightningResume | None = None
@@ -312,6 +313,7 @@ class CheckpointCallback(Checkpoint):
             stop_grace=self.stop_grace,
             batches=self.batches,
             deterministic_dataset=self.deterministic_dataset,
+            attributes={"most_nbytes": self.attributes_nbytes, "untouched": self.untouched},
         )
         resumed = self._run.begin()
         if self._lightning_resume is not None:

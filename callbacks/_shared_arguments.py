@@ -56,6 +56,10 @@ class CheckpointArguments(TypedDict, total=False):
         deterministic_dataset: promise that an item of the data set depends on its index alone: the data set draws from no
             random generator, or seeds it anew for every item. A restart then moves the sampler of a map-style data set
             forward, without fetching the items that the epoch has consumed.
+        untouched: names of attributes of your objects that a restart leaves as your code makes them, such as `module.cache` or
+            `callback.Mover.*`, where `*` stands for anything. Others are restored where training has changed them.
+        attributes_nbytes: most bytes that changed attributes of your objects may take on each rank, a number or text such as
+            `64MiB`; a warning names what does not fit.
         stop_grace: longest time from SIGTERM to the end of the process, a `timedelta`, seconds, or text such as `25s`. Within it all ranks agree on a boundary and store
             it; what cannot be stored in time is left. Keep it below the limit of your launcher: torchrun and SLURM
             kill after 30 s.
@@ -77,6 +81,8 @@ class CheckpointArguments(TypedDict, total=False):
     failure_domains: Sequence[FailureDomain] | None
     batches: Batches
     deterministic_dataset: bool
+    untouched: Sequence[str]
+    attributes_nbytes: int | str
     stop_grace: timedelta | float | str
     freeze_heap: bool
 
@@ -95,6 +101,8 @@ DEFAULTS: CheckpointArguments = {
     "failure_domains": None,
     "batches": "reposition",
     "deterministic_dataset": False,
+    "untouched": (),
+    "attributes_nbytes": 64 * 2**20,
     # Within the 30 s that launchers commonly give, with time left for the rest of the script.
     "stop_grace": timedelta(seconds=25),
     "freeze_heap": True,
@@ -158,6 +166,11 @@ def _check_rest(owner: object, whole: CheckpointArguments) -> None:
     if whole["redundancy"] not in (True, False, "auto"):
         raise ConfigurationError(f"`{_name(owner)}(redundancy={whole['redundancy']!r})` must be True, False or 'auto'.")
     require_choice(owner, "batches", whole["batches"], ("reposition", "log"))
+    untouched = whole["untouched"]
+    if isinstance(untouched, str) or not all(isinstance(each, str) for each in untouched):
+        raise ConfigurationError(
+            f"`{_name(owner)}(untouched={untouched!r})` must be a list of names, such as ['module.cache', 'callback.Mover.*']."
+        )
     duration(owner, "stop_grace", whole["stop_grace"])
 
 

@@ -201,6 +201,11 @@ def loaders_of(trainer: Trainer) -> list[Any]:
     return list(loader.flattened) if loader is not None else []
 
 
+def loads_again(trainer: Trainer) -> bool:
+    """Return whether Lightning is about to ask for new training loaders."""
+    return trainer.fit_loop._combined_loader is not None and trainer.fit_loop._should_reload_train_dl
+
+
 def restarted_loaders(trainer: Trainer) -> list[int]:
     """Return the indices of loaders that started over in the last fetch: their samplers and workers have drawn seeds."""
     loader = trainer.fit_loop._combined_loader

@@ -217,6 +217,10 @@ class StepCalls(Callback):
     def __exit__(self, *args: object) -> None:
         sys.setprofile(None)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: what is counted is no part of the run."""
+        return {}
+
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_step >= self._first:
             self.steps.append(Counter())
@@ -341,6 +345,10 @@ class StepBytes(Callback):
         for name, hook in list(vars(FitSession).items()):
             if hasattr(hook, "__wrapped__"):
                 monkeypatch.setattr(FitSession, name, self._watched(hook))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: what is noted is no part of the run."""
+        return {}
 
     def _watched(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:

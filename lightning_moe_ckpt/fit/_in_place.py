@@ -20,9 +20,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_moe_ckpt import _lightning_in_place
+from lightning_moe_ckpt._lightning_kinds import restore_values
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, Fenced
-from lightning_moe_ckpt.fit._memento import Memento, restore_values
+from lightning_moe_ckpt.fit._memento import Memento
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit._stage_alone import Rewind, StageAlone, Supervisor
 from lightning_moe_ckpt.launch import Supervised

@@ -27,6 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt._lightning_kinds import restore_values
+from lightning_moe_ckpt._lightning_users import slots_of
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
@@ -148,7 +150,7 @@ class Memento:
         space = getattr(each, "__dict__", None)
         if isinstance(space, dict):
             yield from self._remember_space(space)
-        for name in _slots_of(type(each)):
+        for name in slots_of(type(each)):
             value = getattr(each, name, _MISSING)
             self._slots.append((each, name, value))
             yield value
@@ -188,16 +190,6 @@ class Memento:
             self._leaves.append((tensor, tensor.requires_grad, tensor.grad, hooks))
 
 
-def _slots_of(kind: type) -> Collection[str]:
-    names = set[str]()
-    for base in kind.__mro__[:-1]:
-        own = vars(base).get("__slots__", ())
-        private = f"_{base.__name__.lstrip('_')}"
-        for name in [own] if isinstance(own, str) else own:
-            names.add(f"{private}{name}" if name.startswith("__") and not name.endswith("__") else name)
-    return sorted(names - {"__dict__", "__weakref__"}) if kind.__module__ != "builtins" else ()
-
-
 def _restore_space(space: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:
     now = list(space.items())
     if len(now) == len(items) and all(k is key and v is value for (k, v), (key, value) in zip(now, items, strict=True)):
@@ -216,15 +208,6 @@ def _restore_tensor(tensor: Tensor, kept: Tensor | int | None) -> None:
             f"a tensor of {size_text(tensor.nbytes)} that is no part of the model has changed in training: it cannot be reset in "
             "place, only built anew by a whole restart. Make it a buffer."
         )
-
-
-def restore_values(tensor: Tensor, kept: Tensor) -> None:
-    """Make a tensor equal to a copy of what it was, which may be on the host."""
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        if tensor.shape != kept.shape or tensor.dtype != kept.dtype:
-            tensor.data = kept.to(tensor.device, copy=True)
-        elif not torch.equal(tensor, kept.to(tensor.device)):
-            tensor.copy_(kept)
 
 
 def _restore_leaf(tensor: Tensor, trains: bool, gradient: Tensor | None, hooks: list[dict[Any, Any] | None]) -> None:

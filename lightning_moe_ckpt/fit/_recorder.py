@@ -69,6 +69,7 @@ class BoundaryRecorder:
         trained: the state of `requires_grad` and optimizer groups.
         deterministic_dataset: whether items of the data set depend on their index alone.
         layers: names of modules whose attributes one of the parts records.
+        attributes: further arguments of `MovedAttributes`.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class BoundaryRecorder:
         *,
         deterministic_dataset: bool = False,
         layers: Collection[str] = (),
+        attributes: Mapping[str, Any] | None = None,
     ) -> None:
         self._deterministic = deterministic_dataset
         self._parts, self._trained = parts, trained
@@ -94,7 +96,9 @@ class BoundaryRecorder:
         self._generators = _lightning_data.LoaderGenerators(trainer)
         self._held = _lightning_attributes.HeldGenerators(trainer, module, skip_callbacks)
         self._not_held: list[str] = []
-        self._moved = _lightning_attributes.MovedAttributes(trainer, module, skip_callbacks, layers)
+        self._moved = _lightning_attributes.MovedAttributes(
+            trainer, module, skip_callbacks, layers, **(attributes or {})
+        )
         self._workers = _lightning_workers.PersistentWorkers(trainer, deterministic=deterministic_dataset)
         self._progress = LoopProgress(trainer)
         self._start: Start | None = None
@@ -243,6 +247,7 @@ class BoundaryRecorder:
 
     def before_iter(self) -> None:
         """Record the moment before samplers and workers draw their seeds."""
+        self._moved.look_at_data()
         _lightning_data.begin_epoch(self._trainer)
         if not self._mid_epoch:
             self._workers.before_iter(self._resume["random"].get("workers") if self._resume is not None else None)
@@ -259,6 +264,7 @@ class BoundaryRecorder:
     def close(self) -> None:
         """Undo the changes to loaders."""
         self._workers.remove()
+        self._moved.close()
 
     def before_fetch(self) -> None:
         """Record the moment between two batches, when everything that follows the last optimizer step has run."""

@@ -62,7 +62,7 @@ class FitSession:
         config, policy: where checkpoints live and how to resume; what is taken at which step.
         trainer, module: in `on_fit_start`, so parameters are on their device and the optimizer exists.
         own_callbacks: callback classes whose state is not part of the journal.
-        stop_grace, batches, deterministic_dataset: as in `CheckpointArguments`.
+        stop_grace, batches, deterministic_dataset: as in `CheckpointArguments`; `attributes` are arguments of `MovedAttributes`.
     """
 
     resumed = False
@@ -90,6 +90,7 @@ class FitSession:
         stop_grace: timedelta,
         batches: Batches = "reposition",
         deterministic_dataset: bool = False,
+        attributes: Mapping[str, Any] | None = None,
     ) -> None:
         refuse_unsupported(trainer, policy)
         self._trainer, self._module = trainer, module
@@ -112,6 +113,7 @@ class FitSession:
             *(trainer, module, own_callbacks, parts, self._trains),
             deterministic_dataset=deterministic_dataset,
             layers={layer.fqn for layer in self.session.layers},
+            attributes=attributes or {},
         )
         self._ended = self._half_a_step = False
         self._clip = _lightning.ClipTap(trainer, getattr(trainer.strategy, "grad_norm", None))

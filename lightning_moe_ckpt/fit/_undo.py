@@ -13,8 +13,9 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_moe_ckpt import _lightning_attempts
+from lightning_moe_ckpt._lightning_kinds import restore_values
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.fit._memento import Memento, restore_values
+from lightning_moe_ckpt.fit._memento import Memento
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.snapshot import DataAccess, versions
 

@@ -45,7 +45,7 @@ def capture_rng(
         python=_python.state(),
         numpy=_numpy.state(),
         generators={name: generator.get_state() for name, generator in generators.items()} if generators else {},
-        held={name: _held_state(generator) for name, generator in held.items()} if held else {},
+        held={name: held_state(generator) for name, generator in held.items()} if held else {},
     )
     # A process that has not touched CUDA has drawn nothing there; asking would create contexts on every device.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -71,7 +71,8 @@ def _tensors(state: RngState) -> list[Tensor]:
     return [state["torch"], *state["generators"].values(), *state.get("cuda", ())]
 
 
-def _held_state(generator: HeldGenerator) -> Any:
+def held_state(generator: HeldGenerator) -> Any:
+    """Return the state of a generator, in types that the journal stores."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -229,10 +230,10 @@ def restore_rng(
         _restore_cuda(state["cuda"], state["cuda_current"])
     held = held or {}
     # Old journals do not have this entry.
-    return [name for name, each in state.get("held", {}).items() if not _restore_held(held.get(name), each)]
+    return [name for name, each in state.get("held", {}).items() if not restore_held(held.get(name), each)]
 
 
-def _restore_held(generator: HeldGenerator | None, state: Any) -> bool:
+def restore_held(generator: HeldGenerator | None, state: Any) -> bool:
     """Restore a generator; return whether it was there, in the same kind."""
     if isinstance(generator, torch.Generator) and isinstance(state, Tensor):
         generator.set_state(state)

@@ -56,7 +56,7 @@ class Run:
         self.module.temperature = 1.0
         callbacks = [self.counting, self.stateful, self.stopping]
         combined = SimpleNamespace(flattened=[DataLoader(Subset(self.items, [0, 1]))])
-        fit_loop = SimpleNamespace(_combined_loader=combined)
+        fit_loop = SimpleNamespace(_combined_loader=combined, _should_reload_train_dl=False)
         trainer: Any = SimpleNamespace(
             callbacks=callbacks, datamodule=self.datamodule, fit_loop=fit_loop, val_dataloaders=None
         )
@@ -132,13 +132,16 @@ def test_metrics_are_those_of_the_parts_that_are_there_now() -> None:
 
 
 def test_what_cannot_be_kept_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A list that grows."""
+    """An iterator as training begins, a function without a name when it comes into being."""
     run = Run()
-    with caplog.at_level("INFO", logger="lightning_moe_ckpt"):
+    run.counting.lines = iter([1])
+    with caplog.at_level("WARNING", logger="lightning_moe_ckpt"):
         for _ in range(3):
-            run.counting.history.append(1.0)
+            run.moved.look()
+            run.counting.way = lambda: None
             run.moved.take()
-    assert [each.getMessage().split("`")[1] for each in caplog.records] == ["callback.Counting.history"]
+    named = [each.getMessage().split("`")[1] for each in caplog.records]
+    assert named == ["callback.Counting.lines", "callback.Counting.way"]
 
 
 def test_a_flag_that_says_that_hooks_are_there_is_not_set_where_they_are_not() -> None:

@@ -1,0 +1,511 @@
+"""Describe objects of the user's and values in the journal's types, and make them again in place: one class for each kind.
+
+A value that cannot change is described where it is. An object that may change is a node, and others refer to it by its name:
+shared objects stay shared, and cycles end. Of an object that the user's code makes in every process, the reference, only what
+has changed since is an entry, each attribute by itself; one that came into being in training is described whole.
+
+A look at a node compares its parts by identity, a tensor by its version, and an array by a digest. What has not changed since
+the last look keeps its description, and with it the text that the journal has of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from operator import is_
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torchmetrics import Metric
+
+from lightning_moe_ckpt._lightning_users import MADE_BY_LIGHTNING, SEARCHED, has_state, is_library, slots_of
+from lightning_moe_ckpt._units import size_text
+from lightning_moe_ckpt.journal import (
+    NATIVE,
+    Constant,
+    Missing,
+    Text,
+    encode,
+    found,
+    held_state,
+    name_of,
+    refusals,
+    restore_held,
+    same_text,
+)
+from lightning_moe_ckpt.snapshot import DataAccess
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_MOST_ITEMS, _MOST_PARTS = 100_000, 10_000
+"""Longest container of plain values, and longest one of objects, that is searched; others hold data."""
+COMPARED_NBYTES = 2**16
+"""Largest tensor on the host that is compared element by element: changes through `.data` leave no trace."""
+CONTENT = "{}"
+"""Ends the name of an entry that has what is in an object; other entries are attributes."""
+GONE = ("gone",)
+NEW = object()
+FILLED_LAST = {"l": 1, "e": 2, "d": 2}
+"""Containers of objects that are whole before they are put in, since they may be hashed."""
+
+
+class Graph(Protocol):
+    """What nodes are part of."""
+
+    most_nbytes: int
+
+    def describe(self, value: Any, place: str, node: Node, end: str) -> Text:
+        """Describe a value for an entry of a node, which gets it as a part if it may change."""
+
+    def is_untouched(self, name: str) -> bool:
+        """Return whether an attribute is left alone."""
+
+    def may_copy(self, nbytes: int) -> bool:
+        """Return whether there is room for a copy of so much of the reference, and take it."""
+
+
+class Node:
+    """An object that may change, with attributes that are searched.
+
+    Args:
+        name: its name.
+        each: the object.
+        left_out: names of attributes that are none of the user's; `None` if no attributes are searched.
+        is_new: whether it came into being in training; else what it is at the first look is the reference.
+    """
+
+    tag = "o"
+
+    def __init__(self, name: str, each: Any, left_out: Collection[str] | None, *, is_new: bool) -> None:
+        self.name, self.each, self.left_out, self.is_new = name, each, left_out, is_new
+        self.first: dict[str, Text] = {}
+        """Descriptions that are the reference, by the end of their entries' names; nothing of an object that is new."""
+        self.now: dict[str, Text] = {}
+        self.moved: dict[str, Text] = {}
+        """Entries of what has changed."""
+        self.lost: dict[str, str] = {}
+        """Names of what has changed and cannot be stored, with reasons."""
+        self.why: dict[str, dict[object, str]] = {}
+        """Reasons why something cannot be stored, by the end of its name and what it is."""
+        self.parts: list[Node] = []
+        self.turn = self.size = 0
+        self._seen: list[object] = []
+        self._first_why: dict[str, Collection[object]] = {}
+
+    def look(self, graph: Graph) -> bool:
+        """Describe it anew if it has changed since the last look; return whether it has."""
+        space = space_of(self.each) if self.left_out is not None else {}
+        seen = [*self._items(), *space.keys(), *space.values()]
+        if self.now and len(seen) == len(self._seen) and all(map(is_, seen, self._seen)):
+            return False
+        self._seen, self.parts, self.why = seen, [], {}
+        if self.is_new and found(name_of(type(self.each))) is not type(self.each):
+            self.why[CONTENT] = {NEW: f"of class {name_of(type(self.each))}, which has no such name"}
+        self.now = {CONTENT: self._content(graph)}
+        for name, value in space.items():
+            place = f"{self.name}.{name}"
+            if name not in (self.left_out or ()) and not graph.is_untouched(place):
+                self.now[f".{name}"] = graph.describe(value, place, self, f".{name}")
+        return True
+
+    def compare(self, *, always: Collection[str] = ()) -> None:
+        """Note what differs from the reference, which this is if there is none; of some entries, `always` everything."""
+        if not self.is_new and not self.first:
+            self.first = {end: NEW if f"{self.name}{end}" in always else text for end, text in self.now.items()}
+            self._first_why = {end: set(why) for end, why in self.why.items()}
+        changed = {end: text for end, text in self.now.items() if not same(self.first.get(end, NEW), text)}
+        unstored = {end: self._unstored(end) for end in changed if end in self.why}
+        self.lost = {f"{self.name}{end}".removesuffix(CONTENT): why for end, why in unstored.items() if why}
+        self.moved = {f"{self.name}{end}": text for end, text in changed.items() if not unstored.get(end)}
+        self.moved |= {f"{self.name}{end}": GONE for end in self.first if end not in self.now}
+        self.size = sum(map(size_of, self.moved.values()))
+
+    def states(self) -> Iterator[tuple[str, str]]:
+        """Yield the names of what surely has state that cannot be stored, with reasons."""
+        for end, reasons in self.why.items():
+            if why := ", ".join(sorted(why for why in reasons.values() if why.startswith("state of"))):
+                yield f"{self.name}{end}".removesuffix(CONTENT), why
+
+    def _unstored(self, end: str) -> str:
+        """Return why an entry cannot be stored, unless all that cannot be is still what the user's code has put there."""
+        known = self._first_why.get(end, ())
+        return ", ".join(sorted({why for key, why in self.why[end].items() if key not in known}))
+
+    def _items(self) -> Iterable[object]:
+        return ()
+
+    def _content(self, graph: Graph) -> Text:  # of containers
+        return self.now.get(CONTENT) or self._described()
+
+    def _described(self, **more: Any) -> Text:
+        return Constant(kind=self.tag, of=name_of(type(self.each)), **more)
+
+    @classmethod
+    def make(cls, kind: type, content: Mapping[str, Any]) -> Any:  # noqa: ARG003
+        """Return an object to be filled."""
+        return _bare(kind)
+
+    def fill(self, content: Mapping[str, Any], read: Callable[..., Any]) -> None:
+        """Make the object what a description of it says."""
+
+    def close(self) -> None:
+        """Let go of what watches it."""
+
+
+class _List(Node):
+    """A list or deque; a subclass of the user's has attributes, too."""
+
+    tag = "l"
+
+    def _items(self) -> Iterable[object]:
+        return self.each  # type: ignore[no-any-return]
+
+    def _content(self, graph: Graph) -> Text:
+        more = {"maxlen": self.each.maxlen} if isinstance(self.each, deque) else {}
+        return self._filled(graph, list(self.each), itertools.count(), **more)
+
+    def _filled(self, graph: Graph, items: list[Any], names: Iterable[object], **more: Any) -> Text:
+        plain = NATIVE.issuperset(map(type, items))
+        if len(items) > (_MOST_ITEMS if plain else _MOST_PARTS):
+            key = (len(items), *map(id, items[:: len(items) // 1000]))
+            self.why[CONTENT] = {key: f"{len(items)} items"}
+            return ("kept", key)
+        if not plain:
+            places = (f"{self.name}.{name}" for name in names)
+            items = [graph.describe(each, place, self, CONTENT) for each, place in zip(items, places, strict=False)]
+        return self._described(items=items, **more)
+
+    @classmethod
+    def make(cls, kind: type, content: Mapping[str, Any]) -> Any:
+        each = _bare(kind)
+        if issubclass(kind, deque):
+            deque.__init__(each, (), content["maxlen"])
+        return each
+
+    def fill(self, content: Mapping[str, Any], read: Callable[..., Any]) -> None:
+        now = list(self.each)
+        items = [read(text, now[at : at + 1]) for at, text in enumerate(content["items"])]
+        if isinstance(self.each, list | bytearray):
+            self.each[:] = items
+        else:
+            self.each.clear()
+            (self.each.extend if isinstance(self.each, deque) else self.each.update)(items)
+
+
+class _Set(_List):
+    tag = "e"
+
+    def _described(self, **more: Any) -> Text:
+        return super()._described(items=frozenset(more["items"]))
+
+
+class _Dict(_List):
+    tag = "d"
+
+    def _items(self) -> Iterable[object]:
+        return [*self.each.keys(), *self.each.values()]
+
+    def _content(self, graph: Graph) -> Text:
+        items = list(self.each.items())  # at once: another thread may change it
+        names = [key if isinstance(key, str | int) else f"key {at}" for at, (key, _) in enumerate(items)]
+        content = self._filled(graph, [value for _, value in items], names)
+        if isinstance(content, Constant):
+            keys = [graph.describe(key, f"{self.name}.key", self, CONTENT) for key, _ in items]
+            content["items"] = [list(item) for item in zip(keys, content["items"], strict=True)]
+            if (factory := getattr(self.each, "default_factory", None)) is not None:
+                content["factory"] = graph.describe(factory, f"{self.name}.factory", self, CONTENT)
+        return content
+
+    def fill(self, content: Mapping[str, Any], read: Callable[..., Any]) -> None:
+        found = [(read(key), text) for key, text in content["items"]]
+        items = [(key, read(text, [self.each[key]] if key in self.each else [])) for key, text in found]
+        kind = OrderedDict if isinstance(self.each, OrderedDict) else dict  # past what a class makes of its items
+        kind.clear(self.each)
+        for key, value in items:
+            kind.__setitem__(self.each, key, value)
+        if "factory" in content:
+            self.each.default_factory = read(content["factory"])
+
+
+class Whole(Node):
+    """An object that is stored as one value: the reference is a copy of it only as far as there is room."""
+
+    def look(self, graph: Graph) -> bool:
+        seen = self._sight(graph)
+        if self.now and self._is_same(seen):
+            return False
+        self._seen, self.why = seen, {}
+        why = self._refusal(graph)
+        if why:
+            self.why[CONTENT] = {tuple(map(str, seen)): why}
+        if why or (not self.now and not self.is_new and not graph.may_copy(self.nbytes())):
+            self.now = {CONTENT: ("kept", *map(str, seen))}
+        else:
+            content = {"kind": self.tag, "of": name_of(type(self.each)), **self._copied()}
+            on_host = all(each.is_cpu for each in pytree.tree_leaves(content) if isinstance(each, Tensor))
+            self.now = {CONTENT: Constant(content) if on_host else content}
+        return True
+
+    def _sight(self, graph: Graph) -> list[Any]:
+        raise NotImplementedError
+
+    def _is_same(self, seen: list[Any]) -> bool:
+        return seen == self._seen
+
+    def _refusal(self, graph: Graph) -> str:
+        raise NotImplementedError
+
+    def nbytes(self) -> int:
+        return int(self.each.nbytes)
+
+    def _copied(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class _Tensor(Whole):
+    tag = "T"
+
+    def _sight(self, graph: Graph) -> list[Any]:
+        return _sight_of(self.each)
+
+    def _is_same(self, seen: list[Any]) -> bool:
+        content = self.now[CONTENT]
+        return seen == self._seen and not (isinstance(content, dict) and _differs_unseen(self.each, content["items"]))
+
+    def _refusal(self, graph: Graph) -> str:
+        if self.each.nbytes > graph.most_nbytes:
+            return f"a tensor of {size_text(self.each.nbytes)}"
+        return "; ".join(refusals(self.each.detach()))
+
+    def _copied(self) -> dict[str, Any]:
+        return {"items": self.each.detach().clone(), "leaf": self.each.requires_grad and self.each.is_leaf}
+
+    @classmethod
+    def make(cls, kind: type, content: Mapping[str, Any]) -> Any:
+        made = torch.empty_like(content["items"])
+        return nn.Parameter(made, content["leaf"]) if kind is nn.Parameter else made.requires_grad_(content["leaf"])
+
+    def fill(self, content: Mapping[str, Any], read: Callable[..., Any]) -> None:
+        restore_values(self.each, content["items"])
+
+
+class _Array(Whole):
+    tag = "A"
+
+    def _sight(self, graph: Graph) -> list[Any]:
+        return [_digest(self.each, graph.most_nbytes), self.each.shape, self.each.dtype]
+
+    def _refusal(self, graph: Graph) -> str:
+        if self.each.nbytes > graph.most_nbytes:
+            return f"an array of {size_text(self.each.nbytes)}"
+        return "; ".join(refusals(self.each[:0]))
+
+    def _copied(self) -> dict[str, Any]:
+        return {"items": self.each.copy()}
+
+    @classmethod
+    def make(cls, kind: type, content: Mapping[str, Any]) -> Any:  # noqa: ARG003
+        return np.empty_like(content["items"])
+
+    def fill(self, content: Mapping[str, Any], read: Callable[..., Any]) -> None:
+        if self.each.shape != content["items"].shape:
+            raise Missing
+        self.each[...] = content["items"]
+
+
+class Stateful(Whole):
+    """An object with `state_dict` and `load_state_dict`."""
+
+    tag = "s"
+    _accesses: DataAccess | None = None
+
+    def close(self) -> None:
+        if self._accesses is not None:
+            self._accesses.close()
+
+    def _is_same(self, seen: list[Any]) -> bool:
+        content = self.now[CONTENT]
+        copies = pytree.tree_leaves(content["items"]) if isinstance(content, dict) else self._leaves
+        return seen == self._seen and not any(map(_differs_unseen, self._leaves, copies))
+
+    def _sight(self, graph: Graph) -> list[Any]:
+        self._state = self.each.state_dict()  # kept, so that no other tensors get the same memory
+        leaves, spec = pytree.tree_flatten(self._state)
+        self._leaves, self._spec = leaves, spec
+        if self._accesses is None and isinstance(self.each, nn.Module):
+            self._accesses = DataAccess(self.each.parameters())
+        return [
+            None if self._accesses is None else self._accesses.count,
+            spec,
+            *(_sight_of(x) if isinstance(x, Tensor) else x if type(x) in NATIVE else _encoded(x) for x in leaves),
+        ]
+
+    def _refusal(self, graph: Graph) -> str:
+        if self.nbytes() > graph.most_nbytes:
+            return f"a state of {size_text(self.nbytes())}"
+        if self.is_new:
+            return "an object with a `state_dict` that came into being in training"
+        return "; ".join(refusals(self._copied())[:3])
+
+    def nbytes(self) -> int:
+        return sum(int(getattr(each, "nbytes", 8)) for each in self._leaves)
+
+    def _copied(self) -> dict[str, Any]:
+        leaves = [x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x) for x in self._leaves]
+        return {"items": pytree.tree_unflatten(leaves, self._spec)}
+
+    def fill(self, content: Mapping[str, Any], read: Callable[..., Any]) -> None:
+        self.each.load_state_dict(
+            pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, content["items"])
+        )
+
+
+class _Generator(Whole):
+    """A random generator. Those that the user's code has made are restored at their own moments, see `HeldGenerators`."""
+
+    tag = "G"
+
+    def _sight(self, graph: Graph) -> list[Any]:
+        return [encode(held_state(self.each)) if self.is_new else b""]
+
+    def _refusal(self, graph: Graph) -> str:
+        return ""
+
+    def nbytes(self) -> int:
+        return 2**14
+
+    def _copied(self) -> dict[str, Any]:
+        return {"items": held_state(self.each) if self.is_new else None}
+
+    @classmethod
+    def make(cls, kind: type, content: Mapping[str, Any]) -> Any:
+        if kind is np.random.Generator:
+            return np.random.Generator(getattr(np.random, content["items"]["bit_generator"])())
+        return kind()
+
+    def fill(self, content: Mapping[str, Any], read: Callable[..., Any]) -> None:
+        if content["items"] is not None:
+            restore_held(self.each, content["items"])
+
+
+_SEARCHED_AS: dict[type, type[Node]] = {
+    Tensor: _Tensor,
+    np.ndarray: _Array,
+    list: _List,
+    bytearray: _List,
+    deque: _List,
+    set: _Set,
+    dict: _Dict,
+    **dict.fromkeys(_GENERATORS, _Generator),
+}
+KINDS: dict[str, type[Node]] = {
+    kind.tag: kind for kind in (Node, _List, _Set, _Dict, _Tensor, _Array, Stateful, _Generator)
+}
+
+
+def kind_of(value: Any, *, is_new: bool) -> tuple[type[Node] | None, Collection[str] | None]:
+    """Return how an object is searched, and what is left out of its attributes; `None` for none."""
+    users = not is_library(type(value))
+    for base, kind in _SEARCHED_AS.items():
+        if isinstance(value, base):
+            return kind if _is_searched(value) else None, () if users and base in {list, deque, set, dict} else None
+    if isinstance(value, Metric):
+        return Node, vars(value).keys() - {*value._defaults, "_update_count", "_computed"}
+    if isinstance(value, nn.Module) or (not is_new and not isinstance(value, MADE_BY_LIGHTNING) and has_state(value)):
+        return Stateful, None
+    searched = users or isinstance(value, SEARCHED)
+    if isinstance(value, MADE_BY_LIGHTNING) or not searched or callable(getattr(value, "__next__", None)):
+        return None, None
+    return (Node, ()) if hasattr(value, "__dict__") or slots_of(type(value)) else (None, None)
+
+
+def _is_searched(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return not isinstance(value, np.memmap) and bool(value.flags.writeable)
+    return not isinstance(value, random.SystemRandom)
+
+
+def may_make(kind: type, cls: type[Node]) -> bool:
+    """Return whether a journal may ask for an object of this class: containers, tensors, arrays, and classes of the user's."""
+    bases: dict[str, Any] = {
+        "l": (list, deque, bytearray),
+        "e": set,
+        "d": dict,
+        "T": Tensor,
+        "A": np.ndarray,
+        "G": _GENERATORS,
+    }
+    base = bases.get(cls.tag)
+    if base is not None:
+        return issubclass(kind, base)
+    return not is_library(kind) or issubclass(kind, (*SEARCHED, Metric))
+
+
+def same(first: Text, now: Text) -> bool:
+    """Return whether two descriptions are equal in type and bits; those with tensors and arrays are if they are one."""
+    if isinstance(first, dict) and first["kind"] not in FILLED_LAST:
+        return first is now
+    return same_text(first, now)
+
+
+def _bare(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+def size_of(text: Text) -> int:
+    """Return about how many bytes a description takes in a journal."""
+    if isinstance(text, dict):
+        return 64 + size_of(text.get("items"))
+    if isinstance(text, Tensor | np.ndarray):
+        return int(text.nbytes)
+    if isinstance(text, list | tuple | frozenset):
+        texts = [each for each in text if type(each) in {str, bytes}]
+        inner = [each for each in text if type(each) not in NATIVE]
+        return 24 * len(text) + sum(map(len, texts)) + sum(map(size_of, inner))
+    return len(text) if isinstance(text, str | bytes) else 24
+
+
+def _sight_of(tensor: Tensor) -> list[Any]:
+    """Return what changes if a tensor does: elements aside of which a change leaves no trace."""
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    version = None if tensor.is_inference() else tensor._version
+    return [version, tensor.data_ptr() if dense else 0, tensor.shape]
+
+
+def _differs_unseen(now: Any, copy: Any) -> bool:
+    """Return whether a small tensor on the host differs from a copy of it, which a change through `.data` does not tell."""
+    small = isinstance(now, Tensor) and now.is_cpu and now.nbytes <= COMPARED_NBYTES
+    return small and now is not copy and not torch.equal(now, copy)
+
+
+def _digest(array: np.ndarray[Any, Any], most_nbytes: int) -> int:
+    """Return a digest of an array; of one too large to be stored, of a sample."""
+    if array.nbytes > most_nbytes:
+        array = array.reshape(-1)[:: array.size // 2**15]
+    return xxhash.xxh3_64_intdigest(array.tobytes() if array.dtype.hasobject else np.ascontiguousarray(array).data)
+
+
+def _encoded(value: object) -> object:
+    return id(value) if refusals(value) else encode(value)
+
+
+def space_of(each: Any) -> Mapping[str, Any]:
+    """Return the attributes that an object has itself."""
+    space = getattr(each, "__dict__", {})
+    slots = slots_of(type(each))
+    return space if not slots else {**space, **{name: getattr(each, name) for name in slots if hasattr(each, name)}}
+
+
+def restore_values(tensor: Tensor, kept: Tensor) -> None:
+    """Make a tensor equal to a copy of what it was, which may be on the host."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        if tensor.shape != kept.shape or tensor.dtype != kept.dtype:
+            tensor.data = kept.to(tensor.device, copy=True)
+        elif not torch.equal(tensor, kept.to(tensor.device)):
+            tensor.copy_(kept)

@@ -1,0 +1,100 @@
+"""Tell the user's objects from those of libraries, and what has state that nobody can store."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import io
+import sys
+import types
+from collections.abc import Callable, Collection, Iterator
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+_LIBRARIES = frozenset(
+    {
+        *("lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities"),
+        *("torch", "torchdata", "torchmetrics", "torchvision", "torchaudio", "torchao", "triton", "transformer_engine"),
+        *("transformers", "tokenizers", "datasets", "accelerate", "peft", "huggingface_hub", "safetensors", "timm"),
+        *("numpy", "pandas", "pyarrow", "PIL", "scipy", "sklearn", "matplotlib", "fsspec", "h5py", "zarr", "xarray"),
+        *("tqdm", "rich", "wandb", "mlflow", "tensorboard", "tensorboardX", "omegaconf", "jsonargparse", "pydantic"),
+    }
+)
+"""Packages whose objects are not searched: what changes in them is theirs. Containers, and objects with a `state_dict`, are."""
+SEARCHED = (types.SimpleNamespace, argparse.Namespace, Dataset, Sampler)
+"""Types of libraries whose attributes are searched all the same."""
+MADE_BY_LIGHTNING = (
+    Trainer,
+    LightningModule,
+    LightningDataModule,
+    Callback,
+    DataLoader,
+    Optimizer,
+    Strategy,
+    Logger,
+    LightningOptimizer,
+)
+"""Types of what is restored elsewhere, or made by every process."""
+_STATE: dict[str, str] = {
+    **dict.fromkeys(("queue", "_queue", "multiprocessing.queues", "asyncio.queues"), "state of a queue"),
+    **dict.fromkeys(("_thread", "threading", "multiprocessing.synchronize"), "state of a lock or thread"),
+    **dict.fromkeys(
+        ("socket", "sqlite3", "mmap", "subprocess", "multiprocessing.sharedctypes"), "state that the system holds"
+    ),
+}
+"""Modules of the standard library whose objects have state that no journal can hold."""
+
+
+def is_library(kind: type) -> bool:
+    """Return whether a class is of a library, and not of the user's own package of the same name."""
+    return _is_library(kind.__module__.partition(".")[0])
+
+
+@functools.cache
+def _is_library(root: str) -> bool:
+    if root in sys.stdlib_module_names or root == "lightning_moe_ckpt":
+        return True
+    return root in _LIBRARIES and "-packages" in str(getattr(sys.modules.get(root), "__file__", ""))
+
+
+def has_state(value: object) -> bool:
+    """Return whether an object has a `state_dict` without arguments, and takes it back."""
+    own = getattr(value, "state_dict", None)
+    if not callable(own) or not callable(getattr(value, "load_state_dict", None)):
+        return False
+    needed = [each for each in inspect.signature(own).parameters.values() if each.default is each.empty]
+    return all(each.kind in {each.VAR_POSITIONAL, each.VAR_KEYWORD} for each in needed)
+
+
+def why_not(value: object) -> str:
+    """Say what an object is that cannot be stored: what surely has state of its own is said to have it."""
+    home = type(value).__module__
+    if isinstance(value, io.IOBase):
+        return "state of an open file"
+    if home in _STATE or home.partition(".")[0] in {"multiprocessing", "socket", "sqlite3"}:
+        return _STATE.get(home, "state that the system holds")
+    if isinstance(value, Iterator):
+        return "state of an iterator"
+    if not is_library(type(value)) and not callable(value):
+        return f"state of a {home}.{type(value).__qualname__}, whose parts cannot be read"
+    return f"an object of {home}.{type(value).__qualname__}"
+
+
+def _slots_of(kind: type) -> Collection[str]:
+    """Return the names of attributes that a class and those it inherits from have places for."""
+    names = set[str]()
+    for base in kind.__mro__[:-1]:
+        own = vars(base).get("__slots__", ())
+        private = f"_{base.__name__.lstrip('_')}"
+        for name in [own] if isinstance(own, str) else own:
+            names.add(f"{private}{name}" if name.startswith("__") and not name.endswith("__") else name)
+    return sorted(names - {"__dict__", "__weakref__"}) if kind.__module__ != "builtins" else ()
+
+
+slots_of: Callable[[type], Collection[str]] = functools.lru_cache(maxsize=1024)(_slots_of)

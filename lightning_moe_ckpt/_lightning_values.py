@@ -1,0 +1,417 @@
+"""Follow what some owners hold, directly or through other objects: take what has changed, and make it that again in place.
+
+Objects are nodes of a graph that begins at owners; a node has the name of the first place at which it was found, see
+`_lightning_kinds`. What the user's code makes again in every process is the reference. Objects that came into being later have
+a number in their names, `#`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import types
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any
+
+from torch import nn
+
+from lightning_moe_ckpt._lightning_kinds import (
+    COMPARED_NBYTES,
+    CONTENT,
+    FILLED_LAST,
+    GONE,
+    KINDS,
+    NEW,
+    Node,
+    Stateful,
+    Whole,
+    kind_of,
+    may_make,
+    same,
+    size_of,
+    space_of,
+)
+from lightning_moe_ckpt._lightning_users import MADE_BY_LIGHTNING, has_state, why_not
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
+from lightning_moe_ckpt.journal import NATIVE, Missing, Text, fixed, found, name_of, read_named
+
+log = rank_logger(__name__)
+
+_MOST_NODES = 50_000
+_MOST_SAID = 30
+_HOOKED = ("._output_capturing_hooks_installed", "._is_hooked")
+"""Flags of transformers that say that a module has its hooks. Hooks are not restored: a new process has to install its own."""
+
+
+class Values:
+    """What some owners hold, directly or through other objects.
+
+    Args:
+        most_nbytes: limit for what has changed, all of it together.
+        untouched: names of attributes and objects that are left alone; `*` stands for anything.
+        speaks: whether the log names what cannot be stored.
+    """
+
+    def __init__(self, *, most_nbytes: int, untouched: Sequence[str], speaks: bool = True) -> None:
+        self._speaks = speaks
+        self.most_nbytes, self._untouched = most_nbytes, untouched
+        self._roots: dict[str, Node] = {}
+        self._nodes: dict[int, Node] = {}
+        """All nodes, by the identity of their objects."""
+        self._kept: dict[str, Node] = {}
+        """Nodes of the reference that nothing leads to any more."""
+        self._at: dict[int, tuple[str, object]] = {}
+        """What is restored elsewhere, by identity."""
+        self._order: list[Node] = []
+        self._always: Collection[str] = ()
+        self._copied_nbytes = self._turn = self._count = 0
+        self._is_new = False
+        self._parts: _Parts | None = None
+        self._still: Collection[str] = ()
+        """Owners that `_parts` looks at."""
+        self._used: set[str] = set()
+        self._taken: dict[str, Text] | None = None
+        self._said: set[str] = set()
+
+    def hold(
+        self,
+        owners: Mapping[str, tuple[object, Collection[str]]],
+        elsewhere: Mapping[str, object],
+        *,
+        always: Collection[str] = (),
+    ) -> None:
+        """Make these the owners. What those hold that are others than before is the reference.
+
+        Args:
+            owners: objects with the names of attributes that are none of the user's, by name.
+            elsewhere: objects to which others may refer, and which are restored elsewhere.
+            always: names of entries that are taken whether they change or not.
+        """
+        self._roots = {name: node for name, node in self._roots.items() if owners.get(name, (None,))[0] is node.each}
+        self._at = {id(each): (name, each) for name, each in elsewhere.items()}
+        self._at |= {id(each): (name, each) for name, (each, _) in owners.items()}
+        self._look()
+        self._is_new, self._always, self._taken = False, always, None
+        for name, (each, left_out) in owners.items():
+            if name not in self._roots and not self.is_untouched(name):
+                kind = Stateful if has_state(each) and not isinstance(each, (nn.Module, *MADE_BY_LIGHTNING)) else Node
+                self._roots[name] = kind(name, each, left_out, is_new=False)
+        self._look(everything=True)
+        self._is_new = True
+        if not any(isinstance(node.each, nn.Module) for node in self._roots.values()):
+            return  # data alone
+        if self._parts is None:
+            still = {
+                node.name: node
+                for node in self._roots.values()
+                if isinstance(node.each, nn.Module) and not (node.parts or node.why or node.moved) and len(node.now) > 1
+            }
+            plain = {name: [end[1:] for end in node.now if end != CONTENT] for name, node in still.items()}
+            self._still = still.keys()
+            self._parts = _Parts(plain, {name: node.each for name, node in still.items()})
+        self._say(
+            {name: why for node in self._order for name, why in node.states()},
+            "`state_dict` and `load_state_dict`, a buffer or a plain value in its place would keep it",
+        )
+
+    def is_untouched(self, name: str) -> bool:
+        """Return whether the user, or a library, wants an attribute to be left alone."""
+        name = unnumbered(name).removesuffix(CONTENT) if self._untouched else name
+        return name.endswith(_HOOKED) or any(fnmatch.fnmatchcase(name, pattern) for pattern in self._untouched)
+
+    def may_copy(self, nbytes: int) -> bool:
+        """Return whether there is room for a copy of so much of the reference, and take it."""
+        fits = self._copied_nbytes + nbytes <= self.most_nbytes
+        self._copied_nbytes += nbytes if fits else 0
+        return fits
+
+    def take(self, of: tuple[str, ...] | None = None) -> dict[str, Text]:
+        """Return descriptions of what differs from the reference; of owners whose names begin with one `of` these, if given."""
+        if self._look() or self._taken is None:
+            self._taken, lost = {}, dict[str, str]()
+            for node in self._order:
+                self._taken |= node.moved
+                lost |= node.lost
+            self._leave_out(lost)
+            self._say(lost, "a `state_dict` would keep it")
+        return self._taken if of is None else {name: text for name, text in self._taken.items() if name.startswith(of)}
+
+    def restore(
+        self, moved: Mapping[str, Text], of: tuple[str, ...] | None = None, *, forget_new: bool = False
+    ) -> None:
+        """Make everything what `take` said, in place, and the rest what the reference is.
+
+        Args:
+            moved: result of `take`, in this process or an earlier one.
+            of: beginnings of names of owners; others are left as they are.
+            forget_new: whether attributes that came into being since then are deleted.
+        """
+        self._look()
+        nodes = {**self._kept, **self._roots, **{node.name: node for node in self._order}}
+        texts: dict[str, Text] = {}
+        for node in list(nodes.values()):
+            for name in node.moved:
+                end = name.removeprefix(node.name)
+                if end in node.first or (forget_new and not node.is_new):
+                    texts[name] = node.first.get(end, GONE)
+        texts = {
+            name: text
+            for name, text in {**texts, **moved}.items()
+            if (of is None or name.startswith(of)) and not self.is_untouched(name)
+        }
+        lost = self._make(texts, nodes)
+        for name in sorted(texts, key=lambda name: _turn_of(name, texts[name])):
+            owner, end = _split(name)
+            text = texts[name]
+            if owner not in nodes:
+                continue  # what this process does not have, or not yet
+            node = nodes[owner]
+            if node.now.get(end, NEW) is text or text is NEW or (end != CONTENT and same(node.now.get(end, NEW), text)):
+                continue
+            try:
+                self._set(node, end, text, nodes)
+            except (Missing, LookupError, TypeError, ValueError, AttributeError) as error:
+                lost[name.removesuffix(CONTENT)] = f"this process has another object there {error!r}"
+        self._say(lost, "make the same objects at the start of all processes of a run")
+        self._nodes |= {id(node.each): node for node in nodes.values() if self._roots.get(node.name) is not node}
+        self._look()
+
+    def close(self) -> None:
+        """Let go of what watches objects."""
+        for node in self._nodes.values():
+            node.close()
+
+    # -- private
+
+    def describe(self, value: Any, place: str, node: Node, end: str) -> Text:
+        """Describe a value for an entry of a node, which gets it as a part if it may change."""
+        if type(value) in NATIVE:
+            return value
+        at = self._at.get(id(value))
+        if at is not None:
+            return ("at", at[0])
+        made = self._nodes.get(id(value))
+        if made is None:
+            text = self._fixed(value, place, node, end)
+            if text is not None:
+                return text
+            made = self._node(value, place)
+        if made is not None:
+            node.parts.append(made)
+            return ("ref", made.name)
+        if isinstance(value, MADE_BY_LIGHTNING):
+            return ("kept", 0)  # what Lightning makes and keeps in every process
+        key = id(value)
+        node.why.setdefault(end, {})[key] = why_not(value)
+        return ("kept", key)
+
+    def _fixed(self, value: Any, place: str, node: Node, end: str) -> Text | None:
+        """Describe a value that cannot change, but for what is in a tuple; `None` if it may."""
+        if isinstance(value, tuple | frozenset):
+            texts = [self.describe(each, f"{place}.{at}", node, end) for at, each in enumerate(value)]
+            return ("t", name_of(type(value)), *texts) if isinstance(value, tuple) else ("z", frozenset(texts))
+        if isinstance(value, types.MethodType):
+            return ("b", self.describe(value.__self__, f"{place}.self", node, end), value.__name__)
+        return fixed(value)
+
+    def _node(self, value: Any, place: str) -> Node | None:
+        kind, left_out = kind_of(value, is_new=self._is_new)
+        if kind is None or len(self._nodes) >= _MOST_NODES:
+            return None
+        self._count += self._is_new
+        name = f"{place}#{self._count}" if self._is_new else place
+        while name in self._used:
+            name += "'"
+        self._used.add(name)
+        made = self._nodes[id(value)] = kind(name, value, left_out, is_new=self._is_new)
+        return made
+
+    def _look(self, *, everything: bool = False) -> bool:
+        """Look at all nodes that owners lead to; return whether there is any change, and forget the other nodes."""
+        self._turn += 1
+        turn, changed = self._turn, False
+        moved = self._parts.moved() if self._parts is not None and not everything else self._roots
+        work = [node for name, node in self._roots.items() if name not in self._still or name in moved]
+        for node in work:
+            if node.look(self):
+                changed = True
+                node.compare(always=self._always)
+            for part in node.parts:
+                if part.turn != turn:
+                    part.turn = turn
+                    work.append(part)
+        if changed or len(work) != len(self._order):
+            for node in self._order:
+                if (
+                    node.turn != turn
+                    and not node.is_new
+                    and not (isinstance(node, Whole) and node.nbytes() > COMPARED_NBYTES)
+                ):
+                    self._kept[node.name] = node
+            found = [node for node in chain(self._kept.values(), work) if self._roots.get(node.name) is not node]
+            self._nodes, self._used = {id(node.each): node for node in found}, {node.name for node in found}
+            changed = True
+        self._order = work
+        return changed
+
+    def _leave_out(self, lost: dict[str, str]) -> None:
+        """Take the largest entries back until the others fit."""
+        assert self._taken is not None
+        if sum(node.size for node in self._order) <= self.most_nbytes:
+            return
+        sizes = {name: size_of(text) for name, text in self._taken.items()}
+        total = sum(sizes.values())
+        for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
+            if total <= self.most_nbytes:
+                return
+            total -= sizes[name]
+            del self._taken[name]
+            lost[name.removesuffix(CONTENT)] = f"{size_text(sizes[name])}, more than is left of `attributes_nbytes`"
+
+    def _say(self, lost: Mapping[str, str], remedy: str) -> None:
+        if not self._speaks:
+            return
+        new = {
+            name: why for name, why in zip(map(unnumbered, lost), lost.values(), strict=True) if name not in self._said
+        }
+        self._said.update(new)
+        if new:
+            shown = ", ".join(f"`{name}` ({why})" for name, why in list(new.items())[:_MOST_SAID])
+            more = f" and {len(new) - _MOST_SAID} more" if len(new) > _MOST_SAID else ""
+            log.warning(
+                "not restored after a restart: %s%s: %s. `untouched=[...]` takes names of what a restart may leave out",
+                *(shown, more, remedy),
+                alike=True,
+            )
+
+    def _make(self, texts: Mapping[str, Text], nodes: dict[str, Node]) -> dict[str, str]:
+        """Make the objects that do not exist here; return why some cannot be."""
+        lost = {}
+        for name, text in texts.items():
+            owner, end = _split(name)
+            if end != CONTENT or owner in nodes or not isinstance(text, dict):
+                continue
+            number = re.search(r"#(\d+)", owner)
+            if number is None:
+                continue  # of an owner that this process does not have
+            self._count = max(self._count, int(number[1]))
+            kind, cls = found(text["of"]), KINDS[text["kind"]]
+            if not isinstance(kind, type) or not may_make(kind, cls):
+                lost[owner] = f"there is no class {text['of']} any more"
+                continue
+            each = cls.make(kind, text)
+            _, left_out = kind_of(each, is_new=True)
+            nodes[owner] = self._nodes[id(each)] = cls(owner, each, left_out, is_new=True)
+        return lost
+
+    def _set(self, node: Node, end: str, text: Text, nodes: Mapping[str, Node]) -> None:
+        def read(text: Text, now: Sequence[Any] = ()) -> Any:
+            return self._read(text, nodes, now)
+
+        if end == CONTENT:
+            if isinstance(text, dict):
+                node.fill(text, read)
+        elif text == GONE:
+            if hasattr(node.each, end[1:]):
+                object.__delattr__(node.each, end[1:])
+        else:
+            space = space_of(node.each)
+            object.__setattr__(node.each, end[1:], read(text, [space[end[1:]]] if end[1:] in space else []))
+
+    def _read(self, text: Text, nodes: Mapping[str, Node], now: Sequence[Any] = ()) -> Any:
+        """Return the value that a description says; what cannot be stored is what is there `now`."""
+        if type(text) is not tuple:
+            return text
+        tag, *args = text
+        if tag == "kept":
+            places = now
+        elif tag == "ref":
+            places = [nodes[args[0]].each] if args[0] in nodes else []
+        elif tag == "at":
+            places = [each for name, each in self._at.values() if name == args[0]]
+        elif tag == "z":
+            places = [frozenset(self._read(each, nodes) for each in args[0])]
+        elif tag == "b":
+            places = [getattr(self._read(args[0], nodes), args[1])]
+        elif tag == "r":
+            places = [range(*args)]
+        else:
+            places = [read_named(tag, found(args[0]), [self._read(each, nodes) for each in args[1:]])]
+        if not places:
+            raise Missing(text)
+        return places[0]
+
+
+class _Parts:
+    """First values of plain attributes of the parts of a model. There may be thousands of parts, and most never change.
+
+    Args:
+        plain: names of plain attributes, one or more, of each part by its name.
+        owners: the parts.
+    """
+
+    def __init__(self, plain: Mapping[str, Sequence[str]], owners: Mapping[str, object]) -> None:
+        self._names, self._owners = list(plain), [owners[name] for name in plain]
+        self._values = list(map(vars, self._owners))
+        self._lengths = list(map(len, self._values))
+        # Twice, since the getter of one name gives no tuple.
+        self._get = [itemgetter(*names, *names) for names in plain.values()]
+        self._first = list(map(_GET, self._get, self._values))
+
+    def others(self, owners: Mapping[str, object]) -> dict[str, object]:
+        """Return those that are none of these parts."""
+        own = dict(zip(self._names, self._owners, strict=True))
+        return {name: owner for name, owner in owners.items() if own.get(name) is not owner}
+
+    def moved(self) -> dict[str, object]:
+        """Return parts of which an attribute is new or another object; if there are none, nothing is done for each part."""
+        return dict(self._moved(0, len(self._names)))
+
+    def _moved(self, start: int, stop: int) -> Iterator[tuple[str, object]]:
+        if self._have_moved(slice(start, stop)):
+            if stop - start == 1:
+                yield self._names[start], self._owners[start]
+            else:
+                middle = (start + stop) // 2
+                yield from self._moved(start, middle)
+                yield from self._moved(middle, stop)
+
+    def _have_moved(self, own: slice) -> bool:
+        values = self._values[own]
+        if list(map(len, values)) != self._lengths[own] or not all(map(is_, map(vars, self._owners[own]), values)):
+            return True
+        now, first = map(_GET, self._get[own], values), self._first[own]
+        try:
+            return not all(map(is_, chain.from_iterable(now), chain.from_iterable(first)))
+        except KeyError:  # one is gone and another new
+            return True
+
+
+_GET = itemgetter.__call__
+
+
+def is_of_values(text: Text) -> bool:
+    """Return whether a description is that of a tensor or array."""
+    return isinstance(text, dict) and text["kind"] in {"T", "A"}
+
+
+def unnumbered(name: str) -> str:
+    """Return the name that an entry has in the reference."""
+    return re.sub(r"#\d+", "", name)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return the name of a node, and the end by which it knows an entry."""
+    if name.endswith(CONTENT):
+        return name.removesuffix(CONTENT), CONTENT
+    owner, _, attribute = name.rpartition(".")
+    return owner, f".{attribute}"
+
+
+def _turn_of(name: str, text: Text) -> int:
+    if not name.endswith(CONTENT):
+        return 1
+    return FILLED_LAST.get(text["kind"], 0) if isinstance(text, dict) else 0
