@@ -66,11 +66,12 @@ class Values:
         self._at: dict[int, tuple[str, object]] = {}
         """What is restored elsewhere, by identity."""
         self._order: list[Node] = []
+        self._active: list[Node] = []
         self._always: Collection[str] = ()
         self._copied_nbytes = self._turn = self._count = 0
         self._is_new = False
         self._parts: _Parts | None = None
-        self._still: Collection[str] = ()
+        self._still: set[str] = set()
         """Owners that `_parts` looks at."""
         self._used: set[str] = set()
         self._taken: dict[str, Text] | None = None
@@ -93,13 +94,16 @@ class Values:
         self._roots = {name: node for name, node in self._roots.items() if owners.get(name, (None,))[0] is node.each}
         self._at = {id(each): (name, each) for name, each in elsewhere.items()}
         self._at |= {id(each): (name, each) for name, (each, _) in owners.items()}
+        self._active = [node for node in self._active if self._roots.get(node.name) is node]
         self._look()
         self._is_new, self._always, self._taken = False, always, None
+        fresh = owners.keys() - self._roots.keys()
         for name, (each, left_out) in owners.items():
             if name not in self._roots and not self.is_untouched(name):
                 kind = Stateful if has_state(each) and not isinstance(each, (nn.Module, *MADE_BY_LIGHTNING)) else Node
                 self._roots[name] = kind(name, each, left_out, is_new=False)
-        self._look(everything=True)
+        self._active = [node for name, node in self._roots.items() if name not in self._still]
+        self._look(fresh)
         self._is_new = True
         if not any(isinstance(node.each, nn.Module) for node in self._roots.values()):
             return  # data alone
@@ -110,7 +114,8 @@ class Values:
                 if isinstance(node.each, nn.Module) and not (node.parts or node.why or node.moved) and len(node.now) > 1
             }
             plain = {name: [end[1:] for end in node.now if end != CONTENT] for name, node in still.items()}
-            self._still = still.keys()
+            self._still = set(still)
+            self._active = [node for name, node in self._roots.items() if name not in still]
             self._parts = _Parts(plain, {name: node.each for name, node in still.items()})
         self._say(
             {name: why for node in self._order for name, why in node.states()},
@@ -229,12 +234,15 @@ class Values:
         made = self._nodes[id(value)] = kind(name, value, left_out, is_new=self._is_new)
         return made
 
-    def _look(self, *, everything: bool = False) -> bool:
-        """Look at all nodes that owners lead to; return whether there is any change, and forget the other nodes."""
+    def _look(self, fresh: Collection[str] = ()) -> bool:
+        """Look at all nodes that owners lead to; return whether there is any change, and forget the other nodes.
+
+        Of owners that seldom change those are looked at that have changed, and `fresh` ones.
+        """
         self._turn += 1
         turn, changed = self._turn, False
-        moved = self._parts.moved() if self._parts is not None and not everything else self._roots
-        work = [node for name, node in self._roots.items() if name not in self._still or name in moved]
+        moved = [*(self._parts.moved() if self._parts is not None else ()), *self._still.intersection(fresh)]
+        work = [*self._active, *(self._roots[name] for name in moved if name in self._roots)]
         for node in work:
             if node.look(self):
                 changed = True

@@ -76,6 +76,11 @@ def _sets(name: str, value: Any) -> Callable[[Any], Any]:
     return lambda each: setattr(each, name, value)
 
 
+def _turns(ring: Ring) -> None:
+    ring.append(2.0)
+    ring.turns = 3
+
+
 KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "none_to_float": (lambda: None, lambda _: 0.1),
     "float_to_tensor": (lambda: 1.0, lambda _: torch.tensor([0.1, float("nan")])),
@@ -95,7 +100,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "named_tuple": (lambda: Pair(1, 2), lambda _: Pair(2, [3])),
     "frozenset": (frozenset, lambda _: frozenset({0.1, Colour.RED})),
     "list_item": (lambda: [1.0, 2.0], lambda each: each.__setitem__(0, 0.1)),
-    "own_list": (lambda: Ring([1.0]), lambda each: (each.append(2.0), setattr(each, "turns", 3))[0]),
+    "own_list": (lambda: Ring([1.0]), _turns),
     "nested": (lambda: {"a": {"b": [1.0]}}, lambda each: each["a"]["b"].append(Box(0.1))),
     "keys": (dict, lambda each: each.update({Colour.RED: 1, (1, "a"): 2, Key("x"): 3})),
     "order": (lambda: OrderedDict(a=1, b=2), lambda each: each.move_to_end("a")),
@@ -160,9 +165,10 @@ class Life:
     def __init__(self, kinds: dict[str, Any]) -> None:
         items, other, sampler, collate = Items(), Items(), Turns(), Collate()
         made: Any = LightningModule()
-        made.part, made.helper, self.callback, datamodule = nn.Linear(2, 2), Holder(), Callback(), LightningDataModule()
-        loader = DataLoader(ConcatDataset([Subset(items, [0, 1]), other]), sampler=sampler, collate_fn=collate)
-        validation = DataLoader(Items())
+        self.callback: Any = Callback()
+        made.part, made.helper, datamodule = nn.Linear(2, 2), Holder(), LightningDataModule()
+        loader: Any = DataLoader(ConcatDataset([Subset(items, [0, 1]), other]), sampler=sampler, collate_fn=collate)
+        validation: Any = DataLoader(Items())
         self.places: dict[str, Any] = {
             "module": made,
             "callback.Callback": self.callback,
@@ -181,12 +187,14 @@ class Life:
         # A class of the user's: in plain ones of Lightning's own nothing is the user's.
         Callback_, callbacks = type("Callback", (Callback,), {}), [self.callback]
         self.callback.__class__ = Callback_
-        loops = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader]), _should_reload_train_dl=False)
-        self.trainer: Any = SimpleNamespace(
+        loops: Any = SimpleNamespace(
+            _combined_loader=SimpleNamespace(flattened=[loader]), _should_reload_train_dl=False
+        )
+        trainer: Any = SimpleNamespace(
             callbacks=callbacks, datamodule=datamodule, fit_loop=loops, val_dataloaders=validation
         )
-        self.module = made
-        self.moved = MovedAttributes(self.trainer, made, ())
+        self.module, self.trainer = made, trainer
+        self.moved = MovedAttributes(trainer, made, ())
         self.moved.look_at_data()
         self.moved.look()
 
@@ -278,17 +286,17 @@ def test_shared_objects_stay_shared_and_cycles_end() -> None:
     first, second = lives
     first.module.one.append(2.0)
     first.module.new = first.callback.new = Box(0.1)
-    first.module.new.me = first.module.new  # type: ignore[attr-defined]
+    first.module.new.me = first.module.new
     first.module.weights.append(first.module.part.bias)
-    first.callback.at = first.module.part  # type: ignore[attr-defined]
+    first.callback.at = first.module.part
     second.moved.restore(decode(encode(first.moved.take())))
     module, callback = second.module, second.callback
     assert module.one == [1.0, 2.0]
-    assert module.one is callback.two is module.circle[0]  # type: ignore[attr-defined]
+    assert module.one is callback.two is module.circle[0]
     assert module.circle[1] is module.circle
-    assert module.new is callback.new is module.new.me  # type: ignore[attr-defined]
+    assert module.new is callback.new is module.new.me
     assert module.weights[1] is module.part.bias
-    assert callback.at is module.part  # type: ignore[attr-defined]
+    assert callback.at is module.part
 
 
 def test_what_is_too_large_or_to_be_left_alone_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
@@ -303,7 +311,7 @@ def test_what_is_too_large_or_to_be_left_alone_is_not_taken(caplog: pytest.LogCa
         for step in range(3):
             life.module.large += 1
             life.module.small[0], life.module.cache[step] = step, object()
-            life.callback.count = step  # type: ignore[attr-defined]
+            life.callback.count = step
             taken = life.moved.take()
     assert list(taken) == ["module.small{}"]
     assert [each.getMessage().split("`")[1] for each in caplog.records] == ["module.large"]

@@ -21,6 +21,8 @@ from lightning_moe_ckpt._lightning_metrics import take_metrics
 class Counting(Callback):
     def __init__(self, limit: int = 9) -> None:
         self.limit, self.count, self.history = limit, 0, [0.0]
+        self.lines: Any = None
+        self.way: Any = None
 
 
 class Stateful(Callback):

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from campaign._drawn import Drawn
 from campaign._drawn_hooks import HOOKS, LATER
+from campaign._drawn_values import VALUES, Place
 from campaign._training import Checkpointing
 from lightning_moe_ckpt.testing._kill import HookPhase, Kill, Phase
 
@@ -101,7 +102,7 @@ def smaller(case: Case) -> Iterator[Case]:
     plain = Drawn()
     for each in dataclasses.fields(Drawn):
         value, default = getattr(case.setup, each.name), getattr(plain, each.name)
-        if each.name in {"trainer", "options", "user_callbacks", "hooks"}:
+        if each.name in {"trainer", "options", "user_callbacks", "hooks", "remembers"}:
             for index in range(len(value)):
                 yield replace(case, setup=replace(case.setup, **{each.name: value[:index] + value[index + 1 :]}))
         elif each.name not in {"checkpointing", "epochs", "batches"} and value != default:
@@ -222,7 +223,18 @@ def _further(rng: random.Random, setup: Drawn) -> Drawn:
     grows = setup.accumulate == 1 and rng.random() < 0.08
     changes["growing_accumulation"] = grows and "skips_rest" not in changes["hooks"]  # else it may never step again
     changes["emulated"] = rng.random() < 0.1
+    changes["remembers"] = _remembers(setup)
     return replace(setup, **changes, checkpointing=_paced(rng, setup.checkpointing))
+
+
+def _remembers(setup: Drawn) -> tuple[tuple[str, Place], ...]:
+    """In a quarter of the runs up to three values, of kinds and in places that are drawn beside the rest."""
+    beside = random.Random(f"remembers {setup!r}")
+    if beside.random() > 0.25 or setup.compiled:
+        return ()
+    own = setup.data == "map" and not setup.seeded  # else the data set is not the user's, or there are several
+    places = [place for place in get_args(Place) if place != "data" or own]
+    return tuple((beside.choice([*VALUES]), beside.choice(places)) for _ in range(beside.randint(1, 3)))
 
 
 def _paced(rng: random.Random, checkpointing: Checkpointing | None) -> Checkpointing | None:

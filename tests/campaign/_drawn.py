@@ -11,7 +11,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ from typing_extensions import override
 
 from campaign._data import VOCABULARY, Tokens
 from campaign._drawn_hooks import EDITS, Hook, with_hooks
+from campaign._drawn_values import Place, Remembering, Remembers
 from campaign._training import Module, Setup, make_averaging, make_scheduler
 from campaign._variants import Item, Stream, Variant, VariantModule
 from lightning_moe_ckpt._lightning_data import begin_epoch
@@ -91,6 +92,8 @@ class Drawn(Variant):
     further_optimizer: FurtherOptimizer = "none"
     """In the place of all others."""
     tensorboard: bool = False
+    remembers: tuple[tuple[str, Place], ...] = field(default=(), repr=False)
+    """Kinds of values that training moves and reads, with their places. Not in its text, from which hooks are drawn."""
 
     @override
     def fault_free(self) -> Setup:
@@ -104,7 +107,10 @@ class Drawn(Variant):
 
     @override
     def make_module(self, life: Attempt) -> Module:
-        module: Module = with_hooks(DrawnModule, self.hooks)(self, life)
+        made = with_hooks(DrawnModule, self.hooks)
+        if self.remembers:
+            made = type(f"Remembers{made.__name__}", (Remembers, made), {"remembered": self.remembers})
+        module: Module = made(self, life)
         return module
 
     @override
@@ -130,7 +136,8 @@ class Drawn(Variant):
             made["exception"] = OnExceptionCheckpoint(_files(self, life) / "exception")
         if "learning_rate" in self.user_callbacks:
             made["learning_rate"] = LearningRateMonitor("step", log_momentum=True)
-        return [*super().callbacks(life), *make_averaging(self.averaged), *made.values()]
+        remembering = [Remembering()] if self.remembers else []
+        return [*super().callbacks(life), *remembering, *make_averaging(self.averaged), *made.values()]
 
     @override
     def trainer_options(self, life: Attempt) -> dict[str, Any]:
