@@ -117,6 +117,10 @@ class BoundaryRecorder:
         self._original: Start | None = None
         self._mid_epoch = False
         self._metrics_due = False
+        self._attributes: dict[str, Any] | None = None
+        """Those of the newest boundary of which they were taken."""
+        self._followed: Mapping[str, Any] = {}
+        """Those of the original run's boundary that was followed last."""
         self._extras = Extras()
         require_storable(
             {f"scheduler {i}": c.scheduler.state_dict() for i, c in enumerate(trainer.lr_scheduler_configs)}
@@ -358,7 +362,7 @@ class BoundaryRecorder:
             "schedulers": [copied(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
             "param_groups": groups_state(trainer.optimizers[0]),
             "trained": self._trained.take(),
-            "attributes": self._moved.take(),
+            **self._take_attributes(whole=resumed),
             "precision": copied(_lightning.take_precision(trainer)),
             "callbacks": self._extras.take_callbacks(self._callbacks()),
             "module": self._extras.take_module(self._module),
@@ -370,6 +374,23 @@ class BoundaryRecorder:
             "buffer_sync": _lightning.take_buffer_sync(trainer),
         }
 
+    def _take_attributes(self, *, whole: bool) -> dict[str, Any]:
+        """Return attributes, or, inside a window, what has changed since the boundary before: the same objects are unchanged."""
+        now, last = self._moved.take(), self._attributes
+        self._attributes = now
+        if whole or last is None:
+            return {"attributes": now}
+        changed = {name: text for name, text in now.items() if name not in last or last[name] is not text}
+        return {"attributes_since": changed, "attributes_gone": [name for name in last if name not in now]}
+
+    def _attributes_of(self, original: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return all attributes of a boundary of the original run; call in the order of boundaries."""
+        last = self._followed
+        gone = {*original.get("attributes_gone", ()), *original.get("attributes_since", ())}
+        since = {name: text for name, text in last.items() if name not in gone} | original.get("attributes_since", {})
+        self._followed = original.get("attributes", since)
+        return self._followed
+
     def _callbacks(self) -> list[Callback]:
         return [each for each in _lightning.callbacks_of(self._trainer) if not isinstance(each, self._skip)]
 
@@ -379,6 +400,7 @@ class BoundaryRecorder:
         """Continue from a start half; call in `on_fit_start`, before any other callback runs."""
         trainer = self._trainer
         self._resume, self._wanted, self._batch = start, False, start.get("batch")
+        self._attributes_of(start)
         _lightning.restore_seed(start["seed"])
         self._restore_rates(start)
         if start["precision"]:
@@ -430,7 +452,7 @@ class BoundaryRecorder:
         )
         users = ("module", "datamodule")
         self._restore_users({name: original[name] if differs(original[name], here[name]) else {} for name in users})
-        self._moved.restore(original.get("attributes", {}))
+        self._moved.restore(self._attributes_of(original))
         for name, part in self._parts.items():
             part.follow(copied(original["parts"][name]))
         _lightning_metrics.follow_metrics(self._trainer, self._module, copied(original["metrics"]))
