@@ -15,6 +15,7 @@ from torchmetrics import Metric
 from lightning_moe_ckpt._lightning import callbacks_of
 from lightning_moe_ckpt._lightning_callbacks import averaging_callbacks
 from lightning_moe_ckpt._lightning_data import loaders_of
+from lightning_moe_ckpt._lightning_users import is_library
 from lightning_moe_ckpt.parallel import ordered_hook
 
 _LIBRARIES = ("lightning", "lightning_moe_ckpt")
@@ -93,7 +94,7 @@ def _of_copies(trainer: Trainer) -> Iterator[str]:
     known = averaging_callbacks(trainer)
     for callback in callbacks_of(trainer):
         kept = [name for name, value in vars(callback).items() if _has_weights(value)]
-        if kept and callback not in known:
+        if kept and callback not in known and is_library(type(callback)):  # what the user's keep is restored, or named
             yield f"callback `{type(callback).__qualname__}` keeps weights in {kept}, which no checkpoint holds"
 
 

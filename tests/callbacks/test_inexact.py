@@ -63,10 +63,17 @@ class Unordered(Plain):
 
 
 class Teacher(Callback):
-    """Keeps a copy of the weights where nobody looks."""
+    """Keeps a copy of the weights, which is restored."""
 
     def __init__(self) -> None:
         self.teacher = nn.Linear(4, 4)
+
+
+def _librarys() -> Callback:
+    """A callback of a library, whose attributes nobody looks at, with weights."""
+    callback: Any = LambdaCallback()
+    callback.teacher = nn.Linear(4, 4)
+    return callback  # type: ignore[no-any-return]
 
 
 def _said(module: Plain, callbacks: list[Callback], caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -89,7 +96,7 @@ def _said(module: Plain, callbacks: list[Callback], caplog: pytest.LogCaptureFix
     [
         (Averages, None, "WeightAveraging"),
         (Unordered, None, "in_order=False"),
-        (Plain, Teacher, "`Teacher` keeps weights in ['teacher']"),
+        (Plain, _librarys, "`LambdaCallback` keeps weights in ['teacher']"),
         (Plain, partial(ModelCheckpoint, train_time_interval=timedelta(hours=1)), "saves by the clock"),
     ],
     ids=["averages", "order", "copies", "clock"],
@@ -119,7 +126,7 @@ def test_each_reason_is_said_once(
 )
 def test_an_exact_run_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture, module: Any, make: Any) -> None:
     """Who looks at gradients in replay finds all of them; what matters there only is no matter for dense checkpoints."""
-    assert _said(module(), [EMAWeightAveraging(), make(str(tmp_path))], caplog) == []
+    assert _said(module(), [EMAWeightAveraging(), Teacher(), make(str(tmp_path))], caplog) == []
 
 
 @pytest.mark.parametrize(
