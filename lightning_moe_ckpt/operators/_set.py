@@ -100,6 +100,8 @@ class OperatorSet:
         Operators of which nothing is left are left out, and so are layers without experts that train: they lose no tokens.
         """
         whole = self.whole or self
+        if not constants and not thawed:
+            return whole
         apart = {*constants, *thawed}
         cut = [replace(op, slices=tuple(s for s in op.slices if s.fqn not in apart)) for op in whole]
         kept = [op for op in cut if op.slices]

@@ -138,6 +138,8 @@ class Constants:
             raise Corrupt(f"what describes constants lacks {missing[:_NAMED]}. Start anew with resume='never'.")
         digests = {fqn: places[fqn][1].digest for fqn in params}
         if load:
+            for param in params.values():  # of a process that has trained further
+                self._view.schema.drop_state(param)
             live = self._digested(params)
             differing = {fqn: param for fqn, param in params.items() if live[fqn] != digests[fqn]}
             for fqn, param in differing.items():
@@ -175,9 +177,8 @@ class Constants:
         operators = self._view.operators
         if not operators.constants:
             return False
-        trains = [
-            fqn for fqn, param in self._params.items() if param.requires_grad or self._view.schema.has_state(param)
-        ]
+        state = self._view.schema.optimizer.state
+        trains = [fqn for fqn, param in self._params.items() if param.requires_grad or param in state]
         own = {*trains, *self.edited(thoroughly=thoroughly)}
         if exchange.all_agree(not own):
             return False
@@ -255,19 +256,17 @@ def _candidates(view: StateView) -> list[str]:
     Experts of a layer are equal in size: either all of them have a constant in the same place, or none has.
     """
     operators, params, schema = view.operators, view.params, view.schema
+    frozen = {fqn for fqn, param in params.items() if not param.requires_grad}
+    if len(frozen) in {0, len(params)}:
+        return []
     shared = {fqn for group in ParameterIndex(view.module).sharing() for fqn in group}
     elsewhere = {piece.fqn for op in operators if op.holders != "stage" for piece in op.slices}
-    found = {
-        fqn
-        for fqn, param in params.items()
-        if not (param.requires_grad or fqn in shared or fqn in elsewhere or schema.has_state(param))
-    }
+    found = {fqn for fqn in frozen - shared - elsewhere if not schema.has_state(params[fqn])}
     for layer in operators.layers:
         for column in zip(*layer.experts.values(), strict=True):
             if not found.issuperset(piece.fqn for piece in column):
                 found -= {piece.fqn for piece in column}
-    trains = any(fqn not in found for fqn in params)
-    return [fqn for fqn in params if fqn in found] if trains else []
+    return [fqn for fqn in params if fqn in found]
 
 
 def _digest(tensor: Tensor) -> str:

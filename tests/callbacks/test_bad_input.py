@@ -479,7 +479,7 @@ class Packed(Tensor):
     ("frozen", "found"),
     [
         (torch.zeros(4).to(torch.float8_e8m0fnu), "`frozen` has dtype torch.float8_e8m0fnu (quantised or complex)"),
-        (torch.zeros(4, dtype=torch.uint8), "`frozen` has dtype torch.uint8"),
+        (torch.zeros(4, dtype=torch.complex64), "`frozen` has dtype torch.complex64"),
         (torch.zeros(4).as_subclass(Packed), "`frozen` is a tensor subclass (Packed)"),
     ],
 )

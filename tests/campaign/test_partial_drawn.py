@@ -34,7 +34,7 @@ PHASES: list[Phase] = [
 ]
 TOGETHER: list[Phase] = ["after_backward", "before_optimizer_step"]
 """Those in which all ranks have written down the step before."""
-LATE = "dense.bias"
+LATE, BASE = "dense.bias", "dense.weight"
 """Parameter that joins the optimizer late, if one does."""
 
 
@@ -51,6 +51,8 @@ class Case:
     """Experts that do not train."""
     joins: int | None = None
     """Step in which a parameter joins the optimizer."""
+    frozen_base: bool = False
+    """Whether what is no expert has a weight that does not train."""
 
 
 def draw(seed: int) -> Case:
@@ -88,6 +90,7 @@ def draw(seed: int) -> Case:
         if model == "lists" and draw.random() < 0.7
         else (),
         joins=joins,
+        frozen_base=random.Random(-1 - seed).random() < 0.4,
     )
 
 
@@ -110,6 +113,8 @@ def train_drawn(case: Case, machines: Machines, life: Attempt) -> Mapping[str, A
         model = build(name, **options)
         for index in case.frozen:
             model.moe.experts[index].requires_grad_(False)  # type: ignore[union-attr, index]
+        if case.frozen_base:
+            dict(model.named_parameters()).get(BASE, next(model.parameters())).requires_grad_(False)
         return model
 
     def optimize(name: Optimizer, module: LightningModule) -> torch.optim.Optimizer:
