@@ -134,6 +134,7 @@ class CheckpointCallback(Checkpoint):
         self.redundancy, self.failure_domains = whole["redundancy"], whole["failure_domains"]
         self.deterministic_dataset, self.untouched = whole["deterministic_dataset"], tuple(whole["untouched"])
         self.attributes_nbytes = int(number_of_bytes(self, "attributes_nbytes", whole["attributes_nbytes"]))
+        self.on_change = whole["on_change"]
         self._run: FitSession | None = None
         self._report: Report | None = None
         self._lightning_resume: LightningResume | None = None
@@ -314,6 +315,7 @@ class CheckpointCallback(Checkpoint):
             batches=self.batches,
             deterministic_dataset=self.deterministic_dataset,
             attributes={"most_nbytes": self.attributes_nbytes, "untouched": self.untouched},
+            on_change=self.on_change,
         )
         resumed = self._run.begin()
         if self._lightning_resume is not None:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from lightning_moe_ckpt._units import duration
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.fit import Batches
+from lightning_moe_ckpt.fit import Batches, OnChange
 from lightning_moe_ckpt.storage import Resume, Retention
 from lightning_moe_ckpt.tiers import DEFAULT_MAX_CHUNK, FailureDomain
 
@@ -60,6 +60,9 @@ class CheckpointArguments(TypedDict, total=False):
             `callback.Mover.*`, where `*` stands for anything. Others are restored where training has changed them.
         attributes_nbytes: most bytes that changed attributes of your objects may take on each rank, a number or text such as
             `64MiB`; a warning names what does not fit.
+        on_change: whose learning rate, weight decay and other fields of the optimizer, and arguments of schedulers, are used where
+            this start sets others than the stored run has. `stored` goes on with its own; `mine` takes those of this start, from the
+            step on at which the state is dense. A table at the start shows all settings that differ.
         stop_grace: longest time from SIGTERM to the end of the process, a `timedelta`, seconds, or text such as `25s`. Within it all ranks agree on a boundary and store
             it; what cannot be stored in time is left. Keep it below the limit of your launcher: torchrun and SLURM
             kill after 30 s.
@@ -83,6 +86,7 @@ class CheckpointArguments(TypedDict, total=False):
     deterministic_dataset: bool
     untouched: Sequence[str]
     attributes_nbytes: int | str
+    on_change: OnChange
     stop_grace: timedelta | float | str
     freeze_heap: bool
 
@@ -103,6 +107,7 @@ DEFAULTS: CheckpointArguments = {
     "deterministic_dataset": False,
     "untouched": (),
     "attributes_nbytes": 64 * 2**20,
+    "on_change": "stored",
     # Within the 30 s that launchers commonly give, with time left for the rest of the script.
     "stop_grace": timedelta(seconds=25),
     "freeze_heap": True,
@@ -171,6 +176,7 @@ def _check_rest(owner: object, whole: CheckpointArguments) -> None:
         raise ConfigurationError(
             f"`{_name(owner)}(untouched={untouched!r})` must be a list of names, such as ['module.cache', 'callback.Mover.*']."
         )
+    require_choice(owner, "on_change", whole["on_change"], ("stored", "mine"))
     duration(owner, "stop_grace", whole["stop_grace"])
 
 

@@ -22,14 +22,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch._dynamo import OptimizedModule
 
 from lightning_moe_ckpt.journal import Unread
-from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
 
 LoopState = dict[str, Any]
 
@@ -138,6 +141,7 @@ class FitLoopTaps:
             self._restore.pop()()
         for loop, name in ((self._epoch_loop, "reset"), (self._fit_loop, "setup_data"), (self._val_loop, "setup_data")):
             loop.__dict__.pop(name, None)
+        self._fit_loop.trainer.__dict__.pop("_run_sanity_check", None)
 
 
 def _makes_iterator(trainer: Trainer) -> bool:
@@ -293,6 +297,7 @@ def restore_buffer_sync(trainer: Trainer, taken: bool | None) -> None:
 
 
 def _load_loops(trainer: Trainer, state: LoopState) -> None:
+    _skip_sanity_check(trainer)
     loops, settings = dict(state), state["settings"]
     del loops["settings"]
     trainer.fit_loop.load_state_dict(loops)
@@ -334,6 +339,44 @@ def should_stop(trainer: Trainer) -> bool:
     """Return whether the run was stopped for good. The end of `max_time` does not count, since a later run may have more."""
     timers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Timer)]
     return trainer.should_stop and all((timer.time_remaining() or 1.0) > 0 for timer in timers)
+
+
+def finished_because(trainer: Trainer) -> tuple[str, str] | None:
+    """Return why a restored run trains nothing more, and what would let it; `None` if it trains. Call before the fit loop runs."""
+    max_steps, max_epochs = trainer.max_steps, trainer.max_epochs
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    if 0 <= max_steps <= trainer.global_step:
+        return f"`max_steps={max_steps}` is reached", "a larger `max_steps`"
+    if max_epochs is not None and 0 <= max_epochs <= epochs.processed:
+        return f"`max_epochs={max_epochs}` is reached", "a larger `max_epochs`"
+    if trainer.should_stop and trainer.fit_loop._can_stop_early:
+        return "it was stopped for good, as by EarlyStopping", "`min_steps` or `min_epochs` beyond this step"
+    return None
+
+
+def _skip_sanity_check(trainer: Trainer) -> None:
+    """Leave the validation before training out once: a run that is resumed has had it, and what it changes was restored."""
+
+    def skipped() -> None:
+        del trainer._run_sanity_check
+
+    trainer._run_sanity_check = skipped  # type: ignore[method-assign]
+
+
+def use_clipping(trainer: Trainer, value: float | None, algorithm: str | None) -> None:
+    """Clip gradients from here on as if the trainer had been given these arguments."""
+    trainer.gradient_clip_val = value
+    trainer.gradient_clip_algorithm = None if algorithm is None else GradClipAlgorithmType(algorithm)
+
+
+def max_time(trainer: Trainer) -> float | None:
+    """Return the seconds that `max_time` or a `Timer` gives a run."""
+    return next((each._duration for each in callbacks_of(trainer) if isinstance(each, Timer)), None)
+
+
+def detects_anomaly(trainer: Trainer) -> bool:
+    """Return what `Trainer(detect_anomaly=...)` was given."""
+    return trainer._detect_anomaly
 
 
 def resume_between_epochs(trainer: Trainer, state: LoopState) -> None:
@@ -415,6 +458,14 @@ def expert_parallel_size(trainer: Trainer) -> int:
     """Return the number of ranks that share the experts of a layer."""
     groups = getattr(trainer.strategy, "groups", None)
     return groups.ep_size if isinstance(groups, ParallelGroups) else 1
+
+
+def groups_of(strategy: Strategy) -> ParallelGroups:
+    """Return the strategy's groups; under strategies other than `MoEStrategy`, every rank holds everything."""
+    own: object = getattr(strategy, "groups", None)
+    if isinstance(own, ParallelGroups):
+        return own
+    return build_groups() if dist.is_available() and dist.is_initialized() else ParallelGroups()
 
 
 def datamodule_of(trainer: Trainer) -> LightningDataModule | None:

@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from torch.utils import _pytree as pytree
 from torch.utils.data import (
+    BatchSampler,
     ChainDataset,
     ConcatDataset,
     DataLoader,
@@ -26,7 +27,7 @@ from torch.utils.data import (
 
 from lightning_moe_ckpt.data import SeededItems
 
-_KNOWN_SAMPLERS = ("torch", "torchdata", "lightning")
+_KNOWN_SAMPLERS = ("torch", "torchdata", "lightning", "lightning_moe_ckpt")
 """Packages whose samplers draw only when their iterator is made or first used, and share no generator after that."""
 
 
@@ -169,17 +170,23 @@ def _beginning_at(loader: Any, num_batches: int) -> Iterator[None]:
     if loader.num_workers == 0:
         yield
         return
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    sampler = getattr(loader, name)
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     behind = _Behind(sampler, num_batches)
-    object.__setattr__(loader, name, behind)  # a loader guards its attributes
-    if loader._iterator is not None:  # of persistent workers
-        loader._iterator._index_sampler = behind
+    _give_sampler(loader, behind)
     try:
         yield
     finally:
-        object.__setattr__(loader, name, sampler)
+        _give_sampler(loader, sampler, running=False)
         behind.num_batches = 0
+
+
+def _give_sampler(loader: Any, sampler: Any, *, running: bool = True) -> None:
+    """Let iterators get indices from `sampler`; with `running` also that of persistent workers, from its next epoch on."""
+    object.__setattr__(
+        loader, "sampler" if loader.batch_sampler is None else "batch_sampler", sampler
+    )  # it guards them
+    if running and loader._iterator is not None:  # of persistent workers
+        loader._iterator._index_sampler = sampler
 
 
 class _Behind:
@@ -193,6 +200,105 @@ class _Behind:
 
     def __len__(self) -> int:
         return len(self._sampler)
+
+
+def described(loader: Any) -> dict[str, object]:
+    """Return what decides which items a loader gives in which batch, as its user has set it."""
+    dataset, batch_sampler = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
+    size = getattr(loader, "batch_size", None) or getattr(
+        batch_sampler, "own_size", getattr(batch_sampler, "batch_size", None)
+    )
+    sized = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
+    return {
+        "batch_size": size if isinstance(size, int) else None,
+        "num_workers": getattr(loader, "num_workers", None),
+        "sampler": type(getattr(loader, "sampler", None)).__qualname__,
+        "items": len(dataset) if sized else None,  # type: ignore[arg-type]
+    }
+
+
+def can_resize(trainer: Trainer) -> bool:
+    """Return whether the training loader can give batches of another size up to a place in an epoch: one loader, all of its
+    batches, made by torch's own class from indices.
+    """
+    loaders, limit = loaders_of(trainer), trainer.limit_train_batches
+    if len(loaders) != 1 or type(limit) is not float or limit != 1.0 or getattr(trainer, "overfit_batches", False):
+        return False
+    (loader,) = loaders
+    indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    return indices and type(loader.batch_sampler) is BatchSampler and hasattr(loader.batch_sampler.sampler, "__len__")
+
+
+class Resized(BatchSampler):
+    """Batches of another size up to a place in an epoch, and of the loader's own behind it: of the same items, in the same order.
+
+    It takes the place of the batch sampler of a trainer's loader, which `can_resize`, until `remove`.
+
+    Args:
+        trainer: has the loader.
+        size: items of a batch up to there.
+        until: epoch, `None` for that at hand, and number of batches of that size in it.
+        replayed: whether an epoch counts as long as if all of its batches were of that size.
+    """
+
+    # No part of its attributes, which are looked at as the user's are.
+    __slots__ = ("_loader", "_original", "_replayed", "_size", "_trainer", "_until", "own_size")
+
+    def __init__(self, trainer: Trainer, size: int, until: tuple[int | None, int], *, replayed: bool) -> None:
+        epoch = _epoch(trainer) if until[0] is None else until[0]
+        self._trainer, self._size, self._until, self._replayed = trainer, size, (epoch, until[1]), replayed
+        (self._loader,) = loaders_of(trainer)
+        self._original: BatchSampler = self._loader.batch_sampler
+        self.own_size = self._original.batch_size
+        super().__init__(self._original.sampler, size if replayed else self.own_size, self._original.drop_last)
+        _give_sampler(self._loader, self)
+        _use_length(trainer)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        (epoch, num_batches), here, items = self._until, _epoch(self._trainer), iter(self.sampler)
+        before = num_batches if here == epoch else 0 if here > epoch else None
+        for _ in itertools.count() if before is None else range(before):
+            batch = [*itertools.islice(items, self._size)]
+            if not batch or (self.drop_last and len(batch) < self._size):
+                return
+            yield batch
+        for index in itertools.count():
+            batch = [*itertools.islice(items, self.own_size)]
+            short = self.drop_last and len(batch) < self.own_size and not (before and index == 0)
+            if not batch or short:
+                return
+            yield batch
+
+    def remove(self) -> None:
+        """Give the loader its own batch sampler, from the next iterator on."""
+        _give_sampler(self._loader, self._original)
+
+    def go_on(self, *, mid_epoch: bool) -> None:
+        """Count batches of the loader's own size from here on, as if the epoch had had no others."""
+        left = len(self.sampler) - self._until[1] * self._size  # type: ignore[arg-type]
+        left = max(1, left // self.own_size if self.drop_last else -(-left // self.own_size))
+        if self._replayed:
+            self.remove()
+        _use_length(self._trainer)
+        if mid_epoch:
+            fit_loop = self._trainer.fit_loop
+            done = max(0, len(self._original) - left)
+            current: Any = fit_loop.epoch_loop.batch_progress.current
+            current.ready = current.started = current.processed = current.completed = done
+            if fit_loop._data_fetcher is not None:
+                fit_loop._data_fetcher.fetched = done
+
+
+def _use_length(trainer: Trainer) -> None:
+    """Count the loader's batches anew, as `setup_data` does, whose limits are the lengths of all loaders."""
+    fit_loop: Any = trainer.fit_loop
+    combined = fit_loop._combined_loader
+    combined.limits = [len(each) for each in combined.flattened]
+    if fit_loop._data_fetcher is None:
+        return
+    fit_loop.max_batches = fit_loop._data_fetcher.length = combined.limits[0]
+    if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
+        trainer.val_check_batch = max(1, int(fit_loop.max_batches * trainer.val_check_interval))
 
 
 def loaders_of(trainer: Trainer) -> list[Any]:

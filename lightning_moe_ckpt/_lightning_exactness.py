@@ -54,6 +54,11 @@ def gradients_are_seen(trainer: Trainer, module: LightningModule, skip: tuple[ty
     )
 
 
+def may_leave_out(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> bool:
+    """Return whether gradients may stay away; `DistributedDataParallel` would wait for them for ever. Arguments as above."""
+    return not gradients_are_seen(trainer, module, skip) and not isinstance(trainer.model, DistributedDataParallel)
+
+
 def _of_replay(module: LightningModule) -> Iterator[str]:
     averaged = [name for name, each in module.named_modules() if isinstance(each, AveragedModel)]
     if averaged:

@@ -4,3 +4,4 @@ from lightning_moe_ckpt.fit._batches import Batches as Batches
 from lightning_moe_ckpt.fit._in_place import InPlace as InPlace
 from lightning_moe_ckpt.fit._in_place import supervisor as supervisor
 from lightning_moe_ckpt.fit._run import FitSession as FitSession
+from lightning_moe_ckpt.fit._settings import OnChange as OnChange

@@ -34,6 +34,7 @@ from lightning_moe_ckpt import (
 from lightning_moe_ckpt._lightning_progress import LoopProgress
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.fit._fetches import NO_FETCHES, FetchLog
+from lightning_moe_ckpt.fit._settings import Settings
 from lightning_moe_ckpt.fit._state import Extras, Trained, copied, require_storable
 from lightning_moe_ckpt.journal import UNFIT, HeldGenerator, RngState, capture_rng, differs, restore_rng
 from lightning_moe_ckpt.operators import groups_state, load_groups_state
@@ -67,6 +68,7 @@ class BoundaryRecorder:
         skip_callbacks: callbacks whose state is not part of the journal (our own).
         parts: further state of a boundary, by name.
         trained: the state of `requires_grad` and optimizer groups.
+        settings: what the fit is asked for.
         deterministic_dataset: whether items of the data set depend on their index alone.
         layers: names of modules whose attributes one of the parts records.
         attributes: further arguments of `MovedAttributes`.
@@ -80,12 +82,13 @@ class BoundaryRecorder:
         parts: Mapping[str, JournalPart],
         trained: Trained,
         *,
+        settings: Settings,
         deterministic_dataset: bool = False,
         layers: Collection[str] = (),
         attributes: Mapping[str, Any] | None = None,
     ) -> None:
         self._deterministic = deterministic_dataset
-        self._parts, self._trained = parts, trained
+        self._parts, self._trained, self._settings = parts, trained, settings
         self._trainer, self._module = trainer, module
         self._skip = skip_callbacks
         self._random: RngState | None = None
@@ -244,6 +247,7 @@ class BoundaryRecorder:
             self._trained.restore(self._resume["trained"])
             self._moved.restore(self._resume.get("attributes", {}))
             self._restore_rates(self._resume)
+            self._settings.begin(mid_epoch=self._mid_epoch)
         self._moments["epoch"], self._before_epoch_only = self._take_random(), True
         if self._wanted or self._passed:  # needed or not: the state before an epoch cannot be taken later
             self._wanted = self._passed = False
@@ -325,6 +329,7 @@ class BoundaryRecorder:
         original, self._original = self._original, None
         if original is not None:
             self._follow(original, self._take(between_epochs=between_epochs))
+            self._settings.settle(mid_epoch=not between_epochs)
             self._batch = original.get("batch")
         self._start = self._take(between_epochs=between_epochs, resumed=resumed)
         if original is not None:
@@ -340,7 +345,7 @@ class BoundaryRecorder:
 
     def _compare(self, batch: str | None) -> None:
         original, self._batch = self._batch, None
-        if None not in (original, batch) and original != batch:
+        if None not in (original, batch) and original != batch and not self._settings.explains_batches:
             log.error(
                 "the batch that follows step %d is not the one of the original run: this restart is not bit-exact. Look for "
                 "data that changed or cannot be repositioned, or is said to be deterministic and is not.",
@@ -353,12 +358,13 @@ class BoundaryRecorder:
         if resumed:
             place["between_epochs"] = between_epochs
             place["loops"] = self._progress.take()
-            place["batches_done"] = trainer.fit_loop.epoch_loop.batch_progress.current.completed
             place["fetches"] = self._fetches.take()
+            place["settings"] = self._settings.take()
         if why := self._trained.unfit():
             place[UNFIT] = why
         return {
             **place,
+            "batches_done": trainer.fit_loop.epoch_loop.batch_progress.current.completed,
             "schedulers": [copied(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
             "param_groups": groups_state(trainer.optimizers[0]),
             "trained": self._trained.take(),

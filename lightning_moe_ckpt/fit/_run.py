@@ -5,7 +5,6 @@ Two callbacks call it: `Replay`, which runs first, and `CheckpointCallback`, whi
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,11 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities import rank_zero_info
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_moe_ckpt import (
     _lightning,
@@ -30,16 +25,15 @@ from lightning_moe_ckpt import (
 from lightning_moe_ckpt._lightning_callbacks import Findings, ProgressNote, averages_of, finish_with_averages, resting
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Neighbours
-from lightning_moe_ckpt.fit._asked import Asked
 from lightning_moe_ckpt.fit._batches import Batches, BatchLog, Logged
 from lightning_moe_ckpt.fit._departed import say_who_is_gone
 from lightning_moe_ckpt.fit._recorder import BoundaryRecorder, JournalPart
+from lightning_moe_ckpt.fit._settings import OnChange, Settings, announce
 from lightning_moe_ckpt.fit._state import LayerState, Trained, copied
 from lightning_moe_ckpt.fit._stops import Stops
 from lightning_moe_ckpt.fit._unsupported import refuse_unsupported, warn_if_short
 from lightning_moe_ckpt.journal import HeldGenerator, Unread, capture_rng, restore_rng
 from lightning_moe_ckpt.operators import StateSchema
-from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
 from lightning_moe_ckpt.parallel._elastic import is_of_collective
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import clocked
@@ -62,7 +56,7 @@ class FitSession:
         config, policy: where checkpoints live and how to resume; what is taken at which step.
         trainer, module: in `on_fit_start`, so parameters are on their device and the optimizer exists.
         own_callbacks: callback classes whose state is not part of the journal.
-        stop_grace, batches, deterministic_dataset: as in `CheckpointArguments`; `attributes` are arguments of `MovedAttributes`.
+        stop_grace, batches, deterministic_dataset, on_change: as in `CheckpointArguments`; `attributes` are arguments of `MovedAttributes`.
     """
 
     resumed = False
@@ -91,6 +85,7 @@ class FitSession:
         batches: Batches = "reposition",
         deterministic_dataset: bool = False,
         attributes: Mapping[str, Any] | None = None,
+        on_change: OnChange = "stored",
     ) -> None:
         refuse_unsupported(trainer, policy)
         self._trainer, self._module = trainer, module
@@ -106,11 +101,14 @@ class FitSession:
         self._batches = BatchLog(trainer, batches, keep=policy.replays, original=original, compared=compared)
         self._layers = LayerState(module, self.session.layers)
         self._findings = Findings(trainer, module)
-        self._files, self._asked = _lightning_files.CheckpointFiles(trainer), Asked(trainer)
+        self._files, self._url = _lightning_files.CheckpointFiles(trainer), config.url
         parts: dict[str, JournalPart] = {"files": self._files, "logs": self._logs, "batches": self._batches}
-        parts |= {"layers": self._layers, "findings": self._findings, "asked": self._asked}
+        parts |= {"layers": self._layers, "findings": self._findings}
+        replay, logged = lambda: self.session.repeats.replay, batches == "log"
+        self._settings = Settings(trainer, own_callbacks, on_change=on_change, logged=logged, replay=replay)
         self._recorder: BoundaryRecorder = BoundaryRecorder(
             *(trainer, module, own_callbacks, parts, self._trains),
+            settings=self._settings,
             deterministic_dataset=deterministic_dataset,
             layers={layer.fqn for layer in self.session.layers},
             attributes=attributes or {},
@@ -140,6 +138,7 @@ class FitSession:
         if start is None:
             self._trains.begin()
         else:
+            self._settings.resume(start, self.session.report().resumed_from or 0)
             self._recorder.resume(start)
             self._step, self._num_groups = self._trainer.global_step, self._trains.num_groups
             self._gradients_of = start
@@ -149,9 +148,7 @@ class FitSession:
         if self.session.replaying:
             self._files.held = True
         self.resumed = start is not None
-        if self.resumed and not log.isEnabledFor(logging.INFO):
-            # Who has not set up logging sees what Lightning says, and would not know that anything was restored.
-            rank_zero_info(f"Resumes from the checkpoint of step {self.session.report().resumed_from}")
+        announce(self._trainer, self.session.report(), self._url, replaying=self.session.replaying)
         self._take_up_session()
         return self.resumed
 
@@ -258,6 +255,7 @@ class FitSession:
             self._files.remove()
         self._logs.remove()
         self._batches.remove()
+        self._settings.close()
         self._recorder.close()
         self._findings.remove()
         self._clip.remove()
@@ -285,6 +283,7 @@ class FitSession:
 
     @clocked
     def before_iter(self) -> None:
+        self._settings.loaders_made()
         self._recorder.before_iter()
 
     @clocked
@@ -317,7 +316,9 @@ class FitSession:
             return
         self._step = self._trainer.global_step
         self._layers.drop_graphs()
-        original = self.session.repeats.stepped(self._step, self._losses) if self.session.replaying else None
+        original = None
+        if self.session.replaying:
+            original = self.session.repeats.stepped(self._step, self._losses, self._settings.explains_losses)
         self._gradients_of = original
         if original is None and not self.session.alone:
             self._files.dense()
@@ -374,7 +375,6 @@ class FitSession:
             for reason in reasons:
                 log.warning("this run cannot be reproduced bit for bit: %s", reason, alike=True)
             self._last_step = _lightning_progress.last_step(self._trainer)
-            self._asked.first_batch(self._trainer)
         self._trained = True
         self._stops.batch_begins()
         start = self._recorder.complete_start(self._batches.take_digest())
@@ -505,9 +505,9 @@ class FitSession:
             policy=policy,
             module=module,
             schema=StateSchema.of(self._optimizer),
-            groups=_groups_of(trainer.strategy),
+            groups=_lightning.groups_of(trainer.strategy),
             autocast_dtype=_AUTOCAST.get(str(trainer.precision)),
-            may_skip=_may_leave_out(trainer, module, own_callbacks),
+            may_skip=_lightning_exactness.may_leave_out(trainer, module, own_callbacks),
             compiled=_lightning.is_compiled(module),
             extra=_lightning.checkpoint_extra(trainer, module),
             averages=averages_of(trainer),
@@ -544,17 +544,3 @@ class FitSession:
     def _stepped(self) -> bool:
         """Whether the batch that ends now ended with an optimizer step."""
         return self._trainer.global_step != self._step
-
-
-def _may_leave_out(trainer: Trainer, module: LightningModule, own_callbacks: tuple[type[Callback], ...]) -> bool:
-    """Return whether gradients may stay away; `DistributedDataParallel` would wait for them for ever."""
-    seen = _lightning_exactness.gradients_are_seen(trainer, module, own_callbacks)
-    return not seen and not isinstance(trainer.model, DistributedDataParallel)
-
-
-def _groups_of(strategy: Strategy) -> ParallelGroups:
-    """Return the strategy's groups; under strategies other than `MoEStrategy`, every rank holds everything."""
-    own: object = getattr(strategy, "groups", None)
-    if isinstance(own, ParallelGroups):
-        return own
-    return build_groups() if dist.is_available() and dist.is_initialized() else ParallelGroups()

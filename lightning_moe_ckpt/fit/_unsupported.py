@@ -28,6 +28,11 @@ def refuse_unsupported(trainer: Trainer, policy: Policy) -> None:
             f"Found {len(trainer.optimizers)} optimizers, can capture exactly one. "
             "Put all parameters into one optimizer with several param groups."
         )
+    if type(trainer.optimizers[0]).__name__ == "_MockOptimizer":
+        raise ConfigurationError(
+            "`configure_optimizers` returned None: nothing is trained, so that there is nothing to resume. Return an optimizer, "
+            "or leave the checkpoint callback out."
+        )
     for kind, reason in _UNSUPPORTED.items():
         if any(isinstance(each, kind) for each in callbacks_of(trainer)):
             raise ConfigurationError(reason)

@@ -90,6 +90,8 @@ class Replay:
             as_user=lambda: self._as_user(self.start(self._first + self._newest)),
         )
         """What takes no step until it is active."""
+        self._named = False
+        """Whether a known cause of other losses was."""
         self._newest = -1
         """Index of the step loaded last."""
         self._loaded: list[Tensor] = []
@@ -111,11 +113,20 @@ class Replay:
         start: Journal = self.journals[step - self._first]["start"]
         return start
 
-    def matches(self, step: int, losses: list[Tensor]) -> bool:
-        """Return whether the step that ended at boundary `step` gave the losses of the original run; reported if not."""
+    def matches(self, step: int, losses: list[Tensor], known: str = "") -> bool:
+        """Return whether the step that ended at boundary `step` gave the losses of the original run; reported if not.
+
+        What is `known` to give other losses is named once, and no other cause is looked for.
+        """
         expected = self.outcome(step)["losses"]
         same = _same_bits(losses, expected)
-        if not same:
+        if not same and known:
+            if not self._named:
+                log.warning(
+                    "replay gives other losses than the original run, from step %d on: %s", step, known, alike=True
+                )
+            self._named = True
+        elif not same:
             log.error(
                 "replay of step %d gave another loss than the original run (%s, was %s): this restart is not bit-exact. "
                 "Look for kernels that are not deterministic, or data that cannot be repositioned.",

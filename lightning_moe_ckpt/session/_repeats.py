@@ -52,15 +52,20 @@ class Repeats:
         if self.replay is not None:
             self.replay.freeze()
 
-    def stepped(self, step: int, losses: list[Tensor]) -> Journal:
+    def stepped(self, step: int, losses: list[Tensor], known: str) -> Journal:
         """Compare a replayed step with its journal, then load the slot of its boundary.
+
+        Args:
+            step: the boundary.
+            losses: what the step gave.
+            known: what is known to give other losses, in words.
 
         Returns:
             The start half that the original run took of that boundary.
         """
         replay = made(self.replay)
         self.steps += 1
-        self.mismatches += not replay.matches(step, losses)
+        self.mismatches += not replay.matches(step, losses, known)
         replay.load(step)
         self.unsettled = replay
         if replay.dense:

@@ -542,16 +542,25 @@ def test_a_report_prints_as_a_short_table(tmp_path: Path) -> None:
     assert re.match(r"resumed from +step 6 in .* MiB from storage", lines[0])
 
 
-@pytest.mark.parametrize(("level", "times"), [(logging.WARNING, 1), (logging.INFO, 0)])
-def test_a_resume_is_seen_where_nobody_has_set_up_logging(
-    level: int, times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By Lightning's own logger, and not twice where the package's lines are shown."""
-    fit(SparseCheckpoint(str(tmp_path), window=2), steps=4)
+@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO])
+def test_every_start_says_once_what_it_does(level: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By Lightning's own logger where nobody has set up the package's; with nothing left to train, as a warning."""
     caplog.set_level(level, "lightning_moe_ckpt")
+    said = []
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
-        fit(SparseCheckpoint(str(tmp_path), window=2), steps=6)
-    assert caplog.text.count("Resumes from the checkpoint of step 4") == times
+        for steps in (4, 6, 6):
+            caplog.clear()
+            fit(SparseCheckpoint(str(tmp_path), window=2), steps=steps)
+            words = ("began ", "resumed from ", "finished at ")
+            said.append([each for each in caplog.records if each.getMessage().startswith(words)])
+    assert [len(each) for each in said] == [1, 1, 1]
+    assert [each[0].getMessage().split(":")[0] for each in said] == [
+        f"began a new run at {tmp_path}",
+        "resumed from step 4 (storage)",
+        "finished at step 6",
+    ]
+    assert said[2][0].levelno == logging.WARNING
+    assert "`max_steps=6` is reached" in said[2][0].getMessage()
 
 
 class Rated(Linear):
@@ -582,17 +591,19 @@ def test_another_rate_seed_batch_size_or_number_of_threads_than_the_stored_runs_
         checkpoint = SparseCheckpoint(str(tmp_path), window=2)
         fit(checkpoint, steps=4 + 2 * start, module=module, train_dataloaders=batches)
         assert module.trainer.optimizers[0].param_groups[0]["lr"] == 0.1
-        said = [record.getMessage() for record in caplog.records if record.name.endswith("fit._asked")]
-        words = {
+        tables = [record.getMessage() for record in caplog.records if record.name.endswith("fit._settings")]
+        rows = [line.split() for table in tables for line in table.splitlines()[2:] if line.startswith("  ")]
+        row = {
             "nothing": [],
-            "rate": ["sets a learning rate of 0.2, and the stored run began with 0.1: it goes on with its own"],
-            "seed": ["sets the seed 2, and the stored run has 1: it goes on with its own random numbers"],
-            # the second start trained with batches of 2, which is what the run has since
-            "batch size": ["batches have 2 items on each rank, and those of the stored run had 1"] * (start == 1),
-            "threads": ["torch has 2 threads on each rank, and had 1 in the stored run"] * (start == 1),
+            "rate": ["optimizer.lr", "0.1", "0.2", "stored"],
+            "seed": ["seed", "1", "2", "stored"],
+            # the second start trained with batches of 2, and another number of threads, which is what the run has since
+            "batch size": ["batch_size", "1", "2", "yours,"] if start == 1 else [],
+            "threads": ["threads", "1", "2", "yours:"] if start == 1 else [],
         }[change]
-        assert len(said) == (len(words) if changed else 0), said
-        assert all(word in line for word, line in zip(words, said, strict=False))
+        more = [["max_steps", str(2 + 2 * start), str(4 + 2 * start), "yours"]]
+        assert [each[:4] for each in rows] == (sorted([*([row] if row else []), *more]) if changed else [])
+        assert len(tables) == changed
 
 
 def test_dense_generations_of_a_sparse_run_can_be_exported(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -24,7 +25,6 @@ COMPLAINTS = ("ERROR:lightning_moe_ckpt", "WARNING:lightning_moe_ckpt")
 HARMLESS = (
     "WARNING:lightning_moe_ckpt.tiers._skips:",
     "checkpoints need",
-    "it goes on with its own random numbers",
     " is gone; ",
     " are gone; ",
     "another rank is gone, or does not answer; ",
@@ -34,6 +34,8 @@ HARMLESS = (
     "training begins from nothing, although",  # nothing was stored: `_origin` checks that
     "are stored whole at every step, since",
     "restarts are not exact if items draw random numbers",
+    "these settings differ from those of the stored run:",  # `changed_settings` has which
+    "WARNING:lightning_moe_ckpt.fit._settings:finished at step",
 )
 """Storage of a busy machine lets generations pass it by, which memory has; a drawn run may be short, and its callbacks may
 come to say more than twice what they said at first; its items may draw no random numbers, and each life has a seed
@@ -159,12 +161,23 @@ class Campaigns:
         return self._scratch / f"campaign{self._count}"
 
 
+def changed_settings(log: str) -> list[str]:
+    """Names in the tables of settings that differ, but for the seed and the one who kills, which differ in every life."""
+    tables = [part.split("\n") for part in log.split("these settings differ from those of the stored run:\n")[1:]]
+    rows = [row.split() for table in tables for row in itertools.takewhile(lambda row: row.startswith("  "), table)]
+    return [row[0] for row in rows if row[0] not in ("setting", "seed") and not _KILLERS.issuperset(row)]
+
+
+_KILLERS = {"callbacks", "Killer,", "Killer", "LatePhase", "none", "yours"}
+
+
 def _require_silence(lives: Sequence[AttemptResult], kills: Sequence[Kill | None]) -> None:
     """No life reported a checkpoint that was not taken or a replay that was not exact: exactness may be luck then."""
     for life in lives:
         for rank in range(life.world_size):
             complaints = (line for line in life.log(rank).splitlines() if line.startswith(COMPLAINTS))
             said = [line for line in complaints if not any(each in line for each in HARMLESS)]
+            said += changed_settings(life.log(rank))
             assert not said, f"{kills}: life {life.index}, rank {rank} said: {said}"
 
 

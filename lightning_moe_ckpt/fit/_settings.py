@@ -1,0 +1,428 @@
+"""Say what a start does, and which of its settings it takes from the script and which from the stored run.
+
+There is one table of settings, each with its rule. *Yours is used*: how long, how often, on what and with how much of it the script
+trains (`_YOURS`). *Stored is used*: what the optimizer and its schedulers go on with, unless `on_change="mine"` (`_of_optimizer`).
+*Refused*: what has no meaning for stored state. That is another list of schedulers here; models, optimizers, precisions and ranks
+are compared before, by `Identity`.
+
+Invariant: steps that are replayed are trained as the stored run trained them, so that the state resumed from is that run's. What is
+yours comes into force between that step and the next, before the boundary is taken: its journal has what follows it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelSummary, ProgressBar
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lightning_moe_ckpt import _lightning, _lightning_data
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
+from lightning_moe_ckpt.fit._state import copied
+from lightning_moe_ckpt.journal import Written, written
+from lightning_moe_ckpt.operators import groups_state, load_groups_state
+from lightning_moe_ckpt.recovery import Replay
+from lightning_moe_ckpt.session import Report
+
+log = rank_logger(__name__)
+
+OnChange = Literal["stored", "mine"]
+
+_SEED = "PL_GLOBAL_SEED"
+"""Where `seed_everything` notes the seed."""
+_POSITION = {
+    *("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "T_cur", "base_lrs"),
+    *("best", "num_bad_epochs", "cooldown_counter", "mode_worse"),
+}
+"""Entries of a scheduler's state that are no arguments of it."""
+
+
+@dataclass(frozen=True)
+class _Yours:
+    """A setting of which the script's value is used."""
+
+    read: Callable[[Trainer], object]
+    explains: Literal["nothing", "losses", "batches"] = "nothing"
+    """What may come out different because of it where a step is trained again."""
+    note: str = ""
+
+
+def _of_loaders(name: str, note: str = "") -> _Yours:
+    def read(trainer: Trainer) -> object:
+        return [_lightning_data.described(each)[name] for each in _lightning_data.loaders_of(trainer)]
+
+    return _Yours(read, "batches", note)
+
+
+_REPLAYED = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "batch_size")
+"""What a replay takes from the stored run."""
+_ARGUMENTS = (
+    *_REPLAYED[:3],
+    *("max_epochs", "min_epochs", "max_steps", "min_steps", "val_check_interval", "check_val_every_n_epoch"),
+    *("limit_train_batches", "limit_val_batches", "overfit_batches", "reload_dataloaders_every_n_epochs"),
+    "log_every_n_steps",
+)
+_YOURS: dict[str, _Yours] = {
+    **{name: _Yours(attrgetter(name)) for name in _ARGUMENTS},
+    "max_time": _Yours(_lightning.max_time),
+    "detect_anomaly": _Yours(_lightning.detects_anomaly),
+    "deterministic": _Yours(lambda _: torch.are_deterministic_algorithms_enabled(), "losses"),
+    "benchmark": _Yours(lambda _: torch.backends.cudnn.benchmark, "losses"),
+    "compiled": _Yours(lambda trainer: _lightning.is_compiled(trainer.lightning_module), "losses"),
+    "strategy": _Yours(lambda trainer: type(trainer.strategy).__qualname__, "losses"),
+    "threads": _Yours(
+        lambda trainer: torch.get_num_threads() if trainer.strategy.root_device.type == "cpu" else None,
+        "losses",
+        "a CPU adds in another order with them, so the run is not exact; OMP_NUM_THREADS sets them",
+    ),
+    "callbacks": _Yours(lambda trainer: [type(each).__qualname__ for each in _lightning.callbacks_of(trainer)]),
+    "loggers": _Yours(lambda trainer: [type(each).__qualname__ for each in trainer.loggers]),
+}
+_OF_LOADERS: dict[str, _Yours] = {
+    "batch_size": _of_loaders("batch_size"),
+    "num_workers": _of_loaders("num_workers", "items that draw random numbers come out different"),
+    "sampler": _of_loaders("sampler"),
+    "items": _of_loaders("items"),
+}
+_RULES = {**_YOURS, **_OF_LOADERS}
+"""All settings of which the script's value is used; of any other it is the stored one."""
+
+
+def _of_optimizer(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    """Yield fields of the optimizer's groups, and arguments of schedulers, of which the stored value is used."""
+    groups: Sequence[Mapping[str, Any]] = trainer.optimizers[0].param_groups
+    for field in dict.fromkeys(field for group in groups for field in group):
+        if field not in ("params", "param_names", "initial_lr"):
+            first = "initial_lr" if field == "lr" else field  # schedulers set the rate as they are made
+            yield f"optimizer.{field}", [_plain(group.get(first, group.get(field))) for group in groups]
+    for index, config in enumerate(trainer.lr_scheduler_configs):
+        yield from _arguments(f"scheduler{index}", config.scheduler.state_dict())
+
+
+def _arguments(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in state.items():
+        if name == "_schedulers":
+            for index, each in enumerate(value):
+                yield from _arguments(f"{prefix}.{index}", each)
+        elif name not in _POSITION:
+            yield f"{prefix}.{name}", _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that a journal can store and that shows what was set."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Tensor):
+        return value.tolist() if value.numel() <= 16 else f"tensor of {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return [[_plain(key), _plain(each)] for key, each in value.items()]
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, str | int) else type(value).__qualname__
+
+
+class Settings:
+    """What one fit is asked for, what the stored run was, and which is in force. Made in `on_fit_start`, before anything is restored.
+
+    Args:
+        trainer: has the settings.
+        own: callbacks that are not the user's.
+        on_change: whose fields of the optimizer and arguments of schedulers are used, where they differ.
+        logged: whether a replay trains on batches from the journal.
+        replay: returns what is replayed, if steps are.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        own: tuple[type[Callback], ...],
+        *,
+        on_change: OnChange,
+        logged: bool,
+        replay: Callable[[], Replay | None],
+    ) -> None:
+        self._trainer, self._on_change, self._logged, self._replay = trainer, on_change, logged, replay
+        users = [
+            each for each in _lightning.callbacks_of(trainer) if not isinstance(each, (*own, ProgressBar, ModelSummary))
+        ]
+        self._mine = {name: _plain(setting.read(trainer)) for name, setting in _YOURS.items()}
+        self._mine |= {"callbacks": [type(each).__qualname__ for each in users], "seed": os.environ.get(_SEED)}
+        self._mine |= dict(_of_optimizer(trainer))
+        # Tuners look for a value, whatever was asked for.
+        self._tuned = any(isinstance(each, BatchSizeFinder | LearningRateFinder) for each in users)
+        self._schedulers = [type(each.scheduler).__qualname__ for each in trainer.lr_scheduler_configs]
+        self._fresh = groups_state(trainer.optimizers[0]), self._states()
+        self._used = dict(self._mine)
+        self._written: Written | None = None
+        self._stored: dict[str, Any] = {}
+        self._start: dict[str, Any] | None = None
+        self._step = 0
+        self._differ: dict[str, tuple[Any, Any]] = {}
+        """Stored and own value of what differs."""
+        self._resized: _lightning_data.Resized | None = None
+        self._pending = False
+        """Whether what is yours is not in force, since steps are to be replayed first."""
+
+    def take(self) -> Written:
+        """Return what is in force, for the journal of a boundary from which a run may resume."""
+        if self._written is None:
+            self._written = written({**self._used, "schedulers": self._schedulers})
+        return self._written
+
+    # -- a run is resumed
+
+    def resume(self, start: dict[str, Any], step: int) -> None:
+        """Compare with what the stored run had, before it is restored.
+
+        Args:
+            start: its start half; changed where the place in the data, or the accumulation, is yours.
+            step: the step whose state is resumed from.
+
+        Raises:
+            IdentityMismatch: its schedulers are not this start's.
+        """
+        self._stored, self._start, self._step = dict(start.get("settings", {})), start, step
+        was = self._stored.pop("schedulers", [f"{len(start['schedulers'])} of them"])
+        if len(start["schedulers"]) != len(self._schedulers) or (self._stored and was != self._schedulers):
+            raise IdentityMismatch(
+                f"The stored run has the schedulers [{', '.join(was)}], and this start [{', '.join(self._schedulers)}]: the place in "
+                "one has no meaning for another. Return those of the stored run from `configure_optimizers`, give another URL, or "
+                "start anew with resume='never'. Weights alone are carried over by `moe-ckpt export`."
+            )
+        self._pending = bool(self._stored)
+        self._compare(self._mine)
+        kept = [name for name in self._mine if name in self._stored and (name not in _RULES or name in _REPLAYED)]
+        self._used |= {name: self._stored[name] for name in kept}
+        own, live = self._mine["accumulate_grad_batches"], start.get("loops", {}).get("settings")
+        if (
+            live
+            and self._replay() is None
+            and live["accumulate_grad_batches"] == self._stored.get("accumulate_grad_batches")
+        ):
+            live["accumulate_grad_batches"] = own  # else a callback had set it, which is state
+
+    def _compare(self, mine: Mapping[str, Any]) -> None:
+        for name in self._stored.keys() & mine.keys():
+            was, now = self._stored[name], mine[name]
+            tuned = self._tuned and name in ("optimizer.lr", "batch_size")
+            if repr(was) != repr(now) and not tuned and (name != "seed" or now is not None):  # 1 is no 1.0
+                self._differ[name] = was, now
+
+    def begin(self, *, mid_epoch: bool) -> None:
+        """Put what is used into force before the first epoch of a resumed run, when hooks at its start have run."""
+        if self._pending and self._replay() is not None:
+            self._use_arguments(self._stored)
+        else:
+            self.settle(mid_epoch=mid_epoch)
+
+    def settle(self, *, mid_epoch: bool) -> None:
+        """Put what is yours into force once nothing is replayed; call between two steps, before their boundary is taken."""
+        if not self._pending or self._replay() is not None:
+            return
+        self._pending, self._written = False, None
+        self._use_arguments(self._mine)
+        if self._resized is not None:
+            self._resized.go_on(mid_epoch=mid_epoch)
+        own = [name for name in self._mine if name in _REPLAYED or (self._on_change == "mine" and name != "seed")]
+        self._used |= {name: self._mine[name] for name in own}
+        if self._on_change == "mine" and any(name.startswith(("optimizer.", "scheduler")) for name in self._differ):
+            self._use_own_rates()
+
+    def loaders_made(self) -> None:
+        """Look at the loaders of a new epoch; in a resumed run, say once what differs, and let a replay have the stored batches.
+
+        Raises:
+            ConfigurationError: the loader cannot give batches of the stored size, and a replay needs some.
+        """
+        found = {name: setting.read(self._trainer) for name, setting in _OF_LOADERS.items()}
+        if self._resized is not None:
+            self._resized.remove()
+            self._resized = None
+        if self._start is not None and "batch_size" not in self._mine:
+            self._compare(found)
+        self._mine |= found
+        kept = {"batch_size": self._stored["batch_size"]} if self._pending and "batch_size" in self._differ else {}
+        if any(self._used.get(name) != value for name, value in {**found, **kept}.items()):
+            self._used, self._written = {**self._used, **found, **kept}, None
+        if kept:
+            self._resize()
+        if self._start is not None and self._differ:
+            log.warning("%s", self._table(), alike=True)
+        self._start = None
+
+    def close(self) -> None:
+        """Give the trainer and its loader back what is yours, if the fit ends before that was in force."""
+        if self._pending:
+            self._use_arguments(self._mine)
+        if self._resized is not None:
+            self._resized.remove()
+
+    # -- what is known to differ
+
+    @property
+    def explains_batches(self) -> str:
+        """What is known to give other batches than the stored run's from here on, in words; empty if nothing is."""
+        return self._explains("batches")
+
+    @property
+    def explains_losses(self) -> str:
+        """What is known to give other losses in replay, in words; empty if nothing is."""
+        return self._explains("losses") or self._explains("batches")
+
+    def _explains(self, what: str) -> str:
+        given = {"batch_size"} if self._resized is not None and self._pending else set[str]()
+        known = {name for name, rule in _RULES.items() if rule.explains == what} - given
+        return ", ".join(
+            f"`{name}` was {_text(was)} and is {_text(now)}"
+            for name, (was, now) in self._differ.items()
+            if name in known
+        )
+
+    # -- private
+
+    def _states(self) -> list[dict[str, Any]]:
+        return [copied(each.scheduler.state_dict()) for each in self._trainer.lr_scheduler_configs]
+
+    def _use_arguments(self, values: Mapping[str, Any]) -> None:
+        clipping, accumulate = _REPLAYED[:2], _REPLAYED[2]
+        if not self._differ.keys().isdisjoint(clipping):
+            _lightning.use_clipping(self._trainer, *(values[name] for name in clipping))
+        either = self._differ.get(accumulate, ())  # any other value is a callback's, which sets it anew in every epoch
+        if self._trainer.accumulate_grad_batches in either:
+            self._trainer.accumulate_grad_batches = values[accumulate]
+
+    def _resize(self) -> None:
+        """Let the loader have batches of the stored size up to where yours is used; without a replay, as they are passed over."""
+        (was, now), replay, trainer = self._differ["batch_size"], self._replay(), self._trainer
+        if self._logged:
+            return
+        can = len(was) == len(now) == 1 and None not in (*was, *now) and _lightning_data.can_resize(trainer)
+        if replay is not None and not can:
+            raise ConfigurationError(
+                f"The stored run had batches of {_text(was)}, and this start has {_text(now)}. Up to step {self._step} the stored run's "
+                "steps are trained again, and this loader cannot give their batches: that takes one `DataLoader` over a map-style data "
+                f"set, without a batch sampler of your own, `limit_train_batches` or `overfit_batches`. Start with {_text(was)} and "
+                f"`max_steps={self._step}` once, then with {_text(now)}."
+            )
+        until: tuple[int | None, int] | None = None
+        if replay is not None:
+            last = replay.journals[-1]
+            until = last["outcome"]["epoch"], last["start"]["batches_done"]
+        elif can and self._start is not None and not self._start["between_epochs"]:
+            until = None, self._start["batches_done"]
+        if until is not None:
+            self._resized = _lightning_data.Resized(trainer, was[0], until, replayed=replay is not None)
+
+    def _use_own_rates(self) -> None:
+        """Use the script's fields of groups and arguments of schedulers where they differ.
+
+        Where rates are among them, schedulers of the script begin anew and are stepped as often as the stored ones were: rates are those
+        that the script's would have here. One that follows a metric keeps what it has seen, and rates their ratio to the first.
+        """
+        optimizer, schedulers = self._trainer.optimizers[0], [c.scheduler for c in self._trainer.lr_scheduler_configs]
+        stored, states, (fresh, fresh_states) = groups_state(optimizer), self._states(), self._fresh
+        rates = any(name == "optimizer.lr" or name.startswith("scheduler") for name in self._differ)
+        stepped = stored
+        if rates:
+            load_groups_state(optimizer, [*fresh, *stored[len(fresh) :]])
+            for scheduler, own, state in zip(schedulers, fresh_states, states, strict=True):
+                _step_again(scheduler, own, state)
+            stepped = groups_state(optimizer)
+        if any(isinstance(each, ReduceLROnPlateau) for each in schedulers):
+            for group, was, first, now in zip(
+                stepped, stored, self._stored["optimizer.lr"], self._mine["optimizer.lr"], strict=False
+            ):
+                group["lr"] = was["lr"] * (now / first if first else 1.0)  # type: ignore[operator]
+        changed = [name.removeprefix("optimizer.") for name in self._differ if name.startswith("optimizer.")]
+        for was, own, now in zip(stored, fresh, stepped, strict=False):
+            moved = [
+                field
+                for field in now
+                if rates and (field in ("lr", "initial_lr") or repr(now[field]) != repr(own[field]))
+            ]
+            was.update(
+                {field: own[field] for field in changed if field in own and field != "lr"}
+                | {field: now[field] for field in moved}
+            )
+        load_groups_state(optimizer, stored)
+
+    def _table(self) -> str:
+        rows = [("setting", "stored", "yours", "used")]
+        for name, (was, now) in sorted(self._differ.items()):
+            if name in ("callbacks", "loggers"):
+                was, now = [each for each in was if each not in now], [each for each in now if each not in was]
+            rows.append((name, _text(was), _text(now), self._which(name)))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0), strict=True)) for row in rows]
+        stored = any(row[3] == "stored" for row in rows)
+        way = "\n'stored' goes on as it was: a new run (another URL, resume='never') takes yours, and on_change='mine' all but the seed"
+        return "these settings differ from those of the stored run:\n  " + "\n  ".join(lines) + way * stored
+
+    def _which(self, name: str) -> str:
+        rule, later = _RULES.get(name), f"yours, from step {self._step} on"
+        if rule is None:
+            return later if self._on_change == "mine" and name != "seed" else "stored"
+        notes = [rule.note] if rule.note else []
+        if name == "batch_size" and self._start is not None and not self._start["between_epochs"] and not self._logged:
+            passed = (
+                "the samples that it has consumed" if self._resized is not None else "as many batches as it has had"
+            )
+            notes.append(f"this epoch goes on behind {passed}")
+        return ": ".join([later if name in _REPLAYED else "yours", *notes])
+
+
+def _step_again(scheduler: Any, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    """Bring a scheduler with the arguments of `own`, its state when it was made, to the position of `stored`."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.load_state_dict({**copied(dict(own)), **{name: stored[name] for name in _POSITION if name in stored}})
+        return
+    scheduler.load_state_dict(copied(dict(own)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no step of the optimizer comes in between
+        for _ in range(_position(stored) - _position(own)):
+            scheduler.step()
+
+
+def _position(state: Mapping[str, Any]) -> int:
+    return int(state["last_epoch"]) if "last_epoch" in state else _position(state["_schedulers"][0])
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, list):
+        return "none" if value is None else str(value)
+    texts = list(map(_text, value))
+    return texts[0] if texts and len(set(texts)) == 1 else ", ".join(texts) or "none"
+
+
+def announce(trainer: Trainer, report: Report, url: str, *, replaying: bool) -> None:
+    """Say once, on rank 0, whether a run begins, goes on, or has nothing left to do; call when it is restored."""
+    step = report.resumed_from
+    why = _lightning.finished_because(trainer) if step is not None and not replaying else None
+    if why is not None:
+        log.warning(
+            "finished at step %d: nothing to train, since %s. The module is that of this step. A new training takes another URL than "
+            "%s, or resume='never'; this one goes on with %s",
+            *(trainer.global_step, why[0], url, why[1]),
+            alike=True,
+        )
+        return
+    if step is None:
+        said = f"began a new run at {url}"
+    else:
+        again = f", by training again from step {trainer.global_step}" if replaying else ""
+        said = f"resumed from step {step} ({' and '.join(report.restored_from) or 'memory'}){again}: {url}"
+    if log.isEnabledFor(logging.INFO) and log.logger.hasHandlers():
+        log.info("%s", said, alike=True)
+    else:
+        rank_zero_info(said)  # whoever has not set up logging sees what Lightning says
