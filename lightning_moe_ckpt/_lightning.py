@@ -369,6 +369,11 @@ def use_clipping(trainer: Trainer, value: float | None, algorithm: str | None) -
     trainer.gradient_clip_algorithm = None if algorithm is None else GradClipAlgorithmType(algorithm)
 
 
+def batches_done(trainer: Trainer) -> int:
+    """Return how many batches of the epoch at hand have been trained on."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
 def max_time(trainer: Trainer) -> float | None:
     """Return the seconds that `max_time` or a `Timer` gives a run."""
     return next((each._duration for each in callbacks_of(trainer) if isinstance(each, Timer)), None)

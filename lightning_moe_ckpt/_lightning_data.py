@@ -74,10 +74,15 @@ def skip_batches(
     else:
         iter(fetcher)
         before_fetch(0)
+        length = fetcher.length
+        if length is not None:
+            fetcher.length = max(length, num_batches + 1)  # of another size, an epoch may have had more
         for index in range(num_batches):
             if index:
                 before_fetch(index)
             next(fetcher)
+        if length is not None:
+            fetcher.length, fetcher.done = length, fit_loop.epoch_loop.batch_progress.current.ready >= length
     fetcher.fetched = 0  # the epoch loop adds the consumed batches itself
 
 
@@ -272,32 +277,32 @@ class Resized(BatchSampler):
     def remove(self) -> None:
         """Give the loader its own batch sampler, from the next iterator on."""
         _give_sampler(self._loader, self._original)
+        _use_length(self._trainer)
 
-    def go_on(self, *, mid_epoch: bool) -> None:
-        """Count batches of the loader's own size from here on, as if the epoch had had no others."""
+    def go_on(self, *, mid_epoch: bool, accumulate: int) -> None:
+        """Count batches of the loader's own size from here on, as many as are left behind a multiple of `accumulate`."""
         left = len(self.sampler) - self._until[1] * self._size  # type: ignore[arg-type]
         left = max(1, left // self.own_size if self.drop_last else -(-left // self.own_size))
         if self._replayed:
             self.remove()
-        _use_length(self._trainer)
         if mid_epoch:
-            fit_loop = self._trainer.fit_loop
-            done = max(0, len(self._original) - left)
-            current: Any = fit_loop.epoch_loop.batch_progress.current
+            done = max(0, len(self._original) - left) // accumulate * accumulate
+            current: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
             current.ready = current.started = current.processed = current.completed = done
-            if fit_loop._data_fetcher is not None:
-                fit_loop._data_fetcher.fetched = done
+            _use_length(self._trainer, done, done + left)
 
 
-def _use_length(trainer: Trainer) -> None:
-    """Count the loader's batches anew, as `setup_data` does, whose limits are the lengths of all loaders."""
+def _use_length(trainer: Trainer, fetched: int | None = None, length: int | None = None) -> None:
+    """Count the loader's batches anew, as `setup_data` does, or let the epoch at hand have `length`, and `fetched` behind it."""
     fit_loop: Any = trainer.fit_loop
-    combined = fit_loop._combined_loader
-    combined.limits = [len(each) for each in combined.flattened]
-    if fit_loop._data_fetcher is None:
+    combined, fetcher = fit_loop._combined_loader, fit_loop._data_fetcher
+    combined.limits = [len(each) for each in combined.flattened] if length is None else [length]
+    if fetcher is None:
         return
-    fit_loop.max_batches = fit_loop._data_fetcher.length = combined.limits[0]
-    if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
+    fit_loop.max_batches = fetcher.length = combined.limits[0]
+    if fetched is not None:
+        fetcher.fetched = fetched
+    elif isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
         trainer.val_check_batch = max(1, int(fit_loop.max_batches * trainer.val_check_interval))
 
 

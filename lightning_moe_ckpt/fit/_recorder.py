@@ -247,7 +247,8 @@ class BoundaryRecorder:
             self._trained.restore(self._resume["trained"])
             self._moved.restore(self._resume.get("attributes", {}))
             self._restore_rates(self._resume)
-            self._settings.begin(mid_epoch=self._mid_epoch)
+            if not self._mid_epoch:
+                self._settings.begin(mid_epoch=False)
         self._moments["epoch"], self._before_epoch_only = self._take_random(), True
         if self._wanted or self._passed:  # needed or not: the state before an epoch cannot be taken later
             self._wanted = self._passed = False
@@ -329,8 +330,9 @@ class BoundaryRecorder:
         original, self._original = self._original, None
         if original is not None:
             self._follow(original, self._take(between_epochs=between_epochs))
-            self._settings.settle(mid_epoch=not between_epochs)
             self._batch = original.get("batch")
+        if self._settings.pending:
+            self._settings.settle(mid_epoch=not between_epochs)
         self._start = self._take(between_epochs=between_epochs, resumed=resumed)
         if original is not None:
             self._start["trained"] = copied(original["trained"])  # replay has frozen parameters here
@@ -482,6 +484,7 @@ class BoundaryRecorder:
 
     def _position(self) -> None:
         assert self._resume is not None
+        self._settings.begin(mid_epoch=True)
         random = self._resume["random"]
         self._moments |= {name: random[name] for name in ("epoch", "iter", "first_fetch")}
         self._moments["fetch"], self._awaiting_first_fetch = random["last_fetch"], False

@@ -16,6 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -65,7 +66,8 @@ def _of_loaders(name: str, note: str = "") -> _Yours:
     return _Yours(read, "batches", note)
 
 
-_REPLAYED = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "batch_size")
+_CLIPPING, _ACCUMULATE = ("gradient_clip_val", "gradient_clip_algorithm"), "accumulate_grad_batches"
+_REPLAYED = (*_CLIPPING, _ACCUMULATE, "batch_size")
 """What a replay takes from the stored run."""
 _ARGUMENTS = (
     *_REPLAYED[:3],
@@ -129,7 +131,9 @@ def _plain(value: Any) -> Any:
         return [[_plain(key), _plain(each)] for key, each in value.items()]
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    return str(value) if isinstance(value, str | int) else type(value).__qualname__
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    return str(value) if isinstance(value, str | int | float) else type(value).__qualname__
 
 
 class Settings:
@@ -171,8 +175,9 @@ class Settings:
         self._differ: dict[str, tuple[Any, Any]] = {}
         """Stored and own value of what differs."""
         self._resized: _lightning_data.Resized | None = None
-        self._pending = False
-        """Whether what is yours is not in force, since steps are to be replayed first."""
+        self.pending = False
+        """Whether something of yours is not in force yet."""
+        self._settled = False
 
     def take(self) -> Written:
         """Return what is in force, for the journal of a boundary from which a run may resume."""
@@ -186,7 +191,7 @@ class Settings:
         """Compare with what the stored run had, before it is restored.
 
         Args:
-            start: its start half; changed where the place in the data, or the accumulation, is yours.
+            start: its start half.
             step: the step whose state is resumed from.
 
         Raises:
@@ -200,17 +205,10 @@ class Settings:
                 "one has no meaning for another. Return those of the stored run from `configure_optimizers`, give another URL, or "
                 "start anew with resume='never'. Weights alone are carried over by `moe-ckpt export`."
             )
-        self._pending = bool(self._stored)
+        self.pending = bool(self._stored)
         self._compare(self._mine)
         kept = [name for name in self._mine if name in self._stored and (name not in _RULES or name in _REPLAYED)]
         self._used |= {name: self._stored[name] for name in kept}
-        own, live = self._mine["accumulate_grad_batches"], start.get("loops", {}).get("settings")
-        if (
-            live
-            and self._replay() is None
-            and live["accumulate_grad_batches"] == self._stored.get("accumulate_grad_batches")
-        ):
-            live["accumulate_grad_batches"] = own  # else a callback had set it, which is state
 
     def _compare(self, mine: Mapping[str, Any]) -> None:
         for name in self._stored.keys() & mine.keys():
@@ -220,24 +218,34 @@ class Settings:
                 self._differ[name] = was, now
 
     def begin(self, *, mid_epoch: bool) -> None:
-        """Put what is used into force before the first epoch of a resumed run, when hooks at its start have run."""
-        if self._pending and self._replay() is not None:
-            self._use_arguments(self._stored)
-        else:
+        """Put what is used into force as the first epoch of a resumed run begins, when hooks at its start have run."""
+        if self.pending and self._replay() is not None:
+            self._use_clipping(self._stored)
+            self._use_accumulation(self._stored)
+        elif self.pending:
             self.settle(mid_epoch=mid_epoch)
 
     def settle(self, *, mid_epoch: bool) -> None:
-        """Put what is yours into force once nothing is replayed; call between two steps, before their boundary is taken."""
-        if not self._pending or self._replay() is not None:
+        """Put what is yours into force once nothing is replayed; call if `pending`, between two steps, before their boundary is taken.
+
+        Lightning counts from the start of an epoch which batches it accumulates, so that waits for a place where yours begin.
+        """
+        if self._replay() is not None:
             return
-        self._pending, self._written = False, None
-        self._use_arguments(self._mine)
-        if self._resized is not None:
-            self._resized.go_on(mid_epoch=mid_epoch)
-        own = [name for name in self._mine if name in _REPLAYED or (self._on_change == "mine" and name != "seed")]
-        self._used |= {name: self._mine[name] for name in own}
-        if self._on_change == "mine" and any(name.startswith(("optimizer.", "scheduler")) for name in self._differ):
-            self._use_own_rates()
+        own, self._written = self._mine["accumulate_grad_batches"], None
+        if not self._settled:
+            self._settled = True
+            self._use_clipping(self._mine)
+            if self._resized is not None:
+                self._resized.go_on(mid_epoch=mid_epoch, accumulate=own)
+            if self._on_change == "mine" and any(name.startswith(("optimizer.", "scheduler")) for name in self._differ):
+                self._use_own_rates()
+        self.pending = mid_epoch and bool(_lightning.batches_done(self._trainer) % own) and _ACCUMULATE in self._differ
+        if not self.pending:
+            self._use_accumulation(self._mine)
+        mine = [name for name in self._mine if name in _REPLAYED or (self._on_change == "mine" and name != "seed")]
+        waits = {_ACCUMULATE: self._used[_ACCUMULATE]} if self.pending else {}
+        self._used |= {name: self._mine[name] for name in mine} | waits
 
     def loaders_made(self) -> None:
         """Look at the loaders of a new epoch; in a resumed run, say once what differs, and let a replay have the stored batches.
@@ -252,7 +260,11 @@ class Settings:
         if self._start is not None and "batch_size" not in self._mine:
             self._compare(found)
         self._mine |= found
-        kept = {"batch_size": self._stored["batch_size"]} if self._pending and "batch_size" in self._differ else {}
+        kept = (
+            {"batch_size": self._stored["batch_size"]}
+            if self.pending and not self._settled and "batch_size" in self._differ
+            else {}
+        )
         if any(self._used.get(name) != value for name, value in {**found, **kept}.items()):
             self._used, self._written = {**self._used, **found, **kept}, None
         if kept:
@@ -263,8 +275,9 @@ class Settings:
 
     def close(self) -> None:
         """Give the trainer and its loader back what is yours, if the fit ends before that was in force."""
-        if self._pending:
-            self._use_arguments(self._mine)
+        if self.pending:
+            self._use_clipping(self._mine)
+            self._use_accumulation(self._mine)
         if self._resized is not None:
             self._resized.remove()
 
@@ -281,7 +294,7 @@ class Settings:
         return self._explains("losses") or self._explains("batches")
 
     def _explains(self, what: str) -> str:
-        given = {"batch_size"} if self._resized is not None and self._pending else set[str]()
+        given = {"batch_size"} if self._resized is not None and not self._settled else set[str]()
         known = {name for name, rule in _RULES.items() if rule.explains == what} - given
         return ", ".join(
             f"`{name}` was {_text(was)} and is {_text(now)}"
@@ -294,13 +307,14 @@ class Settings:
     def _states(self) -> list[dict[str, Any]]:
         return [copied(each.scheduler.state_dict()) for each in self._trainer.lr_scheduler_configs]
 
-    def _use_arguments(self, values: Mapping[str, Any]) -> None:
-        clipping, accumulate = _REPLAYED[:2], _REPLAYED[2]
-        if not self._differ.keys().isdisjoint(clipping):
-            _lightning.use_clipping(self._trainer, *(values[name] for name in clipping))
-        either = self._differ.get(accumulate, ())  # any other value is a callback's, which sets it anew in every epoch
-        if self._trainer.accumulate_grad_batches in either:
-            self._trainer.accumulate_grad_batches = values[accumulate]
+    def _use_clipping(self, values: Mapping[str, Any]) -> None:
+        if not self._differ.keys().isdisjoint(_CLIPPING):
+            _lightning.use_clipping(self._trainer, *(values[name] for name in _CLIPPING))
+
+    def _use_accumulation(self, values: Mapping[str, Any]) -> None:
+        # Any other value is a callback's, which sets it in every epoch: it is state.
+        if self._trainer.accumulate_grad_batches in self._differ.get(_ACCUMULATE, ()):
+            self._trainer.accumulate_grad_batches = values[_ACCUMULATE]
 
     def _resize(self) -> None:
         """Let the loader have batches of the stored size up to where yours is used; without a replay, as they are passed over."""

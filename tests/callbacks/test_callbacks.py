@@ -563,6 +563,45 @@ def test_every_start_says_once_what_it_does(level: int, tmp_path: Path, caplog: 
     assert "`max_steps=6` is reached" in said[2][0].getMessage()
 
 
+class CountsForwards(Linear):
+    """Counts in a buffer how often it is asked, by validation too."""
+
+    forwards: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.forwards += 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.forwards += 1
+
+
+def test_no_resume_has_a_sanity_check(tmp_path: Path) -> None:
+    """Neither between two epochs, nor within one, nor of a run that has finished: a count of forwards is that of one run."""
+    found = []
+    for steps in (6, 6, 9, 12):
+        module = CountsForwards()
+        data = {"train_dataloaders": loader(), "val_dataloaders": loader()}
+        fit(DenseCheckpoint(str(tmp_path), every_n_steps=1), steps=steps, module=module, **data)
+        found.append(int(module.forwards))
+    assert found == [2 + 6 + 6, 2 + 6 + 6, 2 + 9 + 6, 2 + 12 + 12]
+
+
+def test_without_an_optimizer_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    """`configure_optimizers` may return None, and Lightning then has something in its place that nobody knows."""
+
+    class Untrained(Linear):
+        def configure_optimizers(self) -> None:  # type: ignore[override]
+            return None
+
+    with pytest.raises(ConfigurationError, match="`configure_optimizers` returned None"):
+        fit(DenseCheckpoint(str(tmp_path)), module=Untrained())
+
+
 class Rated(Linear):
     """With a learning rate of its own."""
 

@@ -102,7 +102,7 @@ def smaller(case: Case) -> Iterator[Case]:
     plain = Drawn()
     for each in dataclasses.fields(Drawn):
         value, default = getattr(case.setup, each.name), getattr(plain, each.name)
-        if each.name in {"trainer", "options", "user_callbacks", "hooks", "remembers"}:
+        if each.name in {"trainer", "options", "user_callbacks", "hooks", "remembers", "changed"}:
             for index in range(len(value)):
                 yield replace(case, setup=replace(case.setup, **{each.name: value[:index] + value[index + 1 :]}))
         elif each.name not in {"checkpointing", "epochs", "batches"} and value != default:
@@ -224,7 +224,21 @@ def _further(rng: random.Random, setup: Drawn) -> Drawn:
     changes["growing_accumulation"] = grows and "skips_rest" not in changes["hooks"]  # else it may never step again
     changes["emulated"] = rng.random() < 0.1
     changes["remembers"] = _remembers(setup)
-    return replace(setup, **changes, checkpointing=_paced(rng, setup.checkpointing))
+    setup = replace(setup, **changes, checkpointing=_paced(rng, setup.checkpointing))
+    return replace(setup, changed=_changed(random.Random(repr(setup)), setup))
+
+
+def _changed(rng: random.Random, setup: Drawn) -> Any:
+    """What every other life sets otherwise, and no bit depends on: a few things, in a quarter of the runs."""
+    can = ["callbacks"]
+    if setup.precision != "16-mixed" and not setup.compiled:
+        can.append("detect_anomaly")
+    if not setup.logger:
+        can.append("log_every_n_steps")
+    draws = setup.augment or setup.holds != "nothing" or setup.batch_of == "random"
+    if setup.data in {"map", "by_epoch", "combined"} and not draws and not setup.persistent and setup.loader == "plain":
+        can.append("num_workers")
+    return tuple(name for name in can if rng.random() < 0.5) if rng.random() < 0.25 else ()
 
 
 def _remembers(setup: Drawn) -> tuple[tuple[str, Place], ...]:
@@ -267,6 +281,8 @@ def _hooks(rng: random.Random, setup: Drawn) -> Any:
         chosen -= {"reads_state"}  # what trains from later on has none before
     if setup.compiled:
         chosen -= {"modes"}
+    if setup.averaged is not None:
+        chosen -= {"counts_forwards"}  # validation counts in the averaged copy
     if "clears" in chosen and setup.toggled:
         chosen -= {"reads_state"}  # what did not train when all was cleared has none as it trains again
     if "odd_buffers" in chosen:

@@ -54,6 +54,8 @@ UserCallback = Literal["early_stopping", "best", "every_two_steps", "every_two_e
 BatchOf = Literal["list", "dict", "class", "random"]
 """What a batch is; or whether the function that makes it draws numbers."""
 FurtherScheduler = Literal["none", "sequential", "chained", "restarts", "cyclic"]
+Changed = Literal["callbacks", "detect_anomaly", "log_every_n_steps", "num_workers"]
+"""Settings that no bit depends on."""
 FurtherOptimizer = Literal["none", "tensor_lr", "nesterov", "no_momentum", "maximize"]
 
 
@@ -94,6 +96,8 @@ class Drawn(Variant):
     tensorboard: bool = False
     remembers: tuple[tuple[str, Place], ...] = field(default=(), repr=False)
     """Kinds of values that training moves and reads, with their places. Not in its text, from which hooks are drawn."""
+    changed: tuple[Changed, ...] = field(default=(), repr=False)
+    """What lives with an odd number set otherwise."""
 
     @override
     def fault_free(self) -> Setup:
@@ -137,7 +141,12 @@ class Drawn(Variant):
         if "learning_rate" in self.user_callbacks:
             made["learning_rate"] = LearningRateMonitor("step", log_momentum=True)
         remembering = [Remembering()] if self.remembers else []
-        return [*super().callbacks(life), *remembering, *make_averaging(self.averaged), *made.values()]
+        more = [Idle()] if self.is_changed("callbacks", life) else []
+        return [*super().callbacks(life), *remembering, *make_averaging(self.averaged), *made.values(), *more]
+
+    def is_changed(self, name: Changed, life: Attempt) -> bool:
+        """Whether a life sets something otherwise than the one before."""
+        return name in self.changed and life.index % 2 == 1
 
     @override
     def trainer_options(self, life: Attempt) -> dict[str, Any]:
@@ -149,6 +158,10 @@ class Drawn(Variant):
             }
         if self.tensorboard:
             options |= {"logger": TensorBoardLogger(str(_files(self, life)), name="board", version="mine")}
+        if self.is_changed("log_every_n_steps", life):
+            options["log_every_n_steps"] = 7
+        if self.is_changed("detect_anomaly", life):
+            options["detect_anomaly"] = True
         return options
 
     @override
@@ -187,6 +200,10 @@ class Drawn(Variant):
             found["epoch_end/files"] = sorted(str(path.relative_to(root)) for path in root.rglob("*.ckpt"))
             found["epoch_end/rows"] = sorted(_rows(root))
         return found
+
+
+class Idle(Callback):
+    """Does nothing."""
 
 
 def _files(setup: Drawn, life: Attempt) -> Path:
@@ -390,7 +407,7 @@ def _own_seed(setup: Drawn, life: Attempt) -> int:
 def _loader(setup: Drawn, life: Attempt, items: Any) -> Any:
     options: dict[str, Any] = {
         "batch_size": setup.batch_size,
-        "num_workers": setup.workers,
+        "num_workers": setup.workers + setup.is_changed("num_workers", life),
         "persistent_workers": setup.persistent and setup.workers > 0,
         "drop_last": setup.drop_last,
     }

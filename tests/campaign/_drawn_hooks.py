@@ -39,6 +39,7 @@ Hook = Literal[
     "freezes",
     "unfreezes",
     "edits_frozen",
+    "counts_forwards",
 ]
 """See `HOOKS`."""
 
@@ -173,6 +174,26 @@ class Counts(Extra):
     @override
     def make(self) -> nn.Module:
         return Counter()
+
+
+class CountsForwards(LightningModule):
+    """Counts in a buffer how often it is asked, in training, in validation and before training."""
+
+    num_forwards: Tensor
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_buffer("num_forwards", torch.zeros((), dtype=torch.int64))
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.num_forwards += 1
+        return super().training_step(batch, batch_idx)
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.num_forwards += 1
+        return super().validation_step(batch, batch_idx, dataloader_idx)
 
 
 class OddBuffers(nn.Module):
@@ -437,9 +458,11 @@ HOOKS: dict[Hook, type[LightningModule]] = {
     "freezes": Freezes,
     "unfreezes": Unfreezes,
     "edits_frozen": EditsFrozen,
+    "counts_forwards": CountsForwards,
 }
 LATER: tuple[Hook, ...] = (
     *("renorms", "after_step", "fades_gradients", "keeps_some", "reads_state", "freezes", "unfreezes", "edits_frozen"),
+    "counts_forwards",
 )
 """Drawn beside the others, in this order, so that a number means the same run but for them."""
 EDITS: frozenset[Hook] = frozenset({"edits"})

@@ -74,7 +74,7 @@ PHASES = [
     "validation",
 ]
 STEP = ["fetch", "reconcile", "seal", "optimizer", "clip", "boundary", "window", "capture", "schedulers"]
-BEGIN = ["open", "join_tiers", "load", "resume", "fit_start", "sanity", "loaders", "position", "train_start"]
+BEGIN = ["open", "join_tiers", "load", "resume", "fit_start", "loaders", "position", "train_start"]
 INSIDE = ["in_forward", "in_backward", "in_optimizer"]
 TOGETHER = ["reduce", "agree"]
 """Places that one rank alone does not come to."""

@@ -58,6 +58,7 @@ def train(model: LightningModule) -> None:
         resume="must",
         batches="log",
         stop_grace=timedelta(seconds=20),
+        on_change="mine",
         freeze_heap=False,
         overhead_target=0.05,
         storage_at_least=timedelta(minutes=5),
