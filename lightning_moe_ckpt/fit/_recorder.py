@@ -347,7 +347,13 @@ class BoundaryRecorder:
 
     def _compare(self, batch: str | None) -> None:
         original, self._batch = self._batch, None
-        if None not in (original, batch) and original != batch and not self._settings.explains_batches:
+        if None in (original, batch) or original == batch:
+            return
+        if known := self._settings.explains_batches:
+            log.warning(
+                "batches from step %d on are not those of the original run: %s", self._trainer.global_step, known
+            )
+        else:
             log.error(
                 "the batch that follows step %d is not the one of the original run: this restart is not bit-exact. Look for "
                 "data that changed or cannot be repositioned, or is said to be deterministic and is not.",

@@ -236,7 +236,7 @@ def _changed(rng: random.Random, setup: Drawn) -> Any:
     if not setup.logger:
         can.append("log_every_n_steps")
     draws = setup.augment or setup.holds != "nothing" or setup.batch_of == "random"
-    if setup.data in {"map", "by_epoch", "combined"} and not draws and not setup.persistent and setup.loader == "plain":
+    if setup.data in {"map", "by_epoch"} and not draws and not setup.persistent and setup.loader == "plain":
         can.append("num_workers")
     return tuple(name for name in can if rng.random() < 0.5) if rng.random() < 0.25 else ()
 
