@@ -29,8 +29,10 @@ from lightning_moe_ckpt.testing._records import digest
 
 ITEMS = 48
 KILL = Kill(phase="forward", step=7, settle=10.0)
-SPARSE = Checkpointing(policy="sparse", window=3)
-DENSE = Checkpointing(policy="dense", every_n_steps=5)
+NOTES = (("untouched", ("callback.Looks.*",)),)
+"""What a life notes is its own."""
+SPARSE = Checkpointing(policy="sparse", window=3, arguments=NOTES)
+DENSE = Checkpointing(policy="dense", every_n_steps=5, arguments=NOTES)
 MINE = (("on_change", "mine"),)
 
 
@@ -204,7 +206,7 @@ def test_the_state_resumed_from_is_the_stored_runs_and_then_comes_what_is_used(
     campaigns: Campaigns, checkpointing: Checkpointing, change: Mapping[str, Any], used: str
 ) -> None:
     """Steps that are trained again have the stored run's items and lead to its state, and steps behind are those of a change by hand."""
-    arguments = MINE if used == "mine" else ()
+    arguments = (*NOTES, *(MINE if used == "mine" else ()))
     setup = Changing(checkpointing=replace(checkpointing, arguments=arguments), change=tuple(change.items()))
     calm, found, log = killed_and_changed(campaigns, setup)
     resumed = found["resumed"]
