@@ -117,6 +117,8 @@ class BoundaryRecorder:
         self._resume: Start | None = None
         self._batch: str | None = None
         """Digest of the batch that followed this boundary in the original run."""
+        self._named = ""
+        """What was named as the known cause of other batches."""
         self._original: Start | None = None
         self._mid_epoch = False
         self._metrics_due = False
@@ -350,9 +352,9 @@ class BoundaryRecorder:
         if None in (original, batch) or original == batch:
             return
         if known := self._settings.explains_batches:
-            log.warning(
-                "batches from step %d on are not those of the original run: %s", self._trainer.global_step, known
-            )
+            if known != self._named:
+                at, self._named = self._trainer.global_step, known
+                log.warning("batches from step %d on are not those of the original run: %s", at, known)
         else:
             log.error(
                 "the batch that follows step %d is not the one of the original run: this restart is not bit-exact. Look for "
