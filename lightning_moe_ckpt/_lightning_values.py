@@ -76,6 +76,8 @@ class Values:
         self._used: set[str] = set()
         self._taken: dict[str, Text] | None = None
         self._said: set[str] = set()
+        self._pending: dict[str, Text] = {}
+        """Entries of owners that this process does not have yet."""
 
     def hold(
         self,
@@ -105,6 +107,9 @@ class Values:
         self._active = [node for name, node in self._roots.items() if name not in self._still]
         self._look(fresh)
         self._is_new = True
+        coming = tuple(name for name in fresh if name.startswith("validation"))  # loaded when it is first needed
+        if coming and any(name.startswith(coming) for name in self._pending):
+            self.restore(self._pending, coming)
         if not any(isinstance(node.each, nn.Module) for node in self._roots.values()):
             return  # data alone
         if self._parts is None:
@@ -172,7 +177,8 @@ class Values:
             owner, end = _split(name)
             text = texts[name]
             if owner not in nodes:
-                continue  # what this process does not have, or not yet
+                self._pending[name] = text
+                continue
             node = nodes[owner]
             if node.now.get(end, NEW) is text or text is NEW or (end != CONTENT and same(node.now.get(end, NEW), text)):
                 continue

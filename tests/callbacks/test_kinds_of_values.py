@@ -334,3 +334,18 @@ def test_new_data_begins_with_what_it_is_when_lightning_has_loaded_it() -> None:
     assert later.module.level is None
     life.trainer.fit_loop._should_reload_train_dl = True
     assert life.moved.take() == {}
+
+
+def test_validation_data_that_is_loaded_later_gets_its_values_then() -> None:
+    """Lightning loads it where it is first needed."""
+    kinds = {"level": KINDS["none_to_float"]}
+    first, second = Life(kinds), Life(kinds)
+    first.places["validation0.dataset"].level = 2
+    second.trainer.val_dataloaders = None
+    second.moved = MovedAttributes(second.trainer, second.module, ())
+    second.moved.look()
+    second.moved.restore(decode(encode(first.moved.take())))
+    second.trainer.val_dataloaders = first.trainer.val_dataloaders
+    first.places["validation0.dataset"].level = None
+    second.moved.look()
+    assert first.places["validation0.dataset"].level == 2
