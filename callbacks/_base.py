@@ -158,6 +158,8 @@ class CheckpointCallback(Checkpoint):
     def report(self) -> Report:
         """Figures of this process's run: window, bytes, stall, overhead, generations; `print` shows a table. Final after `fit`.
 
+        Empty (`began` is false) where a fit ended before its run was opened: with `fast_dev_run`, or by an exception in `setup`.
+
         Raises:
             ConfigurationError: `fit` was not called yet.
         """
@@ -212,6 +214,8 @@ class CheckpointCallback(Checkpoint):
                 f"{type(trainer).__module__}.{type(trainer).__qualname__}. Write `import lightning.pytorch as pl` and use "
                 "`pl.Trainer`."
             )
+        if stage == "fit":
+            self._report = None
         let_best_come_first(trainer, self)
         callbacks = callbacks_of(trainer)
         others = [c for c in callbacks if isinstance(c, CheckpointCallback) and c is not self]
@@ -336,6 +340,8 @@ class CheckpointCallback(Checkpoint):
         run, self._run = self._run, None
         if run is not None:
             self._report = run.report()
+        elif self._report is None:
+            self._report = Report.empty()
         if self._in_place is not None:
             self._in_place.close()
             self._in_place = None

@@ -10,12 +10,19 @@ replaced: here it is, on one bar until the fit ends. A note is not logged: it re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ProgressBar
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ProgressBar,
+    RichProgressBar,
+    TQDMProgressBar,
+)
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 from torch.optim.swa_utils import AveragedModel
 
@@ -108,6 +115,28 @@ def averaging_callbacks(trainer: Trainer) -> list[Any]:
     """Return Lightning's callbacks that average weights."""
     kind = getattr(callbacks, "WeightAveraging", None)  # Lightning has it from 2.6 on
     return [each for each in callbacks_of(trainer) if kind is not None and isinstance(each, kind)]
+
+
+def show_epoch(trainer: Trainer, num_done: int) -> None:
+    """Let the bar show the epoch that a run resumes within: it would learn its number and its length at a start of it.
+
+    Args:
+        trainer: its loops are where they resume.
+        num_done: batches of the epoch that are not trained again.
+    """
+    bar, module = trainer.progress_bar_callback, trainer.lightning_module
+    if isinstance(bar, (TQDMProgressBar, RichProgressBar)):
+        # Where `max_steps` ends it, what Lightning gives is the steps that are left.
+        total = min(trainer.num_training_batches, bar.total_train_batches + num_done)
+    if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
+        TQDMProgressBar.on_train_epoch_start(bar, trainer, module)
+        line = bar.train_progress_bar
+        line.total, line.initial, line.n = None if total == math.inf else total, num_done, num_done
+        line.refresh()
+    elif isinstance(bar, RichProgressBar) and bar.progress is not None:
+        RichProgressBar.on_train_epoch_start(bar, trainer, module)
+        if (task := bar.train_progress_bar_id) is not None:
+            bar.progress.update(task, total=None if total == math.inf else total, completed=num_done)
 
 
 class ProgressNote:

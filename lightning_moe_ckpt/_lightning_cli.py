@@ -1,7 +1,7 @@
 """End errors of LightningCLI about our classes with a sentence of ours.
 
-LightningCLI says of a misspelt key which types it could not be, over dozens of lines, and wraps the reason why a constructor has
-refused a value. So its parser's messages get a last line that says what was meant, and a refusal of ours is raised as it was.
+LightningCLI says of a misspelt key, or of a value of a wrong type, which types it could not be, over dozens of lines, and wraps the
+reason why a constructor has refused a value. So its parser's messages get a last line that says what was meant, and a refusal of ours is raised as it was.
 Nothing here imports `lightning.pytorch.cli`, which needs jsonargparse: its parser is told when somebody else has imported it,
 before this package or after.
 """
@@ -14,10 +14,13 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, NoneType, UnionType
 from typing import Any
 
 from typing_extensions import override
@@ -29,7 +32,14 @@ _CLASS = re.compile(rf"\b({_PACKAGE}(?:\.\w+)*)\.([A-Z]\w+)")
 _UNKNOWN = re.compile(
     r"(?:Option|Key|Group key) '([\w.]+)' is not (?:accepted|expected)|Unrecognized arguments?: .*?--[\w.]*?(\w+)="
 )
-
+_WRONG = re.compile(
+    rf"class_path '({_PACKAGE}[\w.]*)\.(\w+)':\s+Parser key \"(\w+)\":\n(?:(?!class_path).)*?(?:Got|Given) value: ([^\n]*)",
+    re.DOTALL,
+)
+"""A class of ours, its argument and the value given, where nothing within that argument is to blame."""
+_IN_WORDS = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "text", timedelta: "a time", NoneType: "null"
+}  # fmt: skip
 
 _CLI = "lightning.pytorch.cli"
 
@@ -74,7 +84,12 @@ def _explain(module: ModuleType) -> None:
 
 
 def remedy(message: str) -> str | None:
-    """Return what was meant, if the message of a parser is about a name that this package does not have."""
+    """Return what was meant, if the message of a parser is about a name that this package does not have, or a value of a wrong type."""
+    for module, name, option, value in _WRONG.findall(message):
+        hints = _hints(getattr(importlib.import_module(module), name))
+        if option in hints:
+            *others, last = dict.fromkeys(_in_words(hints[option]))
+            return f"`{name}({option}={value})` must be {', '.join(others)}{' or ' * bool(others)}{last}."
     for module, name in dict.fromkeys(_CLASS.findall(message)):
         try:
             found = getattr(importlib.import_module(module), name, None)
@@ -88,6 +103,24 @@ def remedy(message: str) -> str | None:
             if option not in takes:
                 return _meant(f"`{name}({option}=...)`: there is no such argument.", option, takes)
     return None
+
+
+def _hints(kind: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of the arguments of a class, those that checkpoint callbacks share among them."""
+    written = {name: each.annotation for name, each in inspect.signature(kind).parameters.items()}
+    return written | {k: v for k, v in typing.get_type_hints(kind.__init__).items() if k in written}  # type: ignore[misc]
+
+
+def _in_words(hint: Any) -> list[str]:
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return list(map(str, parts))
+    if origin in (typing.Union, UnionType):
+        return [word for part in parts for word in _in_words(part)]
+    kind = origin or hint
+    if isinstance(kind, type) and issubclass(kind, Sequence | Mapping) and kind is not str:
+        return ["a mapping" if issubclass(kind, Mapping) else "a list"]
+    return [_IN_WORDS.get(kind, f"a {getattr(kind, '__name__', kind)}")]
 
 
 def _meant(what: str, word: str, known: list[str]) -> str:

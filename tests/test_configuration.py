@@ -222,9 +222,15 @@ def test_a_mistyped_argument_in_a_file_is_named(capsys: pytest.CaptureFixture[st
         ("--trainer.callbacks.init_args.every_n_step=3", "`DenseCheckpoint(every_n_step=...)`: there is no such argument. Did you mean `every_n_steps`?"),
         ("--trainer.strategy.init_args.expert_paralel=2", "`MoEStrategy(expert_paralel=...)`: there is no such argument. Did you mean `expert_parallel`?"),
         ("--trainer.callbacks=lightning_moe_ckpt.callbacks.DenseChekpoint", "there is no such class. Did you mean `DenseCheckpoint`?"),
+        ("--trainer.callbacks.init_args.every_n_steps=[1]", "`DenseCheckpoint(every_n_steps=[1])` must be a whole number."),
+        ("--trainer.callbacks.init_args.keep=yes", "`DenseCheckpoint(keep=True)` must be a whole number or null."),
+        ("--trainer.callbacks.init_args.resume=perhaps", "`DenseCheckpoint(resume=perhaps)` must be auto, must, never or memory."),
+        ("--trainer.callbacks.init_args.storage_options=x", "`DenseCheckpoint(storage_options=x)` must be a mapping or null."),
+        ("--trainer.callbacks.init_args.retention={'last':'x'}", "`Retention(last=x)` must be a whole number."),
+        ("--trainer.strategy.init_args.expert_parallel=x", "`MoEStrategy(expert_parallel=x)` must be a whole number."),
     ],
 )  # fmt: skip
-def test_the_last_line_about_a_misspelt_name_says_what_is_meant(
+def test_the_last_line_about_a_wrong_name_or_type_says_what_is_meant(
     option: str, last: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Above it stands what LightningCLI has to say of every type that it could have been."""

@@ -31,6 +31,7 @@ from lightning_moe_ckpt import (
     _lightning_metrics,
     _lightning_workers,
 )
+from lightning_moe_ckpt._lightning_callbacks import show_epoch
 from lightning_moe_ckpt._lightning_progress import LoopProgress
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.fit._fetches import NO_FETCHES, FetchLog
@@ -512,6 +513,7 @@ class BoundaryRecorder:
         )
         self._fetches.restore(fetches, num_fetched=num_batches)
         self._mid_epoch = False
+        show_epoch(self._trainer, self._resume["batches_done"])
 
     def _can_advance(self) -> bool:
         """Whether loaders can move to their place without fetching consumed batches again."""

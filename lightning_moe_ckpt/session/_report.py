@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import override
@@ -100,6 +100,18 @@ class Report:
     go back."""
     lost: LossFigures | None = None
     """What restarts have cost, under a policy whose restarts are not exact; up to the newest window."""
+    began: bool = True
+    """Whether the run was opened; all figures are zero, empty or `None` where `fit` ended before."""
+
+    @classmethod
+    def empty(cls) -> Report:
+        """Return the report of a fit that ended before it began."""
+        overhead = Overhead(
+            target=None, hooks=0.0, tiers={}, recent=0.0, gap_steps=0, rests={}, start_seconds=0.0, end_seconds=0.0
+        )
+        values: dict[str, Any] = {"int": 0, "float": 0.0, "tuple[str, ...]": (), "Overhead": overhead}
+        wanted = {each.name: str(each.type) for each in fields(cls) if each.default is MISSING}
+        return cls(**{k: {} if t.startswith("dict") else values.get(t) for k, t in wanted.items()}, began=False)
 
     @property
     def stall_seconds_per_step(self) -> float:
@@ -139,6 +151,8 @@ class Report:
     @override
     def __str__(self) -> str:
         """Return a short table, for `print(callback.report)`; the fields have the rest."""
+        if not self.began:
+            return "no figures: the fit ended before its run was opened"
         resumed = "nothing: a fresh start"
         if self.resumed_from is not None:
             places = ", ".join(f"{size_text(nbytes)} from {place}" for place, nbytes in self.restored_from.items())
@@ -150,7 +164,7 @@ class Report:
         lines = {
             "resumed from": resumed,
             "steps": f"{self.steps}" + (f", {self.replayed_steps} of them replayed" if self.replayed_steps else ""),
-            "window": f"{self.window} steps, {size_text(self.nbytes_per_step)} each"
+            "window": f"{self.window} step{'s' * (self.window > 1)}, {size_text(self.nbytes_per_step)} each"
             if self.window
             else "not planned yet",
             "newest step in": newest,

@@ -120,6 +120,26 @@ def test_a_report_before_the_fit_is_an_error(tmp_path: Path) -> None:
         _ = DenseCheckpoint(str(tmp_path)).report
 
 
+class StopsInSetup(Linear):
+    """A module whose fit ends before it begins."""
+
+    def setup(self, stage: str) -> None:
+        raise ValueError(stage)
+
+
+def test_the_report_of_a_fit_that_never_began_is_empty(tmp_path: Path) -> None:
+    """No error, and not the figures of a fit before; `print` says so."""
+    checkpoint = SparseCheckpoint(str(tmp_path), window=2)
+    fit(checkpoint, steps=3)
+    assert checkpoint.report.began
+    with pytest.raises(ValueError, match="FITTING"):
+        fit(checkpoint, steps=5, module=StopsInSetup())
+    assert not checkpoint.report.began
+    assert (checkpoint.report.steps, checkpoint.report.resumed_from, checkpoint.report.generations) == (0, None, {})
+    assert checkpoint.report.overhead_share == 0
+    assert str(checkpoint.report) == "no figures: the fit ended before its run was opened"
+
+
 def test_the_report_counts(tmp_path: Path) -> None:
     """Steps, window, generations, bytes and stall of a run that was not disturbed."""
     checkpoint = SparseCheckpoint(str(tmp_path), window=2)
