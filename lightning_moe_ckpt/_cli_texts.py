@@ -109,8 +109,9 @@ SHM = """\
 List what runs have in shared memory of this node (/dev/shm/moe-ckpt-*): run, rank, newest
 step, size, age, which process holds it and which user owns it. With URL only memory of the run there.
 
-This is no garbage: a rank that is started again resumes from it, often from a newer step than storage has. --clear removes
-what runs that will not go on have left, but not what a process holds or another user owns.
+This is no garbage: a rank that is started again resumes from it, often from a newer step than storage has. URL --clear
+removes what that run has left, if it will not go on. --clear without URL removes what every run has left, also those that wait to be
+requeued. Neither removes what a process holds or another user owns.
 
 Exit status: 0 listed or cleared, 2 something could not be removed."""
 

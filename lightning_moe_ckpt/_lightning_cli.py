@@ -108,7 +108,7 @@ def remedy(message: str) -> str | None:
 def _hints(kind: Callable[..., Any]) -> dict[str, Any]:
     """Return the types of the arguments of a class, those that checkpoint callbacks share among them."""
     written = {name: each.annotation for name, each in inspect.signature(kind).parameters.items()}
-    return written | {k: v for k, v in typing.get_type_hints(kind.__init__).items() if k in written}  # type: ignore[misc]
+    return written | {k: v for k, v in typing.get_type_hints(kind.__init__).items() if k in written}
 
 
 def _in_words(hint: Any) -> list[str]:

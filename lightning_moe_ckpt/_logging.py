@@ -53,7 +53,7 @@ class RankLogger(_Adapter):
 @contextlib.contextmanager
 def _above_bars(logger: logging.Logger) -> Iterator[None]:
     """Let handlers that write to a terminal write above the bars of tqdm and rich that stand there."""
-    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     # Rich has replaced these streams, and handlers that were made before do not know.
     proxies = {getattr(each, "rich_proxied_file", None): each for each in (sys.stdout, sys.stderr)}
     proxies.pop(None, None)

@@ -262,7 +262,9 @@ _LOOKING = [
         texts.SHM,
         [
             click.Argument(["url"], metavar="[URL]", required=False),
-            _flag("--clear", "Remove what no process holds."),
+            _flag(
+                "--clear", "Remove what no process holds; without URL of every run, also one that waits to be requeued."
+            ),
             _flag("--force", "Remove also what a process holds: that process loses its memory when it ends."),
             _flag("--dry-run", "With --clear or --force: remove nothing, say what would go."),
             _JSON,

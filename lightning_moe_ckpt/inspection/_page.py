@@ -26,6 +26,8 @@ svg { width: 100%; height: auto; } figcaption { color: #5a6472; } figure { margi
 """
 _COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#805ad5", "#b83280", "#718096")
 _MOST_ROWS = 50
+_MOST_NAMED = 8
+"""Incarnations of one colour that a legend names."""
 
 
 def answer(view: RunView, out: Path, *, force: bool) -> Answer:
@@ -144,8 +146,10 @@ def _figure(draw: _Draw, axis: _Axis, title: str, caption: str) -> str:
     figure = Figure(figsize=(9, 2.8), layout="constrained")
     axes = figure.add_subplot()
     draw(axes, axis)
+    figure.legend(title="incarnation", loc="outside right upper", frameon=False, fontsize="small")
     for at in axis.starts:
         axes.axvline(at, color="#a0aec0", linestyle="--", linewidth=1)
+    axes.set_xlim(left=0)
     axes.set_xlabel(f"{axis.name} since the first start")
     axes.grid(visible=True, color="#edf0f4")
     axes.spines[["top", "right"]].set_visible(False)
@@ -156,11 +160,23 @@ def _figure(draw: _Draw, axis: _Axis, title: str, caption: str) -> str:
     return f'<figure role="img" aria-label="{html.escape(title)}">{svg}<figcaption>{html.escape(caption)}</figcaption></figure>'
 
 
-def _lines(axes: Any, axis: _Axis, values: Callable[[Sequence[Sample]], list[float]], label: str) -> None:
+def _lines(
+    axes: Any,
+    axis: _Axis,
+    values: Callable[[Sequence[Sample]], list[float]],
+    what: str,
+    kept: Callable[[Sequence[Sample]], Sequence[Sample]] = list,
+) -> None:
+    """Draw a line for each incarnation; the first of a colour has the numbers of all of them, for the legend."""
+    alike: dict[int, list[int]] = {}
     for each in axis.incarnations:
-        colour = _COLOURS[each.number % len(_COLOURS)]
-        axes.plot(axis.times(each.samples), values(each.samples), ".-", color=colour, markersize=3, linewidth=1.2)
-    axes.set_ylabel(label)
+        alike.setdefault(each.number % len(_COLOURS), []).append(each.number)
+    for each in axis.incarnations:
+        numbers, samples = alike[each.number % len(_COLOURS)], kept(each.samples)
+        named = ", ".join(map(str, numbers[:_MOST_NAMED])) + ", ..." * (len(numbers) > _MOST_NAMED)
+        marks = {"label": named if each.number == numbers[0] else "", "color": _COLOURS[each.number % len(_COLOURS)]}
+        axes.plot(axis.times(samples), values(samples), ".-", markersize=3, linewidth=1.2, **marks)
+    axes.set_ylabel(what)
     axes.set_ylim(bottom=0)
 
 
@@ -178,9 +194,17 @@ def _overhead(axes: Any, axis: _Axis) -> None:
 
 def _speed(axes: Any, axis: _Axis) -> None:
     def values(samples: Sequence[Sample]) -> list[float]:
-        pairs = zip([samples[0], *samples[:-1]], samples, strict=True)
-        found = [(b.steps - a.steps) / (b.seconds - a.seconds) if b.seconds > a.seconds else None for a, b in pairs]
-        first = samples[0].steps / samples[0].seconds if samples[0].seconds else 0.0
-        return [first if each is None else each for each in found]
+        before = [(0, 0.0), *((each.steps, each.seconds) for each in samples)]
+        return [(each.steps - n) / (each.seconds - s) for each, (n, s) in zip(samples, before, strict=False)]
 
-    _lines(axes, axis, values, "steps per second")
+    _lines(axes, axis, values, "steps per second", _advancing)
+
+
+def _advancing(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples that say something of speed: entries of the log that follow in the same step do not, nor one behind the last."""
+    found: list[Sample] = []
+    for each in samples:
+        last = found[-1] if found else None
+        if each.steps > (last.steps if last else 0) and each.seconds > (last.seconds if last else 0.0):
+            found.append(each)
+    return found

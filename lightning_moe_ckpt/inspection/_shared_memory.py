@@ -220,7 +220,10 @@ def _tables(
         "resumes from its memory."
     )
     if free and not clear:
-        said += " `moe-ckpt shm --clear` removes what nobody holds."
+        said += (
+            " `moe-ckpt shm URL --clear` removes what the run at a URL has, if nobody holds it; without URL, also what runs have that "
+            "wait to be started again."
+        )
     return [table, said]
 
 

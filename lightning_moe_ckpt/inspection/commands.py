@@ -59,6 +59,8 @@ from lightning_moe_ckpt.storage._open import memory_tag
 _STYLES = {
     "good": "green", "slower": "yellow", "absent": "dim", "weaker": "yellow", "broken": "red", "unknown": "dim",
 }  # fmt: skip
+_PROSE = 52
+"""Widest column of sentences, also in a pipe: the table then takes 80 columns."""
 _PATIENCE = timedelta(seconds=5)
 """How long a store that does not answer is tried: somebody sits and waits."""
 
@@ -303,6 +305,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 def _states(found: Sequence[Check | Finding]) -> Table:
     """Return a table of what was found; only findings on this machine come with something to do."""
     table = plain_table("what", "state", "found", wraps="found")
+    table.columns[-1].max_width = _PROSE
     for each in found:
         advice = f"\nto do: {each.advice}" if isinstance(each, Finding) and each.advice else ""
         table.add_row(each.name, Text(each.state, _STYLES[each.state]), each.found + advice)

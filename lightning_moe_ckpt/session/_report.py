@@ -111,7 +111,8 @@ class Report:
         )
         values: dict[str, Any] = {"int": 0, "float": 0.0, "tuple[str, ...]": (), "Overhead": overhead}
         wanted = {each.name: str(each.type) for each in fields(cls) if each.default is MISSING}
-        return cls(**{k: {} if t.startswith("dict") else values.get(t) for k, t in wanted.items()}, began=False)
+        zeros: dict[str, Any] = {k: {} if t.startswith("dict") else values.get(t) for k, t in wanted.items()}
+        return cls(**zeros, began=False)
 
     @property
     def stall_seconds_per_step(self) -> float:
