@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from lightning.pytorch import Callback, Trainer
 from inspection._runs import Small, train
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.cli import main
-from lightning_moe_ckpt.inspection import _report
+from lightning_moe_ckpt.inspection import _page, _report
 from lightning_moe_ckpt.inspection._page import page_of
 from lightning_moe_ckpt.inspection._progress import Follower
 from lightning_moe_ckpt.storage import RunView, open_backend
@@ -139,7 +140,7 @@ def test_a_report_is_one_page_with_its_plots_in_it(
     links.feed(page)
     assert links.found == []
     assert not re.search(r"url\((?!#)|@import", page)
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == page.count("<!-- incarnation -->") == 4, "each plot says which colour is which start"
     words = " ".join(links.text)
     for said in ("Lag of storage", "Overhead", "14 of 14 (100%)", restarted):
         assert said in words
@@ -147,6 +148,15 @@ def test_a_report_is_one_page_with_its_plots_in_it(
     assert main(["report", restarted, str(out)]) == 2
     assert "--force" in capsys.readouterr().err
     assert asked(capsys, "report", restarted, str(out), "--force")["nbytes"] == out.stat().st_size
+
+
+def test_entries_in_which_training_did_not_go_on_say_nothing_of_speed(restarted: str) -> None:
+    """The last one is written when all steps are done: no point of the plot is at zero."""
+    backend = open_backend(restarted)
+    samples = Follower(RunView.open(backend)).look().incarnations[-1].samples
+    backend.close()
+    later = replace(samples[-1], seconds=samples[-1].seconds + 1, unix_time=samples[-1].unix_time + 1)
+    assert _page._advancing([*samples, later]) == _page._advancing(samples) != []
 
 
 def test_a_run_without_figures_has_a_page_without_plots(
