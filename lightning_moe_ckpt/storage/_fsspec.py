@@ -173,7 +173,7 @@ class FsspecBackend:
             raise Corrupt(f"{self.url}/{key}: ended at byte {start + len(chunk)} of {stop}. Another copy may be good.")
         return bytes(chunk)
 
-    def _entries(self, folder: str) -> list[tuple[str, Mapping[str, Any]]]:
+    def _entries(self, folder: str) -> Sequence[tuple[str, Mapping[str, Any]]]:
         """Return what is in a folder by key; nothing if it is not there, or was deleted since the one above was listed."""
         try:
             listed = self._call("list", folder, lambda path: self._fs.ls(path.rstrip("/"), detail=True))

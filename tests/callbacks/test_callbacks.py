@@ -486,7 +486,7 @@ def test_a_restart_replaces_a_parameter_before_its_first_plan(
         def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             module = pl_module.get_submodule("net.0")
             if trainer.global_step >= 4 and "weight" in dict(module.named_parameters(recurse=False)):
-                prune.l1_unstructured(module, "weight", 0.2)
+                prune.l1_unstructured(module, "weight", 0.2)  # type: ignore[no-untyped-call]
 
     fit(policy(str(tmp_path), overhead_target=None), steps=4)
     for _ in range(2):
