@@ -504,7 +504,7 @@ class FitSession:
             config,
             policy=policy,
             module=module,
-            schema=StateSchema.of(self._optimizer),
+            schema=StateSchema.of(self._optimizer, in_parts=policy.cuts),
             groups=_lightning.groups_of(trainer.strategy),
             autocast_dtype=_AUTOCAST.get(str(trainer.precision)),
             may_skip=_lightning_exactness.may_leave_out(trainer, module, own_callbacks),

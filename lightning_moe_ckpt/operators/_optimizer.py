@@ -11,6 +11,8 @@ Source: `torch/optim/adam.py` and `sgd.py` (`_init_group`), unchanged from torch
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -39,6 +41,8 @@ class StateEntry:
     """Whether the tensor has the parameter's shape; else it is one scalar for the whole parameter."""
 
 
+_IDENTITY = ("params", "param_names")
+_NOT_PROBED = {*_IDENTITY, "lr", "initial_lr", "weight_decay"}
 Layout = Callable[[Group, torch.dtype], tuple[StateEntry, ...]]
 """All entries that a parameter of a dtype can have with a group's options."""
 
@@ -58,8 +62,8 @@ def _sgd_entries(dtype: torch.dtype) -> tuple[StateEntry, ...]:
 def _adam(group: Group, dtype: torch.dtype) -> tuple[StateEntry, ...]:
     """Return the step count and the moments of Adam and AdamW: single, foreach and fused, with or without amsgrad."""
     # Same as torch.optim.optimizer._get_scalar_dtype, which is private.
-    wide = not group["fused"] and torch.get_default_dtype() is torch.float64
-    return _adam_entries(dtype, torch.float64 if wide else torch.float32, bool(group["amsgrad"]))
+    wide = not group.get("fused") and torch.get_default_dtype() is torch.float64
+    return _adam_entries(dtype, torch.float64 if wide else torch.float32, bool(group.get("amsgrad")))
 
 
 def _sgd(group: Group, dtype: torch.dtype) -> tuple[StateEntry, ...]:
@@ -67,7 +71,7 @@ def _sgd(group: Group, dtype: torch.dtype) -> tuple[StateEntry, ...]:
 
     Before the first step there is no buffer. That differs from a zero buffer: the first step ignores dampening.
     """
-    return _sgd_entries(dtype) if group["momentum"] != 0 else ()
+    return _sgd_entries(dtype) if group.get("momentum", 0) != 0 else ()
 
 
 _layouts: dict[type[Optimizer], Layout] = {Adam: _adam, AdamW: _adam, SGD: _sgd}
@@ -98,6 +102,8 @@ def register_optimizer(
         like: `Adam`, `AdamW` or `SGD`, or a class registered before.
         dtypes: types of state by key, where they are others than in `like`, e.g. moments in `torch.float8_e4m3fn`.
 
+    That each element is updated alone is tried at the start of a run whose policy stores a model in parts.
+
     Raises:
         UnsupportedOptimizer: `like` is not supported itself.
     """
@@ -111,6 +117,60 @@ def register_optimizer(
     _layouts[cls] = (lambda group, dtype: typed(layout(group, dtype))) if others else layout
 
 
+_PROBE_SHAPE = (3, 4)
+_PROBE_TURNS = 200
+"""So many steps with small gradients bring moments to where a large one is clipped by whoever clips updates."""
+
+
+def why_not_elementwise(optimizer: Optimizer) -> str:
+    """Return what refutes that the update of each element depends on that element alone; nothing if it does, as far as is seen.
+
+    Classes of torch are known. A copy of any other steps small tensors twice; one element of the last gradient differs. No other
+    element may differ by it, nor another tensor. The optimizer, its state and all generators stay as they are.
+    """
+    if type(optimizer) in {Adam, AdamW, SGD}:
+        return ""
+    groups = {repr([(k, v) for k, v in each.items() if k not in _NOT_PROBED]): each for each in optimizer.param_groups}
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+        for group in groups.values():
+            try:
+                one, other = (_probed(optimizer, group, nudge=nudge) for nudge in (0.0, 1.0))
+            except Exception as error:  # noqa: BLE001  # whatever a stranger's class raises of tensors that it does not know
+                return f"it could not be tried on a small tensor ({type(error).__name__}: {error})"
+            reached = [int((a != b).sum()) for a, b in zip(one, other, strict=True)]
+            if reached[0] > 1 or any(reached[1:]):
+                return (
+                    f"of two small tensors, a gradient that differed in 1 element made {sum(reached)} elements differ, as a norm "
+                    "over a whole tensor does"
+                )
+    return ""
+
+
+def _probed(optimizer: Optimizer, group: Group, *, nudge: float) -> list[Tensor]:
+    """Return two tensors after steps of a copy of an optimizer with the options of one group."""
+    numbers = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(_PROBE_SHAPE, generator=numbers)) for _ in range(2)]
+    memo: dict[int, Any] = {id(p): params[0] for each in optimizer.param_groups for p in each["params"]}
+    copied = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if "hook" in name and isinstance(value, OrderedDict):
+            vars(copied)[name] = OrderedDict()
+        elif name not in {"state", "param_groups", "step"}:  # a scheduler binds `step` to the optimizer in use
+            vars(copied)[name] = copy.deepcopy(value, memo)
+    fields = {key: copy.deepcopy(value) for key, value in group.items() if key not in _IDENTITY}
+    if not fields.get("lr", 1.0):
+        fields["lr"] = 1e-3  # of a warm-up that begins at zero
+    copied.state, copied.param_groups = defaultdict(dict), [{"params": params, **fields}]
+    for turn in reversed(range(_PROBE_TURNS)):
+        for param in params:
+            param.grad = torch.randn(_PROBE_SHAPE, generator=numbers) * (1e-3 if turn else 1.0)
+        if not turn:
+            assert params[0].grad is not None
+            params[0].grad[0, 0] += nudge
+        type(optimizer).step(copied)
+    return [param.detach() for param in params]
+
+
 class StateSchema:
     """Layout of and access to one optimizer's state. Make it with `StateSchema.of`."""
 
@@ -121,13 +181,32 @@ class StateSchema:
         self._grouped: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> StateSchema:
+    def of(cls, optimizer: Optimizer, *, in_parts: bool = False) -> StateSchema:
         """Return the schema of a torch optimizer.
+
+        Args:
+            optimizer: of a known or registered class.
+            in_parts: whether parts of a tensor may be restored from different steps; a registered class is tried then.
 
         Raises:
             UnsupportedOptimizer: its state cannot be captured exactly slice by slice; the message says why.
         """
-        return cls(optimizer, _layout_of(optimizer))
+        schema = cls(optimizer, _layout_of(optimizer))
+        if in_parts:
+            schema.expect_elementwise()
+        return schema
+
+    def expect_elementwise(self) -> None:
+        """Raise where parameters are restored in parts, each at a step of its own, and the optimizer does not update them so.
+
+        Raises:
+            UnsupportedOptimizer: a registered class updates elements by others, or it could not be tried.
+        """
+        if why := why_not_elementwise(self.optimizer):
+            raise UnsupportedOptimizer(
+                f"`{type(self.optimizer).__qualname__}` was registered as a class that updates each element alone, and does not: {why}. "
+                "A part of a tensor cannot be restored without the rest of it. Use `DenseCheckpoint`, which takes everything at once."
+            )
 
     def entries(self, param: Tensor) -> tuple[StateEntry, ...]:
         """Return all state entries that `param` can have, in a fixed order; none if it is in no group."""
@@ -135,8 +214,11 @@ class StateSchema:
         return () if group is None else self._layout(group, param.dtype)
 
     def adam_group(self, param: Tensor) -> Group | None:
-        """Return the options of the group of `param` if the optimizer is Adam or AdamW, else `None`."""
-        return self._group(param) if self._layout is _adam else None
+        """Return the options of the group of `param` if the optimizer is torch's Adam or AdamW, else `None`.
+
+        A registered class keeps their state, which says nothing of how it makes a step.
+        """
+        return self._group(param) if type(self.optimizer) in {Adam, AdamW} else None
 
     def has_state(self, param: Tensor) -> bool:
         """Whether the optimizer has state of `param` yet.
@@ -281,9 +363,6 @@ def _layout_of(optimizer: Optimizer) -> Layout:
                     f"`{cls.__qualname__}`, group {i}, cannot be captured exactly: `{option}=True`: {reason}."
                 )
     return layout
-
-
-_IDENTITY = ("params", "param_names")
 
 
 def groups_state(optimizer: Optimizer) -> list[dict[str, object]]:

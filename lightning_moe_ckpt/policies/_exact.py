@@ -144,6 +144,7 @@ class SparsePolicy(Policy):
 class DensePolicy(PeriodicPolicy):
     """Everything at multiples of `every_n_steps`."""
 
+    cuts = False
     kind = "dense"
 
     @override
@@ -160,6 +161,7 @@ class DensePolicy(PeriodicPolicy):
 class DifferentialPolicy(Policy):
     """A base every `every_n_steps`, and at every step between what leads there from the step before."""
 
+    cuts = False
     every_n_steps: int = 64
     batch: int = 8
     mode: DifferentialMode = "lossless"

@@ -116,6 +116,8 @@ class Policy(ABC):
 
     kind: ClassVar[str]
     """Names it in markers."""
+    cuts: ClassVar[bool] = True
+    """Whether parts of one state may be restored from different steps: an optimizer then has to update each element alone."""
     exact: ClassVar[bool] = True
     """Whether a generation has everything as of one step, so that restores are exact. Else its plans are partial."""
     replays: ClassVar[bool] = False

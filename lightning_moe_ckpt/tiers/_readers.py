@@ -6,6 +6,7 @@ SIGBUS.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import Corrupt, KeyMissing, StorageError
 from lightning_moe_ckpt.storage import (
     RING_HEADER_NBYTES,
@@ -34,6 +36,8 @@ from lightning_moe_ckpt.tiers._shm import (
     read_shared,
     shared_directory,
 )
+
+log = rank_logger(__name__)
 
 T = TypeVar("T")
 
@@ -70,6 +74,7 @@ class HostTier:
         self._places: dict[Holding, _Place] = {}
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
+        self._told: set[Path] = set()
 
     def holdings(self) -> list[Holding]:
         """Return every complete copy, newest first; incomplete copies and those of other runs are left out."""
@@ -103,18 +108,30 @@ class HostTier:
     def _list(self, path: Path, name: MemoryName) -> None:
         try:
             header = self._header(path)
-        except (Corrupt, OSError):
-            return  # its process died while making it, or it is gone meanwhile
+        except FileNotFoundError:
+            return  # gone meanwhile
+        except (Corrupt, OSError) as error:
+            self._skipped(path, error, logging.INFO)  # its process may have died while making it
+            return
         for file in marker_paths(path):
             try:
                 status = _status(file)
                 marker = _read_marker(file, header)
                 holding = _holding(marker, name)
-            except (Corrupt, OSError):
-                continue  # incomplete, of an earlier ring, or gone meanwhile
+            except (_OtherRingError, FileNotFoundError):
+                continue  # of an earlier ring, or gone meanwhile
+            except (Corrupt, OSError) as error:
+                self._skipped(file, error, logging.WARNING)
+                continue
             places = marker.places(header)
             place = _Place(memory=path, header=header, marker=file, status=status, places=places)
             self._places[holding] = place
+
+    def _skipped(self, path: Path, error: Exception, level: int) -> None:
+        """Say, once per file, that it cannot be read."""
+        if path not in self._told:
+            self._told.add(path)
+            log.log(level, "%s is skipped: %s Other copies are looked for, in memory and in storage.", path, error)
 
     def _of(self, holding: Holding, look: Callable[[_Place], T]) -> T:
         """Return the result of `look` at the location of a copy."""
@@ -151,15 +168,19 @@ def _current_places(place: _Place) -> Places:
     return _read_marker(place.marker, place.header).places(place.header)
 
 
+class _OtherRingError(Corrupt):
+    """A marker of a ring that had the file's name before."""
+
+
 def _read_marker(path: Path, header: RingHeader) -> MemoryMarker:
     """Read a marker beside a ring. Raises `Corrupt`, also if it belongs to another ring."""
     marker = MemoryMarker.from_bytes(read_shared(path), str(path))
+    if marker.ring != header.nonce:
+        raise _OtherRingError(f"{path}: speaks of a ring that is not there any more.")
     try:
         marker.places(header)
     except LookupError as error:
         raise Corrupt(f"{path}: speaks of {error}, which the ring does not have.") from error
-    if marker.ring != header.nonce:
-        raise Corrupt(f"{path}: speaks of a ring that is not there any more.")
     return marker
 
 

@@ -247,9 +247,14 @@ def write_shared(path: Path, *parts: bytes | memoryview) -> None:
 
 
 def remove_shared(path: Path) -> None:
-    """Remove a name if it leads to a file of this user; anything else stays."""
+    """Remove a name if it leads to a file of this user; anything else stays. A folder that refuses is said, and is no error."""
     if is_own_file(path):
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning(
+                "%s cannot be removed and stays: %s. What it takes of memory stays taken.", path, error.strerror
+            )
 
 
 _FREED_AT_ONCE_NBYTES = 2**20
@@ -329,7 +334,7 @@ def unlink_shared_file(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         status = path.lstat()
         if _is_own(status):
-            path.unlink()
+            remove_shared(path)
             log.info("removed ring %s of %s", path, size_text(status.st_size))
 
 

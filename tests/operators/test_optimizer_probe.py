@@ -1,0 +1,122 @@
+"""A registered class is tried before a policy that restores parts of tensors relies on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lightning_moe_ckpt.errors import UnsupportedOptimizer
+from lightning_moe_ckpt.operators import StateSchema, register_optimizer
+from lightning_moe_ckpt.operators._optimizer import why_not_elementwise
+
+
+class ByHand(Optimizer):
+    """AdamW as people write it: its state, and none of torch's options in the groups. `reach` says what an update depends on."""
+
+    reach = "element"
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01})
+        self.all = [param for group in self.param_groups for param in group["params"]]
+        self.steps = {"made": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps["made"] += 1
+        torch.rand(1)
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                s = self.state[p]
+                if not s:
+                    s.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                s["step"] += 1
+                n = s["step"].item()
+                s["exp_avg"].lerp_(p.grad, 1 - beta1)
+                s["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                update = s["exp_avg"] / (1 - beta1**n) / ((s["exp_avg_sq"] / (1 - beta2**n)).sqrt() + group["eps"])
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(self.scaled(p, update), alpha=-group["lr"])
+
+    def scaled(self, param: Tensor, update: Tensor) -> Tensor:
+        return update
+
+
+class Lamb(ByHand):
+    def scaled(self, param: Tensor, update: Tensor) -> Tensor:
+        return update * (param.norm() / (update.norm() + 1e-6)).clamp(max=10.0)
+
+
+class ClipsUpdates(ByHand):
+    def scaled(self, param: Tensor, update: Tensor) -> Tensor:
+        return update / update.square().mean().sqrt().clamp(min=1.0)
+
+
+class ByRow(ByHand):
+    def scaled(self, param: Tensor, update: Tensor) -> Tensor:
+        return update / update.norm(dim=-1, keepdim=True)
+
+
+class ClipsAll(ByHand):
+    def step(self, closure: Any = None) -> None:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        super().step()
+
+
+class NeedsClosure(ByHand):
+    def step(self, closure: Any = None) -> None:
+        closure()
+
+
+class Sgd(SGD):
+    """Of other name only."""
+
+
+def made(cls: type[Optimizer]) -> tuple[Optimizer, list[nn.Parameter]]:
+    params = [nn.Parameter(torch.randn(4, 5)) for _ in range(3)]
+    optimizer: Any = cls
+    return optimizer([{"params": params[:2]}, {"params": params[2:], "lr": 0.0}], lr=1e-2), params
+
+
+@pytest.mark.parametrize("cls", [ByHand, Adam, AdamW, Sgd])
+def test_what_updates_each_element_alone_is_accepted(cls: type[Optimizer]) -> None:
+    """Nothing of the optimizer, of its parameters or of the global generator changes."""
+    optimizer, params = made(cls)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = [
+        *(p.detach().clone() for p in params),
+        *(v.clone() for s in optimizer.state.values() for v in s.values() if v is not None),
+    ]
+    random = torch.get_rng_state()
+    assert why_not_elementwise(optimizer) == ""
+    after = [*params, *(v for s in optimizer.state.values() for v in s.values() if v is not None)]
+    assert all(map(torch.equal, before, after))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert getattr(optimizer, "steps", {"made": 1}) == {"made": 1}
+
+
+@pytest.mark.parametrize("cls", [Lamb, ClipsUpdates, ByRow, ClipsAll, NeedsClosure])
+def test_what_does_not_is_refused_by_name(cls: type[Optimizer]) -> None:
+    """Whether an element reaches its row, its tensor or all of them; and what cannot be tried at all."""
+    register_optimizer(cls, like=AdamW)
+    optimizer, _ = made(cls)
+    StateSchema.of(optimizer)  # everything at once is right
+    with pytest.raises(UnsupportedOptimizer, match=f"{cls.__name__}.*Use `DenseCheckpoint`"):
+        StateSchema.of(optimizer, in_parts=True)
+
+
+def test_groups_need_not_have_the_options_of_torch() -> None:
+    """`fused`, `amsgrad` and the like are off where nobody has heard of them."""
+    register_optimizer(ByHand, like=AdamW)
+    optimizer, params = made(ByHand)
+    schema = StateSchema.of(optimizer)
+    assert [each.key for each in schema.entries(params[0])] == ["step", "exp_avg", "exp_avg_sq"]
+    assert schema.adam_group(params[0]) is None
+    assert schema.fingerprint()
