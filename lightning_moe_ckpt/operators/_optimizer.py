@@ -131,7 +131,8 @@ def why_not_elementwise(optimizer: Optimizer) -> str:
     if type(optimizer) in {Adam, AdamW, SGD}:
         return ""
     groups = {repr([(k, v) for k, v in each.items() if k not in _NOT_PROBED]): each for each in optimizer.param_groups}
-    with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with torch.random.fork_rng(devices):
         for group in groups.values():
             try:
                 one, other = (_probed(optimizer, group, nudge=nudge) for nudge in (0.0, 1.0))

@@ -25,7 +25,7 @@ class ByHand(Optimizer):
         self.steps = {"made": 0}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         self.steps["made"] += 1
         torch.rand(1)
         for group in self.param_groups:
@@ -49,7 +49,8 @@ class ByHand(Optimizer):
 
 class Lamb(ByHand):
     def scaled(self, param: Tensor, update: Tensor) -> Tensor:
-        return update * (param.norm() / (update.norm() + 1e-6)).clamp(max=10.0)
+        scaled: Tensor = update * (param.norm() / (update.norm() + 1e-6)).clamp(max=10.0)
+        return scaled
 
 
 class ClipsUpdates(ByHand):
@@ -59,17 +60,18 @@ class ClipsUpdates(ByHand):
 
 class ByRow(ByHand):
     def scaled(self, param: Tensor, update: Tensor) -> Tensor:
-        return update / update.norm(dim=-1, keepdim=True)
+        scaled: Tensor = update / update.norm(dim=-1, keepdim=True)
+        return scaled
 
 
 class ClipsAll(ByHand):
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
         super().step()
 
 
 class NeedsClosure(ByHand):
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         closure()
 
 
