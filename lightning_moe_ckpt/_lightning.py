@@ -28,6 +28,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch._dynamo import OptimizedModule
 
@@ -335,6 +336,11 @@ def ends_in_mid_epoch(trainer: Trainer) -> bool:
     return (out_of_steps or trainer.should_stop) and not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
+def takes_iterator(trainer: Trainer) -> bool:
+    """Return whether the module fetches by itself: `training_step(self, dataloader_iter)`."""
+    return is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True)
+
+
 def should_stop(trainer: Trainer) -> bool:
     """Return whether the run was stopped for good. The end of `max_time` does not count, since a later run may have more."""
     timers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Timer)]
@@ -382,6 +388,12 @@ def max_time(trainer: Trainer) -> float | None:
 def detects_anomaly(trainer: Trainer) -> bool:
     """Return what `Trainer(detect_anomaly=...)` was given."""
     return trainer._detect_anomaly
+
+
+def resumes_inside(trainer: Trainer) -> bool:
+    """Return whether Lightning is about to go on inside an epoch, from a `.ckpt` of its own."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return epoch_loop.restarting and 0 < epoch_loop.batch_progress.current.ready < trainer.num_training_batches
 
 
 def resume_between_epochs(trainer: Trainer, state: LoopState) -> None:

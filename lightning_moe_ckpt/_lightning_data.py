@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from torch.utils import _pytree as pytree
@@ -25,7 +26,10 @@ from torch.utils.data import (
     default_convert,
 )
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.data import SeededItems
+
+log = rank_logger(__name__)
 
 _KNOWN_SAMPLERS = ("torch", "torchdata", "lightning", "lightning_moe_ckpt")
 """Packages whose samplers draw only when their iterator is made or first used, and share no generator after that."""
@@ -84,6 +88,21 @@ def skip_batches(
         if length is not None:
             fetcher.length, fetcher.done = length, fit_loop.epoch_loop.batch_progress.current.ready >= length
     fetcher.fetched = 0  # the epoch loop adds the consumed batches itself
+
+
+def counted_before(trainer: Trainer) -> int:
+    """Return the batches that an epoch counts before its first fetch, and warn if its loaders were told to begin behind them.
+
+    They are those of another run: `ckpt_path` was of a step in mid-epoch.
+    """
+    done = int(trainer.fit_loop.epoch_loop.batch_progress.current.completed)
+    if done and any(isinstance(each, _Stateful) for each in loaders_of(trainer)):
+        log.warning(
+            "`ckpt_path` is of a step in mid-epoch, %d batches in, and gives its loader that place: a restart of this run in the "
+            "same epoch is not exact. Begin from a checkpoint of an epoch's end, or let this epoch end before relying on restarts.",
+            done,
+        )
+    return done
 
 
 def begin_epoch(trainer: Trainer) -> None:

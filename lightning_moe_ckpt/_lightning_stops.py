@@ -10,11 +10,25 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import weakref
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data._utils.signal_handling import _remove_worker_pids
+
+_OF_GROUPS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that processes get as members of a group or job."""
+
+_ITERATORS = {
+    "torch.utils.data.dataloader": "_MultiProcessingDataLoaderIter",
+    "torchdata.stateful_dataloader.stateful_dataloader": "_StatefulMultiProcessingDataLoaderIter",
+}
+"""Who starts workers, by module."""
 
 
 class SigtermTap:
@@ -52,6 +66,72 @@ class SigtermTap:
 
 def _nothing() -> None:
     """Do nothing, in place of a broadcast."""
+
+
+class ShieldedWorkers:
+    """Let workers of loaders made until `remove` outlive signals to the group; who needs them ends them or dies, and they follow.
+
+    Workers notice by themselves that their parent is gone, within seconds. What their parent ends, it kills.
+    """
+
+    def __init__(self) -> None:
+        found = ((sys.modules.get(module), name) for module, name in _ITERATORS.items())
+        self._patched = [(each, each.__init__) for module, name in found if (each := getattr(module, name, None))]
+        for iterator, original in self._patched:
+            iterator.__init__ = _shielding(original)
+
+    def remove(self) -> None:
+        """Restore torch's own iterators; workers that live on stay as they are."""
+        for iterator, original in self._patched:
+            iterator.__init__ = original
+        self._patched = []
+
+
+def _shielding(original: Callable[..., None]) -> Callable[..., None]:
+    def init(iterator: Any, loader: Any, *args: Any, **options: Any) -> None:
+        user = loader.worker_init_fn
+        loader.worker_init_fn = _Shield(user)
+        # A worker inherits what is blocked, until it has its handlers, and so does a server that forks them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
+        try:
+            original(iterator, loader, *args, **options)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            loader.worker_init_fn = user
+        for worker in iterator._workers:
+            worker._popen.terminate = partial(_kill, weakref.ref(iterator), worker._popen.kill)
+
+    return init
+
+
+def _kill(iterator: weakref.ref[Any], kill: Callable[[], None]) -> None:
+    """End a worker that does not end by itself, of which torch is not to raise an error then."""
+    owner = iterator()
+    if owner is not None and owner._worker_pids_set:
+        owner._worker_pids_set = False
+        _remove_worker_pids(id(owner))
+    kill()
+
+
+class _Shield:
+    """`worker_init_fn` after which signals to the group do not end a worker whose parent lives."""
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self.then = then
+
+    def __call__(self, worker: int) -> None:
+        parent = os.getppid()
+
+        def received(signum: int, _: FrameType | None) -> None:
+            if os.getppid() != parent:
+                os._exit(128 + signum)
+
+        for each in _OF_GROUPS:
+            signal.signal(each, received)  # programs that a worker starts would inherit `SIG_IGN`
+            signal.siginterrupt(each, False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUPS)
+        if self.then is not None:
+            self.then(worker)
 
 
 def name_status(exception: BaseException, status: int) -> None:

@@ -115,6 +115,8 @@ class BoundaryRecorder:
         """Whether no fetch of this epoch can influence a later one; not known before the first."""
         self._before_epoch_only = False
         """Whether the process is between two epochs."""
+        self._not_fetched = 0
+        """Batches that the epoch counts and its iterator has not given: Lightning resumes in mid-epoch with the first batch."""
         self._resume: Start | None = None
         self._batch: str | None = None
         """Digest of the batch that followed this boundary in the original run."""
@@ -214,6 +216,8 @@ class BoundaryRecorder:
                 self._take_fetch()  # nothing has been drawn since it was due
             self._passed, self._start = False, self._take(between_epochs=False)
         assert self._start is not None
+        if "kept" not in self._start["trained"]:
+            self._start["trained"] |= self._trained.take_left_over()  # no next step will find out about it
         if self._before_epoch_only:
             come: dict[str, Any] = {**dict.fromkeys(_MOMENTS), "epoch": self._moments["epoch"]}
         else:
@@ -252,8 +256,10 @@ class BoundaryRecorder:
             self._restore_rates(self._resume)
             if not self._mid_epoch:
                 self._settings.begin(mid_epoch=False)
-        self._moments["epoch"], self._before_epoch_only = self._take_random(), True
-        if self._wanted or self._passed:  # needed or not: the state before an epoch cannot be taken later
+        inside = self._resume is None and _lightning.resumes_inside(self._trainer)  # from a file: no epoch begins
+        self._moments["epoch"], self._before_epoch_only = self._take_random(), not inside
+        # Needed or not: the state before an epoch cannot be taken later.
+        if (self._wanted or self._passed) and not inside:
             self._wanted = self._passed = False
             self._begin_start(between_epochs=True)
 
@@ -284,6 +290,8 @@ class BoundaryRecorder:
             self._restore_random(self._resume["random"]["fetch"])
         if self._independent is None:
             self._independent = _lightning_data.fetches_are_independent(self._trainer)
+        if self._awaiting_first_fetch:
+            self._not_fetched = _lightning_data.counted_before(self._trainer)
         needed = self._wanted and self._needed
         self._passed |= self._wanted and not needed
         resumed = needed and not self._replayed_only
@@ -369,6 +377,7 @@ class BoundaryRecorder:
         if resumed:
             place["between_epochs"] = between_epochs
             place["loops"] = self._progress.take()
+            place["not_fetched"] = self._not_fetched
             place["fetches"] = self._fetches.take()
             place["settings"] = self._settings.take()
         if why := self._trained.unfit():
@@ -499,6 +508,8 @@ class BoundaryRecorder:
         self._moments["fetch"], self._awaiting_first_fetch = random["last_fetch"], False
         # Logged batches are replayed from the log, and fetching again cannot reach the ones that follow.
         num_batches = 0 if self._resume["parts"]["batches"]["mode"] == "log" else self._resume["batches_done"]
+        self._not_fetched = self._resume.get("not_fetched", 0)
+        num_batches = max(0, num_batches - self._not_fetched)
         fetches = self._resume.get("fetches", NO_FETCHES)
         states = {0: random["first_fetch"], **fetches["states"], num_batches - 1: random["last_fetch"]}
         self._independent = None

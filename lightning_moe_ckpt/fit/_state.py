@@ -183,6 +183,11 @@ class Trained:
             "added": [[self._names.get(id(param), "?") for param in group["params"]] for group in added],
         }
 
+    def take_left_over(self) -> dict[str, Any]:
+        """Return the gradients that the next step may begin with, as `take` has those that are known to be kept."""
+        left = {name: self._params[name].grad for name in self.left_over()}
+        return {"kept": {name: copied(each) for name, each in left.items()}} if left else {}
+
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state. New groups get the optimizer's defaults; restoring learning rates sets their fields later."""
         for param, trains in zip(self._params.values(), state["requires_grad"], strict=True):

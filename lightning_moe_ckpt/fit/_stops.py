@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_moe_ckpt._lightning_stops import SigtermTap
+from lightning_moe_ckpt._lightning_stops import ShieldedWorkers, SigtermTap
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.parallel import GradientReducer
 from lightning_moe_ckpt.process import EXIT_STATUS, StopSignal
@@ -47,6 +47,7 @@ class Stops:
         self._any_rank = any_rank
         self._agreed = self._closed = False
         self._tap = SigtermTap(trainer, self._received)
+        self._workers = ShieldedWorkers()
         self._signal = StopSignal(grace, on_late=self._tap.give_up_evaluation, before_exit=before_exit)
 
     def agreed(self) -> bool:
@@ -83,6 +84,7 @@ class Stops:
         """Undo the changes to the trainer; a later signal ends the process."""
         self._closed = True
         self._tap.remove()
+        self._workers.remove()
         self._signal.close()
         if self._reducer is not None:
             self._reducer.flags[_FLAG] = 0

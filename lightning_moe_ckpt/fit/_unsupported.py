@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
 
-from lightning_moe_ckpt._lightning import callbacks_of
+from lightning_moe_ckpt._lightning import callbacks_of, takes_iterator
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.policies import Policy
@@ -36,6 +36,11 @@ def refuse_unsupported(trainer: Trainer, policy: Policy) -> None:
     for kind, reason in _UNSUPPORTED.items():
         if any(isinstance(each, kind) for each in callbacks_of(trainer)):
             raise ConfigurationError(reason)
+    if takes_iterator(trainer):
+        raise ConfigurationError(
+            "`training_step(self, dataloader_iter)` fetches within the step, where no restart can know what it has fetched. "
+            "Write `training_step(self, batch, batch_idx)`: loaders fetch ahead by themselves, with `num_workers` and `prefetch_factor`."
+        )
     if policy.replays and not trainer.lightning_module.automatic_optimization:
         raise ConfigurationError(
             "SparseCheckpoint replays steps that Lightning takes, one for each batch or more; with manual optimization the "

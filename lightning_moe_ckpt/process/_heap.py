@@ -19,8 +19,11 @@ process may have left much of it, they are collected when training has caught up
 from __future__ import annotations
 
 import gc
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 @contextmanager
@@ -103,7 +106,7 @@ class FrozenHeap:
         if not self._holds:
             self._hold(collect=True)
         elif gc.isenabled():
-            gc.collect()
+            _collect()
             gc.freeze()
 
     def thaw(self) -> None:
@@ -117,7 +120,7 @@ class FrozenHeap:
         _Owner.others = gc.get_freeze_count() > 0
         if not _Owner.others:
             if collect:
-                gc.collect()  # garbage that is frozen would stay
+                _collect()  # garbage that is frozen would stay
             gc.freeze()
             _Owner.ours = self._holds = True
 
@@ -125,3 +128,19 @@ class FrozenHeap:
         if self._holds:
             _Owner.ours = self._holds = False
             gc.unfreeze()
+
+
+def _collect() -> None:
+    """Collect, and let an interrupt wait for the end: Python drops what is raised while an object dies."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        gc.collect()
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *signal_and_frame: received.append(signal_and_frame))
+    try:
+        gc.collect()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if received:
+        handler(*received[0])

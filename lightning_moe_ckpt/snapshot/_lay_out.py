@@ -336,10 +336,9 @@ def _pieces(operator: Operator, view: StateView) -> list[RecordPiece[str]]:
 
 
 def _holders(expert: Operator, groups: ParallelGroups, position: int) -> list[int]:
-    """Return the ranks that hold an expert at an expert-parallel position, ascending."""
-    if expert.holders == "stage":
-        return groups.ranks("stage")
-    return list(range(position, groups.world_size, groups.ep_size))
+    """Return the ranks of this stage that hold an expert at an expert-parallel position, ascending."""
+    stage = groups.ranks("stage")
+    return stage if expert.holders == "stage" else stage[position :: groups.ep_size]
 
 
 def _ranks(region: str, groups: ParallelGroups) -> list[int]:
@@ -347,4 +346,4 @@ def _ranks(region: str, groups: ParallelGroups) -> list[int]:
 
 
 def _num_holders(operator: Operator, groups: ParallelGroups) -> int:
-    return groups.dp_size if operator.holders == "expert_data" else groups.world_size
+    return groups.dp_size if operator.holders == "expert_data" else groups.stage_size

@@ -46,6 +46,15 @@ def named_states(module: LightningModule) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
+class OneProcess(_SubprocessScriptLauncher):
+    """Launcher of this process alone, for which there is no script to start again: it may be a notebook's."""
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether it works in a notebook or an interactive interpreter."""
+        return True
+
+
 def keep_threads(launcher: object) -> None:
     """Let threads of torch be no more than the process has when a Trainer function is called.
 

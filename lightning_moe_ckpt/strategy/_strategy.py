@@ -156,6 +156,9 @@ class MoEStrategy(PipelinedStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
+        if self._start_method == "popen" and self.num_processes * self.num_nodes == 1:
+            assert self.cluster_environment is not None
+            self._launcher = _glue.OneProcess(self.cluster_environment, 1, 1)
         _glue.keep_threads(self.launcher)
 
     @override

@@ -174,6 +174,8 @@ class Kill:
     """Another one than SIGKILL lets the rank run on, and the parent waits until all ranks have ended by themselves."""
     everyone: bool = False
     """Whether every rank sends itself the signal, each when it gets to the place."""
+    group: bool = False
+    """Whether the processes that the rank has started get the signal too, as a cluster or a terminal sends it."""
     after: bool = False
     """For `storage`: strike when the operation has returned instead of before it starts."""
 
@@ -183,9 +185,9 @@ class Kill:
             raise ValueError(f"`Kill(phase={self.phase!r}, step={self.step}, batches={self.batches})` names no place.")
 
 
-def send_signal(number: signal.Signals) -> None:
-    """Send a signal to this process. Does not return from SIGKILL."""
-    os.kill(os.getpid(), number)
+def send_signal(number: signal.Signals, *, group: bool = False) -> None:
+    """Send a signal to this process, or to its process group. Does not return from SIGKILL."""
+    (os.killpg if group else os.kill)(os.getpgid(0) if group else os.getpid(), number)
     if number == signal.SIGKILL:
         threading.Event().wait()  # the signal may need a moment to arrive; nothing may run until then
 
@@ -193,7 +195,7 @@ def send_signal(number: signal.Signals) -> None:
 def strike(write_record: Callable[[dict[str, Any]], None], kill: Kill) -> None:
     """Record the kill, then send the signal. Does not return from SIGKILL."""
     write_record({"kind": "killed", "phase": kill.phase, "step": kill.step, "at": time.monotonic()})
-    send_signal(kill.signal)
+    send_signal(kill.signal, group=kill.group)
 
 
 def settle(trainer: Trainer, seconds: float) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import stat
+import subprocess
+import sys
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -78,6 +80,47 @@ def test_processes_of_a_notebook_resume(strategy: str, tmp_path: Path) -> None:
     assert "where Lightning starts processes of its own" in said
     assert told(tmp_path, 4) == [None, None]
     assert told(tmp_path, 7) == [4, 4]
+
+
+CELLS = """
+import os, signal, sys, torch, warnings
+warnings.simplefilter("ignore")
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_moe_ckpt import MoEStrategy
+from lightning_moe_ckpt.callbacks import SparseCheckpoint
+class Interrupt(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 5: os.kill(os.getpid(), signal.SIGINT)
+
+def cell(url, *others):
+    seed_everything(1, verbose=False)
+    checkpoint, module = SparseCheckpoint(url, window=2, overhead_target=None), BoringModel()
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0}
+    Trainer(accelerator="cpu", devices=1, strategy=MoEStrategy(), max_steps=9, callbacks=[*others, checkpoint], **quiet).fit(module)
+    print("END", hash(torch.cat([each.flatten() for each in module.parameters()]).detach().numpy().tobytes()), torch.rand(1).item())
+    print("FROM", checkpoint.report.resumed_from)
+
+cell(sys.argv[1])
+try: cell(sys.argv[2], Interrupt())
+except SystemExit: pass
+
+cell(sys.argv[2])
+"""
+"""What a user types; Lightning ends an interrupted fit by `SystemExit`, which a notebook catches."""
+
+
+def test_an_interrupted_cell_that_is_run_again_ends_the_same(tmp_path: Path) -> None:
+    """With `MoEStrategy` in one interactive process, as in a notebook: same bits as never interrupted."""
+    given = [str(tmp_path / "calm"), str(tmp_path / "interrupted")]
+    command, quiet = [sys.executable, "-i", "-", *given], {**os.environ, "PYTHONHASHSEED": "0"}
+    ran = subprocess.run(command, input=CELLS, capture_output=True, text=True, timeout=100, env=quiet, check=False)
+    ends = [line for line in ran.stdout.splitlines() if line.startswith("END")]
+    begins = [line for line in ran.stdout.splitlines() if line.startswith("FROM")]
+    assert len(ends) == 2, ran.stderr
+    assert ends[0] == ends[1]
+    assert begins[0] == "FROM None"
+    assert begins[1] in {"FROM 4", "FROM 5", "FROM 2", "FROM 3"}
 
 
 class Requeued(Callback):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -54,7 +55,8 @@ class Case:
         read = json.loads(line)
         checkpointing = Checkpointing(**{"policy": "dense", **_tuples(read["checkpointing"])})
         setup = Drawn(checkpointing=checkpointing, **_tuples(read["setup"]))
-        return cls(setup, tuple(Kill(**{"phase": "random_time", **kill}) for kill in read["kills"]))
+        kills = [{"phase": "random_time", "signal": signal.SIGKILL, **kill} for kill in read["kills"]]
+        return cls(setup, tuple(Kill(**{**kill, "signal": signal.Signals(kill["signal"])}) for kill in kills))
 
 
 def _spelled(value: Any, default: Any) -> dict[str, Any]:
@@ -77,7 +79,10 @@ def draw(seed: int) -> Case:
         if setup is not None:
             setup = _further(random.Random(-1 - seed), setup)
             kills = tuple(_kill(rng, setup) for _ in range(rng.choice([1, 1, 2, 2, 3, 4])))
-            return Case(_stuttering(random.Random(f"store {seed}"), _comes_again(setup, kills)), kills)
+            return Case(
+                _stuttering(random.Random(f"store {seed}"), _comes_again(setup, kills)),
+                _stops(random.Random(-2 - seed), setup, kills),
+            )
 
 
 def _stuttering(rng: random.Random, setup: Drawn) -> Drawn:
@@ -85,6 +90,12 @@ def _stuttering(rng: random.Random, setup: Drawn) -> Drawn:
     if setup.checkpointing is None or rng.random() >= _STUTTER:
         return setup
     return replace(setup, checkpointing=replace(setup.checkpointing, stutters=rng.choice([5, 15])))
+
+
+def _stops(rng: random.Random, setup: Drawn, kills: Sequence[Kill]) -> tuple[Kill, ...]:
+    """Some of them as a cluster that wants its machines back: a signal to all ranks and their workers, that lets them finish."""
+    asked = {"signal": signal.SIGTERM, "group": True, "everyone": setup.world_size > 1, "settle": 0.0}
+    return tuple(replace(kill, **asked) if rng.random() < 0.15 else kill for kill in kills)
 
 
 def _comes_again(setup: Drawn, kills: Sequence[Kill]) -> Drawn:

@@ -111,7 +111,8 @@ def _handlers() -> dict[str, Any]:
 
 
 def _matters(thread: threading.Thread) -> bool:
-    return not isinstance(thread, threading.Timer)  # the harness's own
+    # The harness's own, and those of torch's queues to persistent workers.
+    return not isinstance(thread, threading.Timer) and thread.name != "QueueFeederThread"
 
 
 def _rings(life: Attempt) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from campaign._campaign import Campaigns
+from campaign._drawn import Drawn
 from campaign._stops import Repeating, looking_around, require_clean, require_same_training, seconds_to_end, twice
 from campaign._training import Checkpointing, Setup
 from campaign._variants import Variant
@@ -86,6 +87,30 @@ def test_sigterm_anywhere_loses_no_step(campaigns: Campaigns, places: list[tuple
         assert lives[0].exit_codes == {0: STOPPED}, kill
         assert lives[0].steps()[-1] == last, kill
         assert lives[1].steps() == list(range(last + 1, 9)), kill
+
+
+WITH_WORKERS = Drawn(batches=4, workers=2, checkpointing=SPARSE.checkpointing)
+
+
+@pytest.mark.parametrize(
+    ("setup", "kill"),
+    [
+        pytest.param(WITH_WORKERS, term("forward", step=5), id="sparse"),
+        pytest.param(replace(WITH_WORKERS, persistent=True), term("after_batch_end", step=5), id="persistent"),
+        pytest.param(replace(WITH_WORKERS, loader="stateful"), term("batch_start", step=4), id="stateful"),
+        pytest.param(
+            replace(WITH_WORKERS, world_size=3),
+            term("forward", step=5, everyone=True),
+            id="ranks",
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_sigterm_to_loader_workers_too_loses_no_step(campaigns: Campaigns, setup: Drawn, kill: Kill) -> None:
+    """As SLURM sends it to every process of a job: workers go on until their loader ends them."""
+    (lives,) = check(campaigns, setup, [replace(kill, group=True)])
+    assert set(lives[0].exit_codes.values()) == {STOPPED}
+    assert lives[1].steps()[0] == lives[0].steps()[-1] + 1
 
 
 def test_sigterm_in_the_sanity_check_leaves_before_the_first_step(campaigns: Campaigns) -> None:

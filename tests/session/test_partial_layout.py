@@ -17,7 +17,7 @@ from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
 from lightning_moe_ckpt.policies import Experts, Plan, Selection, WindowStep, assign_writers, expert_names
 from lightning_moe_ckpt.snapshot import _lay_out
-from lightning_moe_ckpt.snapshot._lay_out import expert_loads, lay_out
+from lightning_moe_ckpt.snapshot._lay_out import dense_nbytes, expert_loads, lay_out, record_nbytes
 from lightning_moe_ckpt.snapshot._layout import StateView, WindowLayout
 from lightning_moe_ckpt.snapshot._parts import Shard
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
@@ -196,3 +196,25 @@ def test_a_plan_for_other_experts_is_refused() -> None:
         plan = Plan((WindowStep({"durable": dict.fromkeys(wrong, RecordKind.FULL)}),), partial=True)
         with pytest.raises(IdentityMismatch, match="other operators than this model has"):
             lay_out(PlanRecord(plan=plan, config={}), view, groups, JOURNAL_NBYTES)
+
+
+def test_a_rank_writes_a_share_of_its_own_stage_and_of_no_other() -> None:
+    """By hand: FULL records of AdamW have 12 bytes and a step of 4 per tensor, in two stages of two ranks as in a world of two."""
+    view, _ = rank_of_world(0, 2, 2)
+    stages = [ParallelGroups.placed(rank, 4, ep_size=2, num_stages=2) for rank in range(4)]
+    dense = [op for op in view.operators if op.expert_idx is None]
+    experts = [op for op in view.operators if op.expert_idx is not None]
+    numel = {op.name: sum(piece.numel for piece in op.slices) for op in view.operators}
+    for groups in stages:
+        assert record_nbytes(view, groups) == {
+            **{op.name: (-(-12 * numel[op.name] // 2), -(-4 * numel[op.name] // 2)) for op in dense},
+            **{op.name: (12 * numel[op.name], 4 * numel[op.name]) for op in experts},
+        }
+        assert dense_nbytes(view, groups) == sum(full for full, _ in record_nbytes(view, groups).values())
+        taken = expert_names(view.operators.layers[0])
+        # Half of a layer's experts lie at each expert-parallel position, and one rank of the stage is at each.
+        whole = sum(12 * numel[name] for name in taken if name in numel)
+        first = 2 * groups.stage
+        assert expert_loads(view, groups, taken) == {
+            rank: whole if rank in (first, first + 1) else 0 for rank in range(4)
+        }
