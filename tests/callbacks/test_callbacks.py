@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.callbacks.spike import SpikeDetection
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
@@ -444,6 +445,19 @@ def test_pruning_while_training_is_refused_at_start(tmp_path: Path) -> None:
     pruning = ModelPruning("l1_unstructured", amount=0.3, parameter_names=["weight"])
     with pytest.raises(ConfigurationError, match="Prune when training has ended"):
         fit(DenseCheckpoint(str(tmp_path)), pruning, steps=4)
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
+def test_a_step_that_fetches_by_itself_is_refused_at_start(tmp_path: Path) -> None:
+    """Lightning's experimental signature; it failed at the third step."""
+
+    class Fetches(BoringModel):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            return super().training_step(next(dataloader_iter)[0], 0)
+
+    trainer = Trainer(accelerator="cpu", devices=1, max_steps=4, callbacks=[DenseCheckpoint(tmp_path)], logger=False)
+    with pytest.raises(ConfigurationError, match="fetches within the step"):
+        trainer.fit(Fetches())
 
 
 @pytest.mark.parametrize("how", ["in both", "in the module", "leaves"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, LambdaCallback, LearningRateFinder
 from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
@@ -37,6 +37,8 @@ class Habit(Setup):
     """Optimizer steps that the module itself takes for each batch; 0 for automatic optimization."""
     from_file: bool = False
     """Whether the fit begins from a file of Lightning's, at step 3."""
+    inside: bool = False
+    """Whether the file is written in the middle of an epoch, by a callback."""
     unfreezes_at: int | None = None
     """The epoch in which a finetuning callback adds experts to the optimizer, as a group of their own."""
 
@@ -83,9 +85,15 @@ class Habit(Setup):
         life = replace(life, seed=5)
         with isolate_rng():
             seed_everything(5, verbose=False)
+            path = life.workdir / "begin.ckpt"
+            if self.inside:  # where `ModelCheckpoint` saves
+                saves = LambdaCallback(on_train_batch_end=lambda trainer, *_: trainer.save_checkpoint(path))
+                options = {**self.trainer_options(life), "max_steps": 3, "callbacks": [saves]}
+                Trainer(**options).fit(self.make_module(life), *super().loaders(life))
+                return
             first = Trainer(**{**self.trainer_options(life), "max_steps": 3})
             first.fit(self.make_module(life), *super().loaders(life))
-            first.save_checkpoint(life.workdir / "begin.ckpt")
+            first.save_checkpoint(path)
 
 
 def toggled(module: LightningModule, *, on: bool) -> None:

@@ -79,6 +79,12 @@ def test_steps_that_the_module_takes_by_itself_are_the_same(campaigns: Campaigns
     campaigns.check(Habit(manual=steps, clip=None, checkpointing=DENSE), *killed(3 * steps, 7 * steps))
 
 
+def test_a_run_that_begins_from_a_file_in_mid_epoch_sees_the_same_batches_again(campaigns: Campaigns) -> None:
+    """Lightning counts on and begins with the first batch; a restart in that epoch fetches no more than was fetched, nor less."""
+    setup = Habit(from_file=True, inside=True, epochs=3, validate_every=None, checkpointing=DENSE)
+    campaigns.check(setup, Kill(phase="forward", step=3), *killed(4, 8))
+
+
 @pytest.mark.parametrize("checkpointing", [SPARSE, DENSE], ids=["sparse", "dense"])
 def test_a_run_that_begins_from_a_file_goes_on_from_its_own_checkpoints(
     campaigns: Campaigns, checkpointing: Checkpointing
