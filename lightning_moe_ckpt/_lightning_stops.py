@@ -19,7 +19,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data._utils.signal_handling import _remove_worker_pids
+from torch._C import _remove_worker_pids
 
 _OF_GROUPS = (signal.SIGTERM, signal.SIGINT)
 """Signals that processes get as members of a group or job."""

@@ -94,7 +94,7 @@ def _stuttering(rng: random.Random, setup: Drawn) -> Drawn:
 
 def _stops(rng: random.Random, setup: Drawn, kills: Sequence[Kill]) -> tuple[Kill, ...]:
     """Some of them as a cluster that wants its machines back: a signal to all ranks and their workers, that lets them finish."""
-    asked = {"signal": signal.SIGTERM, "group": True, "everyone": setup.world_size > 1, "settle": 0.0}
+    asked: dict[str, Any] = {"signal": signal.SIGTERM, "group": True, "everyone": setup.world_size > 1, "settle": 0.0}
     return tuple(replace(kill, **asked) if rng.random() < 0.15 else kill for kill in kills)
 
 
