@@ -452,7 +452,7 @@ def test_a_step_that_fetches_by_itself_is_refused_at_start(tmp_path: Path) -> No
     """Lightning's experimental signature; it failed at the third step."""
 
     class Fetches(BoringModel):
-        def training_step(self, dataloader_iter: Any) -> Any:
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
             return super().training_step(next(dataloader_iter)[0], 0)
 
     trainer = Trainer(accelerator="cpu", devices=1, max_steps=4, callbacks=[DenseCheckpoint(tmp_path)], logger=False)
