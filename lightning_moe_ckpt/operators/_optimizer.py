@@ -131,8 +131,9 @@ def why_not_elementwise(optimizer: Optimizer) -> str:
     if type(optimizer) in {Adam, AdamW, SGD}:
         return ""
     groups = {repr([(k, v) for k, v in each.items() if k not in _NOT_PROBED]): each for each in optimizer.param_groups}
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # of the CPU, where it runs: asking devices for theirs would initialise them
         for group in groups.values():
             try:
                 one, other = (_probed(optimizer, group, nudge=nudge) for nudge in (0.0, 1.0))
