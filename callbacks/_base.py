@@ -135,6 +135,7 @@ class CheckpointCallback(Checkpoint):
         self.deterministic_dataset, self.untouched = whole["deterministic_dataset"], tuple(whole["untouched"])
         self.attributes_nbytes = int(number_of_bytes(self, "attributes_nbytes", whole["attributes_nbytes"]))
         self.on_change = whole["on_change"]
+        self.on_mismatch = whole["on_mismatch"]
         self._run: FitSession | None = None
         self._report: Report | None = None
         self._lightning_resume: LightningResume | None = None
@@ -320,6 +321,7 @@ class CheckpointCallback(Checkpoint):
             deterministic_dataset=self.deterministic_dataset,
             attributes={"most_nbytes": self.attributes_nbytes, "untouched": self.untouched},
             on_change=self.on_change,
+            on_mismatch=self.on_mismatch,
         )
         resumed = self._run.begin()
         if self._lightning_resume is not None:

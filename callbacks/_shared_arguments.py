@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from lightning_moe_ckpt._units import duration
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.fit import Batches, OnChange
+from lightning_moe_ckpt.fit import Batches, OnChange, OnMismatch
 from lightning_moe_ckpt.storage import Resume, Retention
 from lightning_moe_ckpt.tiers import DEFAULT_MAX_CHUNK, FailureDomain
 
@@ -63,6 +63,9 @@ class CheckpointArguments(TypedDict, total=False):
         on_change: whose learning rate, weight decay and other fields of the optimizer, and arguments of schedulers, are used where
             this start sets others than the stored run has. `stored` goes on with its own; `mine` takes those of this start, from the
             step on at which the state is dense. A table at the start shows all settings that differ.
+        on_mismatch: what happens where the first batch after a restart, or one of a repeated step, is not the original run's. `stop` ends
+            the run with `OtherData` before it trains on it; nothing that is stored changes. `warn` logs an ERROR and trains on:
+            the run is valid then, but not the same.
         stop_grace: longest time from SIGTERM to the end of the process, a `timedelta`, seconds, or text such as `25s`. Within it all ranks agree on a boundary and store
             it; what cannot be stored in time is left. Keep it below the limit of your launcher: torchrun and SLURM
             kill after 30 s.
@@ -87,6 +90,7 @@ class CheckpointArguments(TypedDict, total=False):
     untouched: Sequence[str]
     attributes_nbytes: int | str
     on_change: OnChange
+    on_mismatch: OnMismatch
     stop_grace: timedelta | float | str
     freeze_heap: bool
 
@@ -108,6 +112,7 @@ DEFAULTS: CheckpointArguments = {
     "untouched": (),
     "attributes_nbytes": 64 * 2**20,
     "on_change": "stored",
+    "on_mismatch": "stop",
     # Within the 30 s that launchers commonly give, with time left for the rest of the script.
     "stop_grace": timedelta(seconds=25),
     "freeze_heap": True,
@@ -177,6 +182,7 @@ def _check_rest(owner: object, whole: CheckpointArguments) -> None:
             f"`{_name(owner)}(untouched={untouched!r})` must be a list of names, such as ['module.cache', 'callback.Mover.*']."
         )
     require_choice(owner, "on_change", whole["on_change"], ("stored", "mine"))
+    require_choice(owner, "on_mismatch", whole["on_mismatch"], ("stop", "warn"))
     duration(owner, "stop_grace", whole["stop_grace"])
 
 

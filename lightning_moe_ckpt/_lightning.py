@@ -19,6 +19,7 @@ import copy
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch._dynamo import OptimizedModule
 
+from lightning_moe_ckpt._lightning_data import making_no_iterator
 from lightning_moe_ckpt.journal import Unread
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
 
@@ -72,10 +74,25 @@ class LoopListener(Protocol):
         """Called after validation, schedulers and epoch-end hooks, before Lightning decides whether to stop."""
 
 
-class FitLoopTaps:
-    """Call a listener from inside one trainer's fit loop, but not while `resting()`, until `remove`."""
+class DataListener(Protocol):
+    """Listener for further moments of loaders."""
 
-    def __init__(self, trainer: Trainer, listener: LoopListener, resting: Callable[[], bool]) -> None:
+    def after_iter(self) -> None:
+        """Called when the iterator of a later epoch than the first was made."""
+
+    def before_fetch_ahead(self) -> None:
+        """Called before a fetch while that iterator is made, of loaders without a length."""
+
+    def before_validation(self) -> None:
+        """Called before loaders of validation make iterators, that of the sanity check included."""
+
+
+class FitLoopTaps:
+    """Call listeners from inside one trainer's fit loop, but not while `resting()`, until `remove`."""
+
+    def __init__(
+        self, trainer: Trainer, listener: LoopListener, data: DataListener, resting: Callable[[], bool]
+    ) -> None:
         self._resting = resting
         fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._fit_loop, self._epoch_loop, self._val_loop = fit_loop, epoch_loop, epoch_loop.val_loop
@@ -86,31 +103,33 @@ class FitLoopTaps:
         # ... and those of later epochs in here. Loaders without a length are fetched from right then, by the fetcher of
         # the epoch before, whose taps are in place: making an iterator ahead is one moment, as in the first epoch.
         self._making_iterator = False
-        self._set(epoch_loop, "on_run_start", self._run_start(trainer, listener.before_iter))
-        self._before(epoch_loop, "_on_before_fetch", self._unless_ahead(listener.before_fetch))
-        self._after(epoch_loop, "_on_after_fetch", self._unless_ahead(listener.after_fetch))
+        self._set(epoch_loop, "on_run_start", self._run_start(trainer, listener, data))
+        ahead, fetch = data.before_fetch_ahead, listener.before_fetch
+        self._before(epoch_loop, "_on_before_fetch", lambda: ahead() if self._making_iterator else fetch())
+        after = listener.after_fetch
+        self._after(epoch_loop, "_on_after_fetch", lambda: None if self._making_iterator else after())
+        self._before(self._val_loop, "reset", data.before_validation)
         self._before(fit_loop, "on_advance_end", listener.before_epoch_end)
         self._after(fit_loop, "on_run_end", listener.after_run)
         self._before(epoch_loop, "on_advance_end", listener.after_batch)
         self._after(epoch_loop, "on_advance_end", listener.after_hooks)
         self._after(fit_loop, "on_advance_end", listener.after_hooks)
 
-    def _run_start(self, trainer: Trainer, before_iter: Callable[[], None]) -> Callable[[Any], None]:
+    def _run_start(self, trainer: Trainer, listener: LoopListener, data: DataListener) -> Callable[[Any], None]:
         original = self._epoch_loop.on_run_start
 
         def run_start(data_fetcher: Any) -> None:
-            if _makes_iterator(trainer) and not self._resting():
-                before_iter()
-                self._making_iterator = True
+            self._making_iterator = _makes_iterator(trainer) and not self._resting()
+            if not self._making_iterator:
+                return original(data_fetcher)
+            listener.before_iter()
             try:
                 original(data_fetcher)
+                data.after_iter()
             finally:
                 self._making_iterator = False
 
         return run_start
-
-    def _unless_ahead(self, call: Callable[[], None]) -> Callable[[], None]:
-        return lambda: None if self._making_iterator else call()
 
     def _before(self, owner: object, name: str, first: Callable[[], None]) -> None:
         original = getattr(owner, name)
@@ -297,15 +316,18 @@ def restore_buffer_sync(trainer: Trainer, taken: bool | None) -> None:
         trainer.strategy.model.require_forward_param_sync = taken  # type: ignore[union-attr]
 
 
-def _load_loops(trainer: Trainer, state: LoopState) -> None:
+def _load_loops(trainer: Trainer, state: LoopState, *, mid_epoch: bool) -> None:
     _skip_sanity_check(trainer)
     loops, settings = dict(state), state["settings"]
     del loops["settings"]
     trainer.fit_loop.load_state_dict(loops)
-    _make_loaders_as_in(trainer, settings["train_loader_epoch"], settings["validation_loader_epoch"])
+    # A later moment makes the iterator that is read; in the first epoch there is none.
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    later = mid_epoch or epochs.processed > 0
+    _make_loaders_as_in(trainer, settings["train_loader_epoch"], settings["validation_loader_epoch"], iterate=not later)
 
 
-def _make_loaders_as_in(trainer: Trainer, training: int, validation: int) -> None:
+def _make_loaders_as_in(trainer: Trainer, training: int, validation: int, *, iterate: bool) -> None:
     """Make loaders once as in the epoch in which the original run made its own.
 
     With `reload_dataloaders_every_n_epochs` that epoch may be earlier than the resumed one.
@@ -313,17 +335,18 @@ def _make_loaders_as_in(trainer: Trainer, training: int, validation: int) -> Non
     fit_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
     for loop, epoch in ((fit_loop, training), (val_loop, validation)):
         if epoch >= 0:  # no loader was made otherwise
-            _once_in_epoch(trainer, loop, epoch)
+            _once_in_epoch(trainer, loop, epoch, unread=loop is fit_loop and not iterate)
 
 
-def _once_in_epoch(trainer: Trainer, loop: Any, epoch: int) -> None:
+def _once_in_epoch(trainer: Trainer, loop: Any, epoch: int, *, unread: bool) -> None:
     original, progress = loop.setup_data, trainer.fit_loop.epoch_progress.current
 
     def setup_data() -> None:
         del loop.setup_data
         here, progress.completed = progress.completed, epoch
         try:
-            original()
+            with making_no_iterator(loop) if unread else nullcontext():
+                original()
         finally:
             progress.completed = here
 
@@ -398,7 +421,7 @@ def resumes_inside(trainer: Trainer) -> bool:
 
 def resume_between_epochs(trainer: Trainer, state: LoopState) -> None:
     """Continue as if the last epoch had just ended in this process; call before the fit loop runs."""
-    _load_loops(trainer, state)
+    _load_loops(trainer, state, mid_epoch=False)
     _clear_restart_flags(trainer)
 
 
@@ -411,7 +434,9 @@ def resume_mid_epoch(trainer: Trainer, state: LoopState, position: Callable[[], 
         position: moves the data fetcher past the consumed batches; called once its iterator exists.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
-    _load_loops(trainer, state)  # "restarting" makes the fit loop skip this epoch's start hooks, which have run
+    _load_loops(
+        trainer, state, mid_epoch=True
+    )  # "restarting" makes the fit loop skip this epoch's start hooks, which have run
     start = epoch_loop.on_run_start
 
     def no_reset() -> None:

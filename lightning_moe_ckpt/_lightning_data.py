@@ -9,11 +9,12 @@ from operator import is_
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
 from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
@@ -25,6 +26,7 @@ from torch.utils.data import (
     default_collate,
     default_convert,
 )
+from typing_extensions import Self, override
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.data import SeededItems
@@ -42,8 +44,9 @@ def skip_batches(
     before_iter: Callable[[], None],
     before_fetch: Callable[[int], None],
     restarts: Mapping[int, int] | None = None,
+    own: Sequence[Any] | None = None,
 ) -> None:
-    """Make the fetcher's iterator anew, with the state of this epoch's start, and skip the consumed batches.
+    """Make the fetcher's iterator, with the state of this epoch's start, and skip the consumed batches.
 
     Unless items are known to draw nothing, batches are fetched and thrown away, not skipped by index: only then is the
     random state inside loader workers (augmentation) right. An unsized loader is fetched one batch ahead, so
@@ -56,6 +59,7 @@ def skip_batches(
         before_fetch: called before each fetch with its index in the epoch, and once if there is no fetch.
         restarts: by index of the loader, the last fetch in which it started over. Given
             if all loaders `can_advance`, so that nothing is fetched.
+        own: states of the loaders' own, which say where they are, so that nothing is fetched.
     """
     fit_loop = trainer.fit_loop
     fetcher, loader = fit_loop._data_fetcher, fit_loop._combined_loader
@@ -65,10 +69,15 @@ def skip_batches(
     for each in loader.flattened:
         _set_sampler_epoch(each, epoch)
     if epoch == 0:
-        # Persistent workers are made, and draw a seed, in the first epoch only. The one of this process was made already.
+        # Persistent workers are made, and draw a seed, in the first epoch only. Those of this process may have been made already.
         loader.reset()
     before_iter()
-    if restarts is not None:
+    if own is not None:
+        load_positions(trainer, own)
+        before_fetch(num_batches - 1)
+        iter(fetcher)
+        loader._iterator._idx = max(num_batches, loader._iterator._idx)  # type: ignore[union-attr]
+    elif restarts is not None:
         with ExitStack() as places:
             for index, each in enumerate(loader.flattened):
                 places.enter_context(_beginning_at(each, 0 if index in restarts else num_batches))
@@ -84,7 +93,8 @@ def skip_batches(
         for index in range(num_batches):
             if index:
                 before_fetch(index)
-            next(fetcher)
+            if next(fetcher, None) is None:
+                break  # there are fewer batches now
         if length is not None:
             fetcher.length, fetcher.done = length, fit_loop.epoch_loop.batch_progress.current.ready >= length
     fetcher.fetched = 0  # the epoch loop adds the consumed batches itself
@@ -103,6 +113,41 @@ def counted_before(trainer: Trainer) -> int:
             done,
         )
     return done
+
+
+class _Unread(CombinedLoader):
+    """Loader that has its length, but makes no iterators, unless for their workers, and gives no batch."""
+
+    @override
+    def __iter__(self) -> Self:
+        for each in self.flattened:
+            if getattr(each, "persistent_workers", False):
+                iter(each)  # makes workers, which draw a seed, as the original run did before this epoch
+        self._iterator = _SUPPORTED_MODES[self._mode]["iterator"](self.flattened, self._limits)
+        return self
+
+    @override
+    def __next__(self) -> Any:
+        raise StopIteration
+
+
+@contextmanager
+def making_no_iterator(loop: Any) -> Iterator[None]:
+    """Let `setup_data` make no iterator, which nobody would read: data may count iterators, out of reach too."""
+    tapped = loop._load_combined_loader_states  # called when the loader has been made, right before its iterator
+
+    def made() -> None:
+        tapped()
+        kind = type(loop._combined_loader)
+        loop._combined_loader.__class__ = type(kind.__name__, (_Unread, kind), {"_made": kind})
+
+    loop._load_combined_loader_states = made
+    try:
+        yield
+    finally:
+        loop._load_combined_loader_states = tapped
+        if isinstance(loop._combined_loader, _Unread):
+            loop._combined_loader.__class__ = type(loop._combined_loader)._made  # type: ignore[attr-defined]
 
 
 def begin_epoch(trainer: Trainer) -> None:
@@ -336,6 +381,74 @@ def loads_again(trainer: Trainer) -> bool:
     return trainer.fit_loop._combined_loader is not None and trainer.fit_loop._should_reload_train_dl
 
 
+def settings_of(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return what of each loader a user may change between two starts, by which batches are others."""
+    found = []
+    for each in loaders_of(trainer):
+        dataset = getattr(each, "dataset", None)
+        settings = {
+            "loader": type(each).__qualname__,
+            "length": sized_len(each if dataset is None else dataset),
+        }
+        if isinstance(dataset, IterableDataset):  # each worker has a part of a stream
+            settings["num_workers"] = getattr(each, "num_workers", 0)
+        found.append({name: value if isinstance(value, str | int) else None for name, value in settings.items()})
+    return found
+
+
+def know_position(trainer: Trainer) -> bool:
+    """Return whether each loader can be asked for its position, and told one, and is not torch's: those are fetched from again."""
+    return all(isinstance(each, _Stateful) and not isinstance(each, DataLoader) for each in loaders_of(trainer))
+
+
+def own_positions(trainer: Trainer) -> list[Any]:
+    """Return the states of the loaders, see `know_position`."""
+    return [each.state_dict() for each in loaders_of(trainer)]
+
+
+def load_positions(trainer: Trainer, states: Sequence[Any]) -> None:
+    """Tell loaders where their next iterators begin."""
+    for each, state in zip(loaders_of(trainer), states, strict=True):
+        each.load_state_dict(state)
+
+
+def make_iterator(trainer: Trainer) -> None:
+    """Make the fetcher's iterator anew."""
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    iter(fetcher)
+
+
+def fetches_ahead(trainer: Trainer) -> bool:
+    """Return whether the fetcher has the next batch already, since it does not know the length."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is None
+
+
+def next_batch(trainer: Trainer) -> list[Any]:
+    """Return the batch that the fetcher gives next, which it goes on to do; nothing if there is none."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    if fetches_ahead(trainer):
+        return [batch for batch, _, _ in fetcher.batches[:1]]
+    try:
+        item = next(fetcher.iterator)
+    except StopIteration:
+        return []
+    fetcher.iterator = _Again(fetcher, item)
+    return [item[0]]
+
+
+class _Again:
+    """Iterator of a fetcher that gives an item once more before it goes on."""
+
+    def __init__(self, fetcher: Any, item: Any) -> None:
+        self._fetcher, self._iterator, self._item = fetcher, fetcher.iterator, item
+
+    def __next__(self) -> Any:
+        self._fetcher.iterator = self._iterator
+        return self._item
+
+
 def restarted_loaders(trainer: Trainer) -> list[int]:
     """Return the indices of loaders that started over in the last fetch: their samplers and workers have drawn seeds."""
     loader = trainer.fit_loop._combined_loader
@@ -408,7 +521,7 @@ def loader_objects(trainer: Trainer) -> Iterator[tuple[str, object]]:
         for name, owner in _owners(each):
             if not isinstance(owner, DataLoader):
                 yield f"loader{index}.{name}", owner
-    for index, each in enumerate(pytree.tree_leaves(trainer.val_dataloaders)):
+    for index, each in enumerate(validation_loaders(trainer)):
         yield f"validation{index}.dataset", getattr(each, "dataset", None)
 
 
@@ -425,20 +538,26 @@ def _data_owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     for index, each in enumerate(loaders_of(trainer)):
         name, collate = f"loader{index}", getattr(each, "collate_fn", None)
         yield name, each
-        yield from _data_sets(f"{name}.dataset", getattr(each, "dataset", None))
+        yield from data_sets(f"{name}.dataset", getattr(each, "dataset", None))
         yield from ((f"{name}.{part}", owner) for part, owner in _owners(each) if owner is not each)
         yield f"{name}.collate_fn", getattr(collate, "collate", collate)  # ours is around it where workers persist
-    for index, each in enumerate(pytree.tree_leaves(trainer.val_dataloaders)):
-        yield from _data_sets(f"validation{index}.dataset", getattr(each, "dataset", None))
+    for index, each in enumerate(validation_loaders(trainer)):
+        yield from data_sets(f"validation{index}.dataset", getattr(each, "dataset", None))
 
 
-def _data_sets(name: str, dataset: Any, depth: int = 6) -> Iterator[tuple[str, Any]]:
+def validation_loaders(trainer: Trainer) -> list[Any]:
+    """Return the loaders of validation, as far as they have been made."""
+    return [each for each in pytree.tree_leaves(trainer.val_dataloaders) if each is not None]
+
+
+def data_sets(name: str, dataset: Any, depth: int = 6) -> Iterator[tuple[str, Any]]:
+    """Yield a data set and those within, as far as they are torch's own, by name."""
     yield name, dataset
     if depth and isinstance(dataset, Subset | SeededItems):
-        yield from _data_sets(f"{name}.dataset", dataset.dataset, depth - 1)
+        yield from data_sets(f"{name}.dataset", dataset.dataset, depth - 1)
     elif depth and isinstance(dataset, ConcatDataset | ChainDataset):
         for index, each in enumerate(dataset.datasets):
-            yield from _data_sets(f"{name}.datasets.{index}", each, depth - 1)
+            yield from data_sets(f"{name}.datasets.{index}", each, depth - 1)
 
 
 def _owners(loader: Any) -> list[tuple[str, Any]]:

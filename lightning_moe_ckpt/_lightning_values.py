@@ -102,7 +102,9 @@ class Values:
         fresh = owners.keys() - self._roots.keys()
         for name, (each, left_out) in owners.items():
             if name not in self._roots and not self.is_untouched(name):
-                kind = Stateful if has_state(each) and not isinstance(each, (nn.Module, *MADE_BY_LIGHTNING)) else Node
+                # What loads a state of data is told where its next iterator begins: see `fit/_data.py`.
+                apart = isinstance(each, (nn.Module, *MADE_BY_LIGHTNING)) or name.startswith(("loader", "validation"))
+                kind = Stateful if has_state(each) and not apart else Node
                 self._roots[name] = kind(name, each, left_out, is_new=False)
         self._active = [node for name, node in self._roots.items() if name not in self._still]
         self._look(fresh)

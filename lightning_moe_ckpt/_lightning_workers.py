@@ -3,7 +3,10 @@
 Workers that are made anew in every epoch are seeded by this process then, and follow from its state. Persistent ones
 (`persistent_workers=True`) are seeded once, and go on drawing from epoch to epoch. They send their state with every
 batch, and a restart in a later epoch makes workers that begin with the state at that epoch's start. Batches on their
-way when an epoch ends count too: loaders wait for them before they begin the next one, and throw them away.
+way when an epoch ends count too: loaders wait for them before they begin the next one, and throw them away. With the random
+state goes what their copies of the data set count in plain attributes.
+
+Loaders of validation are treated alike, but for the moment: what counts is the state at a boundary of training.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data._utils.worker import _generate_state
 
 from lightning_moe_ckpt._lightning_attributes import held_by
-from lightning_moe_ckpt._lightning_data import loaders_of
+from lightning_moe_ckpt._lightning_data import data_sets, loaders_of, validation_loaders
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import capture_rng, decode, encode, restore_rng
 
@@ -40,11 +43,21 @@ class PersistentWorkers:
         self._trainer, self._deterministic = trainer, deterministic
         self._taps: dict[int, _LoaderTap] = {}
         self._refused = False
+        self._restored: Mapping[int, States] = {}
 
     @property
     def num_workers(self) -> int:
         """Workers whose state goes into journals."""
         return sum(tap.loader.num_workers for tap in self._taps.values())
+
+    def look(self) -> None:
+        """Find loaders whose workers persist, when they have been made and nobody has used them."""
+        training = {} if self._deterministic else dict(enumerate(loaders_of(self._trainer)))
+        validation = {-1 - index: each for index, each in enumerate(validation_loaders(self._trainer))}
+        for index, loader in {**training, **validation}.items():
+            known = index in self._taps and self._taps[index].loader is loader
+            if getattr(loader, "persistent_workers", False) and not known and self._can_tell(loader):
+                self._taps[index] = _LoaderTap(loader)
 
     def before_iter(self, restored: Mapping[int, States] | None) -> None:
         """Prepare the loaders for new iterators, for a new epoch.
@@ -52,18 +65,30 @@ class PersistentWorkers:
         Args:
             restored: in a restart, the workers' first state, by index of their loader.
         """
-        loaders = [] if self._deterministic else loaders_of(self._trainer)
-        for index, loader in enumerate(loaders):
-            if getattr(loader, "persistent_workers", False):
-                if index not in self._taps or self._taps[index].loader is not loader:
-                    if not self._can_tell(loader):
-                        continue
-                    self._taps[index] = _LoaderTap(loader)
-                self._taps[index].begin_epoch((restored or {}).get(index))
+        self._begin(restored or {}, training=True)
+
+    def resume(self, restored: Mapping[int, States]) -> None:
+        """Let workers of validation that are made for training begin with a state."""
+        self._restored = restored
+
+    def before_validation(self) -> None:
+        """Prepare loaders of validation for new iterators."""
+        self.look()
+        if self._trainer.sanity_checking:
+            self._begin({}, training=False)
+        else:
+            self._begin(self._restored, training=False)
+            self._restored = {}
+
+    def _begin(self, restored: Mapping[int, States], *, training: bool) -> None:
+        for index, tap in self._taps.items():
+            if (index >= 0) is training:
+                tap.begin_epoch(restored.get(index))
 
     def take(self) -> dict[int, States]:
-        """Return the workers' state at the epoch's start; nothing in the epoch in which they were made."""
-        return {index: tap.begun for index, tap in self._taps.items() if tap.begun is not None}
+        """Return the workers' state at the epoch's start, in validation the newest; nothing of those that are not made, or were in this epoch."""
+        states = {index: tap.begun if index >= 0 else tap.newest for index, tap in self._taps.items()}
+        return {index: state for index, state in states.items() if state is not None}
 
     def remove(self) -> None:
         """Restore the loaders' own functions."""
@@ -94,10 +119,16 @@ class _LoaderTap:
         self._newest: States = {"seed": 0, "states": []}
         self._begins = False
         self._original = (loader.collate_fn, loader.worker_init_fn)
-        self._beginning = _Beginning(loader.worker_init_fn)
-        loader.collate_fn, loader.worker_init_fn = _Telling(loader.collate_fn), self._beginning
+        self._beginning = _Beginning(loader.worker_init_fn, _counted(loader.dataset))
+        loader.collate_fn = _Telling(loader.collate_fn, self._beginning.first)
+        loader.worker_init_fn = self._beginning
         self._make = loader._get_iterator
         loader._get_iterator = self._make_iterator
+
+    @property
+    def newest(self) -> States | None:
+        """Newest state of the workers; `None` if there are none."""
+        return None if self.loader._iterator is None else _copy(self._newest)
 
     def begin_epoch(self, restored: States | None) -> None:
         self._begins, self._beginning.begun = True, restored
@@ -160,22 +191,25 @@ class _Told:
 class _Telling:
     """Collate function that adds the worker's state to each batch."""
 
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
+    def __init__(self, collate: Callable[[Any], Any], first: Mapping[str, Any]) -> None:
+        self.collate, self._first = collate, first
 
     def __call__(self, items: Any) -> Any:
         batch, info = self.collate(items), get_worker_info()
         if info is None:
             return batch
-        state = encode(capture_rng(held=held_by({"dataset": info.dataset, "collate_fn": self.collate})))
+        first, now = self._first, _counted(info.dataset)
+        moved = {name: value for name, value in now.items() if name not in first or first[name] != value}
+        random_state = capture_rng(held=held_by({"dataset": info.dataset, "collate_fn": self.collate}))
+        state = encode({"random": random_state, "attributes": moved})
         return _Told(info.id, np.frombuffer(state, dtype=np.uint8), batch)
 
 
 class _Beginning:
     """`worker_init_fn` that lets a worker begin with a recorded state."""
 
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self.then, self.begun = then, None
+    def __init__(self, then: Callable[[int], None] | None, first: Mapping[str, Any]) -> None:
+        self.then, self.begun, self.first = then, None, first
 
     begun: States | None
 
@@ -193,4 +227,30 @@ class _Beginning:
             self.then(worker)
         state = self.begun["states"][worker] if self.begun is not None else None
         if state is not None:
-            restore_rng(decode(state.tobytes()), held=held_by({"dataset": info.dataset}))
+            found = decode(state.tobytes())
+            restore_rng(found["random"], held=held_by({"dataset": info.dataset}))
+            held = {**self.first, **found["attributes"]}
+            for name, owner in data_sets("dataset", info.dataset):
+                for attribute in _counted(info.dataset).keys() | held.keys():
+                    if attribute.rpartition(".")[0] == name:
+                        _set(owner, attribute.rpartition(".")[2], held.get(attribute, _NOT_HELD))
+
+
+_NOT_HELD = object()
+
+
+def _set(owner: object, attribute: str, value: object) -> None:
+    if value is not _NOT_HELD:
+        setattr(owner, attribute, value)
+    elif hasattr(owner, attribute):
+        delattr(owner, attribute)  # the training process has it, from which the worker was copied
+
+
+def _counted(dataset: Any) -> dict[str, Any]:
+    """Return plain values that a data set, and those of which torch's own are made, hold in attributes."""
+    return {
+        f"{name}.{attribute}": value
+        for name, each in data_sets("dataset", dataset)
+        for attribute, value in getattr(each, "__dict__", {}).items()
+        if type(value) in (bool, int, float, type(None))
+    }

@@ -58,6 +58,10 @@ class IdentityMismatch(ConfigurationError):
     """The model, optimizer or world differs from the one that wrote the checkpoint."""
 
 
+class OtherData(CheckpointError, RuntimeError):
+    """A resumed run got another batch than the original run; raised before it trains on it, and nothing stored has changed."""
+
+
 class CodecError(ConfigurationError, TypeError):
     """A value cannot be stored in the journal exactly; the message says where it sits and what it is."""
 

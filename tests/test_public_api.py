@@ -81,7 +81,7 @@ PUBLIC: dict[str, str] = {
     """,
     "lightning_moe_ckpt.errors": """
         CheckpointError CodecError ConfigurationError Corrupt Fenced IdentityMismatch KeyExists KeyMissing
-        NoUsableGeneration RingFull StorageError StorageRefused UnknownLayout UnsupportedOptimizer
+        NoUsableGeneration OtherData RingFull StorageError StorageRefused UnknownLayout UnsupportedOptimizer
         WrongCounts
     """,
 }

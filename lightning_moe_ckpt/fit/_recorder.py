@@ -17,7 +17,7 @@ them progress and random state are taken only if the process stops there, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -34,6 +34,8 @@ from lightning_moe_ckpt import (
 from lightning_moe_ckpt._lightning_callbacks import show_epoch
 from lightning_moe_ckpt._lightning_progress import LoopProgress
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.fit._data import DataRecord, OnMismatch
 from lightning_moe_ckpt.fit._fetches import NO_FETCHES, FetchLog
 from lightning_moe_ckpt.fit._settings import Settings
 from lightning_moe_ckpt.fit._state import Extras, Trained, copied, require_storable
@@ -73,6 +75,8 @@ class BoundaryRecorder:
         deterministic_dataset: whether items of the data set depend on their index alone.
         layers: names of modules whose attributes one of the parts records.
         attributes: further arguments of `MovedAttributes`.
+        on_mismatch: what another batch than the original's does.
+        among: returns the ranks that go on together.
     """
 
     def __init__(
@@ -87,6 +91,8 @@ class BoundaryRecorder:
         deterministic_dataset: bool = False,
         layers: Collection[str] = (),
         attributes: Mapping[str, Any] | None = None,
+        on_mismatch: OnMismatch = "stop",
+        among: Callable[[], Exchange],
     ) -> None:
         self._deterministic = deterministic_dataset
         self._parts, self._trained, self._settings = parts, trained, settings
@@ -103,6 +109,7 @@ class BoundaryRecorder:
         self._moved = _lightning_attributes.MovedAttributes(
             trainer, module, skip_callbacks, layers, **(attributes or {})
         )
+        self._data = DataRecord(trainer, self._moved, on_mismatch=on_mismatch, among=among)
         self._workers = _lightning_workers.PersistentWorkers(trainer, deterministic=deterministic_dataset)
         self._progress = LoopProgress(trainer)
         self._start: Start | None = None
@@ -118,10 +125,8 @@ class BoundaryRecorder:
         self._not_fetched = 0
         """Batches that the epoch counts and its iterator has not given: Lightning resumes in mid-epoch with the first batch."""
         self._resume: Start | None = None
-        self._batch: str | None = None
-        """Digest of the batch that followed this boundary in the original run."""
-        self._named = ""
-        """What was named as the known cause of other batches."""
+        self._seen: RngState | None = None
+        """Random state after a batch was fetched to be compared, which is fetched again."""
         self._original: Start | None = None
         self._mid_epoch = False
         self._metrics_due = False
@@ -150,7 +155,7 @@ class BoundaryRecorder:
     @property
     def compares_batch(self) -> bool:
         """Whether a digest of the next batch is needed, to check that a resumed run goes on with the original's data."""
-        return self._start is not None or self._batch is not None
+        return self._start is not None or self._data.expected is not None
 
     def complete_start(self, batch: str | None) -> Start | None:
         """Return the finished start half, if one was asked for; call first in `on_train_batch_start`.
@@ -159,7 +164,8 @@ class BoundaryRecorder:
             batch: digest of the batch; `None` if it is not compared.
         """
         start, self._start, self._passed = self._start, None, False
-        self._compare(batch)
+        if self._data.expected is not None:
+            self._data.compare(batch, known=self._settings.explains_batches)
         if self._resume is not None:
             self._restore_random(self._resume["random"]["after_fetch"])
             self._resume = None
@@ -175,6 +181,7 @@ class BoundaryRecorder:
             return start
         taken = {"after_fetch": self._take_random(), "workers": self._workers.take()}
         start["random"] = {**self._moments, **taken}
+        start["data"] = self._data.taken
         return start
 
     @staticmethod
@@ -194,6 +201,8 @@ class BoundaryRecorder:
         if self._resume is not None:
             random = self._resume["random"]
             self._restore_random(random["fetch"] or random["epoch"])
+            self._moved.look()
+            self._moved.restore(self._resume.get("attributes", {}))
 
     @property
     def following(self) -> bool:
@@ -218,12 +227,11 @@ class BoundaryRecorder:
         assert self._start is not None
         if "kept" not in self._start["trained"]:
             self._start["trained"] |= self._trained.take_left_over()  # no next step will find out about it
+        come, data = {**self._moments, "workers": self._workers.take()}, self._data.taken
         if self._before_epoch_only:
-            come: dict[str, Any] = {**dict.fromkeys(_MOMENTS), "epoch": self._moments["epoch"]}
-        else:
-            come = {**self._moments, "workers": self._workers.take()}
+            come, data = {**dict.fromkeys(_MOMENTS), "epoch": self._moments["epoch"]}, {}
         # In this order, which is part of the bytes of segments.
-        return {**self._start, "random": {"epoch": come["epoch"], "after_fetch": None, **come}}
+        return {**self._start, "random": {"epoch": come["epoch"], "after_fetch": None, **come}, "data": data}
 
     def attributes(self) -> dict[str, Any]:
         """Return plain attributes of the user's objects that have changed."""
@@ -265,19 +273,39 @@ class BoundaryRecorder:
 
     def before_iter(self) -> None:
         """Record the moment before samplers and workers draw their seeds."""
-        self._moved.look_at_data()
+        self._data.look()
+        self._workers.look()
         _lightning_data.begin_epoch(self._trainer)
         if not self._mid_epoch:
             self._workers.before_iter(self._resume["random"].get("workers") if self._resume is not None else None)
         self._held.look()
         self._restore_metrics()
         if self._mid_epoch:
-            return  # `_position` makes the iterator that counts
+            return  # `_position` makes the iterator
         if self._resume is not None:
+            self._data.restore_before()
+            if (own := self._data.own()) is not None:
+                _lightning_data.load_positions(self._trainer, own)
             self._restore_random(self._resume["random"]["iter"])
         self._moments["iter"] = self._take_random()
         self._awaiting_first_fetch, self._independent = True, None
         self._fetches.begin()
+        self._data.before_iter()
+
+    def after_iter(self) -> None:
+        """Make the iterator once more if it is in the wrong place: loaders were told their position."""
+        if self._resume is not None and self._data.own() is not None and not self._goes_on():
+            self._before_skipping()
+            _lightning_data.make_iterator(self._trainer)
+
+    def before_fetch_ahead(self) -> None:
+        """Record where loaders are before a fetch while their iterator is made."""
+        self._data.before_fetch()
+
+    def before_validation(self) -> None:
+        """Record the moment before loaders of validation make iterators."""
+        self._data.look()
+        self._workers.before_validation()
 
     def close(self) -> None:
         """Undo the changes to loaders."""
@@ -297,12 +325,17 @@ class BoundaryRecorder:
         resumed = needed and not self._replayed_only
         if resumed or self._start is not None or self._awaiting_first_fetch or not self._independent:
             self._take_fetch()
+        if self._data.knows:
+            self._data.before_fetch()
         self._awaiting_first_fetch = self._before_epoch_only = self._wanted = False
         if needed:
             self._begin_start(between_epochs=False, resumed=resumed)
 
     def after_fetch(self) -> None:
         """Record the moment after a fetch, before anything has seen the batch."""
+        if self._seen is not None:
+            self._restore_random(self._seen)
+            self._seen = None
         if self._independent:
             return
         before = self._moments["fetch"]
@@ -341,7 +374,7 @@ class BoundaryRecorder:
         original, self._original = self._original, None
         if original is not None:
             self._follow(original, self._take(between_epochs=between_epochs))
-            self._batch = original.get("batch")
+            self._data.expect(original.get("batch"))
         if self._settings.pending:
             self._settings.settle(mid_epoch=not between_epochs)
         self._start = self._take(between_epochs=between_epochs, resumed=resumed)
@@ -355,21 +388,6 @@ class BoundaryRecorder:
     def _restore_random(self, state: RngState | None) -> None:
         if state is not None:
             self._not_held = restore_rng(state, self._generators.now(), self._held.now())
-
-    def _compare(self, batch: str | None) -> None:
-        original, self._batch = self._batch, None
-        if None in (original, batch) or original == batch:
-            return
-        if known := self._settings.explains_batches:
-            if known != self._named:
-                at, self._named = self._trainer.global_step, known
-                log.warning("batches from step %d on are not those of the original run: %s", at, known)
-        else:
-            log.error(
-                "the batch that follows step %d is not the one of the original run: this restart is not bit-exact. Look for "
-                "data that changed or cannot be repositioned, or is said to be deterministic and is not.",
-                self._trainer.global_step,
-            )
 
     def _take(self, *, between_epochs: bool, resumed: bool = True) -> Start:
         trainer = self._trainer
@@ -425,7 +443,9 @@ class BoundaryRecorder:
     def resume(self, start: Start) -> None:
         """Continue from a start half; call in `on_fit_start`, before any other callback runs."""
         trainer = self._trainer
-        self._resume, self._wanted, self._batch = start, False, start.get("batch")
+        self._resume, self._wanted = start, False
+        self._data.resume(start)
+        self._workers.resume(start["random"].get("workers") or {})
         self._attributes_of(start)
         _lightning.restore_seed(start["seed"])
         self._restore_rates(start)
@@ -513,18 +533,37 @@ class BoundaryRecorder:
         fetches = self._resume.get("fetches", NO_FETCHES)
         states = {0: random["first_fetch"], **fetches["states"], num_batches - 1: random["last_fetch"]}
         self._independent = None
-        self._workers.before_iter(random.get("workers"))
-        self._held.look()
-        _lightning_data.skip_batches(
-            self._trainer,
-            num_batches,
-            before_iter=lambda: self._restore_random(random["iter"]),
-            before_fetch=lambda index: self._restore_random(states.get(index)),
-            restarts=fetches["restarts"] if self._can_advance() else None,
-        )
+        own = self._data.own() if num_batches else None
+        for way in [own, None] if own is not None else [None]:
+            self._workers.before_iter(random.get("workers"))
+            self._held.look()
+            _lightning_data.skip_batches(
+                self._trainer,
+                num_batches,
+                before_iter=self._before_skipping,
+                before_fetch=lambda index: self._restore_random(states.get(index)),
+                restarts=fetches["restarts"] if self._can_advance() else None,
+                own=way,
+            )
+            self._data.restore_after(self._resume.get("attributes", {}))
+            if way is None or self._goes_on():
+                break
         self._fetches.restore(fetches, num_fetched=num_batches)
         self._mid_epoch = False
         show_epoch(self._trainer, self._resume["batches_done"])
+
+    def _before_skipping(self) -> None:
+        assert self._resume is not None
+        self._data.restore_before()
+        self._restore_random(self._resume["random"]["iter"])
+
+    def _goes_on(self) -> bool:
+        """Return whether the original's batch comes next. Collective."""
+        assert self._resume is not None
+        self._restore_random(self._resume["random"]["fetch"])
+        goes_on = self._data.goes_on()
+        self._seen = None if _lightning_data.fetches_ahead(self._trainer) else self._take_random()
+        return goes_on
 
     def _can_advance(self) -> bool:
         """Whether loaders can move to their place without fetching consumed batches again."""

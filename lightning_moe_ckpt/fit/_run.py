@@ -26,6 +26,7 @@ from lightning_moe_ckpt._lightning_callbacks import Findings, ProgressNote, aver
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Neighbours
 from lightning_moe_ckpt.fit._batches import Batches, BatchLog, Logged
+from lightning_moe_ckpt.fit._data import OnMismatch
 from lightning_moe_ckpt.fit._departed import say_who_is_gone
 from lightning_moe_ckpt.fit._recorder import BoundaryRecorder, JournalPart
 from lightning_moe_ckpt.fit._settings import OnChange, Settings, announce
@@ -56,7 +57,7 @@ class FitSession:
         config, policy: where checkpoints live and how to resume; what is taken at which step.
         trainer, module: in `on_fit_start`, so parameters are on their device and the optimizer exists.
         own_callbacks: callback classes whose state is not part of the journal.
-        stop_grace, batches, deterministic_dataset, on_change: as in `CheckpointArguments`; `attributes` are arguments of `MovedAttributes`.
+        stop_grace, batches, deterministic_dataset, on_change, on_mismatch: see `CheckpointArguments`; `attributes` are arguments of `MovedAttributes`.
     """
 
     resumed = False
@@ -86,6 +87,7 @@ class FitSession:
         deterministic_dataset: bool = False,
         attributes: Mapping[str, Any] | None = None,
         on_change: OnChange = "stored",
+        on_mismatch: OnMismatch = "stop",
     ) -> None:
         refuse_unsupported(trainer, policy)
         self._trainer, self._module = trainer, module
@@ -112,15 +114,17 @@ class FitSession:
             deterministic_dataset=deterministic_dataset,
             layers={layer.fqn for layer in self.session.layers},
             attributes=attributes or {},
+            on_mismatch=on_mismatch,
+            among=lambda: self.session.among,
         )
-        self._ended = self._half_a_step = False
+        self._ended = self._half_a_step = self._disturbed = self._trained = self._told_to_stop = False
         self._clip = _lightning.ClipTap(trainer, getattr(trainer.strategy, "grad_norm", None))
         self._found_inf = _lightning.FoundInf(trainer)
         self._step_tap = _lightning.StepTap(trainer, self._training_step)
         self._step = trainer.global_step
         self._losses: list[torch.Tensor] = []
         self._found: float | Unread | None = None
-        self._taps = _lightning.FitLoopTaps(trainer, self, resting(trainer))
+        self._taps = _lightning.FitLoopTaps(trainer, self, self._recorder, resting(trainer))
         self._stops = Stops(
             trainer,
             stop_grace,
@@ -128,7 +132,6 @@ class FitSession:
             before_exit=lambda: self.session.leave_nothing_behind(),  # noqa: PLW0108  # another one after a recovery
         )
         self._note = ProgressNote(trainer, "no_checkpoint", self._missed)
-        self._disturbed = self._trained = self._told_to_stop = False
         self._validation_began = time.perf_counter()
         self._replays = policy.replays
 
@@ -145,8 +148,7 @@ class FitSession:
             if not self._recorder.next_batch_begun(start):
                 self.session.repeats.waive_reconciling()  # hooks before the next batch have not run yet; they will run once
                 self._restore_gradients()
-        if self.session.replaying:
-            self._files.held = True
+        self._files.held |= self.session.replaying
         self.resumed = start is not None
         announce(self._trainer, self.session.report(), self._url, replaying=self.session.replaying)
         self._take_up_session()
@@ -347,8 +349,7 @@ class FitSession:
             self._trainer.should_stop = False
 
     def _missed(self) -> str | None:
-        missed = self.session.windows_missed
-        return f"{missed} windows" if missed else None
+        return f"{missed} windows" if (missed := self.session.windows_missed) else None
 
     def _original_batches(self) -> Logged | None:
         outcome = self.session.repeats.outcome(self._step + 1)
@@ -471,9 +472,7 @@ class FitSession:
                 "the fit ends at step %d, before step %d, at which the resumed state would have been whole: some parts of the module "
                 "have weights of earlier steps and no optimizer state. Do not use it; train to step %d at least. Storage and "
                 "memory stay as they are",
-                self._trainer.global_step,
-                dense,
-                dense,
+                *(self._trainer.global_step, dense, dense),
             )
         if not self._trained:
             finish_with_averages(self._trainer, self._module)

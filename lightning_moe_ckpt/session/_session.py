@@ -275,8 +275,12 @@ class CheckpointSession:
     def reconcile(self, *, disturbed: bool) -> None:
         """Undo what hooks did since the newest slot was loaded, see `Repeats`. Collective, of a stage that repeats `alone` or of all."""
         if self.repeats.unsettled is not None:
-            among = Exchange(self._groups, "stage_control") if self.alone else self._exchange
-            self.repeats.reconcile(among.all_agree, disturbed=disturbed)
+            self.repeats.reconcile(self.among.all_agree, disturbed=disturbed)
+
+    @property
+    def among(self) -> Exchange:
+        """The ranks that go on together: those of a stage that repeats `alone`, or all."""
+        return Exchange(self._groups, "stage_control") if self.alone else self._exchange
 
     # -- capture
 
@@ -422,19 +426,17 @@ class CheckpointSession:
         committed = self.any_rank(self._exchange.is_coordinator and storage.holds(made(self._runs).name(step)))
         saved = committed or (drained and self._write_dense(step, start, timeout=timeout + began - time.perf_counter()))
         self._end_seconds = seconds = time.perf_counter() - began
-        level, what = (logging.INFO, "is durable") if saved else (logging.ERROR, "was not stored")
-        told = (step, what, seconds, timeout)
+        told = (step, "is durable" if saved else "was not stored", seconds, timeout)
+        level = logging.INFO if saved else logging.ERROR
         log.log(level, "the last step, %d, %s after %.2f s (limit: %.0f s)", *told, alike=saved)
         self._report_failures()
-        report = self.report()
-        log.info("%s; %s", report.costs, report.overhead, alike=True)
+        log.info("%s; %s", (report := self.report()).costs, report.overhead, alike=True)
         return saved
 
     def _write_dense(self, step: int, start: Journal, *, timeout: float) -> bool:
         self._planner.collect()
         self._thaw(thoroughly=True)
-        durable = made(self._dense).write(step, start, timeout=timeout)
-        if durable is not None:
+        if (durable := made(self._dense).write(step, start, timeout=timeout)) is not None:
             self._tiers.complete_everywhere(STORAGE, durable)
         return durable is not None
 

@@ -14,14 +14,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 from typing_extensions import override
 
 from campaign._campaign import Campaigns
 from campaign._data import SEQUENCE, VOCABULARY, Tokens, make_validation_loader
 from campaign._training import Checkpointing, Module
 from campaign._variants import Item, Variant, VariantModule
-from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing._attempts import Attempt, AttemptFailed
 from lightning_moe_ckpt.testing._kill import Kill
 
 SPARSE = Checkpointing(policy="sparse", window=3)
@@ -158,6 +158,54 @@ class Shuffled(IterableDataset[Item]):
             yield buffer.pop(self._draw(len(buffer)))
 
 
+class Passes(IterableDataset[Item]):
+    """A stream that begins elsewhere in each pass, and counts passes in a list."""
+
+    def __init__(self, length: int) -> None:
+        self._items, self.passes = Tokens(length, augment=False), [0]
+
+    @override
+    def __iter__(self) -> Iterator[Item]:
+        first, length = 7 * self.passes[0], len(self._items)
+        self.passes[0] += 1
+        return iter([self._items[(first + index) % length] for index in range(length)])
+
+
+class Counted(Tokens):
+    """Items that change as they are counted."""
+
+    served = 0
+
+    @override
+    def __getitem__(self, index: int) -> Item:
+        self.served += 1
+        tokens, targets = super().__getitem__(index)
+        return (tokens + self.served) % VOCABULARY, targets
+
+
+class Knowing:
+    """A loader that nobody can look into, and that knows its position."""
+
+    def __init__(self, setup: Fed) -> None:
+        items, place = _tokens(setup), {"epoch": -1, "index": 0, "told": False}
+        self.state_dict, self.load_state_dict = lambda: dict(place), lambda state: place.update(state, told=True)
+
+        def batches() -> Iterator[list[Tensor]]:
+            if not place["told"]:
+                place.update(epoch=place["epoch"] + 1, index=0)
+            place["told"] = False
+            order = torch.randperm(len(items), generator=torch.Generator().manual_seed(place["epoch"])).tolist()
+            while place["index"] < setup.batches:
+                place["index"] += 1
+                chosen = order[(place["index"] - 1) * setup.batch_size :][: setup.batch_size]
+                yield default_collate([items[index] for index in chosen])
+
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        return self._batches()
+
+
 def _by_torch(bound: int) -> int:
     return int(torch.randint(bound, ()))
 
@@ -196,6 +244,12 @@ FEEDS: dict[str, Callable[[Fed], Any]] = {
     ),
     "persistent_cycle": _combined("max_size_cycle", 1.0, 0.5, persistent_workers=True),
     "persistent": lambda setup: _loader(setup, _tokens(setup), shuffle=True, persistent_workers=True),
+    "passes": lambda setup: _loader(setup, Passes(setup.batches * setup.batch_size)),
+    "counted": lambda setup: _loader(setup, Counted(32, augment=False), shuffle=True),
+    "persistent_counted": lambda setup: _loader(
+        setup, Counted(32, augment=False), shuffle=True, persistent_workers=True
+    ),
+    "knowing": Knowing,
 }
 
 
@@ -217,10 +271,14 @@ CASES = {
     "persistent_held": Fed(feed="persistent_held", workers=2),
     "persistent_stream": Fed(feed="persistent_stream", workers=2),
     "persistent_cycle": Fed(feed="persistent_cycle", workers=1),
+    "passes": Fed(feed="passes"),
+    "counted": Fed(feed="counted"),
+    "persistent_counted": Fed(feed="persistent_counted", workers=2),
+    "knowing": Fed(feed="knowing"),
 }
 
 
-QUICK = ("cycle", "held", "moved", "persistent_held")
+QUICK = ("cycle", "held", "moved", "persistent_held", "passes", "knowing")
 """One for each thing that can go wrong; the others differ little from these or from drawn runs, as streams through a
 buffer do, and only `make soak` has them."""
 
@@ -246,8 +304,17 @@ def test_killed_on_data_that_draws_nothing_the_run_ends_the_same(campaigns: Camp
     campaigns.check(replace(case, augment=False, checkpointing=DETERMINISTIC), *KILLS[1:])
 
 
-def test_data_that_is_said_to_draw_nothing_and_does_is_noticed(campaigns: Campaigns) -> None:
-    """By the digest of the batch with which the original run went on, where no step is replayed."""
-    setup = Fed(feed="persistent", workers=2, checkpointing=replace(DETERMINISTIC, policy="dense", every_n_steps=2))
-    _, second = campaigns.run(setup, KILLS[0])
-    assert "is not the one of the original run" in second.log()
+@pytest.mark.parametrize("on_mismatch", ["stop", "warn"])
+def test_data_that_is_said_to_draw_nothing_and_does_is_noticed(campaigns: Campaigns, on_mismatch: str) -> None:
+    """By the digest of the batch with which the original run went on, before a step is taken with another."""
+    arguments = (("deterministic_dataset", True), ("on_mismatch", on_mismatch))
+    dense = Checkpointing(policy="dense", every_n_steps=2, arguments=arguments)
+    setup = Fed(feed="persistent", workers=2, checkpointing=dense)
+    if on_mismatch == "warn":
+        _, second = campaigns.run(setup, KILLS[0])
+        assert "is not the one of the original run: this restart is not bit-exact" in second.log()
+    else:
+        with pytest.raises(
+            AttemptFailed, match=r"OtherData: the batch that follows step 6 is not the one of the original run"
+        ):
+            campaigns.run(setup, KILLS[0])

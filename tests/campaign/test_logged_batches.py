@@ -120,9 +120,14 @@ def test_replay_sees_the_logged_batches_and_ends_dense_with_the_same_bits(
 
 
 def test_without_the_log_replay_notices_other_batches(campaigns: Campaigns) -> None:
-    """The ablation: this data cannot be repositioned, and the losses tell."""
+    """The ablation: this data cannot be repositioned, and batches tell before they are trained on; where that is wanted, losses do."""
     repositioned = replace(LOG, batches="reposition")
-    _, second = campaigns.run(Queue(batches=12, epochs=1, checkpointing=repositioned), KILL)
+    with pytest.raises(
+        AttemptFailed, match=r"OtherData: the batch that follows step \d+ is not the one of the original run"
+    ):
+        campaigns.run(Queue(batches=12, epochs=1, checkpointing=repositioned), KILL)
+    warned = replace(repositioned, arguments=(("on_mismatch", "warn"),))
+    _, second = campaigns.run(Queue(batches=12, epochs=1, checkpointing=warned), KILL)
     assert "gave another loss" in second.log()
 
 

@@ -1,0 +1,173 @@
+"""Bring data to where the original run had it, and see that it gives the batch that followed there.
+
+Data may count: its passes in `__iter__`, its items, its epochs at their end. What loaders, and what they are made of, hold
+before an epoch's iterator is made is part of the epoch's boundaries. A restart sets it, makes the iterator, fetches what
+the epoch has consumed, and sets what they held at the boundary, so that nothing counts twice.
+
+Loaders that are not torch's and know their position (`state_dict`, `load_state_dict`) are asked for it instead. The batch that
+comes next is compared before anything trains on it: if it is another, the consumed batches are fetched after all. If
+that gives another one too, the run ends, since it would go on as another run. Settings of the data that the user has
+changed since are named, and nothing is compared then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+
+from lightning_moe_ckpt import _lightning_data
+from lightning_moe_ckpt._lightning_attributes import MovedAttributes
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import OtherData
+from lightning_moe_ckpt.fit._batches import digest_of
+from lightning_moe_ckpt.fit._state import copied
+from lightning_moe_ckpt.journal import refusals
+
+log = rank_logger(__name__)
+
+OnMismatch = Literal["stop", "warn"]
+
+_LOADERS = ("loader",)
+_OTHER = (
+    "the batch that follows step %d is not the one of the original run: %s. Look for data that changed, that is said to be "
+    "deterministic and is not, or that counts where nobody can put the count back (a global, a closure): keep such counts in "
+    "attributes of the data set or sampler, or give the loader `state_dict` and `load_state_dict`. For data that cannot be read "
+    "twice, begin a run with batches='log'."
+)
+
+
+class DataRecord:
+    """What one run's data held, and which batch comes next.
+
+    Args:
+        trainer, moved: whose loaders are recorded, and the attributes of which they are a part.
+        on_mismatch: what another batch than the original's does.
+        among: returns the ranks that go on together.
+    """
+
+    def __init__(
+        self, trainer: Trainer, moved: MovedAttributes, *, on_mismatch: OnMismatch, among: Callable[[], Exchange]
+    ) -> None:
+        self._trainer, self._moved, self._on_mismatch, self._among = trainer, moved, on_mismatch, among
+        self.taken: dict[str, Any] = {}
+        """What a restart has to know of the epoch under way; another object where it changes."""
+        self.knows = False
+        """Whether loaders know their position."""
+        self._own: tuple[Any, Any] = (None, None)
+        """States of the loaders' own before the last fetch but one, and before the last."""
+        self._resumed: Mapping[str, Any] = {}
+        self._named = ""
+        """What was named as the known cause of other batches."""
+        self._compares = True
+        self.expected: str | None = None
+        """Digest of the batch that followed in the original run; `None` if it is not compared."""
+
+    def look(self) -> None:
+        """Find the loaders, of which one is about to make an iterator."""
+        self._moved.look_at_data()
+        self.knows = _lightning_data.know_position(self._trainer)
+
+    def before_iter(self) -> None:
+        """Record what data holds before the iterator of an epoch is made."""
+        self._own = (None, None)
+        self.taken = {"before": self._moved.take(_LOADERS), "settings": _lightning_data.settings_of(self._trainer)}
+
+    def before_fetch(self) -> None:
+        """Record where loaders are that know it by themselves."""
+        if self.knows:
+            self._own = (self._own[1], _lightning_data.own_positions(self._trainer))
+            own = self._own[0 if _lightning_data.fetches_ahead(self._trainer) else 1]
+            self.taken = {**self.taken, "own": None if refusals(own) else copied(own)}
+
+    # -- resume
+
+    def resume(self, start: Mapping[str, Any]) -> None:
+        """Take what was `taken`, and the digest of the batch that followed."""
+        self._resumed, self.expected = start.get("data", {}), start.get("batch")
+
+    def restore_before(self) -> None:
+        """Let data hold again what it held before the iterator of the epoch was made."""
+        if "before" in self._resumed:
+            self._moved.restore(self._resumed["before"], _LOADERS, forget_new=True)
+            self.taken = {**self._resumed}
+        self._require_settings()
+
+    def restore_after(self, attributes: Mapping[str, Any]) -> None:
+        """Let data hold again what it held at the boundary; its iterator is in its position."""
+        self._moved.restore(attributes, _LOADERS)
+        self._own = (None, self._resumed.get("own"))
+
+    def own(self) -> Any:
+        """Return the loaders' own states at the boundary; `None` if they have none, or nothing tells whether it is right."""
+        if self.expected is None or not self._compares or not self.knows:
+            return None
+        return copied(self._resumed.get("own"))
+
+    def goes_on(self) -> bool:
+        """Return whether the original's batch comes next, on all ranks. It stays the next one. Collective."""
+        found = _lightning_data.next_batch(self._trainer)
+        return self._among().all_agree(len(found) > 0 and digest_of(found[0]) == self.expected)
+
+    def _require_settings(self) -> None:
+        """Name settings that the user has changed. Collective in a restart."""
+        stored, now = self._resumed.get("settings"), _lightning_data.settings_of(self._trainer)
+        changes = _changes(stored, now) if stored else []
+        self.taken = {**self.taken, "settings": now}
+        if self._compares and not self._among().all_agree(not changes):
+            self._compares, self.expected = False, None
+            if changes:
+                log.warning(
+                    "the data has other settings than the stored run's, which this run uses: %s. Its batches are not compared "
+                    "with the original run's",
+                    "; ".join(changes),
+                    alike=True,
+                )
+
+    # -- batches
+
+    def expect(self, digest: str | None) -> None:
+        """Compare the next batch with the one of which the original run has this digest."""
+        self.expected = digest if self._compares else None
+
+    def compare(self, digest: str | None, *, known: str) -> None:
+        """Compare the batch that comes next, before anything trains on it. Collective if one was expected.
+
+        Args:
+            digest: of the batch; `None` if it is not compared.
+            known: what the user has changed that makes other batches, in words; empty if nothing.
+
+        Raises:
+            OtherData: it is another on some rank, and this ends the run.
+        """
+        expected, self.expected = self.expected, None
+        if expected is None or digest is None:
+            return
+        step, other = self._trainer.global_step, digest != expected
+        if other and known:
+            other = False
+            if known != self._named:
+                self._named = known
+                log.warning("batches from step %d on are not those of the original run: %s", step, known)
+        if self._on_mismatch == "warn":
+            if other:
+                log.error(_OTHER, step, "this restart is not bit-exact")
+            return
+        with self._among().raise_together(OtherData):
+            if other:
+                why = "this restart ends before it trains on other data, and what is stored stays as it is"
+                raise OtherData(f"{_OTHER % (step, why)} To train on with what the data gives: on_mismatch='warn'.")
+
+
+def _changes(stored: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
+    if len(stored) != len(now):
+        return [f"{len(now)} loaders instead of {len(stored)}"]
+    several = len(now) > 1
+    return [
+        f"{f'loader {index}: ' if several else ''}{name} {now[index].get(name)!r} instead of {value!r}"
+        for index, each in enumerate(stored)
+        for name, value in each.items()
+        if now[index].get(name) != value
+    ]
