@@ -13,6 +13,7 @@ as long as the code is the same.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import types
@@ -31,6 +32,7 @@ from torchmetrics import Metric
 
 from lightning_moe_ckpt._lightning import callbacks_of, datamodule_of
 from lightning_moe_ckpt._lightning_data import data_owners, loader_generators, loader_objects, loads_again
+from lightning_moe_ckpt._lightning_kinds import metrics_own
 from lightning_moe_ckpt._lightning_users import is_library
 from lightning_moe_ckpt._lightning_values import Values, is_of_values, unnumbered
 from lightning_moe_ckpt.journal import HeldGenerator
@@ -132,18 +134,13 @@ class MovedAttributes:
         module = self._module
         elsewhere: dict[str, object] = {f"module.{name}": each for name, each in module.named_modules() if name}
         elsewhere |= {f"module.{name}": each for name, each in chain(module.named_parameters(), module.named_buffers())}
-        elsewhere |= dict(self._roots())
+        elsewhere |= {f"optimizer{at}": each for at, each in enumerate(self._trainer.optimizers)} | dict(self._roots())
         (values or self._values).hold(owners, elsewhere, always=self._always)
 
     def _roots(self) -> Iterator[tuple[str, object]]:
         yield "module", self._module
         for name, part in self._module.named_modules():
-            if (
-                name
-                and name not in self._kept
-                and not isinstance(part, Metric)
-                and not type(part).__module__.startswith("lightning_moe_ckpt.")
-            ):
+            if name and name not in self._kept and not type(part).__module__.startswith("lightning_moe_ckpt."):
                 yield f"module.{name}", part
         datamodule = datamodule_of(self._trainer)
         if datamodule is not None and not is_overridden("state_dict", datamodule):
@@ -168,7 +165,7 @@ def _own_names() -> dict[type, frozenset[str]]:
 def _not_users(owner: object) -> frozenset[str]:
     """Return names that belong to the library. A module's `training` is the user's: frozen norms are set to `eval`."""
     own = {name for kind, names in _own_names().items() if isinstance(owner, kind) for name in names}
-    return frozenset(own)
+    return frozenset(own if not isinstance(owner, Metric) else own | metrics_own() | owner._defaults.keys())
 
 
 class HeldGenerators:
@@ -197,6 +194,7 @@ class HeldGenerators:
             yield "datamodule", datamodule
         yield from user_callbacks(self._trainer, self._skip)
         yield from loader_objects(self._trainer)
+        yield from ((name, each) for name, each in data_owners(self._trainer) if isinstance(each, DataLoader))
 
 
 def user_callbacks(trainer: Trainer, skip: tuple[type[Callback], ...]) -> Iterator[tuple[str, Callback]]:
@@ -231,13 +229,14 @@ def _places(name: str, owner: object, seen: set[int], depth: int) -> Iterator[tu
     seen.add(id(owner))
     namespace, keys = _inside(owner)
     for key in keys:
-        value = _get(namespace, key)
-        if isinstance(value, _KINDS):
-            if id(value) not in seen:
-                seen.add(id(value))
-                yield f"{name}.{key}", (namespace, key)
-        elif depth and not isinstance(value, _OPAQUE):
-            yield from _places(f"{name}.{key}", value, seen, depth - 1)
+        with contextlib.suppress(Exception):  # a foreign object may raise anything, and `Values` names it
+            value = _get(namespace, key)
+            if isinstance(value, _KINDS):
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    yield f"{name}.{key}", (namespace, key)
+            elif depth and not isinstance(value, _OPAQUE):
+                yield from _places(f"{name}.{key}", value, seen, depth - 1)
 
 
 def _inside(owner: object) -> tuple[Any, Sequence[Any]]:
@@ -250,8 +249,8 @@ def _inside(owner: object) -> tuple[Any, Sequence[Any]]:
         return owner, [key for key in owner if isinstance(key, str | int)] if len(owner) <= _MOST_ITEMS else []
     if isinstance(owner, list | tuple):
         return owner, range(len(owner)) if len(owner) <= _MOST_ITEMS else []
-    namespace = getattr(owner, "__dict__", {})
-    return namespace, list(namespace)
+    namespace, left_out = getattr(owner, "__dict__", {}), _not_users(owner) if isinstance(owner, DataLoader) else ()
+    return namespace, [key for key in namespace if key not in left_out]
 
 
 def _get(namespace: Any, key: Any) -> object:

@@ -11,8 +11,10 @@ the last look keeps its description, and with it the text that the journal has o
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import random
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import is_
@@ -22,8 +24,9 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 
 from lightning_moe_ckpt._lightning_users import MADE_BY_LIGHTNING, SEARCHED, has_state, is_library, slots_of
 from lightning_moe_ckpt._units import size_text
@@ -50,6 +53,7 @@ COMPARED_NBYTES = 2**16
 CONTENT = "{}"
 """Ends the name of an entry that has what is in an object; other entries are attributes."""
 GONE = ("gone",)
+UNSEEN = "cannot be looked at"
 NEW = object()
 FILLED_LAST = {"l": 1, "e": 2, "d": 2}
 """Containers of objects that are whole before they are put in, since they may be hashed."""
@@ -114,6 +118,13 @@ class Node:
                 self.now[f".{name}"] = graph.describe(value, place, self, f".{name}")
         return True
 
+    def cannot_look(self, error: Exception) -> bool:
+        """Note what a look has raised, which no foreign object ends training with; return whether that is new."""
+        last, self._seen = self.why, []
+        self.why = {CONTENT: {str(error): f"{UNSEEN}: {error!r}"}}
+        self.now = {**self.now, CONTENT: ("kept", UNSEEN)}
+        return self.why != last
+
     def compare(self, *, always: Collection[str] = ()) -> None:
         """Note what differs from the reference, which this is if there is none; of some entries, `always` everything."""
         if not self.is_new and not self.first:
@@ -122,14 +133,15 @@ class Node:
         changed = {end: text for end, text in self.now.items() if not same(self.first.get(end, NEW), text)}
         unstored = {end: self._unstored(end) for end in changed if end in self.why}
         self.lost = {f"{self.name}{end}".removesuffix(CONTENT): why for end, why in unstored.items() if why}
-        self.moved = {f"{self.name}{end}": text for end, text in changed.items() if not unstored.get(end)}
+        whole = not (self.is_new and self.lost)  # an object without some of its parts is none
+        self.moved = {f"{self.name}{end}": text for end, text in changed.items() if whole and not unstored.get(end)}
         self.moved |= {f"{self.name}{end}": GONE for end in self.first if end not in self.now}
         self.size = sum(map(size_of, self.moved.values()))
 
     def states(self) -> Iterator[tuple[str, str]]:
         """Yield the names of what surely has state that cannot be stored, with reasons."""
         for end, reasons in self.why.items():
-            if why := ", ".join(sorted(why for why in reasons.values() if why.startswith("state of"))):
+            if why := ", ".join(sorted(why for why in reasons.values() if why.startswith(("state of", UNSEEN)))):
                 yield f"{self.name}{end}".removesuffix(CONTENT), why
 
     def _unstored(self, end: str) -> str:
@@ -167,7 +179,7 @@ class _List(Node):
         return self.each  # type: ignore[no-any-return]
 
     def _content(self, graph: Graph) -> Text:
-        more = {"maxlen": self.each.maxlen} if isinstance(self.each, deque) else {}
+        more = {name: getattr(self.each, name) for name in ("maxlen", "typecode") if hasattr(self.each, name)}
         return self._filled(graph, list(self.each), itertools.count(), **more)
 
     def _filled(self, graph: Graph, items: list[Any], names: Iterable[object], **more: Any) -> Text:
@@ -183,16 +195,16 @@ class _List(Node):
 
     @classmethod
     def make(cls, kind: type, content: Mapping[str, Any]) -> Any:
-        each = _bare(kind)
+        each = kind.__new__(kind, *([content["typecode"]] if issubclass(kind, array) else []))
         if issubclass(kind, deque):
             deque.__init__(each, (), content["maxlen"])
         return each
 
     def fill(self, content: Mapping[str, Any], read: Callable[..., Any]) -> None:
         now = list(self.each)
-        items = [read(text, now[at : at + 1]) for at, text in enumerate(content["items"])]
-        if isinstance(self.each, list | bytearray):
-            self.each[:] = items
+        items: Any = [read(text, now[at : at + 1]) for at, text in enumerate(content["items"])]
+        if isinstance(self.each, list | bytearray | array):
+            self.each[:] = array(self.each.typecode, items) if isinstance(self.each, array) else items
         else:
             self.each.clear()
             (self.each.extend if isinstance(self.each, deque) else self.each.update)(items)
@@ -262,7 +274,7 @@ class Whole(Node):
         raise NotImplementedError
 
     def nbytes(self) -> int:
-        return int(self.each.nbytes)
+        return _nbytes(self.each)
 
     def _copied(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -279,8 +291,8 @@ class _Tensor(Whole):
         return seen == self._seen and not (isinstance(content, dict) and _differs_unseen(self.each, content["items"]))
 
     def _refusal(self, graph: Graph) -> str:
-        if self.each.nbytes > graph.most_nbytes:
-            return f"a tensor of {size_text(self.each.nbytes)}"
+        if self.nbytes() > graph.most_nbytes:
+            return f"a tensor of {size_text(self.nbytes())}"
         return "; ".join(refusals(self.each.detach()))
 
     def _copied(self) -> dict[str, Any]:
@@ -354,7 +366,7 @@ class Stateful(Whole):
         return "; ".join(refusals(self._copied())[:3])
 
     def nbytes(self) -> int:
-        return sum(int(getattr(each, "nbytes", 8)) for each in self._leaves)
+        return sum(map(_nbytes, self._leaves))
 
     def _copied(self) -> dict[str, Any]:
         leaves = [x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x) for x in self._leaves]
@@ -399,6 +411,7 @@ _SEARCHED_AS: dict[type, type[Node]] = {
     np.ndarray: _Array,
     list: _List,
     bytearray: _List,
+    array: _List,
     deque: _List,
     set: _Set,
     dict: _Dict,
@@ -416,13 +429,22 @@ def kind_of(value: Any, *, is_new: bool) -> tuple[type[Node] | None, Collection[
         if isinstance(value, base):
             return kind if _is_searched(value) else None, () if users and base in {list, deque, set, dict} else None
     if isinstance(value, Metric):
-        return Node, vars(value).keys() - {*value._defaults, "_update_count", "_computed"}
-    if isinstance(value, nn.Module) or (not is_new and not isinstance(value, MADE_BY_LIGHTNING) and has_state(value)):
+        return Node, metrics_own() - {"_update_count", "_computed"}
+    if isinstance(value, nn.Module | Optimizer) or (
+        not is_new and not isinstance(value, MADE_BY_LIGHTNING) and has_state(value)
+    ):
         return Stateful, None
     searched = users or isinstance(value, SEARCHED)
     if isinstance(value, MADE_BY_LIGHTNING) or not searched or callable(getattr(value, "__next__", None)):
         return None, None
     return (Node, ()) if hasattr(value, "__dict__") or slots_of(type(value)) else (None, None)
+
+
+@functools.cache
+def metrics_own() -> frozenset[str]:
+    """Return the names of attributes that torchmetrics gives every metric, states aside."""
+    bare = MeanMetric()
+    return frozenset(vars(bare)) - {*bare._defaults, "nan_strategy"}
 
 
 def _is_searched(value: Any) -> bool:
@@ -434,7 +456,7 @@ def _is_searched(value: Any) -> bool:
 def may_make(kind: type, cls: type[Node]) -> bool:
     """Return whether a journal may ask for an object of this class: containers, tensors, arrays, and classes of the user's."""
     bases: dict[str, Any] = {
-        "l": (list, deque, bytearray),
+        "l": (list, deque, bytearray, array),
         "e": set,
         "d": dict,
         "T": Tensor,
@@ -473,14 +495,23 @@ def size_of(text: Text) -> int:
 
 def _sight_of(tensor: Tensor) -> list[Any]:
     """Return what changes if a tensor does: elements aside of which a change leaves no trace."""
-    dense = tensor.layout is torch.strided and not tensor.is_nested
     version = None if tensor.is_inference() else tensor._version
-    return [version, tensor.data_ptr() if dense else 0, tensor.shape]
+    try:
+        return [version, tensor.data_ptr(), tensor.shape]
+    except RuntimeError:  # without memory of its own: sparse, nested, of a subclass that wraps others
+        return [version, *tensor.size()] if not tensor.is_nested else [version]
+
+
+def _nbytes(value: Any) -> int:
+    try:
+        return int(getattr(value, "nbytes", 8))
+    except RuntimeError:  # of a sparse tensor
+        return 8
 
 
 def _differs_unseen(now: Any, copy: Any) -> bool:
     """Return whether a small tensor on the host differs from a copy of it, which a change through `.data` does not tell."""
-    small = isinstance(now, Tensor) and now.is_cpu and now.nbytes <= COMPARED_NBYTES
+    small = isinstance(now, Tensor) and now.is_cpu and _nbytes(now) <= COMPARED_NBYTES
     return small and now is not copy and not torch.equal(now, copy)
 
 

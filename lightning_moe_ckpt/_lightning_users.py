@@ -8,6 +8,7 @@ import inspect
 import io
 import sys
 import types
+from collections import ChainMap, UserDict, UserList, UserString
 from collections.abc import Callable, Collection, Iterator
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -27,7 +28,7 @@ _LIBRARIES = frozenset(
     }
 )
 """Packages whose objects are not searched: what changes in them is theirs. Containers, and objects with a `state_dict`, are."""
-SEARCHED = (types.SimpleNamespace, argparse.Namespace, Dataset, Sampler)
+SEARCHED = (types.SimpleNamespace, argparse.Namespace, Dataset, Sampler, UserDict, UserList, UserString, ChainMap)
 """Types of libraries whose attributes are searched all the same."""
 MADE_BY_LIGHTNING = (
     Trainer,
@@ -65,10 +66,13 @@ def _is_library(root: str) -> bool:
 
 def has_state(value: object) -> bool:
     """Return whether an object has a `state_dict` without arguments, and takes it back."""
-    own = getattr(value, "state_dict", None)
-    if not callable(own) or not callable(getattr(value, "load_state_dict", None)):
+    try:
+        own = getattr(value, "state_dict", None)
+        if not callable(own) or not callable(getattr(value, "load_state_dict", None)):
+            return False
+        needed = [each for each in inspect.signature(own).parameters.values() if each.default is each.empty]
+    except Exception:  # noqa: BLE001  # a foreign object may raise anything; its attributes are searched then
         return False
-    needed = [each for each in inspect.signature(own).parameters.values() if each.default is each.empty]
     return all(each.kind in {each.VAR_POSITIONAL, each.VAR_KEYWORD} for each in needed)
 
 

@@ -24,6 +24,7 @@ from lightning_moe_ckpt._lightning_kinds import (
     GONE,
     KINDS,
     NEW,
+    UNSEEN,
     Node,
     Stateful,
     Whole,
@@ -186,11 +187,12 @@ class Values:
                 continue
             try:
                 self._set(node, end, text, nodes)
-            except (Missing, LookupError, TypeError, ValueError, AttributeError) as error:
+            except Exception as error:  # noqa: BLE001  # a foreign object may raise anything
                 lost[name.removesuffix(CONTENT)] = f"this process has another object there {error!r}"
         self._say(lost, "make the same objects at the start of all processes of a run")
         self._nodes |= {id(node.each): node for node in nodes.values() if self._roots.get(node.name) is not node}
         self._look()
+        self._taken = None
 
     def close(self) -> None:
         """Let go of what watches objects."""
@@ -203,6 +205,18 @@ class Values:
         """Describe a value for an entry of a node, which gets it as a part if it may change."""
         if type(value) in NATIVE:
             return value
+        try:
+            text = self._described(value, place, node, end)
+            if text is not None:
+                return text
+            why = why_not(value)
+        except Exception as error:  # noqa: BLE001  # a foreign object may raise anything
+            why = f"{UNSEEN}: {error!r}"
+        node.why.setdefault(end, {})[id(value)] = why
+        return ("kept", id(value))
+
+    def _described(self, value: Any, place: str, node: Node, end: str) -> Text | None:
+        """Describe a value for an entry; `None` if it cannot be stored."""
         at = self._at.get(id(value))
         if at is not None:
             return ("at", at[0])
@@ -215,11 +229,7 @@ class Values:
         if made is not None:
             node.parts.append(made)
             return ("ref", made.name)
-        if isinstance(value, MADE_BY_LIGHTNING):
-            return ("kept", 0)  # what Lightning makes and keeps in every process
-        key = id(value)
-        node.why.setdefault(end, {})[key] = why_not(value)
-        return ("kept", key)
+        return ("kept", 0) if isinstance(value, MADE_BY_LIGHTNING) else None  # Lightning keeps it in every process
 
     def _fixed(self, value: Any, place: str, node: Node, end: str) -> Text | None:
         """Describe a value that cannot change, but for what is in a tuple; `None` if it may."""
@@ -252,7 +262,11 @@ class Values:
         moved = [*(self._parts.moved() if self._parts is not None else ()), *self._still.intersection(fresh)]
         work = [*self._active, *(self._roots[name] for name in moved if name in self._roots)]
         for node in work:
-            if node.look(self):
+            try:
+                looks_new = node.look(self)
+            except Exception as error:  # noqa: BLE001  # a foreign object may raise anything
+                looks_new = node.cannot_look(error)
+            if looks_new:
                 changed = True
                 node.compare(always=self._always)
             for part in node.parts:
@@ -305,7 +319,7 @@ class Values:
 
     def _make(self, texts: Mapping[str, Text], nodes: dict[str, Node]) -> dict[str, str]:
         """Make the objects that do not exist here; return why some cannot be."""
-        lost = {}
+        lost, made = dict[str, str](), dict[str, Node]()
         for name, text in texts.items():
             owner, end = _split(name)
             if end != CONTENT or owner in nodes or not isinstance(text, dict):
@@ -318,9 +332,18 @@ class Values:
             if not isinstance(kind, type) or not may_make(kind, cls):
                 lost[owner] = f"there is no class {text['of']} any more"
                 continue
-            each = cls.make(kind, text)
-            _, left_out = kind_of(each, is_new=True)
-            nodes[owner] = self._nodes[id(each)] = cls(owner, each, left_out, is_new=True)
+            try:
+                each = cls.make(kind, text)
+                _, left_out = kind_of(each, is_new=True)
+            except Exception as error:  # noqa: BLE001  # the user's `__new__` may raise anything
+                lost[owner] = f"{text['of']} makes no empty object: {error!r}"
+                continue
+            nodes[owner] = self._nodes[id(each)] = made[owner] = cls(owner, each, left_out, is_new=True)
+        parts = [(_split(name)[0], ref) for name, text in texts.items() for ref in _refs(text)]
+        while hollow := {owner for owner, ref in parts if owner in made and ref not in nodes}:
+            for owner in hollow:  # what holds it stays what the user's code has made
+                lost[owner] = "a part of it cannot be made again"
+                del nodes[owner], self._nodes[id(made.pop(owner).each)]
         return lost
 
     def _set(self, node: Node, end: str, text: Text, nodes: Mapping[str, Node]) -> None:
@@ -412,6 +435,14 @@ _GET = itemgetter.__call__
 def is_of_values(text: Text) -> bool:
     """Return whether a description is that of a tensor or array."""
     return isinstance(text, dict) and text["kind"] in {"T", "A"}
+
+
+def _refs(text: Any) -> Iterator[str]:
+    """Yield the names of the objects to which a description refers."""
+    if isinstance(text, tuple) and len(text) == 2 and text[0] == "ref":
+        yield text[1]
+    elif isinstance(text, tuple | list | frozenset | dict):
+        yield from chain.from_iterable(map(_refs, text.values() if isinstance(text, dict) else text))
 
 
 def unnumbered(name: str) -> str:

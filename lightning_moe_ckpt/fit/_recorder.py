@@ -197,12 +197,16 @@ class BoundaryRecorder:
         return start
 
     def restore_end(self) -> None:
-        """Restore random state as training had left it, if the run that is resumed was at its end: no later moment comes."""
+        """Restore everything as training had left it, if the run that is resumed was at its end: no later moment comes."""
         if self._resume is not None:
             random = self._resume["random"]
-            self._restore_random(random["fetch"] or random["epoch"])
+            self._trained.restore(self._resume["trained"])
+            self._restore_rates(self._resume)
+            self._settings.restore_accumulation(self._resume["loops"]["settings"]["accumulate_grad_batches"])
             self._moved.look()
             self._moved.restore(self._resume.get("attributes", {}))
+            self._restore_metrics()
+            self._restore_random(random["fetch"] or random["epoch"])
 
     @property
     def following(self) -> bool:

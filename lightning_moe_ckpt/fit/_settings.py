@@ -304,6 +304,11 @@ class Settings:
             if name in known
         )
 
+    def restore_accumulation(self, stored: int) -> None:
+        """Set what a callback had set, unless the user asks for another value."""
+        if _ACCUMULATE not in self._differ:
+            self._trainer.accumulate_grad_batches = stored
+
     # -- private
 
     def _states(self) -> list[dict[str, Any]]:

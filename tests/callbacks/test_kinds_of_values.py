@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from array import array
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
@@ -72,6 +73,37 @@ class Stateful:
         self.weight, self.loads = state["weight"], self.loads + 1
 
 
+def _inner() -> dict[str, Any]:
+    param = nn.Parameter(torch.ones(2))
+    return {"param": param, "optimizer": torch.optim.SGD([param], 0.1, momentum=0.9)}
+
+
+def _steps(each: dict[str, Any]) -> None:
+    each["param"].grad = torch.full((2,), 0.3)
+    each["optimizer"].step()
+    each["param"].grad = None
+
+
+class Unseen:
+    """What lets nobody look at it, as proxies of nothing do."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("unbound")
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None:
+        raise RuntimeError("unbound")
+
+
+class Wrapper(Tensor):
+    """A tensor without memory of its own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError(f"no {func}")
+
+
 def _sets(name: str, value: Any) -> Callable[[Any], Any]:
     return lambda each: setattr(each, name, value)
 
@@ -109,6 +141,11 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "new_deque": (lambda: None, lambda _: deque([0.1], maxlen=2)),
     "counter": (lambda: Counter(a=1), lambda each: each.update(a=3, b=1)),
     "defaultdict": (lambda: defaultdict(list), lambda each: each["a"].append(0.1)),
+    "user_dict": (lambda: UserDict(a=1.0), lambda each: each.update(a=0.1)),
+    "user_list": (lambda: UserList([1.0]), lambda each: each.append(0.1)),
+    "machine_values": (lambda: array("f", [1.0]), lambda each: each.extend([0.1])),
+    "new_machine_values": (lambda: None, lambda _: array("q", [2**40])),
+    "optimizer": (_inner, _steps),
     "bytearray": (lambda: bytearray(2), lambda each: each.extend(b"\x01")),
     "array": (lambda: np.ones((2, 2)), lambda each: each.__setitem__((0, 1), 0.1)),
     "array_view": (lambda: np.ones((4, 4), np.int16)[::2, 1:], lambda each: each.__setitem__((1, 2), 7)),
@@ -191,7 +228,7 @@ class Life:
             _combined_loader=SimpleNamespace(flattened=[loader]), _should_reload_train_dl=False
         )
         trainer: Any = SimpleNamespace(
-            callbacks=callbacks, datamodule=datamodule, fit_loop=loops, val_dataloaders=validation
+            callbacks=callbacks, datamodule=datamodule, fit_loop=loops, val_dataloaders=validation, optimizers=[]
         )
         self.module, self.trainer = made, trainer
         self.moved = MovedAttributes(trainer, made, ())
@@ -220,6 +257,8 @@ def content(value: Any) -> Any:
         inner = getattr(value, "maxlen", None), [content(each) for each in value], _attributes(value)
     elif isinstance(value, nn.Module):
         inner = [*map(content, value.state_dict().values()), content(getattr(value, "mean_value", 0))]
+    elif isinstance(value, torch.optim.Optimizer):
+        inner = content(value.state_dict())
     elif isinstance(value, np.random.Generator):
         inner = value.bit_generator.state
     elif isinstance(value, random.Random):
@@ -299,6 +338,47 @@ def test_shared_objects_stay_shared_and_cycles_end() -> None:
     assert callback.at is module.part
 
 
+STRANGE: dict[str, Callable[[], Any]] = {
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "meta": lambda: torch.ones(2, device="meta"),
+    "mkldnn": lambda: torch.ones(2).to_mkldnn(),
+    "subclass": lambda: torch.ones(2).as_subclass(type("Own", (Tensor,), {})),
+    "wrapper": lambda: Tensor._make_wrapper_subclass(Wrapper, (2,)),
+    "lazy": nn.UninitializedParameter,
+    "unseen": Unseen,
+    "in_list": lambda: [torch.eye(3).to_sparse()],
+    "in_module": lambda: [_with_sparse_buffer()],
+}
+
+
+def _with_sparse_buffer() -> nn.Module:
+    part = nn.Linear(1, 1)
+    part.register_buffer("mask", torch.eye(3).to_sparse())
+    return part
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta state|invariant|deprecat)")
+@pytest.mark.parametrize("kind", STRANGE)
+def test_what_cannot_be_stored_or_looked_at_is_named_and_ends_no_training(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = STRANGE[kind]
+    lives = [Life({kind: (make, None), "level": KINDS["none_to_float"]}) for _ in range(2)]
+    for life in lives:
+        assert life.moved.take() == {}
+    with caplog.at_level("WARNING", logger="lightning_moe_ckpt"):
+        train(lives[0], {kind: (make, lambda _: make()), "level": KINDS["none_to_float"]})
+        lives[1].moved.restore(decode(encode(lives[0].moved.take())))
+    for place, owner in lives[1].places.items():
+        assert owner.level == 0.1
+        assert any(f"`{place}.{kind}" in each.getMessage() for each in caplog.records) or kind in {"unseen", "lazy"}
+    assert lives[1].moved.take().keys() >= {f"{place}.level" for place in lives[1].places}
+
+
 def test_what_is_too_large_or_to_be_left_alone_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
     """The first is named once, the second never."""
     life = Life({})
@@ -349,3 +429,32 @@ def test_validation_data_that_is_loaded_later_gets_its_values_then() -> None:
     first.places["validation0.dataset"].level = None
     second.moved.look()
     assert first.places["validation0.dataset"].level == 2
+
+
+def test_no_restart_makes_half_an_object() -> None:
+    """What holds a part that nobody can make again stays what the code has made, by its `None` for one."""
+    first, second = Life({}), Life({})
+    first.module.teacher, first.module.box, first.module.level = [nn.Linear(1, 1)], Box(0.1), 1
+    first.module.box.lock = random.SystemRandom()
+    for life in (first, second):
+        life.module.__dict__.setdefault("teacher", None)
+    second.moved.restore(decode(encode(first.moved.take())))
+    assert second.module.level == 1
+    assert second.module.teacher is None
+    assert "box" not in vars(second.module)
+
+
+def test_plain_attributes_of_metrics_are_restored() -> None:
+    """Their states are the logger's; what the user's class has beside them is the user's."""
+    lives = [Life({}) for _ in range(2)]
+    for life in lives:
+        life.module.metric = MeanMetric()
+        life.module.metric.history = []
+        life.moved = MovedAttributes(life.trainer, life.module, ())
+        life.moved.look()
+    first, second = lives
+    first.module.metric.history.append(0.1)
+    first.module.metric.update(3.0)
+    assert first.moved.take().keys() == {"module.metric.history{}"}
+    second.moved.restore(decode(encode(first.moved.take())))
+    assert second.module.metric.history == [0.1]

@@ -60,7 +60,7 @@ class Run:
         combined = SimpleNamespace(flattened=[DataLoader(Subset(self.items, [0, 1]))])
         fit_loop = SimpleNamespace(_combined_loader=combined, _should_reload_train_dl=False)
         trainer: Any = SimpleNamespace(
-            callbacks=callbacks, datamodule=self.datamodule, fit_loop=fit_loop, val_dataloaders=None
+            optimizers=[], callbacks=callbacks, datamodule=self.datamodule, fit_loop=fit_loop, val_dataloaders=None
         )
         self.moved = MovedAttributes(trainer, self.module, ())
         self.moved.look()
@@ -99,7 +99,9 @@ def test_parts_of_the_model_have_attributes_too() -> None:
         module: Any = LightningModule()
         module.drop, module.kept, module.mean = nn.Dropout(0.1), nn.Dropout(0.1), MeanMetric()
         loops = SimpleNamespace(_combined_loader=None)
-        trainer: Any = SimpleNamespace(callbacks=[], datamodule=None, fit_loop=loops, val_dataloaders=None)
+        trainer: Any = SimpleNamespace(
+            callbacks=[], datamodule=None, fit_loop=loops, val_dataloaders=None, optimizers=[]
+        )
         runs.append((module, MovedAttributes(trainer, module, (), kept={"kept"})))
         runs[-1][1].look()
     (first, moved), (second, other) = runs
