@@ -37,14 +37,7 @@ from lightning_moe_ckpt.session._report import (
     tier_figures,
 )
 from lightning_moe_ckpt.session._tiers import Tiers, build_on_stored, make_ring, report_failures
-from lightning_moe_ckpt.snapshot import (
-    Averages,
-    Identity,
-    StateView,
-    WindowLayout,
-    describe_stages,
-    log_plan,
-)
+from lightning_moe_ckpt.snapshot import Averages, Copies, Identity, StateView, WindowLayout, describe_stages, log_plan
 from lightning_moe_ckpt.tiers import (
     STORAGE,
     HostWorker,
@@ -94,6 +87,7 @@ class CheckpointSession:
         self._operators = discover(module, ep_size=groups.ep_size, unknown=unknown)
         self._view = StateView(module, self._operators, schema, {}, averages)
         self._exchange = Exchange(groups)
+        self._copies = Copies(self._view, groups, self._exchange)
         self._planner = Planner(
             policy,
             *(self._view, groups, self._exchange, module),
@@ -373,6 +367,9 @@ class CheckpointSession:
             step: the boundary.
             disturbed: whether parameters may have changed, or been away, since it was taken without a trace.
             room: returns the bytes by which later journals may be larger.
+
+        Raises:
+            ConfigurationError: a run begins with parameters that differ among ranks that should hold the same.
         """
         if self.alone:
             return
@@ -384,6 +381,8 @@ class CheckpointSession:
         if self._steps < _MEASURED_JOURNALS:
             outcome = {**self._outcome, **self._planner.state()}
             self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})) + room())
+        if fresh or capture.whole_at == step or (self._found is None and self._steps == 1):
+            self._copies.compare(first=fresh)
         if fresh or capture.whole_at == step:
             self._thaw()
         elif capture.window_open and self._planner.constants.edited():
@@ -399,6 +398,7 @@ class CheckpointSession:
         """Leave a dense generation of the last boundary, as training ended normally."""
         made(self._capture).abort_window()
         if not self.replaying and (self._steps > 0 or self._found is None):
+            self._copies.compare(first=False)
             self.stop(step, start, timeout=self._config.commit_timeout.total_seconds())
         self._report_failures()
 

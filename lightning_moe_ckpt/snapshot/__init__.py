@@ -3,6 +3,7 @@
 from lightning_moe_ckpt.snapshot._adapters import ADAPTERS as ADAPTERS
 from lightning_moe_ckpt.snapshot._columns import columns_of as columns_of
 from lightning_moe_ckpt.snapshot._constants import Constants as Constants
+from lightning_moe_ckpt.snapshot._copies import Copies as Copies
 from lightning_moe_ckpt.snapshot._data_access import DataAccess as DataAccess
 from lightning_moe_ckpt.snapshot._description import describe_stages as describe_stages
 from lightning_moe_ckpt.snapshot._description import read_extra as read_extra

@@ -108,7 +108,7 @@ class Constants:
 
     def _store(self, store: RunStore, own: GenerationId, exchange: Exchange) -> None:
         """Store what is equal on all ranks. If storage fails there are no constants: generations have all."""
-        self._digests = digests = self._digested(self._params)
+        self._digests = digests = digested(self._params)
         if len(set(exchange.gather_values(digest_of(repr(digests).encode())))) > 1:
             rows = cast("list[dict[str, str]]", exchange.gather_values(digests))
             equal = [fqn for fqn, digest in digests.items() if all(row.get(fqn) == digest for row in rows)]
@@ -140,7 +140,7 @@ class Constants:
         if load:
             for param in params.values():  # of a process that has trained further
                 self._view.schema.drop_state(param)
-            live = self._digested(params)
+            live = digested(params)
             differing = {fqn: param for fqn, param in params.items() if live[fqn] != digests[fqn]}
             for fqn, param in differing.items():
                 self._load(store, param, *places[fqn])
@@ -166,7 +166,7 @@ class Constants:
             return []
         rows = zip(self._params.items(), versions, self._versions, strict=True)
         suspects = {fqn: param for (fqn, param), now, was in rows if thoroughly or now != was or id(param) in touched}
-        changed = [fqn for fqn, digest in self._digested(suspects).items() if digest != self._digests[fqn]]
+        changed = [fqn for fqn, digest in digested(suspects).items() if digest != self._digests[fqn]]
         if not changed:  # written to, with what was there
             self._versions = versions
             touched.clear()
@@ -205,10 +205,6 @@ class Constants:
     @staticmethod
     def _size_text(params: Mapping[str, Tensor]) -> str:
         return size_text(sum(param.nbytes for param in params.values()))
-
-    def _digested(self, params: Mapping[str, Tensor]) -> dict[str, str]:
-        with ThreadPoolExecutor(_THREADS, "moe-ckpt-constants") as pool:
-            return dict(zip(params, pool.map(_digest, params.values()), strict=True))
 
     def _chunks(self) -> Iterator[list[str]]:
         """Yield the names of what each file has, the same on all ranks."""
@@ -267,6 +263,12 @@ def _candidates(view: StateView) -> list[str]:
             if not found.issuperset(piece.fqn for piece in column):
                 found -= {piece.fqn for piece in column}
     return [fqn for fqn in params if fqn in found]
+
+
+def digested(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the digests of tensors' bytes, by name."""
+    with ThreadPoolExecutor(_THREADS, "moe-ckpt-constants") as pool:
+        return dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
 
 
 def _digest(tensor: Tensor) -> str:
