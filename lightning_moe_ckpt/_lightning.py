@@ -33,7 +33,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch._dynamo import OptimizedModule
 
-from lightning_moe_ckpt._lightning_data import making_no_iterator
+from lightning_moe_ckpt._lightning_positions import making_no_iterator
 from lightning_moe_ckpt.journal import Unread
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
 

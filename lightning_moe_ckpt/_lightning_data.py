@@ -9,12 +9,11 @@ from operator import is_
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
-from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
 from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
@@ -26,7 +25,6 @@ from torch.utils.data import (
     default_collate,
     default_convert,
 )
-from typing_extensions import Self, override
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.data import SeededItems
@@ -73,7 +71,8 @@ def skip_batches(
         loader.reset()
     before_iter()
     if own is not None:
-        load_positions(trainer, own)
+        for each, state in zip(loader.flattened, own, strict=True):
+            each.load_state_dict(state)
         before_fetch(num_batches - 1)
         iter(fetcher)
         loader._iterator._idx = max(num_batches, loader._iterator._idx)  # type: ignore[union-attr]
@@ -113,41 +112,6 @@ def counted_before(trainer: Trainer) -> int:
             done,
         )
     return done
-
-
-class _Unread(CombinedLoader):
-    """Loader that has its length, but makes no iterators, unless for their workers, and gives no batch."""
-
-    @override
-    def __iter__(self) -> Self:
-        for each in self.flattened:
-            if getattr(each, "persistent_workers", False):
-                iter(each)  # makes workers, which draw a seed, as the original run did before this epoch
-        self._iterator = _SUPPORTED_MODES[self._mode]["iterator"](self.flattened, self._limits)
-        return self
-
-    @override
-    def __next__(self) -> Any:
-        raise StopIteration
-
-
-@contextmanager
-def making_no_iterator(loop: Any) -> Iterator[None]:
-    """Let `setup_data` make no iterator, which nobody would read: data may count iterators, out of reach too."""
-    tapped = loop._load_combined_loader_states  # called when the loader has been made, right before its iterator
-
-    def made() -> None:
-        tapped()
-        kind = type(loop._combined_loader)
-        loop._combined_loader.__class__ = type(kind.__name__, (_Unread, kind), {"_made": kind})
-
-    loop._load_combined_loader_states = made
-    try:
-        yield
-    finally:
-        loop._load_combined_loader_states = tapped
-        if isinstance(loop._combined_loader, _Unread):
-            loop._combined_loader.__class__ = type(loop._combined_loader)._made  # type: ignore[attr-defined]
 
 
 def begin_epoch(trainer: Trainer) -> None:
@@ -379,74 +343,6 @@ def loaders_of(trainer: Trainer) -> list[Any]:
 def loads_again(trainer: Trainer) -> bool:
     """Return whether Lightning is about to ask for new training loaders."""
     return trainer.fit_loop._combined_loader is not None and trainer.fit_loop._should_reload_train_dl
-
-
-def settings_of(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return what of each loader a user may change between two starts, by which batches are others."""
-    found = []
-    for each in loaders_of(trainer):
-        dataset = getattr(each, "dataset", None)
-        settings = {
-            "loader": type(each).__qualname__,
-            "length": sized_len(each if dataset is None else dataset),
-        }
-        if isinstance(dataset, IterableDataset):  # each worker has a part of a stream
-            settings["num_workers"] = getattr(each, "num_workers", 0)
-        found.append({name: value if isinstance(value, str | int) else None for name, value in settings.items()})
-    return found
-
-
-def know_position(trainer: Trainer) -> bool:
-    """Return whether each loader can be asked for its position, and told one, and is not torch's: those are fetched from again."""
-    return all(isinstance(each, _Stateful) and not isinstance(each, DataLoader) for each in loaders_of(trainer))
-
-
-def own_positions(trainer: Trainer) -> list[Any]:
-    """Return the states of the loaders, see `know_position`."""
-    return [each.state_dict() for each in loaders_of(trainer)]
-
-
-def load_positions(trainer: Trainer, states: Sequence[Any]) -> None:
-    """Tell loaders where their next iterators begin."""
-    for each, state in zip(loaders_of(trainer), states, strict=True):
-        each.load_state_dict(state)
-
-
-def make_iterator(trainer: Trainer) -> None:
-    """Make the fetcher's iterator anew."""
-    fetcher = trainer.fit_loop._data_fetcher
-    assert fetcher is not None
-    iter(fetcher)
-
-
-def fetches_ahead(trainer: Trainer) -> bool:
-    """Return whether the fetcher has the next batch already, since it does not know the length."""
-    fetcher = trainer.fit_loop._data_fetcher
-    return isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is None
-
-
-def next_batch(trainer: Trainer) -> list[Any]:
-    """Return the batch that the fetcher gives next, which it goes on to do; nothing if there is none."""
-    fetcher: Any = trainer.fit_loop._data_fetcher
-    if fetches_ahead(trainer):
-        return [batch for batch, _, _ in fetcher.batches[:1]]
-    try:
-        item = next(fetcher.iterator)
-    except StopIteration:
-        return []
-    fetcher.iterator = _Again(fetcher, item)
-    return [item[0]]
-
-
-class _Again:
-    """Iterator of a fetcher that gives an item once more before it goes on."""
-
-    def __init__(self, fetcher: Any, item: Any) -> None:
-        self._fetcher, self._iterator, self._item = fetcher, fetcher.iterator, item
-
-    def __next__(self) -> Any:
-        self._fetcher.iterator = self._iterator
-        return self._item
 
 
 def restarted_loaders(trainer: Trainer) -> list[int]:

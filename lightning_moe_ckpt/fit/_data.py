@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 
-from lightning_moe_ckpt import _lightning_data
+from lightning_moe_ckpt import _lightning_positions
 from lightning_moe_ckpt._lightning_attributes import MovedAttributes
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
@@ -68,18 +68,18 @@ class DataRecord:
     def look(self) -> None:
         """Find the loaders, of which one is about to make an iterator."""
         self._moved.look_at_data()
-        self.knows = _lightning_data.know_position(self._trainer)
+        self.knows = _lightning_positions.know_position(self._trainer)
 
     def before_iter(self) -> None:
         """Record what data holds before the iterator of an epoch is made."""
         self._own = (None, None)
-        self.taken = {"before": self._moved.take(_LOADERS), "settings": _lightning_data.settings_of(self._trainer)}
+        self.taken = {"before": self._moved.take(_LOADERS), "settings": _lightning_positions.settings_of(self._trainer)}
 
     def before_fetch(self) -> None:
         """Record where loaders are that know it by themselves."""
         if self.knows:
-            self._own = (self._own[1], _lightning_data.own_positions(self._trainer))
-            own = self._own[0 if _lightning_data.fetches_ahead(self._trainer) else 1]
+            self._own = (self._own[1], _lightning_positions.own_positions(self._trainer))
+            own = self._own[0 if _lightning_positions.fetches_ahead(self._trainer) else 1]
             self.taken = {**self.taken, "own": None if refusals(own) else copied(own)}
 
     # -- resume
@@ -108,12 +108,12 @@ class DataRecord:
 
     def goes_on(self) -> bool:
         """Return whether the original's batch comes next, on all ranks. It stays the next one. Collective."""
-        found = _lightning_data.next_batch(self._trainer)
+        found = _lightning_positions.next_batch(self._trainer)
         return self._among().all_agree(len(found) > 0 and digest_of(found[0]) == self.expected)
 
     def _require_settings(self) -> None:
         """Name settings that the user has changed. Collective in a restart."""
-        stored, now = self._resumed.get("settings"), _lightning_data.settings_of(self._trainer)
+        stored, now = self._resumed.get("settings"), _lightning_positions.settings_of(self._trainer)
         changes = _changes(stored, now) if stored else []
         self.taken = {**self.taken, "settings": now}
         if self._compares and not self._among().all_agree(not changes):

@@ -18,7 +18,7 @@ them progress and random state are taken only if the process stops there, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
@@ -29,6 +29,7 @@ from lightning_moe_ckpt import (
     _lightning_data,
     _lightning_files,
     _lightning_metrics,
+    _lightning_positions,
     _lightning_workers,
 )
 from lightning_moe_ckpt._lightning_callbacks import show_epoch
@@ -38,7 +39,7 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.fit._data import DataRecord, OnMismatch
 from lightning_moe_ckpt.fit._fetches import NO_FETCHES, FetchLog
 from lightning_moe_ckpt.fit._settings import Settings
-from lightning_moe_ckpt.fit._state import Extras, Trained, copied, require_storable
+from lightning_moe_ckpt.fit._state import Extras, JournalPart, Trained, copied, require_storable
 from lightning_moe_ckpt.journal import UNFIT, HeldGenerator, RngState, capture_rng, differs, restore_rng
 from lightning_moe_ckpt.operators import groups_state, load_groups_state
 
@@ -48,19 +49,6 @@ Start = dict[str, Any]
 
 _MOMENTS = ("epoch", "iter", "first_fetch", "last_fetch", "fetch")
 """Moments at which random state is taken, before the fetch of a batch has ended."""
-
-
-class JournalPart(Protocol):
-    """Further state that belongs to a boundary."""
-
-    def take(self) -> dict[str, Any]:
-        """Return the state, in types that the journal stores."""
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state` in a resumed run. Callbacks have been restored before."""
-
-    def follow(self, state: dict[str, Any]) -> None:
-        """Set the state in replay, at the moment at which the original run took it. Callbacks have been set before."""
 
 
 class BoundaryRecorder:
@@ -75,8 +63,7 @@ class BoundaryRecorder:
         deterministic_dataset: whether items of the data set depend on their index alone.
         layers: names of modules whose attributes one of the parts records.
         attributes: further arguments of `MovedAttributes`.
-        on_mismatch: what another batch than the original's does.
-        among: returns the ranks that go on together.
+        on_mismatch, among: see `DataRecord`.
     """
 
     def __init__(
@@ -289,7 +276,7 @@ class BoundaryRecorder:
         if self._resume is not None:
             self._data.restore_before()
             if (own := self._data.own()) is not None:
-                _lightning_data.load_positions(self._trainer, own)
+                _lightning_positions.load_positions(self._trainer, own)
             self._restore_random(self._resume["random"]["iter"])
         self._moments["iter"] = self._take_random()
         self._awaiting_first_fetch, self._independent = True, None
@@ -300,7 +287,7 @@ class BoundaryRecorder:
         """Make the iterator once more if it is in the wrong place: loaders were told their position."""
         if self._resume is not None and self._data.own() is not None and not self._goes_on():
             self._before_skipping()
-            _lightning_data.make_iterator(self._trainer)
+            _lightning_positions.make_iterator(self._trainer)
 
     def before_fetch_ahead(self) -> None:
         """Record where loaders are before a fetch while their iterator is made."""
@@ -566,7 +553,7 @@ class BoundaryRecorder:
         assert self._resume is not None
         self._restore_random(self._resume["random"]["fetch"])
         goes_on = self._data.goes_on()
-        self._seen = None if _lightning_data.fetches_ahead(self._trainer) else self._take_random()
+        self._seen = None if _lightning_positions.fetches_ahead(self._trainer) else self._take_random()
         return goes_on
 
     def _can_advance(self) -> bool:

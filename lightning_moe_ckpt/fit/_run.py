@@ -28,9 +28,9 @@ from lightning_moe_ckpt.coordination import Neighbours
 from lightning_moe_ckpt.fit._batches import Batches, BatchLog, Logged
 from lightning_moe_ckpt.fit._data import OnMismatch
 from lightning_moe_ckpt.fit._departed import say_who_is_gone
-from lightning_moe_ckpt.fit._recorder import BoundaryRecorder, JournalPart
+from lightning_moe_ckpt.fit._recorder import BoundaryRecorder
 from lightning_moe_ckpt.fit._settings import OnChange, Settings, announce
-from lightning_moe_ckpt.fit._state import LayerState, Trained, copied
+from lightning_moe_ckpt.fit._state import JournalPart, LayerState, Trained, copied
 from lightning_moe_ckpt.fit._stops import Stops
 from lightning_moe_ckpt.fit._unsupported import refuse_unsupported, warn_if_short
 from lightning_moe_ckpt.journal import HeldGenerator, Unread, capture_rng, restore_rng

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -30,6 +30,19 @@ log = rank_logger(__name__)
 
 _GIVEN = ("state_dict", "epoch", "global_step")
 """Keys of Lightning's checkpoint that a module's hook may expect to find; they are not stored as its state."""
+
+
+class JournalPart(Protocol):
+    """Further state that belongs to a boundary."""
+
+    def take(self) -> dict[str, Any]:
+        """Return the state, in types that the journal stores."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from `state` in a resumed run. Callbacks have been restored before."""
+
+    def follow(self, state: dict[str, Any]) -> None:
+        """Set the state in replay, at the moment at which the original run took it. Callbacks have been set before."""
 
 
 class Extras:

@@ -1,0 +1,120 @@
+"""Ask loaders where they are, look at the batch that comes next, and make no iterator where nobody would read one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import Self, override
+
+from lightning_moe_ckpt._lightning_data import loaders_of
+
+
+def settings_of(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return what of each loader a user may change between two starts, by which batches are others."""
+    found = []
+    for each in loaders_of(trainer):
+        dataset = getattr(each, "dataset", None)
+        settings = {
+            "loader": type(each).__qualname__,
+            "length": sized_len(each if dataset is None else dataset),
+        }
+        if isinstance(dataset, IterableDataset):  # each worker has a part of a stream
+            settings["num_workers"] = getattr(each, "num_workers", 0)
+        found.append({name: value if isinstance(value, str | int) else None for name, value in settings.items()})
+    return found
+
+
+def know_position(trainer: Trainer) -> bool:
+    """Return whether each loader can be asked for its position, and told one, and is not torch's: those are fetched from again."""
+    return all(isinstance(each, _Stateful) and not isinstance(each, DataLoader) for each in loaders_of(trainer))
+
+
+def own_positions(trainer: Trainer) -> list[Any]:
+    """Return the states of the loaders, see `know_position`."""
+    return [each.state_dict() for each in loaders_of(trainer)]
+
+
+def load_positions(trainer: Trainer, states: Sequence[Any]) -> None:
+    """Tell loaders where their next iterators begin."""
+    for each, state in zip(loaders_of(trainer), states, strict=True):
+        each.load_state_dict(state)
+
+
+def make_iterator(trainer: Trainer) -> None:
+    """Make the fetcher's iterator anew."""
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    iter(fetcher)
+
+
+def fetches_ahead(trainer: Trainer) -> bool:
+    """Return whether the fetcher has the next batch already, since it does not know the length."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is None
+
+
+def next_batch(trainer: Trainer) -> list[Any]:
+    """Return the batch that the fetcher gives next, which it goes on to do; nothing if there is none."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    if fetches_ahead(trainer):
+        return [batch for batch, _, _ in fetcher.batches[:1]]
+    try:
+        item = next(fetcher.iterator)
+    except StopIteration:
+        return []
+    fetcher.iterator = _Again(fetcher, item)
+    return [item[0]]
+
+
+class _Again:
+    """Iterator of a fetcher that gives an item once more before it goes on."""
+
+    def __init__(self, fetcher: Any, item: Any) -> None:
+        self._fetcher, self._iterator, self._item = fetcher, fetcher.iterator, item
+
+    def __next__(self) -> Any:
+        self._fetcher.iterator = self._iterator
+        return self._item
+
+
+class _Unread(CombinedLoader):
+    """Loader that has its length, but makes no iterators, unless for their workers, and gives no batch."""
+
+    @override
+    def __iter__(self) -> Self:
+        for each in self.flattened:
+            if getattr(each, "persistent_workers", False):
+                iter(each)  # makes workers, which draw a seed, as the original run did before this epoch
+        self._iterator = _SUPPORTED_MODES[self._mode]["iterator"](self.flattened, self._limits)
+        return self
+
+    @override
+    def __next__(self) -> Any:
+        raise StopIteration
+
+
+@contextmanager
+def making_no_iterator(loop: Any) -> Iterator[None]:
+    """Let `setup_data` make no iterator, which nobody would read: data may count iterators, out of reach too."""
+    tapped = loop._load_combined_loader_states  # called when the loader has been made, right before its iterator
+
+    def made() -> None:
+        tapped()
+        kind = type(loop._combined_loader)
+        loop._combined_loader.__class__ = type(kind.__name__, (_Unread, kind), {"_made": kind})
+
+    loop._load_combined_loader_states = made
+    try:
+        yield
+    finally:
+        loop._load_combined_loader_states = tapped
+        if isinstance(loop._combined_loader, _Unread):
+            loop._combined_loader.__class__ = type(loop._combined_loader)._made  # type: ignore[attr-defined]
