@@ -414,8 +414,12 @@ class RunStore:
         try:
             stored = complete_markers(self._backend, self.run_id, contents)
             publish(self._backend, stored, self._coordinator().history)
-        except (Corrupt, StorageError) as error:
-            log.info("%s cannot be promoted: %s", contents.generation, error)
+        except (
+            Corrupt,
+            StorageError,
+        ) as error:  # a kill leaves what is not whole; that storage fails is another matter
+            level = logging.WARNING if isinstance(error, StorageError) else logging.INFO
+            log.log(level, "%s cannot be promoted: %s", contents.generation, error)
             return False
         log.info("%s was complete on every rank and is committed now", contents.generation)
         return True
