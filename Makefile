@@ -89,7 +89,7 @@ versions: $(STAMP)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file .ci/mkdocs.yml
-	@echo "build/site is built. Its search needs http: $(BIN)/python -m http.server -d build/site 8000, then http://localhost:8000"
+	@echo "build/site is built. Its search needs http: $(BIN)/python -m http.server -d build/site 8000, then port 8000 of localhost in a browser"
 
 wheel: $(STAMP)
 	MOE_CKPT_NATIVE=1 MOE_CKPT_CUDA=1 $(BIN)/python -m build --no-isolation --wheel

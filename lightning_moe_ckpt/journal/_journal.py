@@ -1,7 +1,8 @@
 """Write and read the journal record of a segment: a length, then one codec value, in a record of fixed capacity.
 
 The capacity is fixed because a segment's header is written once per plan. A larger journal makes one
-window useless, and the next plan reserves twice what was needed.
+window useless, and the next plan reserves twice what was needed; one that fills two thirds makes the next plan reserve
+three times as much, before there is too little.
 """
 
 from __future__ import annotations

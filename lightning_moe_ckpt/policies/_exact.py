@@ -95,7 +95,8 @@ class SparsePolicy(Policy):
         names = all_names(operators)
         times = Counter(name for slot in self.schedule for name in slot)
         missing = [name for name in names if name not in times]
-        wrong = sorted(name for name, count in times.items() if count > 1 or name not in set(names))
+        known = {*names, *all_names(operators.whole or operators)}  # what does not train is stored once, named or not
+        wrong = sorted(name for name, count in times.items() if count > 1 or name not in known)
         if not missing and not wrong:
             return None
         return (

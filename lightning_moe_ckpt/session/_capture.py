@@ -84,6 +84,7 @@ class CaptureSession:
         """Generation of a window ended before its time: tiers may still read from it, so no other gets its name."""
         self._layout: WindowLayout | None = None
         self._ring: SegmentRing | None = None
+        self._nearly_full = 0  # capacity of journal records for which more was last asked
         self._window: Window | None = None
         self._pending: BoundaryCapture | None = None
         self._slot: Slot | None = None
@@ -325,6 +326,10 @@ class CaptureSession:
     def _hand_over(self, window: Window, pending: BoundaryCapture, slot: Slot) -> None:
         """Write the journal, and hand the segment to the tiers. On the training thread, or while that leaves it alone."""
         segment = pending.sealed(window.generation)
+        if (
+            3 * pending.journal_nbytes > 2 * pending.journal_capacity > 2 * self._nearly_full
+        ):  # it grows: asked for once
+            self._journal_nbytes, self._nearly_full = 3 * pending.journal_nbytes, pending.journal_capacity
         window.ring.seal(slot)
         window.segments.append(segment)
         self._tiers.add(window, segment)

@@ -255,8 +255,11 @@ class SegmentWriter:
         journal = held(journal, values)  # by the time it is written, training may have changed what it is made of
         return LocalState(journal, self._arrivals.start(values), ticket)
 
-    def write_local(self, local: LocalState) -> None:
+    def write_local(self, local: LocalState) -> tuple[int, int]:
         """Put the journal into its record; waits until its values have arrived on the host.
+
+        Returns:
+            The bytes that it takes, and those that its record holds.
 
         Raises:
             JournalOverflow: the record is too small.
@@ -266,6 +269,7 @@ class SegmentWriter:
         values = None if local.values is None else local.values.by_identity()
         payload = encode_journal(local.journal, len(record), values)
         record[: len(payload)] = payload
+        return len(payload), len(record)
 
     def sealed(
         self, generation: GenerationId, step: int, ticket: Ticket, step_record: StepRecord | None = None
@@ -311,6 +315,7 @@ class BoundaryCapture:
         self.had_arrived = False
         """Whether all was copied when sources were last seen as they should be."""
         self._local: LocalState | None = None
+        self.journal_nbytes = self.journal_capacity = 0
 
     def again(self, writer: SegmentWriter) -> BoundaryCapture:
         """Begin to copy the boundary anew, into other records of the same slot."""
@@ -356,7 +361,7 @@ class BoundaryCapture:
             CodecError: a value in the journal cannot be stored exactly.
         """
         assert self._local is not None
-        self._writer.write_local(self._local)
+        self.journal_nbytes, self.journal_capacity = self._writer.write_local(self._local)
         return self._writer.sealed(generation, self._step, self.ticket, self._step_record)
 
 

@@ -57,7 +57,7 @@ class PartialRun(DenseCheckpoint):
     """Says that tokens were lost, as a partial restore does; what is stored and restored is real."""
 
     def __init__(self, url: str, lost: tuple[int, ...]) -> None:
-        super().__init__(url, every_n_steps=1, freeze_heap=False)
+        super().__init__(url, every_n_steps=1, freeze_heap=False, untouched=["module.live", "module.routed"])
         self.lost = torch.tensor(lost)
 
     @property

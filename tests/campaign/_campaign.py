@@ -162,10 +162,10 @@ class Campaigns:
 
 
 def changed_settings(log: str) -> list[str]:
-    """Names in the tables of settings that differ, but for the seed and the one who kills, which differ in every life."""
+    """Names in the tables of settings that differ, but for the seed and the callbacks, which say who kills."""
     tables = [part.split("\n") for part in log.split("these settings differ from those of the stored run:\n")[1:]]
     rows = [row.split() for table in tables for row in itertools.takewhile(lambda row: row.startswith("  "), table)]
-    return [row[0] for row in rows if row[0] not in ("setting", "seed") and not _KILLERS.issuperset(row)]
+    return [row[0] for row in rows if row[0] not in ("setting", "seed", "callbacks") and not _KILLERS.issuperset(row)]
 
 
 _KILLERS = {"callbacks", "Killer,", "Killer", "LatePhase", "none", "yours"}

@@ -99,7 +99,7 @@ def test_with_the_mechanism_the_run_is_exact(campaigns: Campaigns, name: str) ->
 
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_without_the_mechanism_the_run_is_not_exact(campaigns: Campaigns, name: str) -> None:
-    """Some parameter ends with other bits."""
+    """Some parameter ends with other bits, or would if the restart trained on other data."""
     ablation = ABLATIONS[name]
-    with pytest.raises(AssertionError, match=r"differences from the fault-free run(.|\n)*param/"):
+    with pytest.raises(AssertionError, match=r"differences from the fault-free run(.|\n)*param/|OtherData"):
         campaigns.check(ablation.without or ablation.setup, KILL, seams=ablation.seams)

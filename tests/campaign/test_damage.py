@@ -75,7 +75,8 @@ def _segment(generation: Path) -> Path:
 
 def _flip(path: Path) -> None:
     raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
+    for at in range(len(raw) // 8, len(raw), 512):  # some of them are of no record: space that a journal may grow into
+        raw[at] ^= 1
     path.chmod(0o600)
     path.write_bytes(raw)
 

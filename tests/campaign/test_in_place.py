@@ -31,7 +31,7 @@ from campaign._campaign import Campaigns, _require_same_end, _rings, checkpoints
 from campaign._draw import Case
 from campaign._draw import draw as draw_case
 from campaign._habits import Habit
-from campaign._in_place import CALLS, Abort, Alone, Begun, Death, Tally, Traced, no_place, train_and_die, train_in_place
+from campaign._in_place import CALLS, Abort, Alone, Begun, Death, Traced, no_place, train_and_die, train_in_place
 from campaign._models import Residual
 from campaign._nodes import Nodes
 from campaign._supervised import Storm, nothing, run_supervised
@@ -628,7 +628,6 @@ ABLATIONS: dict[str, Ablation] = {
     "parts of the module": apart(replacement=left_alone(ModuleDict, BatchNorm1d, Residual), seen="loss"),
     "metrics": apart(replacement=left_alone(Metric), seen="rows", anew=True, abort=EARLY),
     "callbacks": apart(replacement=left_alone(Begun), seen="batches of another incarnation"),
-    "objects of the user's": apart(replacement=left_alone(Tally), seen="assert "),
     "optimizer": apart(replacement=left_alone(Optimizer), seen="optimizer/0/state", anew=True, abort=EARLY),
     "schedulers": apart(replacement=left_alone(LRScheduler), seen="scheduler/0", anew=True, abort=EARLY),
     "stage of the scaler": apart(replacement=left_alone(GradScaler), seen="unscale_", setup=SCALED),
