@@ -93,9 +93,8 @@ class BoundaryRecorder:
         self._generators = _lightning_data.LoaderGenerators(trainer)
         self._held = _lightning_attributes.HeldGenerators(trainer, module, skip_callbacks)
         self._not_held: list[str] = []
-        self._moved = _lightning_attributes.MovedAttributes(
-            trainer, module, skip_callbacks, layers, **(attributes or {})
-        )
+        more = attributes or {}
+        self._moved = _lightning_attributes.MovedAttributes(trainer, module, skip_callbacks, layers, **more)
         self._data = DataRecord(trainer, self._moved, on_mismatch=on_mismatch, among=among)
         self._workers = _lightning_workers.PersistentWorkers(trainer, deterministic=deterministic_dataset)
         self._progress = LoopProgress(trainer)
@@ -117,14 +116,11 @@ class BoundaryRecorder:
         self._original: Start | None = None
         self._mid_epoch = False
         self._metrics_due = False
-        self._attributes: dict[str, Any] | None = None
-        """Those of the newest boundary of which they were taken."""
-        self._followed: Mapping[str, Any] = {}
-        """Those of the original run's boundary that was followed last."""
+        self._attributes: dict[str, Any] | None = None  # of the newest boundary of which they were taken
+        self._followed: Mapping[str, Any] = {}  # of the original run's boundary that was followed last
         self._extras = Extras()
-        require_storable(
-            {f"scheduler {i}": c.scheduler.state_dict() for i, c in enumerate(trainer.lr_scheduler_configs)}
-        )
+        schedulers = enumerate(each.scheduler for each in trainer.lr_scheduler_configs)
+        require_storable({f"scheduler {index}": each.state_dict() for index, each in schedulers})
 
     def want_start(self, original: Start | None = None, *, needed: bool = True, replayed_only: bool = False) -> None:
         """Ask for the start half of the boundary after the optimizer step that just happened.

@@ -118,7 +118,9 @@ class SparsePolicy(Policy):
     def plan(self, inputs: PlanInputs) -> Plan:
         """By schedule, by window, or by budget."""
         if self.schedule is not None:
-            return Plan.of_slots(self.schedule)
+            names = set(all_names(inputs.operators))
+            slots = [[name for name in slot if name in names] for slot in self.schedule]
+            return Plan.of_slots([slot for slot in slots if slot])
         plan = self._plan(self._items(inputs), inputs.budgets)
         return assign_positions(plan, inputs.operators, inputs.popularity, by=self.order)
 

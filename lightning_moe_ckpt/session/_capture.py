@@ -326,9 +326,7 @@ class CaptureSession:
     def _hand_over(self, window: Window, pending: BoundaryCapture, slot: Slot) -> None:
         """Write the journal, and hand the segment to the tiers. On the training thread, or while that leaves it alone."""
         segment = pending.sealed(window.generation)
-        if (
-            3 * pending.journal_nbytes > 2 * pending.journal_capacity > 2 * self._nearly_full
-        ):  # it grows: asked for once
+        if 3 * pending.journal_nbytes > 2 * pending.journal_capacity > 2 * self._nearly_full:
             self._journal_nbytes, self._nearly_full = 3 * pending.journal_nbytes, pending.journal_capacity
         window.ring.seal(slot)
         window.segments.append(segment)

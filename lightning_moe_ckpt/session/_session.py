@@ -380,7 +380,7 @@ class CheckpointSession:
             self._start_seconds += self.clock.seconds
         if self._steps < _MEASURED_JOURNALS:
             outcome = {**self._outcome, **self._planner.state()}
-            self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})) + room())
+            self._planner.journal_needs(2 * len(encode({"outcome": outcome, "start": start})) + room())
         if fresh or capture.whole_at == step or (self._found is None and self._steps == 1):
             self._copies.compare(first=fresh)
         if fresh or capture.whole_at == step:

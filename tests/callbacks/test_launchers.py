@@ -91,7 +91,7 @@ from lightning_moe_ckpt import MoEStrategy
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 class Interrupt(Callback):
     def on_train_batch_end(self, trainer, *args):
-        if trainer.global_step == 5: os.kill(os.getpid(), signal.SIGINT)
+        if trainer.global_step >= 5: os.kill(os.getpid(), signal.SIGINT)
 
 def cell(url, *others):
     seed_everything(1, verbose=False)
@@ -107,7 +107,8 @@ except SystemExit: pass
 
 cell(sys.argv[2])
 """
-"""What a user types; Lightning ends an interrupted fit by `SystemExit`, which a notebook catches."""
+"""What a user types; Lightning ends an interrupted fit by `SystemExit`, which a notebook catches. Python drops
+an interrupt that comes while it collects garbage, so there is one at each step."""
 
 
 def test_an_interrupted_cell_that_is_run_again_ends_the_same(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_an_interrupted_cell_that_is_run_again_ends_the_same(tmp_path: Path) -> 
     assert len(ends) == 2, ran.stderr
     assert ends[0] == ends[1]
     assert begins[0] == "FROM None"
-    assert begins[1] in {"FROM 4", "FROM 5", "FROM 2", "FROM 3"}
+    assert begins[1] in {f"FROM {step}" for step in range(2, 9)}
 
 
 class Requeued(Callback):

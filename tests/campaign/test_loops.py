@@ -115,8 +115,10 @@ ABLATIONS = {
 
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_without_the_mechanism_the_run_is_not_the_same(campaigns: Campaigns, name: str) -> None:
-    """The tests above can fail."""
+    """The tests above can fail: with other differences, or where the restart finds other data and ends."""
     setup, seam, word = ABLATIONS[name]
     kills = [[Kill(phase="after_batch_end", step=6, settle=10.0)]]
-    with pytest.raises(AssertionError, match=rf"differences from the fault-free run(.|\n)*{word}|OtherData"):
+    with pytest.raises(
+        AssertionError, match=rf"differences from the fault-free run(.|\n)*{word}|ended with exit codes"
+    ):
         campaigns.check_all(replace(setup, checkpointing=DENSE), kills, seams=[seam])
