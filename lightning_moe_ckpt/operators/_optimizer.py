@@ -169,7 +169,7 @@ def _probed(optimizer: Optimizer, group: Group, *, nudge: float) -> list[Tensor]
         if not turn:
             assert params[0].grad is not None
             params[0].grad[0, 0] += nudge
-        type(optimizer).step(copied, lambda: torch.zeros(()))  # some recipes take the closure for granted
+        type(optimizer).step(copied, lambda: 0.0)  # some recipes take the closure for granted
     return [param.detach() for param in params]
 
 

@@ -140,7 +140,7 @@ def train_recorded(setup: Setup, life: Attempt, *, wait: bool = True) -> Mapping
     assert setup.checkpointing is not None
     own = setup.checkpointing.make(life.url)
     assert isinstance(own, PartialExpertCheckpoint | SelectiveExpertCheckpoint)
-    own.untouched = ["callback.StateRecorder.*"]  # as large as the model at every step
+    own.untouched = ("callback.StateRecorder.*",)  # as large as the model at every step
     recorder = StateRecorder(own, life.workdir, life.rank, ep_size=setup.expert_parallel, wait=wait)
     trainer = Trainer(callbacks=life.callbacks(recorder, own), **setup.trainer_options(life))
     trainer.fit(setup.make_module(life), *setup.loaders(life))

@@ -70,9 +70,9 @@ class ClipsAll(ByHand):
         super().step()
 
 
-class NeedsClosure(ByHand):
+class NeedsLoss(ByHand):
     def step(self, closure: Any = None) -> Any:
-        closure()
+        return super().step(closure()["loss"])
 
 
 class Sgd(SGD):
@@ -104,7 +104,7 @@ def test_what_updates_each_element_alone_is_accepted(cls: type[Optimizer]) -> No
     assert getattr(optimizer, "steps", {"made": 1}) == {"made": 1}
 
 
-@pytest.mark.parametrize("cls", [Lamb, ClipsUpdates, ByRow, ClipsAll, NeedsClosure])
+@pytest.mark.parametrize("cls", [Lamb, ClipsUpdates, ByRow, ClipsAll, NeedsLoss])
 def test_what_does_not_is_refused_by_name(cls: type[Optimizer]) -> None:
     """Whether an element reaches its row, its tensor or all of them; and what cannot be tried at all."""
     register_optimizer(cls, like=AdamW)
