@@ -246,7 +246,7 @@ CASES = {
     "gradients set to zero": Case(set_to_none=False, trainer=options(accumulate_grad_batches=2)),
     "modules, one never used": Case(layer="list", options=options(weight_decay=0.1)),
     "modules, gradients set to zero": Case(layer="list", set_to_none=False),
-    "three experts in turns": Case(budget=60_000 + 7 * 12 * EXPERT_NUMEL // 2, stay=2, optimizer=torch.optim.Adam),
+    "three experts in turns": Case(budget=110_000 + 7 * 12 * EXPERT_NUMEL // 2, stay=2, optimizer=torch.optim.Adam),
     "bf16-mixed": Case(trainer=options(precision="bf16-mixed")),
     "validated": Case(trainer=options(limit_val_batches=1, val_check_interval=3)),
     "averaged": Case(callbacks=(lambda: EMAWeightAveraging(decay=0.8),)),

@@ -68,7 +68,7 @@ class Case:
         arguments = (("redundancy", redundancy), ("replicas", self.replicas))
         return Setup(
             model=self.model,  # type: ignore[arg-type]
-            options=(("num_experts", 12), ("expansion", 24)),
+            options=(("num_experts", 12), ("expansion", 36)),
             world_size=len(self.placed),
             expert_parallel=self.expert_parallel,
             batches=6,
