@@ -33,8 +33,8 @@ from lightning_moe_ckpt.tiers._shm import (
     MemoryName,
     close_shared,
     file_id,
-    is_own_file,
     is_owned_elsewhere,
+    is_private_file,
     listing,
     marker_files,
     marker_paths,
@@ -131,7 +131,7 @@ class RankMemory:
             offered: generations of another history that users may still ask for; a ring with one is not changed.
         """
         self._remove_replaced_runs()
-        for path, name in memory_files(self._directory):
+        for path, name in memory_files(self._directory, self._tag):
             if self._is_own(name):
                 with contextlib.suppress(FileNotFoundError):
                     self._claim(path, resumed, older=older, offered=offered)
@@ -313,10 +313,7 @@ class RankMemory:
                     return SegmentRing.create(
                         name, slot_nbytes, num_slots, self._directory, small=small, origin=self._origin
                     )
-            if not is_own_file(self._directory / name):
-                log.warning(
-                    "%s is no file of this user: it is left alone, and another name used", self._directory / name
-                )
+            is_private_file(self._directory / name, say=True)
         raise AssertionError
 
     def _close(self, rings: list[SegmentRing]) -> None:

@@ -79,7 +79,7 @@ class HostTier:
     def holdings(self) -> list[Holding]:
         """Return every complete copy, newest first; incomplete copies and those of other runs are left out."""
         self.close()  # files may have been replaced since the last call
-        for path, name in memory_files(self._directory):
+        for path, name in memory_files(self._directory, self._tag):
             if name.tag == self._tag:
                 self._list(path, name)
         return sorted(self._places, reverse=True)

@@ -11,8 +11,9 @@ that ran; a process stopped by a signal still has the lock. The lock is lost as 
 closed in its process. All files are therefore opened and closed through this module, which defers such closes.
 
 All users can write to the directory. Files are made exclusively, and only this user may open them, whatever the umask.
-Only ordinary files of this user are opened, mapped or removed. A link, a pipe, a folder or another user's file under
-one of our names is neither followed, waited for nor changed; another name is used.
+Only ordinary files of this user are removed, and only those that no other user may open are opened or mapped: what others
+can write is no checkpoint. Anything else under one of our names, such as a link, a pipe, a folder or another user's file, is
+neither followed, waited for nor changed. It is named once, and another name is used.
 
 ```text
 moe-ckpt-<uid>-<tag>-<rank>.ring             generations that the rank captured itself
@@ -183,22 +184,24 @@ class SharedFile:
 
 
 def open_shared(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file of this user; close it with `close_shared`. Raises `FileNotFoundError` for anything else."""
-    if not is_own_file(path):
-        raise FileNotFoundError(errno.ENOENT, "is no file of this user", str(path))
+    """Open a file that only this user may open; close it with `close_shared`. Raises `FileNotFoundError` for anything else."""
+    if not is_private_file(path):
+        raise FileNotFoundError(errno.ENOENT, _NOT_PRIVATE, str(path))
     if (kept := _kept_descriptor(path, flags)) is not None:
         return kept
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in _REFUSED:
-            raise FileNotFoundError(errno.ENOENT, f"is no file of this user ({error.strerror})", str(path)) from error
+            raise FileNotFoundError(errno.ENOENT, f"{_NOT_PRIVATE} ({error.strerror})", str(path)) from error
         raise
-    if not _is_own(os.fstat(descriptor)):  # replaced meanwhile
+    if not _is_private(os.fstat(descriptor)):  # replaced meanwhile
         close_shared(descriptor)
-        raise FileNotFoundError(errno.ENOENT, "is no file of this user", str(path))
+        raise FileNotFoundError(errno.ENOENT, _NOT_PRIVATE, str(path))
     return descriptor
 
+
+_NOT_PRIVATE = "is no file that only this user may open"
 
 _REFUSED = {errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EPERM}
 """Errors of the kernel on opening another user's file, a folder, a link or a socket."""
@@ -212,8 +215,33 @@ def is_own_file(path: Path) -> bool:
         return False
 
 
+_told: set[Path] = set()
+
+
+def is_private_file(path: Path, *, say: bool = False) -> bool:
+    """Return whether a name leads to a file that only this user may open; with `say`, anything else is named once."""
+    try:
+        status = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    if (private := _is_private(status)) or not say or path in _told:
+        return private
+    _told.add(path)
+    log.warning(
+        "%s is not used: it is `%s` of user %d. Wanted is `-rw-------` of user %d, which no other user can have written. It is left "
+        "alone: copies elsewhere in memory and in storage are looked for, and what is new gets another name. Remove it; if it is "
+        "yours and you trust what is in it, `chmod 600` it before the next start.",
+        *(path, stat.filemode(status.st_mode), status.st_uid, os.geteuid()),
+    )
+    return False
+
+
 def _is_own(status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _is_private(status: os.stat_result) -> bool:
+    return _is_own(status) and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
 
 
 def _make_private(path: Path, flags: int) -> int:
@@ -227,7 +255,7 @@ _LARGEST_NBYTES = 2**30
 
 
 def read_shared(path: Path) -> bytes:
-    """Return all bytes of a small file of this user. Raises `FileNotFoundError` for anything else, `Corrupt` if too large."""
+    """Return all bytes of a small file as `open_shared` opens it. Raises `FileNotFoundError`, `Corrupt` if too large."""
     descriptor = open_shared(path)
     try:
         with open(descriptor, "rb", closefd=False) as file:
@@ -435,32 +463,33 @@ def unfinished_path(marker: Path) -> Path:
 
 
 def marker_paths(memory: Path) -> list[Path]:
-    """Return the finished markers beside a memory file, in no order."""
-    return [path for path in marker_files(memory) if path.suffix == ".done"]
+    """Return the finished markers beside a memory file, in no order; one that others may write is named and left out."""
+    named = [(path, of) for path, of in _marker_names(memory.parent) if of == memory.name and path.suffix == ".done"]
+    return [path for path, _ in named if is_private_file(path, say=True)]
 
 
 def marker_files(memory: Path) -> list[Path]:
     """Return all markers beside a memory file, finished or not; they are removed with it."""
-    return [path for path, of in _marker_files(memory.parent) if of == memory.name]
+    return [path for path, of in _marker_names(memory.parent) if of == memory.name and is_own_file(path)]
 
 
-def memory_files(directory: Path) -> list[tuple[Path, MemoryName]]:
-    """Return every memory file of this user, with its parsed name."""
+def memory_files(directory: Path, tag: str = "") -> list[tuple[Path, MemoryName]]:
+    """Return every memory file that only this user may open, with its parsed name; others of the run `tag` are named once."""
     named = [(path, MemoryName.parse(path.name)) for path in listing(directory)]
-    return [(path, name) for path, name in named if name is not None and is_own_file(path)]
+    return [(path, name) for path, name in named if name is not None and is_private_file(path, say=name.tag == tag)]
 
 
 def orphaned_markers(directory: Path) -> list[tuple[Path, MemoryName]]:
     """Return this user's markers, finished or not, whose memory file is gone."""
-    there = {path.name for path, _ in memory_files(directory)}
-    named = [(path, MemoryName.parse(of)) for path, of in _marker_files(directory) if of not in there]
-    return [(path, name) for path, name in named if name is not None]
+    there = {path.name for path in listing(directory)}
+    named = [(path, MemoryName.parse(of)) for path, of in _marker_names(directory) if of not in there]
+    return [(path, name) for path, name in named if name is not None and is_own_file(path)]
 
 
-def _marker_files(directory: Path) -> Iterator[tuple[Path, str]]:
+def _marker_names(directory: Path) -> Iterator[tuple[Path, str]]:
+    """Yield paths with the name of a marker, each with the name of its memory."""
     for path in listing(directory):
-        match = _MARKER.fullmatch(path.name)
-        if match is not None and is_own_file(path):
+        if (match := _MARKER.fullmatch(path.name)) is not None:
             yield path, match[1]
 
 

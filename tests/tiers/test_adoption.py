@@ -659,6 +659,7 @@ def test_names_removed_while_a_statement_is_written_leave_none(node: Path, monke
 def test_a_ring_torn_while_it_was_made_is_replaced(node: Path, content: bytes) -> None:
     """Reserved but without a header, or not even reserved: nothing of it stays beside the new one."""
     path = node / shared_name(RUN, 0)
+    path.touch(0o600)
     path.write_bytes(content)
     assert readable(node) == []
     own = memory(node)

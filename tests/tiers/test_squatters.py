@@ -52,12 +52,18 @@ def link(path: Path) -> None:
     path.symlink_to(path.parent / "elsewhere")
 
 
+def of_everybody(path: Path) -> None:
+    path.write_bytes(b"mine, or not")
+    path.chmod(0o666)
+
+
 SQUATTERS: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
     "folder": Path.mkdir,
     "link": link,
     "socket": bound,
     "other user's": other_users,
+    "everybody's": of_everybody,
 }
 
 
@@ -87,13 +93,13 @@ def test_a_squatted_name_stops_no_start(node: Path, kind: str, caplog: pytest.Lo
     assert own.published == [G3]
     with caplog.at_level(logging.WARNING):
         own.make(2 * SLOT, 9)
-    assert f"{path} is no file of this user" in caplog.text
+    assert caplog.text.count(f"{path} is not used: it is `{stat.filemode(before.st_mode)}` of user") == 1
     own.close(unlink=True)
     assert path.lstat() == before
     assert [*node.iterdir()] == [path]
 
 
-@pytest.mark.parametrize("kind", SQUATTERS)
+@pytest.mark.parametrize("kind", SQUATTERS.keys() - {"everybody's"})  # what is this user's may be replaced
 def test_a_squatted_statement_is_not_read_and_not_written_to(node: Path, kind: str) -> None:
     """Neither the finished one nor the one that is being written: the generation is not kept, and the next one is."""
     own = memory(node)
@@ -108,6 +114,32 @@ def test_a_squatted_statement_is_not_read_and_not_written_to(node: Path, kind: s
     assert readable(node) == [(0, 6)]
     own.close(unlink=True)
     assert sorted(node.iterdir()) == sorted([unfinished_path(statement), marker_path(ring.path, generation(4))])
+
+
+@pytest.mark.parametrize("opened", ["ring", "statement"])
+def test_memory_that_others_could_write_is_named_and_not_used(
+    node: Path, opened: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stays for whoever trusts it, and so does what is beside it."""
+
+    def live() -> object:
+        own = memory(node)
+        keep(own.make(SLOT, 9), G3, (2, 3))
+        return own
+
+    leave_behind(live)
+    ring = node / shared_name(RUN, 0)
+    path = ring if opened == "ring" else marker_path(ring, G3)
+    path.chmod(0o666)
+    assert readable(node) == []
+    assert f"{path} is not used: it is `-rw-rw-rw-` of user {os.geteuid()}." in caplog.text
+    if opened == "ring":
+        own = memory(node)
+        own.claim(None)
+        assert own.make(SLOT, 9).path != ring
+        own.close(unlink=True)
+    path.chmod(0o600)
+    assert readable(node) == [(0, 3)]
 
 
 def test_a_link_under_a_name_that_is_made_is_not_followed(node: Path, tmp_path: Path) -> None:
