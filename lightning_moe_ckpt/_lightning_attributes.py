@@ -14,8 +14,10 @@ as long as the code is the same.
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import random
+import re
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
@@ -27,15 +29,16 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_moe_ckpt._lightning import callbacks_of, datamodule_of
 from lightning_moe_ckpt._lightning_data import data_owners, loader_generators, loader_objects, loads_again
-from lightning_moe_ckpt._lightning_kinds import metrics_own
-from lightning_moe_ckpt._lightning_users import is_library
+from lightning_moe_ckpt._lightning_kinds import CONTENT, metrics_own
+from lightning_moe_ckpt._lightning_users import has_state, is_library
 from lightning_moe_ckpt._lightning_values import Values, is_of_values, unnumbered
-from lightning_moe_ckpt.journal import HeldGenerator
+from lightning_moe_ckpt.journal import NATIVE, HeldGenerator, differs
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH = 6
@@ -74,6 +77,8 @@ class MovedAttributes:
         self._limits: dict[str, Any] = {"most_nbytes": most_nbytes, "untouched": untouched}
         self._values = Values(**self._limits)
         self._held: dict[str, object] = {}
+        self._in_states: dict[str, frozenset[str]] = {}
+        """Names of attributes that owners' own states have."""
         self._always: set[str] = set()
         """Entries that may differ in each process as its first epoch begins."""
         self._before: Values | None = self._probe()
@@ -81,11 +86,15 @@ class MovedAttributes:
     def look(self) -> None:
         """Find the objects when an epoch begins; what they are at the first epoch's start is the reference."""
         if self._before is not None:
-            # What hooks have made of restored weights a later process would make of others. Other values are its own affair.
-            found = self._before.take()
+            # What hooks have made of restored weights, or of a state that an owner has loaded, a later process would make of others.
+            # Other values are its own affair.
+            loaded = tuple(f"{name}." for name, each in self._roots() if _loads_state(each))
+            for name, text in self._before.take().items():
+                if is_of_values(text) or name.startswith(loaded):
+                    self._always.add(unnumbered(name))
             self._before.close()
             self._before = None
-            self._always |= {unnumbered(name) for name, text in found.items() if is_of_values(text)}
+            self._in_states = {}
         self._held = {**dict(self._roots()), **dict(self._data_roots())}
         self._hold()
 
@@ -100,8 +109,10 @@ class MovedAttributes:
         self._insane = self._probe()
 
     def sanity_check_ends(self) -> None:
-        """Keep what it has changed."""
-        self._always |= set(map(unnumbered, self._insane.take()))
+        """Keep what it has changed, and what it has made."""
+        found = self._insane.take()
+        made = {f"{unnumbered(name.removesuffix(CONTENT))}#" for name in found if re.search(r"#\d+\{\}$", name)}
+        self._always |= {*map(unnumbered, found), *made}
         self._insane.close()
 
     def take(self, of: tuple[str, ...] | None = None) -> dict[str, Any]:
@@ -130,7 +141,11 @@ class MovedAttributes:
         return values
 
     def _hold(self, values: Values | None = None, roots: Mapping[str, object] | None = None) -> None:
-        owners = {name: (each, _not_users(each)) for name, each in (self._held if roots is None else roots).items()}
+        owners = {}
+        for name, each in (self._held if roots is None else roots).items():
+            if name not in self._in_states:
+                self._in_states[name] = _in_state(each)
+            owners[name] = each, _not_users(each) | self._in_states[name]
         module = self._module
         elsewhere: dict[str, object] = {f"module.{name}": each for name, each in module.named_modules() if name}
         elsewhere |= {f"module.{name}": each for name, each in chain(module.named_parameters(), module.named_buffers())}
@@ -143,10 +158,10 @@ class MovedAttributes:
             if name and name not in self._kept and not type(part).__module__.startswith("lightning_moe_ckpt."):
                 yield f"module.{name}", part
         datamodule = datamodule_of(self._trainer)
-        if datamodule is not None and not is_overridden("state_dict", datamodule):
+        if datamodule is not None:
             yield "datamodule", datamodule
         for name, callback in user_callbacks(self._trainer, self._skip):
-            if not is_overridden("state_dict", callback, Callback) and not is_library(type(callback)):
+            if not is_library(type(callback)):
                 yield name, callback
 
     def _data_roots(self) -> Iterator[tuple[str, object]]:
@@ -165,7 +180,56 @@ def _own_names() -> dict[type, frozenset[str]]:
 def _not_users(owner: object) -> frozenset[str]:
     """Return names that belong to the library. A module's `training` is the user's: frozen norms are set to `eval`."""
     own = {name for kind, names in _own_names().items() if isinstance(owner, kind) for name in names}
+    if isinstance(owner, Callback | LightningDataModule):
+        kind: Any = type(owner)
+        return frozenset(own | _set_by_library(kind))
     return frozenset(own if not isinstance(owner, Metric) else own | metrics_own() | owner._defaults.keys())
+
+
+@functools.cache
+def _set_by_library(kind: type) -> frozenset[str]:
+    """Return the names of attributes that classes of a library with a state of their own set in those that inherit from them."""
+    bases = [each for each in kind.__mro__ if is_library(each) and each not in (Callback, LightningDataModule)]
+    if not any("state_dict" in vars(base) for base in bases):
+        return frozenset()
+    codes = [each.__code__ for base in bases for each in vars(base).values() if isinstance(each, types.FunctionType)]
+    return frozenset(
+        each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"
+    )
+
+
+def _loads_state(owner: object) -> bool:
+    """Return whether a module, data module or callback has a state of its own beside what is journalled."""
+    if isinstance(owner, Callback | LightningDataModule):
+        return bool(is_overridden("state_dict", owner))
+    return isinstance(owner, LightningModule) and bool(is_overridden("on_load_checkpoint", owner))
+
+
+def _in_state(owner: object) -> frozenset[str]:
+    """Return the names of attributes that need no place beside the owner's own state: large values that it has, too."""
+    if isinstance(owner, nn.Module) or not _loads_state(owner):
+        return frozenset()
+    found = set[str]()
+    with contextlib.suppress(Exception):  # the user's code may raise anything; all is looked at then
+        state: Any = owner.state_dict()  # type: ignore[attr-defined]
+        inside = list(_walk(state))
+        ids, places = set(map(id, inside)), {each.data_ptr() for each in inside if isinstance(each, Tensor)}
+        for name, value in vars(owner).items():
+            if value is not None and type(value) in NATIVE:
+                continue
+            leaves = pytree.tree_leaves(value.state_dict() if has_state(value) else value)
+            same = bool(leaves) and all(isinstance(each, Tensor) and each.data_ptr() in places for each in leaves)
+            key = next((key for key in (name, name.strip("_")) if key in state), None)
+            if same or (value is not None and id(value) in ids) or (key and not differs(state[key], value)):
+                found.add(name)
+    return frozenset(found)
+
+
+def _walk(value: object) -> Iterator[object]:
+    yield value
+    if isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _walk(each)
 
 
 class HeldGenerators:

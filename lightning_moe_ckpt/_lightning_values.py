@@ -92,7 +92,8 @@ class Values:
         Args:
             owners: objects with the names of attributes that are none of the user's, by name.
             elsewhere: objects to which others may refer, and which are restored elsewhere.
-            always: names of entries that are taken whether they change or not.
+            always: names of entries that are taken whether they change or not; with `#` at the end, of objects that a later
+                process has not made.
         """
         self._roots = {name: node for name, node in self._roots.items() if owners.get(name, (None,))[0] is node.each}
         self._at = {id(each): (name, each) for name, each in elsewhere.items()}
@@ -187,8 +188,10 @@ class Values:
                 continue
             try:
                 self._set(node, end, text, nodes)
+            except Missing as error:
+                lost[name.removesuffix(CONTENT)] = str(error) or "this process has another object there"
             except Exception as error:  # noqa: BLE001  # a foreign object may raise anything
-                lost[name.removesuffix(CONTENT)] = f"this process has another object there {error!r}"
+                lost[name.removesuffix(CONTENT)] = f"this process has another object there: {error!r}"
         self._say(lost, "make the same objects at the start of all processes of a run")
         self._nodes |= {id(node.each): node for node in nodes.values() if self._roots.get(node.name) is not node}
         self._look()
@@ -241,15 +244,16 @@ class Values:
         return fixed(value)
 
     def _node(self, value: Any, place: str) -> Node | None:
-        kind, left_out = kind_of(value, is_new=self._is_new)
+        is_new = self._is_new or f"{unnumbered(place)}#" in self._always
+        kind, left_out = kind_of(value, is_new=is_new)
         if kind is None or len(self._nodes) >= _MOST_NODES:
             return None
-        self._count += self._is_new
-        name = f"{place}#{self._count}" if self._is_new else place
+        self._count += is_new
+        name = f"{place}#{self._count}" if is_new else place
         while name in self._used:
             name += "'"
         self._used.add(name)
-        made = self._nodes[id(value)] = kind(name, value, left_out, is_new=self._is_new)
+        made = self._nodes[id(value)] = kind(name, value, left_out, is_new=is_new)
         return made
 
     def _look(self, fresh: Collection[str] = ()) -> bool:
@@ -380,7 +384,12 @@ class Values:
         else:
             places = [read_named(tag, found(args[0]), [self._read(each, nodes) for each in args[1:]])]
         if not places:
-            raise Missing(text)
+            what = (
+                f"`{unnumbered(args[0])}`, which this process has not made"
+                if tag in ("ref", "at")
+                else "what no journal holds"
+            )
+            raise Missing(f"it held {what}")
         return places[0]
 
 

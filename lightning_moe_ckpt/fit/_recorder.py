@@ -486,6 +486,7 @@ class BoundaryRecorder:
         users = ("module", "datamodule")
         self._restore_users({name: original[name] if differs(original[name], here[name]) else {} for name in users})
         self._moved.restore(self._attributes_of(original))
+        self._trained.restore_order(original["trained"])
         for name, part in self._parts.items():
             part.follow(copied(original["parts"][name]))
         _lightning_metrics.follow_metrics(self._trainer, self._module, copied(original["metrics"]))

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.journal import Constant, Written, refusals
+from lightning_moe_ckpt.journal import Constant, Written, refusals, written
 from lightning_moe_ckpt.operators import MoELayerSpec
 
 log = rank_logger(__name__)
@@ -163,6 +163,8 @@ class Trained:
         self._owners, self._owned = [owner for owner, _, _ in owned], [param for _, _, param in owned]
         self._owned_names = [name for _, name, _ in owned]
         self._told = False
+        self._order: tuple[Any, dict[str, Written]] = (None, {})
+        """What tells whether another parameter has state than before, and the order in which they got it."""
 
     @property
     def num_groups(self) -> int:
@@ -194,6 +196,7 @@ class Trained:
             **({"kept": {name: copied(each) for name, each in kept.items() if each is not None}} if kept else {}),
             "requires_grad": bytes(map(attrgetter("requires_grad"), self._params.values())),
             "added": [[self._names.get(id(param), "?") for param in group["params"]] for group in added],
+            **self._take_order(),
         }
 
     def take_left_over(self) -> dict[str, Any]:
@@ -208,6 +211,29 @@ class Trained:
                 param.requires_grad_(bool(trains))
         for names in state["added"][self.num_groups - self._num_configured :]:
             self._optimizer.add_param_group({"params": [self._params[name] for name in names]})
+        self.restore_order(state)
+
+    def _in_groups(self) -> list[nn.Parameter]:
+        return list(chain.from_iterable(group["params"] for group in self._optimizer.param_groups))
+
+    def _take_order(self) -> dict[str, Written]:
+        """Return the places of parameters in the order of the optimizer's state, unless that is the one of its groups."""
+        state = self._optimizer.state
+        seen = len(state), next(reversed(state), None)
+        if self._order[0] is None or seen[0] != self._order[0][0] or seen[1] is not self._order[0][1]:
+            places = {id(param): at for at, param in enumerate(self._in_groups())}
+            order = [places.get(id(param), -1) for param in state]
+            self._order = seen, {} if order == sorted(order) else {"order": written(order)}
+        return self._order[1]
+
+    def restore_order(self, state: Mapping[str, Any]) -> None:
+        """Put the optimizer's state in the order of `state`; there may be less or more of it in replay."""
+        now, params = self._optimizer.state, dict(enumerate(self._in_groups()))
+        wanted = [params[at] for at in state.get("order", params) if params.get(at) in now]
+        if not all(map(is_, now, wanted)):
+            items = {param: now[param] for param in wanted} | dict(now)
+            now.clear()
+            now.update(items)
 
     def restore_gradients(self, state: Mapping[str, Any]) -> None:
         """Restore what the next step begins with; call when its batch begins."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
@@ -16,6 +18,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt._lightning_attributes import MovedAttributes
 from lightning_moe_ckpt._lightning_metrics import take_metrics
+from lightning_moe_ckpt.journal import decode, differs, encode
 
 
 class Counting(Callback):
@@ -34,6 +37,19 @@ class Stateful(Callback):
         return {}
 
 
+class Averaging(Stateful):
+    """Has its averages in its own state, and what it has counted nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.averages = {"weight": torch.ones(2)}
+        self.seen: Any = None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"ema": self.averages}
+
+
 class Items(Dataset[int]):
     def __len__(self) -> int:
         return 4
@@ -47,8 +63,8 @@ def anything(make: Callable[[], Any]) -> Any:
 class Run:
     """What a life has when its first epoch begins."""
 
-    def __init__(self, limit: int = 9) -> None:
-        self.counting, self.stateful, self.stopping = Counting(limit), Stateful(), EarlyStopping("loss")
+    def __init__(self, limit: int = 9, *, checks: bool = False) -> None:
+        self.counting, self.stateful, self.stopping = Counting(limit), Averaging(), EarlyStopping("loss")
         self.module, self.datamodule, self.items = (
             anything(LightningModule),
             anything(LightningDataModule),
@@ -63,6 +79,10 @@ class Run:
             optimizers=[], callbacks=callbacks, datamodule=self.datamodule, fit_loop=fit_loop, val_dataloaders=None
         )
         self.moved = MovedAttributes(trainer, self.module, ())
+        if checks:  # a run that resumes has no sanity check
+            self.moved.sanity_check_begins()
+            self.stateful.seen, self.counting.way = defaultdict(list, {"loss": [0.1]}), deque([Counter("a")], maxlen=2)
+            self.moved.sanity_check_ends()
         self.moved.look()
 
     def train(self) -> None:
@@ -72,16 +92,33 @@ class Run:
 
 
 def test_what_has_moved_is_as_it_was_in_the_next_life() -> None:
-    """Of objects without a state of their own. What did not move is as the user says now."""
+    """What did not move is as the user says now, and what a state of its own has is restored by that."""
     first, second = Run(), Run(limit=5)
     assert first.moved.take() == {}
     first.train()
+    first.stateful.averages["weight"].mul_(2)
     moved = first.moved.take()
     second.moved.restore(moved)
+    assert second.stateful.averages["weight"].tolist() == [1, 1]
     assert (second.counting.count, second.counting.limit) == (3, 5)
     assert (second.module.temperature, second.datamodule.seen, second.items.level) == (0.5, "all", None)
-    assert (second.stateful.count, second.stopping.wait_count, second.module.training) == (0, 0, True)
+    assert (second.stateful.count, second.stopping.wait_count, second.module.training) == (3, 0, True)
     assert second.moved.take() == moved, "and in the one after it"
+
+
+def test_what_the_sanity_check_has_made_is_made_again() -> None:
+    """A process that resumes has no sanity check."""
+    first, second = Run(checks=True), Run()
+    kept = first.moved.take()
+    first.stateful.seen["loss"].append(0.2)
+    first.counting.way[0].update("ab")
+    for moved in (kept, first.moved.take()):
+        second.moved.restore(decode(encode(moved)))
+        assert second.stateful.seen.default_factory is list
+        assert second.counting.way.maxlen == 2
+    assert (second.stateful.seen, second.counting.way) == (first.stateful.seen, first.counting.way)
+    assert type(second.counting.way[0]) is Counter
+    assert differs(first.moved.take(), second.moved.take()) is False, "and in the one after it"
 
 
 def test_what_moved_elsewhere_goes_back() -> None:
