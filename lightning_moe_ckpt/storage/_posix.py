@@ -25,7 +25,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
 from lightning_moe_ckpt.native import append
 from lightning_moe_ckpt.storage._backend import Entry, Pace, chunks_of, expect_readable, probe_create
-from lightning_moe_ckpt.storage._names import is_ours
+from lightning_moe_ckpt.storage._names import LOG_PREFIX, is_ours
 
 log = rank_logger(__name__)
 
@@ -63,6 +63,7 @@ class PosixBackend:
         self._pace = Pace(bandwidth)
         self._synced: set[Path] = set()  # directories known to be in their parent on the medium
         self._looked_at_root = False
+        self._told: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -113,10 +114,11 @@ class PosixBackend:
         return [*self._entries(prefix, temporary=False)]
 
     def delete(self, key: str) -> None:
-        """Unlink a file, and every directory this leaves empty."""
+        """Unlink a file, and every directory this leaves empty; what is no file stays."""
         path = self._path(key)
         with _reported("delete", path):
-            path.unlink(missing_ok=True)
+            if path.is_file() and not path.is_symlink():
+                path.unlink(missing_ok=True)
             self._prune(path.parent)
 
     def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
@@ -149,18 +151,21 @@ class PosixBackend:
             for file in self._files(directory):
                 if self._key(file).startswith(prefix) and temporary == bool(_TEMPORARY.fullmatch(file.name)):
                     with suppress(FileNotFoundError):  # deleted since the directory was read
-                        found.append(Entry(self._key(file), file.stat(follow_symlinks=False).st_size))
+                        status = file.stat(follow_symlinks=False)
+                        found.append(Entry(self._key(file), status.st_size if stat.S_ISREG(status.st_mode) else 0))
         yield from sorted(found, key=lambda entry: entry.key)
 
     def _files(self, directory: Path) -> Iterator[os.DirEntry[str]]:
         """Yield files below `directory`; tolerates concurrent deletion and follows no links.
 
+        What is no file and has the name of an object is named once and yielded too, empty: no reader takes it for one.
+
         Raises:
-            StorageRefused: a path with the name of a run's object or folder is a link or something else.
+            StorageRefused: what has the name of a run's object or folder is a link to where that may be, or belongs to the log.
         """
         for above in self._below_root(directory):
             if above.is_symlink():
-                raise _strange(above)
+                raise StorageRefused(_strange(above))
         folders = [directory]
         while folders:
             for entry in _entries(folders.pop()):
@@ -169,11 +174,23 @@ class PosixBackend:
                     not folder and is_ours(self._key(entry), folder=True)
                 ):
                     with suppress(FileNotFoundError):  # deleted since the directory was read
-                        raise _strange(Path(entry.path))
-                if folder:
+                        self._pass_over(entry)
+                    if is_ours(self._key(entry), folder=False):
+                        yield entry
+                elif folder:
                     folders.append(Path(entry.path))
                 elif file:
                     yield entry
+
+    def _pass_over(self, entry: os.DirEntry[str]) -> None:
+        """Name what stands in the place of a file or folder of ours, and raise if a run must not go on without that."""
+        said = _strange(Path(entry.path))
+        parts = self._key(entry).split("/")
+        if parts[0] == LOG_PREFIX.rstrip("/") or len(parts) == 1 or (entry.is_symlink() and Path(entry.path).exists()):
+            raise StorageRefused(said)
+        if entry.path not in self._told:
+            self._told.add(entry.path)
+            log.warning("%s Until then what needs it counts as damaged, and something older is used.", said)
 
     def _link(self, key: str, data: bytes) -> None:
         path = self._path(key)
@@ -286,23 +303,23 @@ def _opened(path: Path) -> Iterator[tuple[int, int]]:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         if error.errno in _STRANGE:
-            raise _strange(path) from error
+            raise Corrupt(_strange(path)) from error
         raise
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
-            raise _strange(path)
+            raise Corrupt(_strange(path))
         yield file, status.st_size
     finally:
         os.close(file)
 
 
-def _strange(path: Path) -> StorageRefused:
-    """Return the error for a path that should be one of our files or folders and is not."""
+def _strange(path: Path) -> str:
+    """Say what is at a path that should be one of our files or folders and is not. Raises `FileNotFoundError`."""
     mode = path.lstat().st_mode
     kind = next((word for is_it, word in _KINDS.items() if is_it(mode)), "something else")
     leads = f" to {path.readlink()}" if stat.S_ISLNK(mode) else ""
-    return StorageRefused(
+    return (
         f"{path}: is {kind}{leads}, and not what this package writes under that name; it is not followed or read. Remove it, or "
         "put what belongs there in its place."
     )

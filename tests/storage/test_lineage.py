@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +18,7 @@ from stored._segments import read_segment
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, Fenced, NoUsableGeneration, StorageRefused
 from lightning_moe_ckpt.storage import (
+    Commit,
     GenerationId,
     PosixBackend,
     Resume,
@@ -316,6 +319,58 @@ def move_away(folder: Path, to: Path) -> None:
     target = to / f"moved-{folder.name}"
     shutil.move(folder, target)
     folder.symlink_to(target)
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+    (path / "theirs").write_bytes(b"theirs")
+
+
+def broken_link(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere")
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [pipe, folder, broken_link, link_to_itself])
+@pytest.mark.parametrize("name", ["_COMMITTED", "rank00000.done", "rank00000.000000000020.safetensors", "."])
+def test_what_stands_in_a_files_place_costs_its_generation(
+    place: Path, name: str, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is named once, never waited for and never removed; something older is used, and training goes on."""
+    store = begin(PosixBackend(place))
+    for step in (10, 20):
+        save(store, step, KEEP)
+    strange = place / store.name(20).prefix / name
+    shutil.rmtree(strange) if strange.is_dir() else strange.unlink()
+    if name != "." or make is not folder:  # an empty generation is none
+        make(strange)
+    again = RunStore.open(PosixBackend(place), resume="auto")
+    usable = [commit for commit in again.candidates() if marker_reads(again, commit)]
+    assert [commit.generation.step for commit in usable] == [10]
+    assert again.open_incarnation(usable[0].generation) is not None
+    for step in (12, 14, 16):
+        save(again, step, Retention(last=1))
+    assert steps(again) == [16]
+    if os.path.lexists(strange):
+        assert caplog.text.count(f"{strange}: is ") >= 1
+        assert caplog.text.count("Until then what needs it counts as damaged") == 1
+
+
+def marker_reads(store: RunStore, commit: Commit) -> bool:
+    try:
+        (entry,) = store.read_marker(commit, 0).segments
+        store.read_range(entry, 0, memoryview(bytearray(entry.nbytes)))
+    except Corrupt:
+        return False
+    return True
 
 
 def test_a_log_is_made_again_from_manifests(place: Path) -> None:
