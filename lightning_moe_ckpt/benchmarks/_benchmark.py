@@ -109,10 +109,11 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def table_of(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> Table:
-    """Return a table whose columns are aligned right but for the first."""
+    """Return a table whose columns are aligned right but for the first; only its headings break their lines."""
     table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
+        least = max(map(len, [*column.split(), *(str(row[index]) for row in rows)]), default=0)
+        table.add_column(column, justify="right" if index else "left", min_width=least)
     for row in rows:
         table.add_row(*map(str, row))
     return table

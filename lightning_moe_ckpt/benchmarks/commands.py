@@ -10,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import Progress
+from rich.table import Table
 
 from lightning_moe_ckpt.benchmarks import (
     _differential,
@@ -29,6 +31,7 @@ from lightning_moe_ckpt.benchmarks import (
 from lightning_moe_ckpt.benchmarks._benchmark import Machine
 from lightning_moe_ckpt.inspection import Screen
 
+_WIDEST = 10_000
 # The first ones fork, and a fork copies what others leave behind.
 _BENCHMARKS: dict[str, Any] = {
     "in-place": _in_place,
@@ -58,8 +61,14 @@ def bench(names: Sequence[str], *, as_json: bool, **options: Any) -> int:
     console = Screen()
     console.print(f"{machine}; trainings on: {accelerator or 'cpu'}")
     for name in chosen:
-        console.print(_BENCHMARKS[name].table(figures[name]))
+        show_table(console, _BENCHMARKS[name].table(figures[name]))
     return 0
+
+
+def show_table(console: Console, table: Table) -> None:
+    """Print a table, wider than the screen if it has to be: a screen breaks lines, which loses nothing, rich cuts names."""
+    least = Measurement.get(console, console.options.update(width=_WIDEST), table).minimum
+    console.print(table, width=max(console.width, least), crop=False)
 
 
 def _measure(chosen: Sequence[str], options: SimpleNamespace) -> dict[str, list[Any]]:

@@ -37,8 +37,8 @@ Row = dict[str, Any]
 
 _WRAPPED = 12
 """Least width of a column that breaks its lines."""
-_PIPE_WIDTH = 150
-"""Width for a file or a pipe, enough for the widest table."""
+_PIPE_WIDTH = 10_000
+"""Width for a file or a pipe, where no line breaks: names stay whole for whoever searches them."""
 
 
 @dataclass(frozen=True, slots=True)

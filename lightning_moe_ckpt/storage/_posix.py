@@ -284,7 +284,8 @@ def _reported(operation: str, path: Path) -> Iterator[None]:
         raise kind(f"{operation} {path}: not there.") from error
     except OSError as error:
         kind = StorageRefused if error.errno in _LASTING else StorageError
-        raise kind(f"{operation} {path}: {error.strerror or error}.") from error
+        where = path if error.filename is None or operation != "list" else error.filename  # a folder below
+        raise kind(f"{operation} {where}: {error.strerror or error}.") from error
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:

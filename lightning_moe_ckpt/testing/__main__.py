@@ -28,11 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(json.dumps({**dataclasses.asdict(summary), "ettr": summary.ettr}, indent=2) + "\n")
         return 0
     try:
-        from rich.console import Console
+        from lightning_moe_ckpt.inspection import Screen
     except ModuleNotFoundError as error:
         sys.stderr.write(f"{remedy(error) or error}\n")
         return 2
-    Console().print(summary.table())
+    Screen().print(summary.table())
     return 0
 
 

@@ -26,7 +26,7 @@ from rich.console import Console, RenderableType
 
 import lightning_moe_ckpt
 from lightning_moe_ckpt.benchmarks import _in_place, _native, _overhead, _recovery, _scale, _selection
-from lightning_moe_ckpt.benchmarks._benchmark import Machine, accelerator_for, rounds_of
+from lightning_moe_ckpt.benchmarks._benchmark import Machine, accelerator_for, rounds_of, table_of
 from lightning_moe_ckpt.benchmarks._breakdown import HookCost
 from lightning_moe_ckpt.benchmarks._in_place import Failure, FailureFigure
 from lightning_moe_ckpt.benchmarks._native_device import NativeFigure
@@ -37,6 +37,7 @@ from lightning_moe_ckpt.benchmarks._scale import MEASURED as MEASURED_BY_SCALE
 from lightning_moe_ckpt.benchmarks._scale import Growth, ScaleFigure, sizes_of
 from lightning_moe_ckpt.benchmarks._selection import SelectionFigure
 from lightning_moe_ckpt.benchmarks._variants import chosen_variants
+from lightning_moe_ckpt.benchmarks.commands import show_table
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import ConfigurationError
 
@@ -426,6 +427,19 @@ def test_tables_are_printed_without_json() -> None:
     assert status == 0, err
     assert Machine.read().torch in out
     assert "What persisting costs" in out
+
+
+@pytest.mark.parametrize("width", [40, 200])
+def test_tables_keep_names_whole(width: int) -> None:
+    """Only headings break, at blanks: no name, figure or word of a heading is cut, however narrow a screen is."""
+    table = table_of("title", ("checkpoints", "saved per step"), [("SelectiveExpertCheckpoint of all", "9.54 MiB")])
+    console = Console(width=width, file=io.StringIO(), record=True)
+    show_table(console, table)
+    shown = console.export_text()
+    assert "SelectiveExpertCheckpoint of all" in shown
+    assert "9.54 MiB" in shown
+    assert "checkpoints" in shown
+    assert "saved" in shown
 
 
 def test_trainings_take_a_gpu_where_each_rank_has_one() -> None:
