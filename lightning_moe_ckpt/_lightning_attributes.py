@@ -19,6 +19,7 @@ import functools
 import random
 import re
 import types
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -59,7 +60,7 @@ _OF_DATA = ("loader", "validation")
 class MovedAttributes:
     """Track changes of what the user's objects of one run hold: module, data module, callbacks, loaders and data.
 
-    Callbacks in `skip` are not the user's; attributes of modules in `kept` are recorded elsewhere. For `most_nbytes` and
+    Callbacks in `skip` are not the user's; what `kept` names, as (module, attribute), is recorded elsewhere. For `most_nbytes` and
     `untouched` see `Values`. Make it before hooks of the fit's start run.
     """
 
@@ -68,12 +69,15 @@ class MovedAttributes:
         trainer: Trainer,
         module: LightningModule,
         skip: tuple[type[Callback], ...],
-        kept: Collection[str] = (),
+        kept: Collection[tuple[str, str]] = (),
         *,
         most_nbytes: int = 64 * 2**20,
         untouched: Sequence[str] = (),
     ) -> None:
-        self._trainer, self._module, self._skip, self._kept = trainer, module, skip, kept
+        self._trainer, self._module, self._skip = trainer, module, skip
+        self._kept = defaultdict[str, set[str]](set)
+        for fqn, name in kept:
+            self._kept[f"module.{fqn}"].add(name)
         self._limits: dict[str, Any] = {"most_nbytes": most_nbytes, "untouched": untouched}
         self._values = Values(**self._limits)
         self._held: dict[str, object] = {}
@@ -145,7 +149,7 @@ class MovedAttributes:
         for name, each in (self._held if roots is None else roots).items():
             if name not in self._in_states:
                 self._in_states[name] = _in_state(each)
-            owners[name] = each, _not_users(each) | self._in_states[name]
+            owners[name] = each, _not_users(each) | self._in_states[name] | self._kept.get(name, set())
         module = self._module
         elsewhere: dict[str, object] = {f"module.{name}": each for name, each in module.named_modules() if name}
         elsewhere |= {f"module.{name}": each for name, each in chain(module.named_parameters(), module.named_buffers())}
@@ -155,7 +159,7 @@ class MovedAttributes:
     def _roots(self) -> Iterator[tuple[str, object]]:
         yield "module", self._module
         for name, part in self._module.named_modules():
-            if name and name not in self._kept and not type(part).__module__.startswith("lightning_moe_ckpt."):
+            if name and not type(part).__module__.startswith("lightning_moe_ckpt."):
                 yield f"module.{name}", part
         datamodule = datamodule_of(self._trainer)
         if datamodule is not None:

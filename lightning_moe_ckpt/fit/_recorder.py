@@ -61,7 +61,7 @@ class BoundaryRecorder:
         trained: the state of `requires_grad` and optimizer groups.
         settings: what the fit is asked for.
         deterministic_dataset: whether items of the data set depend on their index alone.
-        layers: names of modules whose attributes one of the parts records.
+        layers: attributes that one of the parts records, as (name of a module, attribute).
         attributes: further arguments of `MovedAttributes`.
         on_mismatch, among: see `DataRecord`.
     """
@@ -76,7 +76,7 @@ class BoundaryRecorder:
         *,
         settings: Settings,
         deterministic_dataset: bool = False,
-        layers: Collection[str] = (),
+        layers: Collection[tuple[str, str]] = (),
         attributes: Mapping[str, Any] | None = None,
         on_mismatch: OnMismatch = "stop",
         among: Callable[[], Exchange],

@@ -112,7 +112,7 @@ class FitSession:
             *(trainer, module, own_callbacks, parts, self._trains),
             settings=self._settings,
             deterministic_dataset=deterministic_dataset,
-            layers={layer.fqn for layer in self.session.layers},
+            layers=self._layers.attributes,
             attributes=attributes or {},
             on_mismatch=on_mismatch,
             among=lambda: self.session.among,

@@ -320,6 +320,13 @@ class LayerState:
         taken = self.take()
         require_storable({f"layer `{fqn}`, {what}": v for what, s in taken.items() for fqn, v in s.items()})
 
+    @property
+    def attributes(self) -> set[tuple[str, str]]:
+        """Plain attributes that are taken, as (name of a module, attribute)."""
+        return {
+            place for each in (*self._capacity.values(), *self._extra.values()) for place in getattr(each, "places", ())
+        }
+
     def take(self) -> dict[str, Any]:
         """Return the values, by kind and layer."""
         return {

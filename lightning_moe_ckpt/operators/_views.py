@@ -103,6 +103,11 @@ class AttributeCapacity:
     positive: str | None = None
     """Path of a flag; if it is true, the library needs values above zero."""
 
+    @property
+    def places(self) -> tuple[tuple[str, str], ...]:
+        """(name of the module, attribute) of each value."""
+        return tuple((self.module, path) for path in self.attributes)
+
     def owner(self, module: nn.Module) -> object:
         """Return the object that has the first attribute."""
         return _holder(module.get_submodule(self.module), self.attributes[0])[0]
@@ -154,6 +159,11 @@ class ExpertCapacity:
     form: Literal["tuple", "tensor"] = "tuple"
     """Form of one value per expert: a tuple, or a tensor `[E]` on the device of the module's parameters."""
     scope: CapacityScope = "expert"
+
+    @property
+    def places(self) -> tuple[tuple[str, str], ...]:
+        """(name of the module, attribute) of the value."""
+        return ((self.module, self.attribute),)
 
     def owner(self, module: nn.Module) -> object:
         """Return the module."""

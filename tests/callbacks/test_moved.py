@@ -130,7 +130,7 @@ def test_what_moved_elsewhere_goes_back() -> None:
 
 
 def test_parts_of_the_model_have_attributes_too() -> None:
-    """Their mode, which hooks set to freeze norms, is one; what others keep of a layer is left to them."""
+    """Their mode, which hooks set to freeze norms, is one; attributes of a layer that are kept elsewhere are left out."""
     runs = []
     for _ in range(2):
         module: Any = LightningModule()
@@ -139,7 +139,7 @@ def test_parts_of_the_model_have_attributes_too() -> None:
         trainer: Any = SimpleNamespace(
             callbacks=[], datamodule=None, fit_loop=loops, val_dataloaders=None, optimizers=[]
         )
-        runs.append((module, MovedAttributes(trainer, module, (), kept={"kept"})))
+        runs.append((module, MovedAttributes(trainer, module, (), kept={("kept", "p")})))
         runs[-1][1].look()
     (first, moved), (second, other) = runs
     first.drop.eval()

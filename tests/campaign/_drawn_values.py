@@ -15,8 +15,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-Place = Literal["module", "part", "object", "callback", "data"]
-"""Whose attribute it is: the module's, that of a part of the model, of an object in a list of the module's, of a callback, or of the data set."""
+from lightning_moe_ckpt.moe import MoELayer
+
+Place = Literal["module", "part", "layer", "object", "callback", "data"]
+"""Whose attribute it is: the module's, that of the model in it or of an MoE layer, of an object in a list, of a callback, or of the data set."""
 
 
 @dataclass
@@ -129,5 +131,7 @@ class Remembers(LightningModule):
             return [each for each in trainer.callbacks if isinstance(each, Remembering)]  # type: ignore[attr-defined]
         if place == "data":
             return [trainer.train_dataloader.dataset] if trainer.train_dataloader is not None else []
+        layers = [each for each in self.model.modules() if hasattr(each, "experts") and not isinstance(each, MoELayer)]
         owners: dict[str, list[Any]] = {"module": [self], "part": [self.model], "object": self._objects}
+        owners["layer"] = layers[:1]
         return owners[place]

@@ -73,6 +73,8 @@ ONCE_FAILED = {
     "gradients of some parameters, and at times of one more": """{"setup": {"hooks": ["keeps_some"], "epochs": 3}, "checkpointing":
         {"policy": "sparse"}, "kills": [{"phase": "forward", "batches": 5, "settle": 10.0},
         {"phase": "after_batch_end", "batches": 5, "settle": 10.0}]}""",
+    "a plain tensor of an MoE layer's own": """{"setup": {"remembers": [["in_place", "layer"]]}, "checkpointing": {}, "kills":
+        [{"phase": "after_backward", "batches": 8, "settle": 10.0}]}""",
     "a hook that reads state of what a window has only later": """{"setup": {"hooks": ["reads_state"], "options": [["never_routed",
         true]]}, "checkpointing": {"policy": "sparse", "window": 4, "order": "back_to_front"}, "kills": [{"phase": "forward", "batches":
         8, "settle": 10.0}]}""",
