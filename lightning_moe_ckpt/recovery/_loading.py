@@ -130,6 +130,15 @@ def misfit(marker: RankMarker, view: StateView) -> str | None:
     return None if lack is None else f"{', '.join(segment.key for segment in marker.segments)}: {lack}"
 
 
+def read_start(part: Restored, start: Journal) -> None:
+    """Fill `start` with what a generation's first journal says of its start. Raises `Corrupt` if it or another cannot be read."""
+    journals = [decode_journal(a.view(b, JOURNAL)) for a, b in zip(part.layouts, part.segments, strict=True)]
+    for journal in journals:
+        if {"start", "outcome"} - journal.keys():
+            raise Corrupt(f"its journal holds {sorted(journal)} only")
+    start.update(journals[0]["start"])
+
+
 @dataclass(kw_only=True)
 class RestoreSource:
     """A generation that every rank could read, with this rank's bytes."""
@@ -147,9 +156,11 @@ class RestoreSource:
     chosen: RestorePlan
     """Where experts are from that are of other generations."""
     tokens: TokensByGeneration
+    start: Journal
+    """What the run was at the first boundary when the next batch began."""
 
     @classmethod
-    def of(cls, part: Restored, tokens: TokensByGeneration, *, committed: bool) -> RestoreSource:
+    def of(cls, part: Restored, start: Journal, tokens: TokensByGeneration, *, committed: bool) -> RestoreSource:
         """Return what a rank has of a generation after its attempt."""
         restored_from = Counter[str]()
         for copy, count in part.nbytes.items():
@@ -164,6 +175,7 @@ class RestoreSource:
             committed=committed,
             chosen=part.chosen,
             tokens=tokens,
+            start=start,
         )
 
     @property
@@ -180,12 +192,6 @@ class RestoreSource:
     def journal_nbytes(self) -> int:
         """Capacity of the journal record."""
         return self.layouts[0].span(JOURNAL).nbytes
-
-    @property
-    def start(self) -> Journal:
-        """What the run was at the first boundary when the next batch began."""
-        start: Journal = decode_journal(self.layouts[0].view(self.segments[0], JOURNAL))["start"]
-        return start
 
     def check_layouts(self, expected: Sequence[SegmentLayout]) -> None:
         """Raise `IdentityMismatch` if the bytes do not lie where this model, plan and world put them."""

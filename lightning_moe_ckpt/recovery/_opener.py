@@ -22,6 +22,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange, warn_of_other_versions
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, IdentityMismatch, NoUsableGeneration
+from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, RestorePlan
 from lightning_moe_ckpt.recovery._chain import ChainRestore
@@ -30,6 +31,7 @@ from lightning_moe_ckpt.recovery._loading import (
     RestoreSource,
     journal_capacity,
     misfit,
+    read_start,
     restored_window,
     stored_layouts,
     understood,
@@ -352,7 +354,9 @@ class Search:
                 part, reasons = chain.run(), chain.reasons
             else:
                 part = attempt.bring(marker, experts, partial(self._lay_out, marker))
-        self._stored_layouts = []
+        self._stored_layouts, start = [], Journal()
+        if part is not None and (unread := self._reasons_of_ranks(partial(read_start, part, start))):
+            part, reasons = None, [*reasons, *unread]
         if part is None:
             self.missing = self.missing or attempt.missing
             self._partial += [version] if attempt.is_partial and not may_lack else []
@@ -365,7 +369,7 @@ class Search:
         self.reasons += [f"{version.generation}, {reason}" for reason in reasons]
         self.volatile |= {reached}  # as memory, it need not be a generation that storage has by this name
         committed = version in self._commits and reached == version.generation
-        return RestoreSource.of(part, tokens_behind(attempt, part.chosen), committed=committed)
+        return RestoreSource.of(part, start, tokens_behind(attempt, part.chosen), committed=committed)
 
     def _follow(self, marker: RankMarker) -> None:
         """Have the view's operators be those that a generation was planned for: not all have the same constants."""
@@ -385,9 +389,17 @@ class Search:
 
     def _misfits(self, marker: RankMarker) -> list[str]:
         """Return what some rank would have to make room for and cannot be of this job; equal on all ranks. Collective."""
-        try:
+
+        def look() -> str | None:
             self._stored_layouts = stored_layouts(marker)
-            reason = misfit(marker, self._job.view)
+            return misfit(marker, self._job.view)
+
+        return self._reasons_of_ranks(look)
+
+    def _reasons_of_ranks(self, look: Callable[[], str | None]) -> list[str]:
+        """Return what `look` says is wrong, or raises as `Corrupt`, on any rank; equal on all ranks. Collective."""
+        try:
+            reason = look()
         except Corrupt as error:
             reason = str(error)
         said = self._exchange.gather_values(reason)

@@ -277,3 +277,18 @@ def test_what_nobody_wrote_is_refused_by_name(tiny_run: Path, tmp_path: Path, ca
         assert status != 0
         assert name in words, json.dumps(told)
     assert (not failed) if case in UNREAD else (said and name in said), (failed, said, told)
+
+
+@pytest.mark.parametrize(
+    "text", [b'[1,["d",["a",["T","float32",[1099511627776],"cpu"]]]]', b"[1,[" * 999], ids=["large", "deep"]
+)
+def test_a_journal_that_cannot_be_read_costs_its_generation(
+    tmp_path: Path, text: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every digest vouches for it: all ranks find out together, before anything is put back, and use an older one."""
+    root = tmp_path / "run"
+    train(Small("sgd"), DenseCheckpoint(str(root), every_n_steps=1, keep=3, overhead_target=None), steps=3)
+    Forged(root).put_journal(struct.pack("<QQ", len(text), 0) + text)
+    train(Small("sgd"), DenseCheckpoint(str(root), keep=3), steps=4)
+    assert "cannot resume from step 3 (incarnation 1), rank 0: A journal of" in caplog.text
+    assert "step 2 (incarnation 1) is resumed from, an older generation" in caplog.text
