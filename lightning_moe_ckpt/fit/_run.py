@@ -147,7 +147,6 @@ class FitSession:
             self._gradients_of = start
             if not self._recorder.next_batch_begun(start):
                 self.session.repeats.waive_reconciling()  # hooks before the next batch have not run yet; they will run once
-                self._restore_gradients()
         self._files.held |= self.session.replaying
         self.resumed = start is not None
         announce(self._trainer, self.session.report(), self._url, replaying=self.session.replaying)
@@ -285,6 +284,8 @@ class FitSession:
 
     @clocked
     def before_iter(self) -> None:
+        if self._gradients_of is not None and not self._recorder.next_batch_begun(self._gradients_of):
+            self._restore_gradients()  # not before Lightning has zeroed them, as it does when training begins
         self._settings.loaders_made()
         self._recorder.before_iter()
 

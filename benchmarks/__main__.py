@@ -1,0 +1,72 @@
+"""`python -m benchmarks NAME`, in a checkout: what the papers say and what this project chose, repeated. See README.md.
+
+What checkpoints cost on a user's machine is `moe-ckpt bench`, which comes with the package.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lightning_moe_ckpt._cli_run import flag, option
+from lightning_moe_ckpt.cli import Benchmarks, bench, number, run, several, take_large_pages
+
+_POLICIES = ["sparse", "differential", "bf16", "compressed", "feedback", "partial", "dynamic", "selective", "ablation"]
+_BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others leave behind
+    "quality": (
+        "Final validation loss after faults, by policy, against the fault-free run of the same seed.",
+        [
+            number("--quality-seeds", 3, "Runs of each policy."),
+            number("--quality-jobs", 2, "Runs at once, which change no loss."),
+            option("--quality-out", "For figures and the plot.", "PATH", type=Path, default=Path("out/quality")),
+            option("--quality-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
+            several("--quality-policies", _POLICIES, "What is killed; `ablation` has to miss the margin"),
+            flag("--quality-quick", "A few steps of a tiny model, which say nothing about quality."),
+        ],
+    ),
+    "papers": (
+        "Figures of the papers, repeated on two cores: ours beside theirs, and whether the shape is the same.",
+        [
+            option(
+                "--figure",
+                "One of the figures, or all; repeat for several (default: lists them).",
+                "KEY",
+                multiple=True,
+            ),
+            flag("--full", "Three seeds, and longer runs."),
+        ],
+    ),
+    "selection": (
+        "Experts in turns, by load and by budget: how many are taken again, tokens at risk, bytes to another node.",
+        [
+            several("--routers", ["even", "skewed", "steep"], "How tokens are spread"),
+            number("--selection-steps", 50, "Steps of every fit."),
+            option("--shares", "Of experts that a generation takes.", "X,X", default="0.25,0.4"),
+        ],
+    ),
+    "differential": (
+        "Bytes and time of a step of DifferentialCheckpoint, and how fast a restart applies differences.",
+        [
+            number("--differential-steps", 130, "Steps of every fit."),
+            number("--differential-every", 64, "Steps between two full snapshots."),
+            number("--differential-dim", 128, "Model dimension of the fits."),
+            number("--differential-elements", 4_000_000, "Of the parameter that differences are applied to."),
+            number("--differential-repeats", 5, "Of every way to apply them."),
+        ],
+    ),
+    "scale": (
+        "What sparse checkpoints add to a step, to the start and to a restart, by the number of experts.",
+        [
+            option("--sizes", "Experts in all, in four layers.", "N,N", default="256,1024,4096,16384"),
+            number("--scale-rounds", 3, "Turns of every fit."),
+            number("--scale-steps", 16, "Steps of a turn that count, whole windows of 8."),
+        ],
+    ),
+}
+
+PROGRAM = bench(_BENCHMARKS, "benchmarks.")
+
+
+if __name__ == "__main__":
+    take_large_pages()
+    sys.exit(run(PROGRAM, "python -m benchmarks"))
