@@ -90,6 +90,11 @@ class PersistentWorkers:
         states = {index: tap.begun if index >= 0 else tap.newest for index, tap in self._taps.items()}
         return {index: state for index, state in states.items() if state is not None}
 
+    def end(self) -> dict[int, States]:
+        """Return the workers' state as the next epoch will begin with it; call between two epochs. Nobody can go on with their iterators."""
+        ends = {index: tap.end() if index >= 0 else tap.newest for index, tap in self._taps.items()}
+        return {index: state for index, state in ends.items() if state is not None}
+
     def remove(self) -> None:
         """Restore the loaders' own functions."""
         for tap in self._taps.values():
@@ -129,6 +134,17 @@ class _LoaderTap:
     def newest(self) -> States | None:
         """Newest state of the workers; `None` if there are none."""
         return None if self.loader._iterator is None else _copy(self._newest)
+
+    def end(self) -> States | None:
+        """Return the newest state, behind batches on their way, for which the loader would wait before the next epoch."""
+        iterator = self.loader._iterator
+        try:
+            while iterator is not None and any(len(task) == 1 for task in iterator._task_info.values()):
+                index, batch = iterator._get_data()
+                iterator._task_info[index] += (batch,)
+        except RuntimeError as error:  # torch's, of workers that have died
+            log.warning("a restart from here is not exact if items draw random numbers: %s", error)
+        return self.newest
 
     def begin_epoch(self, restored: States | None) -> None:
         self._begins, self._beginning.begun = True, restored

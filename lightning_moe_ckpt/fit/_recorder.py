@@ -176,7 +176,8 @@ class BoundaryRecorder:
         """Return the start half of the boundary at which training ends."""
         start = self._take(between_epochs=True)
         # Later moments have not come. A process that trains on from here draws in the same order by itself.
-        start["random"] = {**dict.fromkeys(_MOMENTS), "epoch": self._take_random(), "after_fetch": None}
+        ends = {"epoch": self._take_random(), "after_fetch": None, "workers": self._workers.end()}
+        start["random"] = {**dict.fromkeys(_MOMENTS), **ends}
         return start
 
     def restore_end(self) -> None:
@@ -216,7 +217,10 @@ class BoundaryRecorder:
             self._start["trained"] |= self._trained.take_left_over()  # no next step will find out about it
         come, data = {**self._moments, "workers": self._workers.take()}, self._data.taken
         if self._before_epoch_only:
-            come, data = {**dict.fromkeys(_MOMENTS), "epoch": self._moments["epoch"]}, {}
+            come, data = (
+                {**dict.fromkeys(_MOMENTS), "epoch": self._moments["epoch"], "workers": self._workers.end()},
+                {},
+            )
         # In this order, which is part of the bytes of segments.
         return {**self._start, "random": {"epoch": come["epoch"], "after_fetch": None, **come}, "data": data}
 
