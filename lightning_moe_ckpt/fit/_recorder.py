@@ -102,17 +102,15 @@ class BoundaryRecorder:
         self._wanted = self._needed = True
         self._passed = False
         """Whether this is a boundary of which no start half was taken, and nothing has followed it yet."""
-        self._replayed_only = False
-        """Whether no run will resume from this boundary."""
-        self._independent: bool | None = None
-        """Whether no fetch of this epoch can influence a later one; not known before the first."""
-        self._before_epoch_only = False
-        """Whether the process is between two epochs."""
+        self._replayed_only = False  # no run will resume from this boundary
+        self._independent: bool | None = (
+            None  # no fetch of this epoch can influence a later one; known from the first on
+        )
+        self._before_epoch_only = False  # the process is between two epochs
         self._not_fetched = 0
         """Batches that the epoch counts and its iterator has not given: Lightning resumes in mid-epoch with the first batch."""
         self._resume: Start | None = None
-        self._seen: RngState | None = None
-        """Random state after a batch was fetched to be compared, which is fetched again."""
+        self._seen: RngState | None = None  # after a batch was fetched to be compared, which is fetched again
         self._original: Start | None = None
         self._mid_epoch = False
         self._metrics_due = False
@@ -176,8 +174,7 @@ class BoundaryRecorder:
         """Return the start half of the boundary at which training ends."""
         start = self._take(between_epochs=True)
         # Later moments have not come. A process that trains on from here draws in the same order by itself.
-        ends = {"epoch": self._take_random(), "after_fetch": None, "workers": self._workers.end()}
-        start["random"] = {**dict.fromkeys(_MOMENTS), **ends}
+        start["random"] = {**self._between_epochs(self._take_random()), "after_fetch": None}
         return start
 
     def restore_end(self) -> None:
@@ -217,12 +214,12 @@ class BoundaryRecorder:
             self._start["trained"] |= self._trained.take_left_over()  # no next step will find out about it
         come, data = {**self._moments, "workers": self._workers.take()}, self._data.taken
         if self._before_epoch_only:
-            come, data = (
-                {**dict.fromkeys(_MOMENTS), "epoch": self._moments["epoch"], "workers": self._workers.end()},
-                {},
-            )
+            come, data = self._between_epochs(self._moments["epoch"]), {}
         # In this order, which is part of the bytes of segments.
         return {**self._start, "random": {"epoch": come["epoch"], "after_fetch": None, **come}, "data": data}
+
+    def _between_epochs(self, random: RngState) -> dict[str, Any]:
+        return {**dict.fromkeys(_MOMENTS), "epoch": random, "workers": self._workers.end()}
 
     def attributes(self) -> dict[str, Any]:
         """Return plain attributes of the user's objects that have changed."""

@@ -265,8 +265,12 @@ class RankMemory:
         try:
             ring = SegmentRing.adopt(path)
         except Corrupt as error:
-            log.warning(
-                "%s is not used and goes: its process died while making it, or another release has. %s", path, error
+            # A process that dies while it reserves memory leaves an empty file: nothing is amiss.
+            log.log(
+                logging.WARNING if path.stat().st_size else logging.INFO,
+                "%s is not used and goes: its process died while making it, or another release has. %s",
+                path,
+                error,
             )
             _remove(path)
             return

@@ -35,7 +35,7 @@ HARMLESS = (
     "are stored whole at every step, since",
     "restarts are not exact if items draw random numbers",
     "these settings differ from those of the stored run:",  # `changed_settings` has which
-    "WARNING:lightning_moe_ckpt.fit._settings:finished at step",
+    ": nothing to train, since",
 )
 """Storage of a busy machine lets generations pass it by, which memory has; a drawn run may be short, and its callbacks may
 come to say more than twice what they said at first; its items may draw no random numbers, and each life has a seed
