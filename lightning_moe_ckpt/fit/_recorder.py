@@ -103,9 +103,7 @@ class BoundaryRecorder:
         self._passed = False
         """Whether this is a boundary of which no start half was taken, and nothing has followed it yet."""
         self._replayed_only = False  # no run will resume from this boundary
-        self._independent: bool | None = (
-            None  # no fetch of this epoch can influence a later one; known from the first on
-        )
+        self._independent: bool | None = None  # no fetch of this epoch can influence a later one
         self._before_epoch_only = False  # the process is between two epochs
         self._not_fetched = 0
         """Batches that the epoch counts and its iterator has not given: Lightning resumes in mid-epoch with the first batch."""
