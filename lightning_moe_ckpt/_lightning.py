@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loops.loop import _Loop
@@ -423,6 +424,15 @@ def resume_between_epochs(trainer: Trainer, state: LoopState) -> None:
     """Continue as if the last epoch had just ended in this process; call before the fit loop runs."""
     _load_loops(trainer, state, mid_epoch=False)
     _clear_restart_flags(trainer)
+
+
+def restore_ended(trainer: Trainer, state: LoopState) -> None:
+    """Let loops have the progress with which training ended, if nothing is left to train."""
+    del state["settings"]
+    trainer.fit_loop.load_state_dict(state)
+    _clear_restart_flags(trainer)
+    for loader in trainer.fit_loop._combined_loader.flattened if trainer.fit_loop._combined_loader is not None else ():
+        _set_sampler_epoch(loader, trainer.fit_loop.epoch_progress.current.ready - 1)
 
 
 def resume_mid_epoch(trainer: Trainer, state: LoopState, position: Callable[[], None]) -> None:

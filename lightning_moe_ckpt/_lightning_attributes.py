@@ -80,6 +80,8 @@ class MovedAttributes:
             self._kept[f"module.{fqn}"].add(name)
         self._limits: dict[str, Any] = {"most_nbytes": most_nbytes, "untouched": untouched}
         self._values = Values(**self._limits)
+        self.others: tuple[str, ...] = ()
+        """Beginnings of names of what the run that is resumed did not have: it goes on from what it holds."""
         self._held: dict[str, object] = {}
         self._in_states: dict[str, frozenset[str]] = {}
         """Names of attributes that owners' own states have."""
@@ -131,7 +133,7 @@ class MovedAttributes:
 
     def restore(self, moved: Mapping[str, Any], of: tuple[str, ...] | None = None, *, forget_new: bool = False) -> None:
         """Make everything what `take` said, see `Values.restore`."""
-        self._values.restore(moved, of, forget_new=forget_new)
+        self._values.restore(moved, of, forget_new=forget_new, but=self.others)
 
     def close(self) -> None:
         """Let go of what watches objects."""

@@ -154,7 +154,12 @@ class Values:
         return self._taken if of is None else {name: text for name, text in self._taken.items() if name.startswith(of)}
 
     def restore(
-        self, moved: Mapping[str, Text], of: tuple[str, ...] | None = None, *, forget_new: bool = False
+        self,
+        moved: Mapping[str, Text],
+        of: tuple[str, ...] | None = None,
+        *,
+        forget_new: bool = False,
+        but: tuple[str, ...] = (),
     ) -> None:
         """Make everything what `take` said, in place, and the rest what the reference is.
 
@@ -162,6 +167,7 @@ class Values:
             moved: result of `take`, in this process or an earlier one.
             of: beginnings of names of owners; others are left as they are.
             forget_new: whether attributes that came into being since then are deleted.
+            but: beginnings of names that are left as they are.
         """
         self._look()
         nodes = {**self._kept, **self._roots, **{node.name: node for node in self._order}}
@@ -174,7 +180,7 @@ class Values:
         texts = {
             name: text
             for name, text in {**texts, **moved}.items()
-            if (of is None or name.startswith(of)) and not self.is_untouched(name)
+            if (of is None or name.startswith(of)) and not name.startswith(but) and not self.is_untouched(name)
         }
         lost = self._make(texts, nodes)
         for name in sorted(texts, key=lambda name: _turn_of(name, texts[name])):

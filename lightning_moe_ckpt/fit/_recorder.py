@@ -21,14 +21,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Timer
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lightning_moe_ckpt import (
     _lightning,
     _lightning_attributes,
     _lightning_data,
-    _lightning_files,
-    _lightning_metrics,
     _lightning_positions,
     _lightning_workers,
 )
@@ -36,16 +35,14 @@ from lightning_moe_ckpt._lightning_callbacks import show_epoch
 from lightning_moe_ckpt._lightning_progress import LoopProgress
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.fit._boundary import ENDS, USERS, BoundaryState, Start
 from lightning_moe_ckpt.fit._data import DataRecord, OnMismatch
 from lightning_moe_ckpt.fit._fetches import NO_FETCHES, FetchLog
 from lightning_moe_ckpt.fit._settings import Settings
-from lightning_moe_ckpt.fit._state import Extras, JournalPart, Trained, copied, require_storable
+from lightning_moe_ckpt.fit._state import JournalPart, Trained, copied, require_storable
 from lightning_moe_ckpt.journal import UNFIT, HeldGenerator, RngState, capture_rng, differs, restore_rng
-from lightning_moe_ckpt.operators import groups_state, load_groups_state
 
 log = rank_logger(__name__)
-
-Start = dict[str, Any]
 
 _MOMENTS = ("epoch", "iter", "first_fetch", "last_fetch", "fetch")
 """Moments at which random state is taken, before the fetch of a batch has ended."""
@@ -82,7 +79,7 @@ class BoundaryRecorder:
         among: Callable[[], Exchange],
     ) -> None:
         self._deterministic = deterministic_dataset
-        self._parts, self._trained, self._settings = parts, trained, settings
+        self._trained, self._settings = trained, settings
         self._trainer, self._module = trainer, module
         self._skip = skip_callbacks
         self._random: RngState | None = None
@@ -112,9 +109,9 @@ class BoundaryRecorder:
         self._original: Start | None = None
         self._mid_epoch = False
         self._metrics_due = False
-        self._attributes: dict[str, Any] | None = None  # of the newest boundary of which they were taken
-        self._followed: Mapping[str, Any] = {}  # of the original run's boundary that was followed last
-        self._extras = Extras()
+        self._state = BoundaryState(
+            *(trainer, module), skip=skip_callbacks, parts=parts, trained=trained, settings=settings, moved=self._moved
+        )
         schedulers = enumerate(each.scheduler for each in trainer.lr_scheduler_configs)
         require_storable({f"scheduler {index}": each.state_dict() for index, each in schedulers})
 
@@ -175,16 +172,20 @@ class BoundaryRecorder:
         start["random"] = {**self._between_epochs(self._take_random()), "after_fetch": None}
         return start
 
+    def take_after(self, start: Start) -> Start:
+        """Return what hooks have made since `start` was taken, in mid-epoch, where training ends: values on the host."""
+        end = self.take_end()
+        found = {name: end[name] for name in (*ENDS, "random") if name not in start or differs(start[name], end[name])}
+        return pytree.tree_map(lambda each: each.cpu() if isinstance(each, Tensor) else each, found)  # type: ignore[no-any-return]
+
     def restore_end(self) -> None:
         """Restore everything as training had left it, if the run that is resumed was at its end: no later moment comes."""
         if self._resume is not None:
+            loaded = {name: self._resume[name] for name in USERS}
+            self._resume = {**self._resume, **self._resume.get("end", {})}
             random = self._resume["random"]
-            self._trained.restore(self._resume["trained"])
-            self._restore_rates(self._resume)
-            self._settings.restore_accumulation(self._resume["loops"]["settings"]["accumulate_grad_batches"])
             self._moved.look()
-            self._moved.restore(self._resume.get("attributes", {}))
-            self._restore_metrics()
+            self._state.restore("end", self._resume, loaded)
             self._restore_random(random["fetch"] or random["epoch"])
 
     @property
@@ -244,10 +245,7 @@ class BoundaryRecorder:
         if self._resume is not None and not self._mid_epoch:
             self._restore_random(self._resume["random"]["epoch"])
         if self._resume is not None:
-            # Hooks at the start of the fit have run. The original run called them at its own start, not here.
-            self._trained.restore(self._resume["trained"])
-            self._moved.restore(self._resume.get("attributes", {}))
-            self._restore_rates(self._resume)
+            self._state.restore("epoch", self._resume)
             if not self._mid_epoch:
                 self._settings.begin(mid_epoch=False)
         inside = self._resume is None and _lightning.resumes_inside(self._trainer)  # from a file: no epoch begins
@@ -265,7 +263,9 @@ class BoundaryRecorder:
         if not self._mid_epoch:
             self._workers.before_iter(self._resume["random"].get("workers") if self._resume is not None else None)
         self._held.look()
-        self._restore_metrics()
+        if self._resume is not None and self._metrics_due:
+            self._metrics_due = False
+            self._state.restore("metrics", self._resume)
         if self._mid_epoch:
             return  # `_position` makes the iterator
         if self._resume is not None:
@@ -359,7 +359,8 @@ class BoundaryRecorder:
     def _begin_start(self, *, between_epochs: bool, resumed: bool = True) -> None:
         original, self._original = self._original, None
         if original is not None:
-            self._follow(original, self._take(between_epochs=between_epochs))
+            then = {**original, "attributes": self._state.attributes_of(original)}
+            self._state.restore("replay", then, self._take(between_epochs=between_epochs))
             self._data.expect(original.get("batch"))
         if self._settings.pending:
             self._settings.settle(mid_epoch=not between_epochs)
@@ -376,7 +377,6 @@ class BoundaryRecorder:
             self._not_held = restore_rng(state, self._generators.now(), self._held.now())
 
     def _take(self, *, between_epochs: bool, resumed: bool = True) -> Start:
-        trainer = self._trainer
         place: Start = {}
         if resumed:
             place["between_epochs"] = between_epochs
@@ -386,118 +386,20 @@ class BoundaryRecorder:
             place["settings"] = self._settings.take()
         if why := self._trained.unfit():
             place[UNFIT] = why
-        return {
-            **place,
-            "batches_done": trainer.fit_loop.epoch_loop.batch_progress.current.completed,
-            "schedulers": [copied(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
-            "param_groups": groups_state(trainer.optimizers[0]),
-            "trained": self._trained.take(),
-            **self._take_attributes(whole=resumed),
-            "precision": copied(_lightning.take_precision(trainer)),
-            "callbacks": self._extras.take_callbacks(self._callbacks()),
-            "module": self._extras.take_module(self._module),
-            "datamodule": self._extras.take_datamodule(_lightning.datamodule_of(trainer)),
-            "metrics": _lightning_metrics.take_metrics(trainer, self._module),
-            "parts": {name: part.take() for name, part in self._parts.items()},
-            "should_stop": _lightning.should_stop(trainer),
-            "seed": _lightning.take_seed(),
-            "buffer_sync": _lightning.take_buffer_sync(trainer),
-        }
-
-    def _take_attributes(self, *, whole: bool) -> dict[str, Any]:
-        """Return attributes, or, inside a window, what has changed since the boundary before: the same objects are unchanged."""
-        now, last = self._moved.take(), self._attributes
-        self._attributes = now
-        if whole or last is None:
-            return {"attributes": now}
-        changed = {name: text for name, text in now.items() if name not in last or last[name] is not text}
-        return {"attributes_since": changed, "attributes_gone": [name for name in last if name not in now]}
-
-    def _attributes_of(self, original: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return all attributes of a boundary of the original run; call in the order of boundaries."""
-        last = self._followed
-        gone = {*original.get("attributes_gone", ()), *original.get("attributes_since", ())}
-        since = {name: text for name, text in last.items() if name not in gone} | original.get("attributes_since", {})
-        self._followed = original.get("attributes", since)
-        return self._followed
-
-    def _callbacks(self) -> list[Callback]:
-        return [each for each in _lightning.callbacks_of(self._trainer) if not isinstance(each, self._skip)]
+        return {**place, **self._state.take(whole=resumed)}
 
     # -- resume
 
     def resume(self, start: Start) -> None:
         """Continue from a start half; call in `on_fit_start`, before any other callback runs."""
-        trainer = self._trainer
         self._resume, self._wanted = start, False
         self._data.resume(start)
         self._workers.resume(start["random"].get("workers") or {})
-        self._attributes_of(start)
-        _lightning.restore_seed(start["seed"])
-        self._restore_rates(start)
-        if start["precision"]:
-            trainer.precision_plugin.load_state_dict(start["precision"])
-        self._resume_callbacks(start["callbacks"])
-        for name, part in self._parts.items():
-            part.restore(copied(start["parts"][name]))
-        self._restore_users(start)
+        self._state.attributes_of(start)
+        self._moved.others = tuple(f"{name}." for name in self._settings.added_callbacks)
         self._metrics_due = True
-        # Time limits may have passed on some ranks only.
-        trainer.should_stop = trainer.strategy.reduce_boolean_decision(start["should_stop"], all=True)
+        self._state.restore("begin", start)
         self._resume_loops(start)
-
-    def _restore_metrics(self) -> None:
-        """Restore metrics once, after the sanity check of the fit's start, which resets what was logged."""
-        if self._resume is None or not self._metrics_due:
-            return
-        self._metrics_due, metrics = False, copied(self._resume["metrics"])
-        _lightning_metrics.restore_metrics(
-            self._trainer, self._module, metrics, mid_epoch=not self._resume["between_epochs"]
-        )
-        _lightning.restore_buffer_sync(self._trainer, self._resume.get("buffer_sync"))
-
-    def _restore_rates(self, start: Start) -> None:
-        trainer = self._trainer
-        load_groups_state(trainer.optimizers[0], start["param_groups"])
-        for config, state in zip(trainer.lr_scheduler_configs, start["schedulers"], strict=True):
-            config.scheduler.load_state_dict(copied(state))
-        load_groups_state(trainer.optimizers[0], start["param_groups"])  # schedulers may write an initial rate on load
-
-    def _restore_users(self, start: Mapping[str, Any]) -> None:
-        if start["module"]:
-            self._module.on_load_checkpoint(copied(start["module"]))
-        datamodule = _lightning.datamodule_of(self._trainer)
-        if start["datamodule"] and datamodule is not None:
-            datamodule.load_state_dict(copied(start["datamodule"]))
-
-    def _follow(self, original: Start, here: Start) -> None:
-        """Set the state to the original run's at this boundary, where it differs.
-
-        Equal state is not loaded again: loading runs the user's code, which may have side effects.
-        """
-        if any(differs(original[name], here[name]) for name in ("param_groups", "schedulers")):
-            self._restore_rates(original)
-        callbacks = original["callbacks"].items()
-        clocks = {each.state_key for each in self._callbacks() if isinstance(each, Timer)}
-        self._resume_callbacks(
-            {key: state for key, state in callbacks if key not in clocks and differs(state, here["callbacks"].get(key))}
-        )
-        users = ("module", "datamodule")
-        self._restore_users({name: original[name] if differs(original[name], here[name]) else {} for name in users})
-        self._moved.restore(self._attributes_of(original))
-        self._trained.restore_order(original["trained"])
-        for name, part in self._parts.items():
-            part.follow(copied(original["parts"][name]))
-        _lightning_metrics.follow_metrics(self._trainer, self._module, copied(original["metrics"]))
-        _lightning.restore_buffer_sync(self._trainer, original.get("buffer_sync"))
-        self._trainer.should_stop |= original["should_stop"]
-
-    def _resume_callbacks(self, states: Mapping[str, Any]) -> None:
-        for callback in self._callbacks():
-            if callback.state_key in states:
-                state = copied(states[callback.state_key])
-                _lightning_files.keep_folder(callback, state, self._trainer)
-                callback.load_state_dict(state)
 
     def _resume_loops(self, start: Start) -> None:
         loops = copied(start["loops"])

@@ -69,6 +69,8 @@ class FitSession:
     """Start half of the boundary that was loaded, until the next batch begins."""
     may_begin_with_gradients = False
     """Whether the coming step may begin with gradients that the boundary at hand does not have."""
+    _last: dict[str, Any] | None = None
+    """Start half of the boundary with which training ends, once it is taken."""
     _waits = _suspended = False
     _reported: Report
     _broken: Exception | None = None
@@ -117,7 +119,7 @@ class FitSession:
             on_mismatch=on_mismatch,
             among=lambda: self.session.among,
         )
-        self._ended = self._half_a_step = self._disturbed = self._trained = self._told_to_stop = False
+        self._half_a_step = self._disturbed = self._trained = self._told_to_stop = False
         self._clip = _lightning.ClipTap(trainer, getattr(trainer.strategy, "grad_norm", None))
         self._found_inf = _lightning.FoundInf(trainer)
         self._step_tap = _lightning.StepTap(trainer, self._training_step)
@@ -304,8 +306,8 @@ class FitSession:
         """Take the last state, if training ends in mid-epoch, before hooks of the epoch's end: a longer run goes on from here."""
         if _lightning.ends_in_mid_epoch(self._trainer) and self._recorder.between_steps:
             self._recorder.before_fetch()
-            self.session.end(self._step, self._recorder.take_stopped())
-            self._ended = True
+            self._last = self._recorder.take_stopped()
+            self.session.hold(self._step, self._last)
 
     @clocked
     def after_batch(self) -> None:
@@ -452,9 +454,12 @@ class FitSession:
     def end(self) -> None:
         """Take the last state of training, before other hooks: one may replace the weights by averaged ones."""
         self._release_files()
-        if not self._ended:
+        if self._last is None:
             self._say_half_a_step()
-            self.session.end(self._step, self._recorder.take_end())
+            self._last = self._recorder.take_end()
+        else:
+            self._last["end"] = self._recorder.take_after(self._last)
+        self.session.end(self._step, self._last)
 
     def _say_half_a_step(self) -> None:
         """Warn where batches after the last step are lost: they are in gradients only, which no snapshot has."""

@@ -304,6 +304,13 @@ class Settings:
             if name in known
         )
 
+    @property
+    def added_callbacks(self) -> tuple[str, ...]:
+        """Names of callbacks that the stored run did not have, as attributes know them."""
+        was, now = self._differ.get("callbacks", ((), ()))
+        counts = [(name, now[: at + 1].count(name)) for at, name in enumerate(now)]
+        return tuple(f"callback.{name}{f'#{n}' * (n > 1)}" for name, n in counts if n > was.count(name))
+
     def restore_accumulation(self, stored: int) -> None:
         """Set what a callback had set, unless the user asks for another value."""
         if _ACCUMULATE not in self._differ:

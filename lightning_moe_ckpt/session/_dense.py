@@ -7,7 +7,7 @@ buffer, which goes when it is stored, since the ring is sized for windows, and a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.journal import UNFIT, Journal, encode
-from lightning_moe_ckpt.native import CopyEngine, Preparation, Ticket
+from lightning_moe_ckpt.native import CopyEngine, Preparation
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.process import StallMeter
-from lightning_moe_ckpt.snapshot import BoundaryCapture, SegmentWriter, StateView, dense_layout
+from lightning_moe_ckpt.snapshot import BoundaryCapture, SegmentWriter, StateView, WindowLayout, dense_layout
 from lightning_moe_ckpt.storage import BadCopies, GenerationId
 from lightning_moe_ckpt.tiers import Announced, PersistWorker
 
@@ -27,6 +27,9 @@ log = rank_logger(__name__)
 
 _MAPPED_AHEAD_NBYTES = 64 * 2**20
 """Bytes from which pages are mapped ahead; those of a smaller snapshot are mapped by the copies, at about 1 GB/s."""
+
+_T = TypeVar("_T")
+_Captured: TypeAlias = tuple[WindowLayout, BoundaryCapture]
 
 _NOT_TAKEN = "a checkpoint was not taken; training goes on: step %d as a whole: %s"
 
@@ -81,6 +84,13 @@ class DenseCapture:
     ) -> None:
         self._name, self._view, self._groups, self._exchange = name, view, groups, exchange
         self._engine, self._worker, self._stalls, self._journal = engine, worker, stalls, journal
+        self._held: _Captured | None = None
+        self._holds = False
+
+    def hold(self, step: int, start: Journal) -> None:
+        """Capture everything at once for `write`, for which `start` may get an entry more, `end`: what hooks have made since."""
+        with self._stalls.measure("dense"):
+            self._held, self._holds = self._tried(self._captured, step, start), True
 
     def write(self, step: int, start: Journal, *, timeout: float) -> GenerationId | None:
         """Capture everything at once and wait until it is durable. Collective.
@@ -94,7 +104,9 @@ class DenseCapture:
             The generation, if it is durable on all ranks.
         """
         with self._stalls.measure("dense"):
-            generation, _ = self._tried(step, start)
+            captured = self._held if self._holds else self._tried(self._captured, step, start)
+            self._held, self._holds = None, False
+            generation = None if captured is None else self._tried(self._submit, captured, start)
             self._worker.drain(timeout)
             # Nobody trains on, or leaves, before the coordinator has committed.
             held = generation is not None and self._worker.holds(generation)
@@ -110,33 +122,33 @@ class DenseCapture:
             start: the journal's start half.
         """
         with self._stalls.measure("dense"):
-            generation, ticket = self._tried(step, start)
-            if generation is None or ticket is None:
-                return
-            try:
-                self._engine.fence(ticket)
-            except CheckpointError as error:
-                log.error(_NOT_TAKEN, step, error)
-                self._worker.abandon(generation)
+            captured = self._tried(self._captured, step, start)
+            if captured is not None:
+                self._tried(self._submit, captured, start)
 
-    def _tried(self, step: int, start: Journal) -> tuple[GenerationId, Ticket] | tuple[None, None]:
-        if UNFIT in start:
-            return None, None
+    def _tried(self, take: Callable[[Any, Journal], _T], of: Any, start: Journal) -> _T | None:
         try:
-            return self._submit(step, start)
+            return None if UNFIT in start else take(of, start)
         except (RuntimeError, CheckpointError) as error:  # torch has no other error for memory that is not there
-            log.error(_NOT_TAKEN, step, error)
-            return None, None
+            log.error(_NOT_TAKEN, of if isinstance(of, int) else of[1].step, error)
+            return None
 
-    def _submit(self, step: int, start: Journal) -> tuple[GenerationId, Ticket]:
-        generation = self._name(step)
+    def _captured(self, step: int, start: Journal) -> _Captured:
         journal = {"outcome": {"step": step, "losses": [], **self._journal.state()}, "start": start}
-        # A stop's journal lacks the moments that never came; who resumes from it reserves for those that do.
-        layout = dense_layout(self._view, self._groups, max(2 * len(encode(journal)), self._journal.journal_nbytes))
+        # A stop's journal lacks the moments that never came, and what hooks make at the end; who resumes from it reserves for those.
+        layout = dense_layout(self._view, self._groups, max(3 * len(encode(journal)), self._journal.journal_nbytes))
         (written,) = layout.steps
         writer = SegmentWriter(written, _memory(written.files_nbytes), self._engine)
         capture = BoundaryCapture(writer, step, journal["outcome"])
         capture.take_rest(start, disturbed=False)
+        self._engine.fence(capture.ticket)  # hooks and passes may change weights
+        return layout, capture
+
+    def _submit(self, captured: _Captured, start: Journal) -> GenerationId:
+        layout, capture = captured
+        generation = self._name(capture.step)
+        if "end" in start:
+            capture.add({"end": start["end"]})
         segment = capture.sealed(generation)  # first: what cannot be sealed is never begun
         self._worker.begin(
             Announced(
@@ -148,7 +160,7 @@ class DenseCapture:
             )
         )
         self._worker.add(generation, segment)
-        return generation, capture.ticket
+        return generation
 
 
 def _memory(nbytes: int) -> Tensor:

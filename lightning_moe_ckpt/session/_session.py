@@ -28,14 +28,7 @@ from lightning_moe_ckpt.recovery import RestoreSource, ResumeRequest, RunOpener,
 from lightning_moe_ckpt.session._chain import Capture, capture_session
 from lightning_moe_ckpt.session._dense import DenseCapture, DenseTurns
 from lightning_moe_ckpt.session._repeats import Repeats
-from lightning_moe_ckpt.session._report import (
-    Report,
-    captured_figures,
-    found_figures,
-    log_figures,
-    made,
-    tier_figures,
-)
+from lightning_moe_ckpt.session._report import Report, captured_figures, found_figures, log_figures, made, tier_figures
 from lightning_moe_ckpt.session._tiers import Tiers, build_on_stored, make_ring, report_failures
 from lightning_moe_ckpt.snapshot import Averages, Copies, Identity, StateView, WindowLayout, describe_stages, log_plan
 from lightning_moe_ckpt.tiers import (
@@ -394,6 +387,14 @@ class CheckpointSession:
                 made(self._dense).begin(step, start)
         capture.seal(start, step=step, disturbed=disturbed)
 
+    def hold(self, step: int, start: Journal) -> None:
+        """Capture the last boundary for `end`, before hooks of the epoch's end; see `DenseCapture.hold`."""
+        made(self._capture).abort_window()
+        if not self.replaying and (self._steps > 0 or self._found is None):
+            self._planner.collect()
+            self._thaw(thoroughly=True)
+            made(self._dense).hold(step, start)
+
     def end(self, step: int, start: Journal) -> None:
         """Leave a dense generation of the last boundary, as training ended normally."""
         made(self._capture).abort_window()
@@ -408,15 +409,9 @@ class CheckpointSession:
         return not self.replaying and self._steps > 0
 
     def stop(self, step: int, start: Journal, *, timeout: float) -> bool:
-        """Leave a dense generation of boundary `step`, at which training stops. Collective.
+        """Leave a dense generation of boundary `step`, at which training stops; return whether it is durable on all ranks. Collective.
 
-        Args:
-            step: the boundary.
-            start: its start half.
-            timeout: seconds for what is on its way to storage already, and then for this.
-
-        Returns:
-            Whether it is durable on all ranks.
+        `start` is its start half, `timeout` seconds for what is on its way to storage already, and then for this.
         """
         capture, storage, began = made(self._capture), made(self._storage), time.perf_counter()
         capture.abort_window()
@@ -425,9 +420,9 @@ class CheckpointSession:
         # In the middle of the next step the boundary may have given one already, whose files would be replaced.
         committed = self.any_rank(self._exchange.is_coordinator and storage.holds(made(self._runs).name(step)))
         saved = committed or (drained and self._write_dense(step, start, timeout=timeout + began - time.perf_counter()))
-        self._end_seconds = seconds = time.perf_counter() - began
-        told = (step, "is durable" if saved else "was not stored", seconds, timeout)
-        level = logging.INFO if saved else logging.ERROR
+        self._end_seconds = time.perf_counter() - began
+        level, how = (logging.INFO, "is durable") if saved else (logging.ERROR, "was not stored")
+        told = step, how, self._end_seconds, timeout
         log.log(level, "the last step, %d, %s after %.2f s (limit: %.0f s)", *told, alike=saved)
         self._report_failures()
         log.info("%s; %s", (report := self.report()).costs, report.overhead, alike=True)

@@ -7,8 +7,9 @@ date by comparing identities and addresses of tensors, without bytecode per tens
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import compress
@@ -18,7 +19,8 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_moe_ckpt.journal import Arrival, Arrivals, Journal, encode_journal, held
+from lightning_moe_ckpt.errors import CodecError
+from lightning_moe_ckpt.journal import Arrival, Arrivals, Journal, JournalOverflow, encode_journal, held
 from lightning_moe_ckpt.native import Copy, CopyEngine, PreparedTable, Ticket
 from lightning_moe_ckpt.operators import StateWatch
 from lightning_moe_ckpt.snapshot._columns import columns_of
@@ -309,7 +311,7 @@ class BoundaryCapture:
     def __init__(
         self, writer: SegmentWriter, step: int, outcome: Journal, step_record: StepRecord | None = None
     ) -> None:
-        self._writer, self._step, self._outcome, self._step_record = writer, step, outcome, step_record
+        self._writer, self.step, self._outcome, self._step_record = writer, step, outcome, step_record
         self.ticket = writer.start()
         """Ticket of all copies so far."""
         self.had_arrived = False
@@ -319,7 +321,7 @@ class BoundaryCapture:
 
     def again(self, writer: SegmentWriter) -> BoundaryCapture:
         """Begin to copy the boundary anew, into other records of the same slot."""
-        return BoundaryCapture(writer, self._step, self._outcome, self._step_record)
+        return BoundaryCapture(writer, self.step, self._outcome, self._step_record)
 
     def take_rest(self, start: Journal, *, disturbed: bool) -> None:
         """Copy again what has changed, and take buffers and journal; call when the next batch begins.
@@ -353,6 +355,15 @@ class BoundaryCapture:
         assert self._local.values is not None
         self._local.values.wait()
 
+    def add(self, more: Journal) -> None:
+        """Add entries to the journal's start half, of values on the host, if its record has room for them; call after `take_rest`."""
+        assert self._local is not None
+        journal = {**self._local.journal, "start": {**self._local.journal["start"], **more}}
+        local = replace(self._local, journal=journal)
+        with contextlib.suppress(JournalOverflow, CodecError):
+            self._writer.write_local(local)
+            self._local = local
+
     def sealed(self, generation: GenerationId) -> SealedSegment:
         """Write the journal and return the segment, once its values have arrived; call after `take_rest`.
 
@@ -362,7 +373,7 @@ class BoundaryCapture:
         """
         assert self._local is not None
         self.journal_nbytes, self.journal_capacity = self._writer.write_local(self._local)
-        return self._writer.sealed(generation, self._step, self.ticket, self._step_record)
+        return self._writer.sealed(generation, self.step, self.ticket, self._step_record)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:

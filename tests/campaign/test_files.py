@@ -22,6 +22,7 @@ from campaign._stops import require_same_training
 from campaign._training import Checkpointing, Module, train
 from campaign._variants import Variant, VariantModule
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.fit._boundary import BoundaryState, Moment
 from lightning_moe_ckpt.testing._attempts import Attempt, Seam
 from lightning_moe_ckpt.testing._kill import Kill
 
@@ -280,15 +281,19 @@ def test_validation_in_replay_decides_nothing(campaigns: Campaigns, batches: int
     _check_decisions(campaigns, setup, kill)
 
 
-def _as_decided_here(*args: Any) -> None:
-    """Lets what this life has computed stand."""
+_restore = BoundaryState.restore
+
+
+def _as_decided_here(state: BoundaryState, moment: Moment, *args: Any) -> None:
+    """Lets what this life has computed in replay stand."""
+    if moment != "replay":
+        _restore(state, moment, *args)
 
 
 @pytest.mark.parametrize("batches", IN_AND_AFTER_REPLAY)
 def test_without_the_journal_validation_in_replay_would_decide(campaigns: Campaigns, batches: int) -> None:
     """The ablation."""
-    recorder = "lightning_moe_ckpt.fit._recorder"
     setup, kill = _decided(batches)
-    seam = Seam(module=recorder, attribute="BoundaryRecorder._follow", replacement=_as_decided_here)
+    seam = Seam(module=BoundaryState.__module__, attribute="BoundaryState.restore", replacement=_as_decided_here)
     with pytest.raises(AssertionError, match="instead of"):
         _check_decisions(campaigns, setup, kill, seam)
