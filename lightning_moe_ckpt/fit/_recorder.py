@@ -139,7 +139,7 @@ class BoundaryRecorder:
         Args:
             batch: digest of the batch; `None` if it is not compared.
         """
-        start, self._start, self._passed = self._start, None, False
+        start, self._start, self._original, self._passed = self._start, None, None, False
         if self._data.expected is not None:
             self._data.compare(batch, known=self._settings.explains_batches)
         if self._resume is not None:
@@ -242,6 +242,8 @@ class BoundaryRecorder:
         """Record the moment between two epochs, before `on_train_epoch_start`."""
         self._held.look()
         self._moved.look()
+        if self._resume is not None and not self._mid_epoch and not self._resume["between_epochs"]:
+            self._resume = None  # the data ended where the run was resumed, before its limit, and so did the epoch
         if self._resume is not None and not self._mid_epoch:
             self._restore_random(self._resume["random"]["epoch"])
         if self._resume is not None:
@@ -250,8 +252,8 @@ class BoundaryRecorder:
                 self._settings.begin(mid_epoch=False)
         inside = self._resume is None and _lightning.resumes_inside(self._trainer)  # from a file: no epoch begins
         self._moments["epoch"], self._before_epoch_only = self._take_random(), not inside
-        # Needed or not: the state before an epoch cannot be taken later.
-        if (self._wanted or self._passed) and not inside:
+        # Needed or not: the state before an epoch cannot be taken later. It is taken again where a fetch has found the data's end.
+        if (self._wanted or self._passed or self._start is not None) and not inside:
             self._wanted = self._passed = False
             self._begin_start(between_epochs=True)
 
@@ -357,7 +359,7 @@ class BoundaryRecorder:
         self._moments |= {"last_fetch": self._moments["first_fetch"] if self._independent else last, "fetch": fetch}
 
     def _begin_start(self, *, between_epochs: bool, resumed: bool = True) -> None:
-        original, self._original = self._original, None
+        original = self._original
         if original is not None:
             then = {**original, "attributes": self._state.attributes_of(original)}
             self._state.restore("replay", then, self._take(between_epochs=between_epochs))

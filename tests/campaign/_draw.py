@@ -382,7 +382,9 @@ def _sensible_options(setup: Drawn) -> dict[str, Any]:
         options.pop("overfit_batches", None)
     if type(options.get("limit_train_batches")) is int:
         # Of a stream that ends before its limit Lightning does not see the end coming: with accumulation it may never step.
-        options["limit_train_batches"] = min(options["limit_train_batches"], _batches_per_epoch(setup, {}))
+        length, steps_alone = _batches_per_epoch(setup, {}), setup.accumulate == 1 and not setup.growing_accumulation
+        beyond = setup.data in {"stream", "shuffled_stream"} and steps_alone and options["limit_train_batches"] == 3
+        options["limit_train_batches"] = length + 2 if beyond else min(options["limit_train_batches"], length)
     if setup.world_size > 1 and isinstance(options.get("overfit_batches"), float):
         options["overfit_batches"] = 2  # it is a share of the batches of validation too, of which each rank has few
     if setup.loader == "stateful" and setup.world_size > 1 and setup.data != "by_epoch":

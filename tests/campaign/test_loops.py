@@ -26,6 +26,7 @@ LOOPS: dict[str, Variant] = {
     "limit_train_int": variant(("limit_train_batches", 4), epochs=3),
     "limit_train_float": variant(("limit_train_batches", 0.6), epochs=4, validate_every=3),
     "limit_train_stream": variant(("limit_train_batches", 4), epochs=3, source="stream", validate_every=2, batches=8),
+    "limit_beyond_stream": variant(("limit_train_batches", 7), epochs=3, source="stream", batches=5),
     "validate_over_epochs": variant(
         ("val_check_interval", 3), ("check_val_every_n_epoch", None), ("num_sanity_val_steps", 2)
     ),
@@ -59,7 +60,7 @@ KILLS = [
 MORE_KILLS = [[Kill(phase="after_batch_end", step=step, settle=10.0)] for step in (4, 6, 7)]
 
 
-QUICK = ("growing", "stream_ranks", "endless")
+QUICK = ("growing", "stream_ranks", "endless", "limit_beyond_stream")
 """What is not drawn in `test_configurations.py`; only `make soak` has the others here."""
 
 
