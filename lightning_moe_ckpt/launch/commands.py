@@ -7,10 +7,14 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, registry
@@ -28,6 +32,11 @@ _KEEP_ALIVE = {"keep_alive_interval": 2, "keep_alive_max_attempt": 5}
 """Seconds between two signs of life of a node, and how many may be missing; torch's own are 5 and 3."""
 
 _FAILED, _KILLED = 1, 128
+_READ_SECONDS, _TELL_SECONDS = 60.0, 10.0
+"""What torch waits for an answer of its store; between two sentences until then."""
+_OTHER_PORT = "If something else listens there, give another port: `--rdzv-endpoint HOST:PORT`, or `--master-port`."
+
+T = TypeVar("T")
 
 
 def run(
@@ -84,8 +93,8 @@ def run(
         # Nodes that were not told to stop may wait for this one to come back; a closed meeting lets nobody in.
         closes = getattr(getattr(meeting, "settings", None), "max_nodes", 1) == 1
         return _KILLED + error.sigval
-    except RendezvousError as error:
-        _say(f"nodes have not met ({type(error).__name__}: {error}); the job is given up")
+    except (RendezvousError, DistNetworkError) as error:
+        _say(f"nodes have not met ({type(error).__name__}), and the job is given up: {_sentence_of(error)}")
         return _FAILED
     finally:
         supervisor.close()
@@ -115,9 +124,9 @@ def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bo
             local_addr=config.local_addr,
             **meeting,
         )
-        handler = registry.get_rendezvous_handler(rendezvous)
-    except (AssertionError, ValueError) as error:
-        raise CheckpointError(str(error)) from error
+        handler = _met(lambda: registry.get_rendezvous_handler(rendezvous), config.rdzv_endpoint, meeting)
+    except (AssertionError, ValueError, RendezvousError) as error:
+        raise CheckpointError(_sentence_of(error)) from error
     options = dataclasses.replace(
         options,
         max_restarts=config.max_restarts if limited else None,
@@ -146,6 +155,37 @@ def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bo
     return SupervisingAgent(
         spec, RankOutput(config.logs_specs), options, **({} if seconds is None else {"shutdown_timeout": seconds})
     )
+
+
+def _met(meet: Callable[[], T], where: str, meeting: Mapping[str, Any]) -> T:
+    """Return what `meet` returns, from a thread: torch waits for ever, and without signals, where a stranger takes its connection.
+
+    Raises:
+        CheckpointError: what listens there does not answer.
+    """
+    limit, began = 2 * float(meeting.get("read_timeout", _READ_SECONDS)), time.monotonic()
+    met: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            met.set_result(meet())
+        except BaseException as error:  # noqa: BLE001  # thread entry: the other thread raises it
+            met.set_exception(error)
+
+    threading.Thread(target=work, name="moe-ckpt-meeting", daemon=True).start()
+    while (passed := time.monotonic() - began) < limit:
+        pause = min(_TELL_SECONDS, limit - passed)
+        if wait([met], pause).done:
+            return met.result()
+        _say(f"waiting for an answer from {where}, {passed + pause:.0f} s")
+    raise CheckpointError(f"nothing at {where} answers as torch's rendezvous does. {_OTHER_PORT}")
+
+
+def _sentence_of(error: Exception) -> str:
+    """Return the first line of an error of torch, whose messages have stacks in them, and of its cause, and what to do."""
+    said = [str(each).strip().partition("\n")[0].rstrip(".") for each in (error, error.__cause__) if each is not None]
+    network = isinstance(error, (RendezvousError, DistNetworkError))
+    return ". ".join([*said, _OTHER_PORT] if network else said[:1])
 
 
 def _given(torchrun: Sequence[str]) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -170,5 +171,6 @@ def _named(names: Sequence[str]) -> str:
 
 def expect_folder(backend: Backend) -> None:
     """Raise `NoUsableGeneration` if the path is that of a file, where a listing could only fail."""
-    if backend.url.startswith("file://") and Path(backend.url.removeprefix("file://")).is_file():
+    # Not `Path.is_file`, which raises for a path that is too long; the listing then says that.
+    if backend.url.startswith("file://") and os.path.isfile(backend.url.removeprefix("file://")):  # noqa: PTH113
         raise NoUsableGeneration(nothing_at(backend.url))

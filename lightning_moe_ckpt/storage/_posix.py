@@ -36,7 +36,7 @@ _TEMPORARY = re.compile(r".*\.[0-9a-f]{32}\.tmp")
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP}  # some FUSE and CIFS mounts: names are durable with the file there
 _LASTING = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR,
-    errno.ENAMETOOLONG, errno.EEXIST,
+    errno.ENAMETOOLONG, errno.EEXIST, errno.ELOOP,
 }  # fmt: skip
 _STRANGE = {errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENODEV}
 """Errors for a path that is a link, a socket or an absent device."""

@@ -324,6 +324,19 @@ def _connect(name: str, gate: int, opened: int) -> None:
         connection.recv(1)
 
 
+@pytest.mark.parametrize("meeting", ["--master-addr", "--rdzv-endpoint"])
+def test_a_port_that_somebody_else_has_ends_in_a_sentence(tmp_path: Path, meeting: str) -> None:
+    """It is in use, or takes connections and says nothing, for which torch waits without end."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        where = ["127.0.0.1", "--master-port", str(port)] if meeting == "--master-addr" else [f"127.0.0.1:{port}"]
+        options = [meeting, *where] if len(where) > 1 else [meeting, *where, "--rdzv-conf", "read_timeout=1"]
+        job = Job(tmp_path / "job", 1, 5, torchrun=options)
+        _, status = os.waitpid(job.pid, 0)
+    assert status != 0
+    assert "give another port" in job.output, job.output
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(5))
 def test_random_failures_from_outside(tmp_path: Path, seed: int) -> None:
