@@ -29,7 +29,7 @@ from lightning_moe_ckpt.callbacks._shared_arguments import (
     spelled_out,
 )
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
-from lightning_moe_ckpt.fit import FitSession, InPlace, supervisor
+from lightning_moe_ckpt.fit import FitSession, InPlace, WatchedData, supervisor
 from lightning_moe_ckpt.parallel import restart_is_likely
 from lightning_moe_ckpt.policies import Policy, TokenLedger
 from lightning_moe_ckpt.process import EXIT_STATUS
@@ -140,6 +140,7 @@ class CheckpointCallback(Checkpoint):
         self._report: Report | None = None
         self._lightning_resume: LightningResume | None = None
         self._in_place: InPlace | None = None
+        self._watched: WatchedData | None = None
 
     def _policy(self) -> Policy:
         """Return the policy that chooses what is taken at which step."""
@@ -231,6 +232,7 @@ class CheckpointCallback(Checkpoint):
             log.info("no checkpoints are taken or resumed from with `fast_dev_run`")
             return
         self._lightning_resume = LightningResume(trainer)
+        self._watched = self._watch(trainer, pl_module)
         if not any(isinstance(c, ReplayHooks) for c in callbacks):
             # A new list: Lightning is iterating over the old one.
             trainer.callbacks = [self._hooks(trainer, pl_module), *callbacks]  # type: ignore[attr-defined]
@@ -287,10 +289,9 @@ class CheckpointCallback(Checkpoint):
         found = supervisor(trainer)
         if found is None:
             return ReplayHooks(self._begin)
-        own = (CheckpointCallback, ReplayHooks)
         policy = self._policy()
         exact = policy.exact and policy.chains is None and self.batches == "reposition"
-        self._in_place = InPlace(trainer, module, found, own_callbacks=own, exact=exact, leave=self._leave)
+        self._in_place = InPlace(trainer, module, found, own_callbacks=_OWN, exact=exact, leave=self._leave)
         return SupervisedHooks(self._in_place, self._begin)
 
     def _begin(self, trainer: Trainer, module: LightningModule) -> FitSession:
@@ -309,17 +310,17 @@ class CheckpointCallback(Checkpoint):
             freeze_heap=self.freeze_heap,
             dense_every_n_steps=self.dense_every_n_steps,
         )
-        own = (CheckpointCallback, ReplayHooks)
+        watched, self._watched = self._watched or self._watch(trainer, module), None
+        watched.close()
         self._run = FitSession(
             config,
             self._policy(),
             trainer,
             module,
-            own_callbacks=own,
+            own_callbacks=_OWN,
+            watched=watched,
             stop_grace=self.stop_grace,
             batches=self.batches,
-            deterministic_dataset=self.deterministic_dataset,
-            attributes={"most_nbytes": self.attributes_nbytes, "untouched": self.untouched},
             on_change=self.on_change,
             on_mismatch=self.on_mismatch,
         )
@@ -328,6 +329,10 @@ class CheckpointCallback(Checkpoint):
             self._lightning_resume.decide(resumed=resumed)
             self._lightning_resume = None
         return self._run
+
+    def _watch(self, trainer: Trainer, module: LightningModule) -> WatchedData:
+        attributes = {"most_nbytes": self.attributes_nbytes, "untouched": self.untouched}
+        return WatchedData(trainer, module, _OWN, deterministic=self.deterministic_dataset, attributes=attributes)
 
     def _leave(self) -> None:
         run, self._run = self._run, None
@@ -347,11 +352,18 @@ class CheckpointCallback(Checkpoint):
         if self._in_place is not None:
             self._in_place.close()
             self._in_place = None
+        if self._watched is not None:
+            self._watched.close()
+            self._watched = None
         if run is not None:
             run.close(keep_memory=keep_memory)
         trainer.callbacks = [  # type: ignore[attr-defined]
             each for each in callbacks_of(trainer) if not isinstance(each, ReplayHooks)
         ]
+
+
+_OWN = (CheckpointCallback, ReplayHooks)
+"""Callbacks whose state is no part of a run."""
 
 
 def checkpoint_of(trainer: Trainer) -> CheckpointCallback | None:

@@ -19,7 +19,7 @@ import copy
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +34,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch._dynamo import OptimizedModule
 
-from lightning_moe_ckpt._lightning_positions import making_no_iterator
+from lightning_moe_ckpt._lightning_positions import ask, loops_of
 from lightning_moe_ckpt.journal import Unread
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
 
@@ -87,6 +87,9 @@ class DataListener(Protocol):
     def before_validation(self) -> None:
         """Called before loaders of validation make iterators, that of the sanity check included."""
 
+    def load(self, name: str) -> None:
+        """Called in the place of a loop's `setup_data`: let it ask for loaders, see `loops_of`, if it needs any."""
+
 
 class FitLoopTaps:
     """Call listeners from inside one trainer's fit loop, but not while `resting()`, until `remove`."""
@@ -110,6 +113,8 @@ class FitLoopTaps:
         after = listener.after_fetch
         self._after(epoch_loop, "_on_after_fetch", lambda: None if self._making_iterator else after())
         self._before(self._val_loop, "reset", data.before_validation)
+        for name, loop in loops_of(trainer).items():
+            self._set(loop, "setup_data", partial(self._load, trainer, data, name))
         self._before(fit_loop, "on_advance_end", listener.before_epoch_end)
         self._after(fit_loop, "on_run_end", listener.after_run)
         self._before(epoch_loop, "on_advance_end", listener.after_batch)
@@ -131,6 +136,12 @@ class FitLoopTaps:
                 self._making_iterator = False
 
         return run_start
+
+    def _load(self, trainer: Trainer, data: DataListener, name: str) -> None:
+        if self._resting():
+            ask(trainer, name)
+        else:
+            data.load(name)
 
     def _before(self, owner: object, name: str, first: Callable[[], None]) -> None:
         original = getattr(owner, name)
@@ -160,8 +171,7 @@ class FitLoopTaps:
         """Restore the loops' own methods, also those of a resume that did not reach its first batch."""
         while self._restore:
             self._restore.pop()()
-        for loop, name in ((self._epoch_loop, "reset"), (self._fit_loop, "setup_data"), (self._val_loop, "setup_data")):
-            loop.__dict__.pop(name, None)
+        self._epoch_loop.__dict__.pop("reset", None)
         self._fit_loop.trainer.__dict__.pop("_run_sanity_check", None)
 
 
@@ -317,41 +327,9 @@ def restore_buffer_sync(trainer: Trainer, taken: bool | None) -> None:
         trainer.strategy.model.require_forward_param_sync = taken  # type: ignore[union-attr]
 
 
-def _load_loops(trainer: Trainer, state: LoopState, *, mid_epoch: bool) -> None:
+def _load_loops(trainer: Trainer, state: LoopState) -> None:
     _skip_sanity_check(trainer)
-    loops, settings = dict(state), state["settings"]
-    del loops["settings"]
-    trainer.fit_loop.load_state_dict(loops)
-    # A later moment makes the iterator that is read; in the first epoch there is none.
-    epochs: Any = trainer.fit_loop.epoch_progress.current
-    later = mid_epoch or epochs.processed > 0
-    _make_loaders_as_in(trainer, settings["train_loader_epoch"], settings["validation_loader_epoch"], iterate=not later)
-
-
-def _make_loaders_as_in(trainer: Trainer, training: int, validation: int, *, iterate: bool) -> None:
-    """Make loaders once as in the epoch in which the original run made its own.
-
-    With `reload_dataloaders_every_n_epochs` that epoch may be earlier than the resumed one.
-    """
-    fit_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
-    for loop, epoch in ((fit_loop, training), (val_loop, validation)):
-        if epoch >= 0:  # no loader was made otherwise
-            _once_in_epoch(trainer, loop, epoch, unread=loop is fit_loop and not iterate)
-
-
-def _once_in_epoch(trainer: Trainer, loop: Any, epoch: int, *, unread: bool) -> None:
-    original, progress = loop.setup_data, trainer.fit_loop.epoch_progress.current
-
-    def setup_data() -> None:
-        del loop.setup_data
-        here, progress.completed = progress.completed, epoch
-        try:
-            with making_no_iterator(loop) if unread else nullcontext():
-                original()
-        finally:
-            progress.completed = here
-
-    loop.setup_data = setup_data
+    trainer.fit_loop.load_state_dict({name: each for name, each in state.items() if name != "settings"})
 
 
 def ends_in_mid_epoch(trainer: Trainer) -> bool:
@@ -422,7 +400,7 @@ def resumes_inside(trainer: Trainer) -> bool:
 
 def resume_between_epochs(trainer: Trainer, state: LoopState) -> None:
     """Continue as if the last epoch had just ended in this process; call before the fit loop runs."""
-    _load_loops(trainer, state, mid_epoch=False)
+    _load_loops(trainer, state)
     _clear_restart_flags(trainer)
 
 
@@ -444,9 +422,7 @@ def resume_mid_epoch(trainer: Trainer, state: LoopState, position: Callable[[], 
         position: moves the data fetcher past the consumed batches; called once its iterator exists.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
-    _load_loops(
-        trainer, state, mid_epoch=True
-    )  # "restarting" makes the fit loop skip this epoch's start hooks, which have run
+    _load_loops(trainer, state)  # "restarting" makes the fit loop skip this epoch's start hooks, which have run
     start = epoch_loop.on_run_start
 
     def no_reset() -> None:

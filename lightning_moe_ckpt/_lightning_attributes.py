@@ -55,13 +55,15 @@ _OPAQUE = (
 
 _OF_DATA = ("loader", "validation")
 """Beginnings of names of loaders and what they are made of."""
+OF_OTHERS = ("module", "datamodule", "callback")
+"""Beginnings of all other names."""
 
 
 class MovedAttributes:
     """Track changes of what the user's objects of one run hold: module, data module, callbacks, loaders and data.
 
-    Callbacks in `skip` are not the user's; what `kept` names, as (module, attribute), is recorded elsewhere. For `most_nbytes` and
-    `untouched` see `Values`. Make it before hooks of the fit's start run.
+    Callbacks in `skip` are not the user's; what `kept` names, as (module, attribute), is recorded elsewhere. For `most_nbytes`,
+    `untouched` and `speaks` see `Values`. Make it before hooks of the fit's start run.
     """
 
     def __init__(
@@ -73,13 +75,14 @@ class MovedAttributes:
         *,
         most_nbytes: int = 64 * 2**20,
         untouched: Sequence[str] = (),
+        speaks: bool = True,
     ) -> None:
         self._trainer, self._module, self._skip = trainer, module, skip
         self._kept = defaultdict[str, set[str]](set)
         for fqn, name in kept:
             self._kept[f"module.{fqn}"].add(name)
         self._limits: dict[str, Any] = {"most_nbytes": most_nbytes, "untouched": untouched}
-        self._values = Values(**self._limits)
+        self._values = Values(**self._limits, speaks=speaks)
         self.others: tuple[str, ...] = ()
         """Beginnings of names of what the run that is resumed did not have: it goes on from what it holds."""
         self._held: dict[str, object] = {}
@@ -88,6 +91,11 @@ class MovedAttributes:
         self._always: set[str] = set()
         """Entries that may differ in each process as its first epoch begins."""
         self._before: Values | None = self._probe()
+
+    @property
+    def begun(self) -> bool:
+        """Whether an epoch has begun in this process."""
+        return self._before is None
 
     def look(self) -> None:
         """Find the objects when an epoch begins; what they are at the first epoch's start is the reference."""

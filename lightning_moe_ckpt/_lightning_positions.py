@@ -1,9 +1,9 @@
-"""Ask loaders where they are, look at the batch that comes next, and make no iterator where nobody would read one."""
+"""Ask for loaders, and those where they are; look at the batch that comes next; make no iterator where nobody would read one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -53,6 +53,69 @@ def make_iterator(trainer: Trainer) -> None:
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     iter(fetcher)
+
+
+def loops_of(trainer: Trainer) -> dict[str, Any]:
+    """Return the loops that ask for loaders, by what for."""
+    return {"training": trainer.fit_loop, "validation": trainer.fit_loop.epoch_loop.val_loop}
+
+
+def needs_loaders(trainer: Trainer, name: str) -> bool:
+    """Return whether a loop is about to ask for loaders."""
+    loop = loops_of(trainer)[name]
+    again = loop._should_reload_train_dl if name == "training" else loop._should_reload_val_dl
+    return loop._combined_loader is None or again
+
+
+def ask_for_loaders(trainer: Trainer, name: str, epoch: int, *, again: bool = False, iterate: bool = False) -> None:
+    """Let a loop ask for loaders as if it did in `epoch`, if it has none or `again`, and make its iterator only if told to."""
+    loop = loops_of(trainer)[name]
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    iterate = iterate and progress.processed == 0  # later, another moment makes the iterator that is read
+    if not again and loop._combined_loader is not None:  # since optimizers were configured
+        if name == "training":
+            loop._load_combined_loader_states()
+            if iterate:
+                loop._combined_loader.reset()
+                iter(loop._data_fetcher)
+        return
+    had, loop._combined_loader = loop._combined_loader, None
+    here, progress.completed = progress.completed, epoch
+    stage = trainer.state.stage
+    if name == "validation":
+        trainer.validating = True
+    try:
+        with nullcontext() if iterate or name == "validation" else making_no_iterator(loop):
+            ask(trainer, name)
+    finally:
+        progress.completed, trainer.state.stage = here, stage
+        if loop._combined_loader is None:
+            loop._combined_loader = had
+
+
+def ask(trainer: Trainer, name: str) -> None:
+    """Let a loop ask for loaders, if it needs any."""
+    loop = loops_of(trainer)[name]
+    type(loop).setup_data(loop)
+
+
+def before_iterator(trainer: Trainer, begins: Callable[[], None]) -> Callable[[], object]:
+    """Call `begins` before an iterator of training is made; return a function that undoes this."""
+    loop = trainer.fit_loop
+    original = loop._load_combined_loader_states
+
+    def tapped() -> None:
+        begins()
+        original()
+
+    loop._load_combined_loader_states = tapped  # type: ignore[method-assign]
+    return lambda: vars(loop).pop("_load_combined_loader_states", None)
+
+
+def say_when_loaded(trainer: Trainer, settings: Mapping[str, Any]) -> None:
+    """Let loops take loaders for those of the epochs in which the original run has asked for them last."""
+    trainer.fit_loop._last_train_dl_reload_epoch = settings["train_loader_epoch"]
+    trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = settings["validation_loader_epoch"]
 
 
 def fetches_ahead(trainer: Trainer) -> bool:

@@ -42,7 +42,7 @@ class BoundaryState:
     ) -> None:
         self.trainer, self.module, self._skip, self._parts = trainer, module, skip, parts
         self.trained, self.settings, self.moved = trained, settings, moved
-        self._extras = Extras()
+        self.extras = Extras(trainer, module)
         self._attributes: dict[str, Any] | None = None  # of the newest boundary of which they were taken
         self._followed: Mapping[str, Any] = {}  # of the original run's boundary that was followed last
 
@@ -56,9 +56,8 @@ class BoundaryState:
             "trained": self.trained.take(),
             **self._take_attributes(whole=whole),
             "precision": copied(_lightning.take_precision(trainer)),
-            "callbacks": self._extras.take_callbacks(self._callbacks()),
-            "module": self._extras.take_module(self.module),
-            "datamodule": self._extras.take_datamodule(_lightning.datamodule_of(trainer)),
+            "callbacks": self.extras.take_callbacks(self._callbacks()),
+            **self.extras.take_owners(),
             "metrics": _lightning_metrics.take_metrics(trainer, self.module),
             "parts": {name: part.take() for name, part in self._parts.items()},
             "should_stop": _lightning.should_stop(trainer),
@@ -104,11 +103,7 @@ class BoundaryState:
                 state = copied(states[key])
                 _lightning_files.keep_folder(callback, state, self.trainer)
                 callback.load_state_dict(state)
-        if start["module"] and _differs("module", start, here):
-            self.module.on_load_checkpoint(copied(start["module"]))
-        datamodule = _lightning.datamodule_of(self.trainer)
-        if datamodule is not None and start["datamodule"] and _differs("datamodule", start, here):
-            datamodule.load_state_dict(copied(start["datamodule"]))
+        self.extras.restore_owners(start, here)
 
     def restore_rates(self, start: Start, here: Mapping[str, Any]) -> None:
         """Load groups of the optimizer, and schedulers."""

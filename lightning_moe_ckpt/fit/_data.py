@@ -8,6 +8,11 @@ Loaders that are not torch's and know their position (`state_dict`, `load_state_
 comes next is compared before anything trains on it: if it is another, the consumed batches are fetched after all. If
 that gives another one too, the run ends, since it would go on as another run. Settings of the data that the user has
 changed since are named, and nothing is compared then.
+
+The user's code that makes loaders may count, too, or draw. A restart asks for loaders as a new process does, since what objects
+hold then is the reference for all that changes. If the run has asked again meanwhile (`reload_dataloaders_every_n_epochs`),
+it sets what objects held at that moment and asks once more. While optimizers are configured nothing has begun:
+an iterator that is made then (`trainer.estimated_stepping_batches`) is watched by `WatchedData`.
 """
 
 from __future__ import annotations
@@ -15,16 +20,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_moe_ckpt import _lightning_positions
-from lightning_moe_ckpt._lightning_attributes import MovedAttributes
+from lightning_moe_ckpt._lightning_attributes import OF_OTHERS, HeldGenerators, MovedAttributes
+from lightning_moe_ckpt._lightning_data import LoaderGenerators
+from lightning_moe_ckpt._lightning_workers import PersistentWorkers
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import OtherData
 from lightning_moe_ckpt.fit._batches import digest_of
-from lightning_moe_ckpt.fit._state import copied
-from lightning_moe_ckpt.journal import refusals
+from lightning_moe_ckpt.fit._state import Extras, copied
+from lightning_moe_ckpt.journal import RngState, capture_rng, refusals
 
 log = rank_logger(__name__)
 
@@ -39,18 +46,82 @@ _OTHER = (
 )
 
 
+_BEGUN: dict[str, dict[str, Any]] = {
+    "training": {"begun": 0, "again": None},  # if it is in no record, while optimizers were configured
+    "validation": {"begun": None, "again": None},
+}
+
+
+class WatchedData:
+    """Generators and workers of one run's loaders, watched from `setup` on: Lightning may make an iterator before `on_fit_start`.
+
+    Args:
+        trainer, module, skip, attributes: see `MovedAttributes`.
+        deterministic: whether items of the data set depend on their index alone.
+    """
+
+    random: RngState | None = None
+    """Random state before an iterator that was made while optimizers were configured; `None` if there is none."""
+    _moved: MovedAttributes | None = None
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        skip: tuple[type[Callback], ...],
+        *,
+        deterministic: bool,
+        attributes: Mapping[str, Any],
+    ) -> None:
+        self.deterministic, self.attributes = deterministic, attributes
+        self.workers = PersistentWorkers(trainer, deterministic=deterministic)
+        self.held, self.generators = HeldGenerators(trainer, module, skip), LoaderGenerators(trainer)
+
+        def begins() -> None:
+            self._moved = MovedAttributes(trainer, module, skip, speaks=False, **attributes)
+            self._moved.look_at_data()
+            self.workers.look()
+            self.workers.before_iter(None)
+            self.held.look()
+            self.random = capture_rng(self.generators.now(), self.held.now())
+
+        self.close = _lightning_positions.before_iterator(trainer, begins)
+        """Undoes the change to the trainer, in `on_fit_start`."""
+
+    def before(self, moved: MovedAttributes) -> dict[str, Any] | None:
+        """Return what data held before that iterator was made, as `moved` would have taken it; `None` if there is none."""
+        if self._moved is None:
+            return None
+        moved.look_at_data()
+        now = self._moved.take(_LOADERS)
+        self._moved.restore({}, _LOADERS, forget_new=True)
+        before = moved.take(_LOADERS)
+        self._moved.restore(now, _LOADERS)
+        self._moved.close()
+        return before
+
+
 class DataRecord:
     """What one run's data held, and which batch comes next.
 
     Args:
-        trainer, moved: whose loaders are recorded, and the attributes of which they are a part.
+        trainer, moved, owners: whose loaders are recorded, the attributes of which they are a part, and states beside those.
+        take_random: returns the random state.
         on_mismatch: what another batch than the original's does.
         among: returns the ranks that go on together.
     """
 
     def __init__(
-        self, trainer: Trainer, moved: MovedAttributes, *, on_mismatch: OnMismatch, among: Callable[[], Exchange]
+        self,
+        trainer: Trainer,
+        moved: MovedAttributes,
+        owners: Extras,
+        take_random: Callable[[], RngState],
+        among: Callable[[], Exchange],
+        *,
+        on_mismatch: OnMismatch,
     ) -> None:
+        self._owners, self._take_random = owners, take_random
         self._trainer, self._moved, self._on_mismatch, self._among = trainer, moved, on_mismatch, among
         self.taken: dict[str, Any] = {}
         """What a restart has to know of the epoch under way; another object where it changes."""
@@ -58,6 +129,12 @@ class DataRecord:
         """Whether loaders know their position."""
         self._own: tuple[Any, Any] = (None, None)
         """States of the loaders' own before the last fetch but one, and before the last."""
+        self.loads: dict[str, Any] = {}
+        """By name of a loop, in order: the epoch in which it `begun` to have loaders, if that was before the first epoch's start,
+        and what a restart needs to ask `again` as it has asked last."""
+        self._start: Mapping[str, Any] | None = None
+        self._fresh: dict[str, Any] = {}
+        """States of owners before a restart gives them anything."""
         self._resumed: Mapping[str, Any] = {}
         self._named = ""
         """What was named as the known cause of other batches."""
@@ -82,11 +159,58 @@ class DataRecord:
             own = self._own[0 if _lightning_positions.fetches_ahead(self._trainer) else 1]
             self.taken = {**self.taken, "own": None if refusals(own) else copied(own)}
 
+    def begin(self, watched: WatchedData) -> None:
+        """Record what data held before an iterator that has been made while optimizers were configured."""
+        before = watched.before(self._moved)
+        if before is not None:
+            self.taken = {"before": before, "settings": _lightning_positions.settings_of(self._trainer)}
+
+    def load(self, name: str) -> None:
+        """Let a loop ask for loaders, if it needs any; in a restart, before its first epoch, only as the original run began."""
+        if self._start is not None and not self._moved.begun:
+            if name == "training":
+                self._load_as_begun()
+            return
+        if _lightning_positions.needs_loaders(self._trainer, name):
+            epoch, entry = self._trainer.current_epoch, self.loads.get(name, _BEGUN[name])
+            if self._moved.begun:
+                held = {"attributes": self._moved.take(OF_OTHERS), "random": self._take_random()}
+                entry = {**entry, "again": {"epoch": epoch, **held, **self._owners.take_owners()}}
+            else:
+                entry = {**entry, "begun": epoch}
+            self.loads = {**self.loads, name: entry}
+        _lightning_positions.ask(self._trainer, name)
+
     # -- resume
 
     def resume(self, start: Mapping[str, Any]) -> None:
         """Take what was `taken`, and the digest of the batch that followed."""
         self._resumed, self.expected = start.get("data", {}), start.get("batch")
+        self._start, self.loads, self._fresh = start, start["loads"], self._owners.take_owners()
+
+    def _load_as_begun(self) -> None:
+        assert self._start is not None
+        self._owners.restore_owners(self._fresh)
+        early = {} if "training" in self.loads else {"training": _BEGUN["training"]}
+        for name, entry in (early | self.loads).items():
+            if entry["begun"] is not None:
+                iterate = self._start["between_epochs"]
+                _lightning_positions.ask_for_loaders(self._trainer, name, entry["begun"], iterate=iterate)
+        self._owners.restore_owners(self._start)
+
+    def load_again(self, restore_random: Callable[[RngState], None]) -> None:
+        """Ask for loaders as the original run has asked last, with what objects held then; call when the first epoch begins."""
+        assert self._start is not None
+        _lightning_positions.say_when_loaded(self._trainer, self._start["loops"]["settings"])
+        for name, entry in self.loads.items():
+            again = entry["again"]
+            if again is not None and not _lightning_positions.needs_loaders(self._trainer, name):
+                self._moved.restore(again["attributes"], OF_OTHERS, forget_new=True)
+                self._owners.restore_owners(again)
+                restore_random(again["random"])
+                _lightning_positions.ask_for_loaders(self._trainer, name, again["epoch"], again=True)
+        self._moved.look_at_data()
+        self._owners.restore_owners(self._start)
 
     def restore_before(self) -> None:
         """Let data hold again what it held before the iterator of the epoch was made."""

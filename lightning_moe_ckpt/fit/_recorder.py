@@ -36,7 +36,7 @@ from lightning_moe_ckpt._lightning_progress import LoopProgress
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.fit._boundary import ENDS, USERS, BoundaryState, Start
-from lightning_moe_ckpt.fit._data import DataRecord, OnMismatch
+from lightning_moe_ckpt.fit._data import DataRecord, OnMismatch, WatchedData
 from lightning_moe_ckpt.fit._fetches import NO_FETCHES, FetchLog
 from lightning_moe_ckpt.fit._settings import Settings
 from lightning_moe_ckpt.fit._state import JournalPart, Trained, copied, require_storable
@@ -57,10 +57,9 @@ class BoundaryRecorder:
         parts: further state of a boundary, by name.
         trained: the state of `requires_grad` and optimizer groups.
         settings: what the fit is asked for.
-        deterministic_dataset: whether items of the data set depend on their index alone.
         layers: attributes that one of the parts records, as (name of a module, attribute).
-        attributes: further arguments of `MovedAttributes`.
         on_mismatch, among: see `DataRecord`.
+        watched: what of data is watched since `setup`.
     """
 
     def __init__(
@@ -72,13 +71,12 @@ class BoundaryRecorder:
         trained: Trained,
         *,
         settings: Settings,
-        deterministic_dataset: bool = False,
         layers: Collection[tuple[str, str]] = (),
-        attributes: Mapping[str, Any] | None = None,
         on_mismatch: OnMismatch = "stop",
         among: Callable[[], Exchange],
+        watched: WatchedData,
     ) -> None:
-        self._deterministic = deterministic_dataset
+        self._watched = watched
         self._trained, self._settings = trained, settings
         self._trainer, self._module = trainer, module
         self._skip = skip_callbacks
@@ -87,13 +85,11 @@ class BoundaryRecorder:
         self._moments: dict[str, RngState | None] = dict.fromkeys(_MOMENTS)
         self._awaiting_first_fetch = True
         self._fetches = FetchLog()
-        self._generators = _lightning_data.LoaderGenerators(trainer)
-        self._held = _lightning_attributes.HeldGenerators(trainer, module, skip_callbacks)
+        self._generators, self._held, self._workers = watched.generators, watched.held, watched.workers
         self._not_held: list[str] = []
-        more = attributes or {}
-        self._moved = _lightning_attributes.MovedAttributes(trainer, module, skip_callbacks, layers, **more)
-        self._data = DataRecord(trainer, self._moved, on_mismatch=on_mismatch, among=among)
-        self._workers = _lightning_workers.PersistentWorkers(trainer, deterministic=deterministic_dataset)
+        self._moved = _lightning_attributes.MovedAttributes(
+            trainer, module, skip_callbacks, layers, **watched.attributes
+        )
         self._progress = LoopProgress(trainer)
         self._start: Start | None = None
         self._wanted = self._needed = True
@@ -112,6 +108,9 @@ class BoundaryRecorder:
         self._state = BoundaryState(
             *(trainer, module), skip=skip_callbacks, parts=parts, trained=trained, settings=settings, moved=self._moved
         )
+        facts = trainer, self._moved, self._state.extras, self._take_random, among
+        self._data = DataRecord(*facts, on_mismatch=on_mismatch)
+        self.load = self._data.load
         schedulers = enumerate(each.scheduler for each in trainer.lr_scheduler_configs)
         require_storable({f"scheduler {index}": each.state_dict() for index, each in schedulers})
 
@@ -234,16 +233,23 @@ class BoundaryRecorder:
 
     # -- moments, called by the fit
 
+    def begin(self) -> None:
+        """Begin with nothing that was stored."""
+        self._moments["iter"] = self._watched.random
+        self._data.begin(self._watched)
+
     def sanity_check(self, *, begins: bool) -> None:
         """Note what the validation before training changes in the user's objects."""
         (self._moved.sanity_check_begins if begins else self._moved.sanity_check_ends)()
 
     def before_epoch(self) -> None:
         """Record the moment between two epochs, before `on_train_epoch_start`."""
-        self._held.look()
         self._moved.look()
         if self._resume is not None and not self._mid_epoch and not self._resume["between_epochs"]:
             self._resume = None  # the data ended where the run was resumed, before its limit, and so did the epoch
+        if self._resume is not None:
+            self._data.load_again(self._restore_random)
+        self._held.look()
         if self._resume is not None and not self._mid_epoch:
             self._restore_random(self._resume["random"]["epoch"])
         if self._resume is not None:
@@ -385,6 +391,7 @@ class BoundaryRecorder:
             place["loops"] = self._progress.take()
             place["not_fetched"] = self._not_fetched
             place["fetches"] = self._fetches.take()
+            place["loads"] = self._data.loads
             place["settings"] = self._settings.take()
         if why := self._trained.unfit():
             place[UNFIT] = why
@@ -459,6 +466,6 @@ class BoundaryRecorder:
     def _can_advance(self) -> bool:
         """Whether loaders can move to their place without fetching consumed batches again."""
         draws = any(name.startswith("loader") for name in self._held.now())
-        return _lightning_data.can_advance(self._trainer, draw_nothing=self._deterministic) and (
-            self._deterministic or not draws
+        return _lightning_data.can_advance(self._trainer, draw_nothing=self._watched.deterministic) and (
+            self._watched.deterministic or not draws
         )

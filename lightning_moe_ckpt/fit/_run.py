@@ -26,7 +26,7 @@ from lightning_moe_ckpt._lightning_callbacks import Findings, ProgressNote, aver
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Neighbours
 from lightning_moe_ckpt.fit._batches import Batches, BatchLog, Logged
-from lightning_moe_ckpt.fit._data import OnMismatch
+from lightning_moe_ckpt.fit._data import OnMismatch, WatchedData
 from lightning_moe_ckpt.fit._departed import say_who_is_gone
 from lightning_moe_ckpt.fit._recorder import BoundaryRecorder
 from lightning_moe_ckpt.fit._settings import OnChange, Settings, announce
@@ -57,7 +57,8 @@ class FitSession:
         config, policy: where checkpoints live and how to resume; what is taken at which step.
         trainer, module: in `on_fit_start`, so parameters are on their device and the optimizer exists.
         own_callbacks: callback classes whose state is not part of the journal.
-        stop_grace, batches, deterministic_dataset, on_change, on_mismatch: see `CheckpointArguments`; `attributes` are arguments of `MovedAttributes`.
+        watched: see `BoundaryRecorder`.
+        stop_grace, batches, on_change, on_mismatch: see `CheckpointArguments`.
     """
 
     resumed = False
@@ -84,10 +85,9 @@ class FitSession:
         module: LightningModule,
         *,
         own_callbacks: tuple[type[Callback], ...],
+        watched: WatchedData,
         stop_grace: timedelta,
         batches: Batches = "reposition",
-        deterministic_dataset: bool = False,
-        attributes: Mapping[str, Any] | None = None,
         on_change: OnChange = "stored",
         on_mismatch: OnMismatch = "stop",
     ) -> None:
@@ -113,11 +113,10 @@ class FitSession:
         self._recorder: BoundaryRecorder = BoundaryRecorder(
             *(trainer, module, own_callbacks, parts, self._trains),
             settings=self._settings,
-            deterministic_dataset=deterministic_dataset,
             layers=self._layers.attributes,
-            attributes=attributes or {},
             on_mismatch=on_mismatch,
             among=lambda: self.session.among,
+            watched=watched,
         )
         self._half_a_step = self._disturbed = self._trained = self._told_to_stop = False
         self._clip = _lightning.ClipTap(trainer, getattr(trainer.strategy, "grad_norm", None))
@@ -142,6 +141,7 @@ class FitSession:
         start = self.session.begin()
         if start is None:
             self._trains.begin()
+            self._recorder.begin()
         else:
             self._settings.resume(start, self.session.report().resumed_from or 0)
             self._recorder.resume(start)

@@ -15,15 +15,16 @@ from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_moe_ckpt._lightning import datamodule_of
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.journal import Constant, Written, refusals, written
+from lightning_moe_ckpt.journal import Constant, Written, differs, refusals, written
 from lightning_moe_ckpt.operators import MoELayerSpec
 
 log = rank_logger(__name__)
@@ -48,7 +49,8 @@ class JournalPart(Protocol):
 class Extras:
     """Take users' state, and remember which of it cannot be stored."""
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer, self._module = trainer, module
         self._refused: set[str] = set()
         self._accepted: set[str] = set()
 
@@ -62,8 +64,21 @@ class Extras:
         states = {c.state_key: c.state_dict() for c in callbacks if c.state_key not in self._refused}
         return {key: copied(state) for key, state in states.items() if state and self._storable(key, state)}
 
-    def take_module(self, module: LightningModule) -> dict[str, Any]:
-        """Return the entries that the module's `on_save_checkpoint` adds to a checkpoint."""
+    def take_owners(self) -> dict[str, Any]:
+        """Return what the module's `on_save_checkpoint` adds to a checkpoint, and the data module's `state_dict`."""
+        return {"module": self._take_module(self._module), "datamodule": self._take_datamodule()}
+
+    def restore_owners(self, wanted: Mapping[str, Any], here: Mapping[str, Any] | None = None) -> None:
+        """Give them what `take_owners` has returned, but for what is so `here`, by default now: loading runs the user's code."""
+        here, names = self.take_owners() if here is None else here, ("module", "datamodule")
+        module, datamodule = (copied(wanted[each]) if differs(wanted[each], here.get(each)) else {} for each in names)
+        if module:
+            self._module.on_load_checkpoint(module)
+        owner = datamodule_of(self._trainer)
+        if datamodule and owner is not None:
+            owner.load_state_dict(datamodule)
+
+    def _take_module(self, module: LightningModule) -> dict[str, Any]:
         name = f"`{type(module).__qualname__}.on_save_checkpoint`"
         if name in self._refused or not is_overridden("on_save_checkpoint", module):
             return {}
@@ -80,8 +95,8 @@ class Extras:
         added = {key: value for key, value in checkpoint.items() if key not in _GIVEN}
         return copied(added) if self._storable(name, added) else {}
 
-    def take_datamodule(self, datamodule: LightningDataModule | None) -> dict[str, Any]:
-        """Return the data module's `state_dict`."""
+    def _take_datamodule(self) -> dict[str, Any]:
+        datamodule = datamodule_of(self._trainer)
         if datamodule is None or not is_overridden("state_dict", datamodule):
             return {}
         name, state = f"`{type(datamodule).__qualname__}.state_dict`", datamodule.state_dict()

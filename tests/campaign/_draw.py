@@ -247,7 +247,9 @@ def _changed(rng: random.Random, setup: Drawn) -> Any:
     if not setup.logger:
         can.append("log_every_n_steps")
     draws = setup.augment or setup.holds != "nothing" or setup.batch_of == "random"
-    if setup.data in {"map", "by_epoch"} and not draws and not setup.persistent and setup.loader == "plain":
+    # Loaders that are made again have an iterator that nobody reads, of which workers draw more.
+    again = "reload_dataloaders_every_n_epochs" in dict(setup.trainer)
+    if setup.data == "map" and not (draws or again or setup.persistent) and setup.loader == "plain":
         can.append("num_workers")
     return tuple(name for name in can if rng.random() < 0.5) if rng.random() < 0.25 else ()
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
@@ -34,6 +34,8 @@ class Fed(Variant):
     feed: str
     batches: int = 8
     validate_every: int | None = 3
+    early: bool = False
+    """Whether Lightning makes the first iterator while optimizers are configured."""
 
     @override
     def make_module(self, life: Attempt) -> Module:
@@ -41,11 +43,17 @@ class Fed(Variant):
 
     @override
     def callbacks(self, life: Attempt) -> Sequence[Callback]:
-        own: dict[str, list[Callback]] = {"held": [Smudging()], "moved": [Moving()]}
+        own: dict[str, list[Callback]] = {"held": [Smudging()], "moved": [Moving()], "asked": [Judging()]}
         return own.get(self.feed, [])
 
     @override
+    def fit_options(self, life: Attempt) -> dict[str, Any]:
+        return {"datamodule": Asked(self)} if self.feed == "asked" else {}
+
+    @override
     def loaders(self, life: Attempt) -> tuple[Any, Any]:
+        if self.feed == "asked":
+            return None, None
         return FEEDS[self.feed](self), make_validation_loader(self.batch_size)
 
 
@@ -57,7 +65,7 @@ class Drawing(VariantModule):
     def __init__(self, setup: Fed, life: Attempt) -> None:
         super().__init__(setup, life)
         self.noise = {"loss": [torch.Generator().manual_seed(5)]}
-        self.difficulty = 0.0
+        self.difficulty, self._fed = 0.0, setup
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -67,6 +75,45 @@ class Drawing(VariantModule):
             batch = {name: part for name, part in batch.items() if part is not None}
         scale = 1 + self.difficulty + torch.rand((), generator=self.noise["loss"][0])
         return super().training_step(batch, batch_idx) * scale
+
+    @override
+    def configure_optimizers(self) -> Any:
+        configured = super().configure_optimizers()
+        if self._fed.early:
+            optimizer, steps = configured["optimizer"], int(self.trainer.estimated_stepping_batches)
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=max(40, steps))
+            configured["lr_scheduler"] = {"scheduler": cycle, "interval": "step"}
+        return configured
+
+
+class Asked(LightningDataModule):
+    """Counts how often it is asked for loaders, once in state of its own, and gives other ones each time."""
+
+    def __init__(self, setup: Fed) -> None:
+        super().__init__()
+        self._setup, self.validations, self._counts = setup, [0], {"asked": 0}
+        self.state_dict = lambda: dict(self._counts)  # type: ignore[method-assign]
+        self.load_state_dict = self._counts.update  # type: ignore[method-assign, assignment]
+
+    @override
+    def train_dataloader(self) -> Any:
+        self._counts["asked"] += 1
+        order = torch.randperm(32, generator=torch.Generator().manual_seed(self._counts["asked"]))
+        return _loader(self._setup, Subset(_tokens(self._setup), order.tolist()))
+
+    @override
+    def val_dataloader(self) -> Any:
+        self.validations[0] += 1
+        return _loader(self._setup, Subset(_tokens(self._setup), range(self.validations[0], 8)))
+
+
+class Judging(Callback):
+    """Lets training depend on each validation."""
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, Drawing)
+        pl_module.difficulty += float(trainer.callback_metrics["validation_loss"])
 
 
 class Smudging(Callback):
@@ -275,10 +322,13 @@ CASES = {
     "counted": Fed(feed="counted"),
     "persistent_counted": Fed(feed="persistent_counted", workers=2),
     "knowing": Fed(feed="knowing"),
+    "asked": Fed(feed="asked", trainer=(("reload_dataloaders_every_n_epochs", 1), ("num_sanity_val_steps", 1))),
+    "early": Fed(feed="passes", early=True, logged=True),
+    "early_persistent": Fed(feed="persistent_counted", workers=2, early=True),
 }
 
 
-QUICK = ("cycle", "held", "moved", "persistent_held", "passes", "knowing")
+QUICK = ("cycle", "held", "moved", "persistent_held", "passes", "knowing", "asked", "early")
 """One for each thing that can go wrong; the others differ little from these or from drawn runs, as streams through a
 buffer do, and only `make soak` has them."""
 
