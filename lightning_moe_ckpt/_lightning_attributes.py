@@ -30,16 +30,15 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_moe_ckpt._lightning import callbacks_of, datamodule_of
 from lightning_moe_ckpt._lightning_data import data_owners, loader_generators, loader_objects, loads_again
 from lightning_moe_ckpt._lightning_kinds import CONTENT, metrics_own
-from lightning_moe_ckpt._lightning_users import has_state, is_library
+from lightning_moe_ckpt._lightning_users import in_state, is_library
 from lightning_moe_ckpt._lightning_values import Values, is_of_values, unnumbered
-from lightning_moe_ckpt.journal import NATIVE, HeldGenerator, differs
+from lightning_moe_ckpt.journal import HeldGenerator
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH = 6
@@ -158,7 +157,9 @@ class MovedAttributes:
         owners = {}
         for name, each in (self._held if roots is None else roots).items():
             if name not in self._in_states:
-                self._in_states[name] = _in_state(each)
+                self._in_states[name] = (
+                    in_state(each) if _loads_state(each) and each is not self._module else frozenset()
+                )
             owners[name] = each, _not_users(each) | self._in_states[name] | self._kept.get(name, set())
         module = self._module
         elsewhere: dict[str, object] = {f"module.{name}": each for name, each in module.named_modules() if name}
@@ -217,33 +218,6 @@ def _loads_state(owner: object) -> bool:
     if isinstance(owner, Callback | LightningDataModule):
         return bool(is_overridden("state_dict", owner))
     return isinstance(owner, LightningModule) and bool(is_overridden("on_load_checkpoint", owner))
-
-
-def _in_state(owner: object) -> frozenset[str]:
-    """Return the names of attributes that need no place beside the owner's own state: large values that it has, too."""
-    if isinstance(owner, nn.Module) or not _loads_state(owner):
-        return frozenset()
-    found = set[str]()
-    with contextlib.suppress(Exception):  # the user's code may raise anything; all is looked at then
-        state: Any = owner.state_dict()  # type: ignore[attr-defined]
-        inside = list(_walk(state))
-        ids, places = set(map(id, inside)), {each.data_ptr() for each in inside if isinstance(each, Tensor)}
-        for name, value in vars(owner).items():
-            if value is not None and type(value) in NATIVE:
-                continue
-            leaves = pytree.tree_leaves(value.state_dict() if has_state(value) else value)
-            same = bool(leaves) and all(isinstance(each, Tensor) and each.data_ptr() in places for each in leaves)
-            key = next((key for key in (name, name.strip("_")) if key in state), None)
-            if same or (value is not None and id(value) in ids) or (key and not differs(state[key], value)):
-                found.add(name)
-    return frozenset(found)
-
-
-def _walk(value: object) -> Iterator[object]:
-    yield value
-    if isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _walk(each)
 
 
 class HeldGenerators:

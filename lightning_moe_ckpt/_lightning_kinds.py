@@ -28,7 +28,15 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torchmetrics import MeanMetric, Metric
 
-from lightning_moe_ckpt._lightning_users import MADE_BY_LIGHTNING, SEARCHED, has_state, is_library, slots_of
+from lightning_moe_ckpt._lightning_users import (
+    MADE_BY_LIGHTNING,
+    SEARCHED,
+    has_state,
+    in_state,
+    is_library,
+    slots_of,
+    space_of,
+)
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.journal import (
     NATIVE,
@@ -112,11 +120,14 @@ class Node:
         if self.is_new and found(name_of(type(self.each))) is not type(self.each):
             self.why[CONTENT] = {NEW: f"of class {name_of(type(self.each))}, which has no such name"}
         self.now = {CONTENT: self._content(graph)}
+        self._look_at(space, graph)
+        return True
+
+    def _look_at(self, space: Mapping[str, Any], graph: Graph) -> None:
         for name, value in space.items():
             place = f"{self.name}.{name}"
             if name not in (self.left_out or ()) and not graph.is_untouched(place):
                 self.now[f".{name}"] = graph.describe(value, place, self, f".{name}")
-        return True
 
     def cannot_look(self, error: Exception) -> bool:
         """Note what a look has raised, which no foreign object ends training with; return whether that is new."""
@@ -332,10 +343,23 @@ class _Array(Whole):
 
 
 class Stateful(Whole):
-    """An object with `state_dict` and `load_state_dict`."""
+    """An object with `state_dict` and `load_state_dict`; one of the user's classes has attributes, too."""
 
     tag = "s"
     _accesses: DataAccess | None = None
+    _space: tuple[object, ...] = ()
+
+    def look(self, graph: Graph) -> bool:
+        changed, space = super().look(graph), space_of(self.each) if self.left_out is not None else {}
+        seen = (*space.keys(), *space.values())
+        if changed or len(seen) != len(self._space) or not all(map(is_, seen, self._space)):
+            self._space, self.parts, changed = seen, [], True
+            self.now, self.why = (
+                {CONTENT: self.now[CONTENT]},
+                {end: self.why[end] for end in self.why if end == CONTENT},
+            )
+            self._look_at(space, graph)
+        return changed
 
     def close(self) -> None:
         if self._accesses is not None:
@@ -430,10 +454,10 @@ def kind_of(value: Any, *, is_new: bool) -> tuple[type[Node] | None, Collection[
             return kind if _is_searched(value) else None, () if users and base in {list, deque, set, dict} else None
     if isinstance(value, Metric):
         return Node, metrics_own() - {"_update_count", "_computed"}
-    if isinstance(value, nn.Module | Optimizer) or (
-        not is_new and not isinstance(value, MADE_BY_LIGHTNING) and has_state(value)
-    ):
+    if isinstance(value, nn.Module | Optimizer):
         return Stateful, None
+    if not is_new and not isinstance(value, MADE_BY_LIGHTNING) and has_state(value):
+        return Stateful, in_state(value) if users else None
     searched = users or isinstance(value, SEARCHED)
     if isinstance(value, MADE_BY_LIGHTNING) or not searched or callable(getattr(value, "__next__", None)):
         return None, None
@@ -524,13 +548,6 @@ def _digest(array: np.ndarray[Any, Any], most_nbytes: int) -> int:
 
 def _encoded(value: object) -> object:
     return id(value) if refusals(value) else encode(value)
-
-
-def space_of(each: Any) -> Mapping[str, Any]:
-    """Return the attributes that an object has itself."""
-    space = getattr(each, "__dict__", {})
-    slots = slots_of(type(each))
-    return space if not slots else {**space, **{name: getattr(each, name) for name in slots if hasattr(each, name)}}
 
 
 def restore_values(tensor: Tensor, kept: Tensor) -> None:

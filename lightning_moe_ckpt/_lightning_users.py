@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import inspect
 import io
 import sys
 import types
 from collections import ChainMap, UserDict, UserList, UserString
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_moe_ckpt.journal import NATIVE, differs
 
 _LIBRARIES = frozenset(
     {
@@ -102,3 +108,29 @@ def _slots_of(kind: type) -> Collection[str]:
 
 
 slots_of: Callable[[type], Collection[str]] = functools.lru_cache(maxsize=1024)(_slots_of)
+
+
+def space_of(each: Any) -> Mapping[str, Any]:
+    """Return the attributes that an object has itself."""
+    space = getattr(each, "__dict__", {})
+    slots = slots_of(type(each))
+    return space if not slots else {**space, **{name: getattr(each, name) for name in slots if hasattr(each, name)}}
+
+
+def in_state(owner: Any) -> frozenset[str]:
+    """Return the names of attributes that need no place beside an object's own state: large values that it has, too."""
+    found = set[str]()
+    with contextlib.suppress(Exception):  # the user's code may raise anything; all is looked at then
+        state: Any = owner.state_dict()
+        leaves = pytree.tree_leaves(state)
+        ids = {*map(id, state.values()), *map(id, leaves)}
+        places = {each.data_ptr() for each in leaves if isinstance(each, Tensor)}
+        for name, value in space_of(owner).items():
+            if value is not None and type(value) in NATIVE:
+                continue
+            parts = pytree.tree_leaves(value.state_dict() if has_state(value) else value)
+            same = bool(parts) and all(isinstance(each, Tensor) and each.data_ptr() in places for each in parts)
+            key = next((key for key in (name, name.strip("_")) if key in state), None)
+            if same or (value is not None and id(value) in ids) or (key and not differs(state[key], value)):
+                found.add(name)
+    return frozenset(found)

@@ -32,9 +32,8 @@ from lightning_moe_ckpt._lightning_kinds import (
     may_make,
     same,
     size_of,
-    space_of,
 )
-from lightning_moe_ckpt._lightning_users import MADE_BY_LIGHTNING, has_state, why_not
+from lightning_moe_ckpt._lightning_users import MADE_BY_LIGHTNING, has_state, space_of, why_not
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.journal import NATIVE, Missing, Text, fixed, found, name_of, read_named
@@ -414,11 +413,6 @@ class _Parts:
         # Twice, since the getter of one name gives no tuple.
         self._get = [itemgetter(*names, *names) for names in plain.values()]
         self._first = list(map(_GET, self._get, self._values))
-
-    def others(self, owners: Mapping[str, object]) -> dict[str, object]:
-        """Return those that are none of these parts."""
-        own = dict(zip(self._names, self._owners, strict=True))
-        return {name: owner for name, owner in owners.items() if own.get(name) is not owner}
 
     def moved(self) -> dict[str, object]:
         """Return parts of which an attribute is new or another object; if there are none, nothing is done for each part."""

@@ -173,8 +173,10 @@ class BoundaryRecorder:
 
     def take_after(self, start: Start) -> Start:
         """Return what hooks have made since `start` was taken, in mid-epoch, where training ends: values on the host."""
-        end = self.take_end()
-        found = {name: end[name] for name in (*ENDS, "random") if name not in start or differs(start[name], end[name])}
+        end = self._take(between_epochs=True)
+        found = {name: end[name] for name in ENDS if differs(start[name], end[name])} | {
+            "random": {"fetch": self._take_random()}
+        }
         return pytree.tree_map(lambda each: each.cpu() if isinstance(each, Tensor) else each, found)  # type: ignore[no-any-return]
 
     def restore_end(self) -> None:
@@ -216,7 +218,7 @@ class BoundaryRecorder:
         # In this order, which is part of the bytes of segments.
         return {**self._start, "random": {"epoch": come["epoch"], "after_fetch": None, **come}, "data": data}
 
-    def _between_epochs(self, random: RngState) -> dict[str, Any]:
+    def _between_epochs(self, random: RngState | None) -> dict[str, Any]:
         return {**dict.fromkeys(_MOMENTS), "epoch": random, "workers": self._workers.end()}
 
     def attributes(self) -> dict[str, Any]:

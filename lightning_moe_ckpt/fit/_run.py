@@ -66,7 +66,7 @@ class FitSession:
     _neighbours: Neighbours | None = None
     _last_step: int | None = None
     """With which training is planned to end, once it is known."""
-    _gradients_of: Mapping[str, Any] | None = None
+    _gradients_of: dict[str, Any] | None = None
     """Start half of the boundary that was loaded, until the next batch begins."""
     may_begin_with_gradients = False
     """Whether the coming step may begin with gradients that the boundary at hand does not have."""

@@ -26,7 +26,7 @@ class Model(LightningModule):
         self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
     def loss(self, batch: list[Tensor], uses: int) -> Tensor:
-        found: Tensor = sum(self.parts[at](batch[0]) for at in range(uses, 3))  # type: ignore[assignment]
+        found: Tensor = sum(self.parts[at](batch[0]) for at in range(uses, 3))
         return found.square().mean()
 
     @override
@@ -83,7 +83,7 @@ def fit(*callbacks: Callback, max_steps: int) -> dict[str, Any]:
     """Train, and return what there is at the end."""
     seed_everything(1, verbose=False)
     items = TensorDataset(torch.randn(16, 4))
-    model, loaders = Model(), [DataLoader(items, 4, shuffle=True), DataLoader(items, 8)]
+    model = Model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(
@@ -95,7 +95,7 @@ def fit(*callbacks: Callback, max_steps: int) -> dict[str, Any]:
             enable_checkpointing=True,
             callbacks=list(callbacks),
         )
-        trainer.fit(model, *loaders)
+        trainer.fit(model, DataLoader(items, 4, shuffle=True), DataLoader(items, 8))
     state = trainer.optimizers[0].state_dict()
     loops = trainer.fit_loop.state_dict()
     return {

@@ -73,6 +73,14 @@ class Stateful:
         self.weight, self.loads = state["weight"], self.loads + 1
 
 
+class Half(Stateful):
+    """Has something that its state does not name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = list[float]()
+
+
 def _inner() -> dict[str, Any]:
     param = nn.Parameter(torch.ones(2))
     return {"param": param, "optimizer": torch.optim.SGD([param], 0.1, momentum=0.9)}
@@ -163,6 +171,8 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "namespace": (lambda: SimpleNamespace(weight=1.0), _sets("weight", [0.1])),
     "new_object": (lambda: None, lambda _: Box(0.1)),
     "stateful": (Stateful, lambda each: each.weight.append(0.1)),
+    "half_stateful": (Half, lambda each: (each.weight.append(0.1), each.seen.append(0.2))[1]),
+    "otherwise_stateful": (Half, lambda each: each.seen.append(0.2)),
     "module": (lambda: [nn.LayerNorm(2)], lambda each: (each[0].weight.data.mul_(0.1), None)[1]),
     "metric": (MeanMetric, lambda each: each.update(0.1)),
     "new_generator": (lambda: None, lambda _: np.random.default_rng(3)),

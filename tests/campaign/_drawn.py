@@ -38,7 +38,7 @@ from typing_extensions import override
 
 from campaign._data import VOCABULARY, Tokens
 from campaign._drawn_hooks import EDITS, Hook, with_hooks
-from campaign._drawn_values import Place, Remembering, Remembers
+from campaign._drawn_values import Place, Remembering, Remembers, Stated
 from campaign._training import Module, Setup, make_averaging, make_scheduler
 from campaign._variants import Item, Stream, Variant, VariantModule
 from lightning_moe_ckpt._lightning_data import begin_epoch
@@ -140,7 +140,7 @@ class Drawn(Variant):
             made["exception"] = OnExceptionCheckpoint(_files(self, life) / "exception")
         if "learning_rate" in self.user_callbacks:
             made["learning_rate"] = LearningRateMonitor("step", log_momentum=True)
-        remembering = [Remembering()] if self.remembers else []
+        remembering = [Remembering(), Stated()] if self.remembers else []
         more = [Idle()] if self.is_changed("callbacks", life) else []
         return [*super().callbacks(life), *remembering, *make_averaging(self.averaged), *made.values(), *more]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.moe import MoELayer
 
-Place = Literal["module", "part", "layer", "object", "callback", "data"]
+Place = Literal["module", "part", "layer", "object", "callback", "stated", "data"]
 """Whose attribute it is: the module's, that of the model in it or of an MoE layer, of an object in a list, of a callback, or of the data set."""
 
 
@@ -26,6 +26,10 @@ class Box:
     """A number of its own."""
 
     number: float = 1.0
+
+
+class Numbers(list[float]):
+    """A list of the user's."""
 
 
 def _put(value: Any, key: Any, number: Any) -> Any:
@@ -84,12 +88,37 @@ VALUES: Mapping[str, Kind] = {
         lambda _, number: {"box": Box(number)},
         lambda value: value["box"].number if value else 0.0,
     ),
+    "own_list": (Numbers, _grown, lambda value: sum(value[-3:])),
+    "validated": (
+        lambda: None,
+        lambda value, number: value if value is None else _put(value, "train", _grown(value["train"], number)),
+        lambda value: sum(value["train"][-3:]) + 0.1 * len(value["seen"]) if value is not None else 0.0,
+    ),
 }
 """What makes each, moves it by the number of a step, and reads it."""
 
 
 class Remembering(Callback):
     """Holds what others move."""
+
+
+class Stated(Callback):
+    """Holds the same beside a state of its own, which has none of it."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    @override
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.batches += 1
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.batches = state_dict["batches"]
 
 
 class Remembers(LightningModule):
@@ -105,6 +134,16 @@ class Remembers(LightningModule):
             for owner in self._owners(at):
                 if not hasattr(owner, f"value{at}"):
                     object.__setattr__(owner, f"value{at}", VALUES[kind][0]())
+
+    @override
+    def on_validation_start(self) -> None:
+        """Make what only validation does, the sanity check first; what it notes does not depend on weights."""
+        super().on_validation_start()
+        for at, (kind, _) in enumerate(self.remembered):
+            for owner in self._owners(at) if kind == "validated" else ():
+                if getattr(owner, f"value{at}", None) is None:
+                    object.__setattr__(owner, f"value{at}", defaultdict[str, list[float]](list))
+                getattr(owner, f"value{at}")["seen"].append(1.0)
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -129,6 +168,8 @@ class Remembers(LightningModule):
         place = self.remembered[at][1]
         if place == "callback":
             return [each for each in trainer.callbacks if isinstance(each, Remembering)]  # type: ignore[attr-defined]
+        if place == "stated":
+            return [each for each in trainer.callbacks if isinstance(each, Stated)]  # type: ignore[attr-defined]
         if place == "data":
             return [trainer.train_dataloader.dataset] if trainer.train_dataloader is not None else []
         layers = [each for each in self.model.modules() if hasattr(each, "experts") and not isinstance(each, MoELayer)]
