@@ -172,7 +172,8 @@ class Remembers(LightningModule):
             return [each for each in trainer.callbacks if isinstance(each, Stated)]  # type: ignore[attr-defined]
         if place == "data":
             return [trainer.train_dataloader.dataset] if trainer.train_dataloader is not None else []
-        layers = [each for each in self.model.modules() if hasattr(each, "experts") and not isinstance(each, MoELayer)]
+        parts = self.modules() if self.model is not None else ()
+        layers = [each for each in parts if hasattr(each, "experts") and not isinstance(each, MoELayer)]
         owners: dict[str, list[Any]] = {"module": [self], "part": [self.model], "object": self._objects}
         owners["layer"] = layers[:1]
         return owners[place]
