@@ -63,10 +63,14 @@ class _Program(click.Group):
             sys.stderr.write(f"moe-ckpt: {sentence}\n")
             return 2
         except BrokenPipeError:
-            # What is still buffered would fail again when Python ends.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()
             return _BROKEN_PIPE
         return status
+
+
+def _drop_output() -> None:
+    """Leave out what is still buffered, which would fail again when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,8 +84,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None and sys.argv[1:2] == ["bench"]:
         _take_large_pages()
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115  # closed by who has started us
+    if sys.stdout is None:
+        sys.stderr.write(
+            "moe-ckpt: standard output is closed, and nothing can be shown. Redirect it to /dev/null instead.\n"
+        )
+        return 2
     try:
         return int(PROGRAM.main(argv, "moe-ckpt", standalone_mode=False))
+    except OSError as error:  # what the commands themselves read and write is a `CheckpointError`
+        sys.stderr.write(
+            f"moe-ckpt: {error.filename or 'standard output'}: {error.strerror}. The output is not complete.\n"
+        )
+        _drop_output()
+        return 2
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

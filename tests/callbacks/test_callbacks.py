@@ -413,7 +413,7 @@ def test_a_journal_that_outgrows_its_record_costs_one_window(tmp_path: Path, cap
     fit(checkpoint, Growing(), Patient(), steps=11)
     lost = [record.message for record in caplog.records if "was not taken" in record.message]
     assert len(lost) == 1
-    assert "the step journal takes 5" in lost[0]
+    assert "the step journal takes" in lost[0]
     assert checkpoint.report.generations_complete == 4
     growing, resumed = Growing(), SparseCheckpoint(str(tmp_path))
     fit(resumed, growing, steps=12)

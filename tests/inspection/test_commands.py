@@ -287,6 +287,17 @@ def test_a_reader_that_leaves_early_is_no_error(sparse_run: str) -> None:
     assert done.stderr == b"[141, 141]"
 
 
+@pytest.mark.parametrize(("into", "said"), [(">/dev/full", "No space left on device"), (">&-", "is closed")])
+def test_output_that_cannot_be_written_is_said(into: str, said: str) -> None:
+    """A full disk or a closed descriptor: one sentence, and no traceback."""
+    command = ["sh", "-c", f'"$0" -m lightning_moe_ckpt --help {into}', sys.executable]
+    done = subprocess.run(command, stderr=PIPE, timeout=100, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"moe-ckpt: standard output")
+    assert said.encode() in done.stderr
+    assert done.stderr.count(b"\n") == 1
+
+
 def test_a_pipe_gets_whole_rows_without_colours(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, sparse_run: str
 ) -> None:
