@@ -34,6 +34,8 @@ from lightning_moe_ckpt.errors import (
 from lightning_moe_ckpt.inspection import Export, export
 from lightning_moe_ckpt.process._heap import _Owner
 from lightning_moe_ckpt.storage import PosixBackend, RunStore, RunView, open_backend
+from lightning_moe_ckpt.tiers import HostTier
+from lightning_moe_ckpt.tiers._shm import MemoryName
 
 FEATURES = 4
 
@@ -418,6 +420,33 @@ def test_a_journal_that_outgrows_its_record_costs_one_window(tmp_path: Path, cap
     growing, resumed = Growing(), SparseCheckpoint(str(tmp_path))
     fit(resumed, growing, steps=12)
     assert (resumed.report.resumed_from, len(growing.text)) == (11, 500_000)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_memory_keeps_a_generation_while_its_rings_are_replaced(
+    tmp_path: Path, shared_memory: Path, window: int
+) -> None:
+    """A history that doubles at every step outgrows ring after ring: what a kill would find is never older than before."""
+    checkpoint = SparseCheckpoint(str(tmp_path), window=window, overhead_target=None)
+    found, rings = list[int](), set[int]()
+
+    class Doubling(Growing):
+        def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+            self.text = "x" * 2 ** (8 + trainer.global_step)
+            tier = HostTier(checkpoint_tag(shared_memory), shared_memory)
+            found.append(max((each.generation.step for each in tier.holdings()), default=-1))
+            tier.close()
+            rings.update(path.stat().st_ino for path in shared_memory.glob("*.ring"))
+
+    fit(checkpoint, Doubling(), steps=14)
+    assert found == sorted(found), found
+    assert found[-1] >= 6, found
+    assert len(rings) > 1, "nothing was replaced"
+
+
+def checkpoint_tag(shared: Path) -> str:
+    names = [name for path in shared.glob("*.ring") if (name := MemoryName.parse(path.name)) is not None]
+    return names[0].tag if names else "none"
 
 
 def test_a_resumed_life_goes_on_deleting(tmp_path: Path) -> None:
