@@ -232,6 +232,7 @@ def load_found(
         Corrupt: its plan is none.
     """
     as_user(found.start)  # first: what records hold depends on the groups of the optimizer
+    view.fit_buffers(dict(zip(found.layouts[0].names, found.layouts[0].kinds, strict=True)))
     layout = _layout_of(found, view, groups, exchange)
     replay = Replay(
         window=layout,

@@ -272,7 +272,11 @@ class CaptureSession:
                     if self._edits.may_come:
                         self._engine.fence(pending.ticket)
                 except (CheckpointError, BufferChanged, RuntimeError) as error:  # torch's, where memory is not there
-                    self._spoil(f"its buffers or what was changed cannot be stored: {error}")
+                    changed = isinstance(
+                        error, BufferChanged
+                    )  # then plans are laid out anew, for buffers as they are now
+                    self._journal_nbytes = self._plans.journal_nbytes if changed else self._journal_nbytes
+                    self._spoil(f"its buffers or what was changed cannot be stored: {error}", failed=not changed)
 
     def seal_beside(self, why_not: str = "") -> None:
         """Begin to complete the newest boundary on a thread; call where training is about to run without Python.
@@ -457,11 +461,7 @@ class CaptureSession:
             return self._has_room_now()
 
     def _grow_journal(self, nbytes: int, following: WindowLayout | None) -> tuple[WindowLayout | None, bool]:
-        """Lay plans out anew if a journal outgrew its record on some rank, in a larger ring if need be.
-
-        Returns:
-            The plan that follows, with room for it; and whether all ranks have that room.
-        """
+        """Lay plans out anew where records are too small; return the following one, and whether all ranks have room."""
         if nbytes == 0:
             return following, True
         assert self._layout is not None

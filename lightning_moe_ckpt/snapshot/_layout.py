@@ -146,6 +146,13 @@ class StateView:
         value = getattr(owner, key, None)
         return value if isinstance(value, Tensor) else None
 
+    def fit_buffers(self, kinds: Mapping[str, TensorKind]) -> None:
+        """Give buffers that grow or shrink in training the shapes that records of them have, before they are loaded."""
+        for name in self.buffer_names:
+            buffer, kind = self.buffer(name), kinds.get(f"buffer/{name}")
+            if buffer is not None and kind is not None and buffer.dtype == kind[0] and buffer.shape != kind[1]:
+                buffer.data = buffer.data.new_zeros(kind[1])
+
     def replanned(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype]) -> StateView:
         """Return a view of the same live state, cut into other operators and stored at other precisions."""
         return self._like(operators, compute_dtypes, self.averages)

@@ -235,7 +235,7 @@ class SegmentWriter:
         """Begin to bring this rank's buffers and the journal to the host; they may change, and be let go of, after it.
 
         Raises:
-            BufferChanged: a buffer has another shape or dtype than when training started.
+            BufferChanged: a buffer has another shape or dtype than when the plan was made.
         """
         on_device: list[Copy] = []
         for name in self.layout.view.buffer_names:
@@ -244,7 +244,7 @@ class SegmentWriter:
                 found = "gone" if buffer is None else f"{buffer.dtype} {tuple(buffer.shape)}"
                 raise BufferChanged(
                     f"buffer `{name}` is {found}, was {place.dtype} {tuple(place.shape)} when this plan was made. "
-                    "Keep the shape of buffers, or register what grows as a plain attribute that is rebuilt at start"
+                    "The next plan is made for that; what grows in every step is better a plain attribute"
                 )
             if buffer.is_cuda:
                 on_device.append((buffer.detach().clone(), place))  # the next forward changes the buffer
