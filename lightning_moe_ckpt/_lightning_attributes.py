@@ -181,7 +181,7 @@ class MovedAttributes:
 
     def _data_roots(self) -> Iterator[tuple[str, object]]:
         for name, each in data_owners(self._trainer):
-            if type(each) is DataLoader or not is_library(type(each)):
+            if type(each) is DataLoader or not type(each).__module__.startswith(("torch", "lightning.", "streaming.")):
                 yield name, each
 
 
@@ -198,6 +198,9 @@ def _not_users(owner: object) -> frozenset[str]:
     if isinstance(owner, Callback | LightningDataModule):
         kind: Any = type(owner)
         return frozenset(own | _set_by_library(kind))
+    if is_library(type(owner)) and not isinstance(owner, nn.Module) and type(owner) is not DataLoader:
+        # Data of other packages: it counts in numbers, and builds its other parts by itself.
+        return frozenset(own | {name for name, value in vars(owner).items() if type(value) not in (bool, int, float)})
     return frozenset(own if not isinstance(owner, Metric) else own | metrics_own() | owner._defaults.keys())
 
 

@@ -73,7 +73,7 @@ def skip_batches(
     if own is not None:
         for each, state in zip(loader.flattened, own, strict=True):
             each.load_state_dict(state)
-        before_fetch(num_batches - 1)
+        fetcher._start_profiler = lambda: before_fetch(num_batches - 1)  # if it fetches ahead
         iter(fetcher)
         loader._iterator._idx = max(num_batches, loader._iterator._idx)  # type: ignore[union-attr]
     elif restarts is not None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import Self, override
 
 from lightning_moe_ckpt._lightning_data import loaders_of
+from lightning_moe_ckpt._lightning_users import is_library
 
 
 def settings_of(trainer: Trainer) -> list[dict[str, Any]]:
@@ -33,8 +34,31 @@ def settings_of(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def know_position(trainer: Trainer) -> bool:
-    """Return whether each loader can be asked for its position, and told one, and is not torch's: those are fetched from again."""
-    return all(isinstance(each, _Stateful) and not isinstance(each, DataLoader) for each in loaders_of(trainer))
+    """Return whether each loader can be asked for its position, and told one.
+
+    From those that are torch's own or made of them is fetched again: litdata's begins no later epoch right after it was told.
+    MosaicML's is asked, since its data sets keep their place in shared memory.
+    """
+    loaders = loaders_of(trainer)
+    asked = [not isinstance(each, DataLoader) or type(each).__module__.startswith("streaming.") for each in loaders]
+    return all(asked) and all(isinstance(each, _Stateful) for each in loaders)
+
+
+def epochs_of(trainer: Trainer) -> list[int | None]:
+    """Return the epochs that data sets of other packages have been told, whose attributes are not looked at."""
+    found = [getattr(each, "dataset", None) for each in loaders_of(trainer)]
+    told = [
+        getattr(each, "epoch", None) if hasattr(each, "set_epoch") and is_library(type(each)) else None
+        for each in found
+    ]
+    return [epoch if type(epoch) is int else None for epoch in told]
+
+
+def set_epochs(trainer: Trainer, epochs: Sequence[int | None]) -> None:
+    """Tell them."""
+    for each, epoch in zip(loaders_of(trainer), epochs, strict=False):  # the user may have other loaders now
+        if epoch is not None and hasattr(each.dataset, "set_epoch"):
+            each.dataset.set_epoch(epoch)
 
 
 def own_positions(trainer: Trainer) -> list[Any]:

@@ -30,6 +30,7 @@ _LIBRARIES = frozenset(
         *("torch", "torchdata", "torchmetrics", "torchvision", "torchaudio", "torchao", "triton", "transformer_engine"),
         *("transformers", "tokenizers", "datasets", "accelerate", "peft", "huggingface_hub", "safetensors", "timm"),
         *("numpy", "pandas", "pyarrow", "PIL", "scipy", "sklearn", "matplotlib", "fsspec", "h5py", "zarr", "xarray"),
+        *("litdata", "streaming", "webdataset"),
         *("tqdm", "rich", "wandb", "mlflow", "tensorboard", "tensorboardX", "omegaconf", "jsonargparse", "pydantic"),
     }
 )

@@ -151,6 +151,8 @@ class DataRecord:
         """Record what data holds before the iterator of an epoch is made."""
         self._own = (None, None)
         self.taken = {"before": self._moved.take(_LOADERS), "settings": _lightning_positions.settings_of(self._trainer)}
+        if any(epochs := _lightning_positions.epochs_of(self._trainer)):
+            self.taken["epochs"] = epochs
 
     def before_fetch(self) -> None:
         """Record where loaders are that know it by themselves."""
@@ -216,6 +218,7 @@ class DataRecord:
         """Let data hold again what it held before the iterator of the epoch was made."""
         if "before" in self._resumed:
             self._moved.restore(self._resumed["before"], _LOADERS, forget_new=True)
+            _lightning_positions.set_epochs(self._trainer, self._resumed.get("epochs", []))
             self.taken = {**self._resumed}
         self._require_settings()
 
