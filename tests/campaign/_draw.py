@@ -236,7 +236,24 @@ def _further(rng: random.Random, setup: Drawn) -> Drawn:
     changes["emulated"] = rng.random() < 0.1
     changes["remembers"] = _remembers(setup)
     setup = replace(setup, **changes, checkpointing=_paced(rng, setup.checkpointing))
+    setup = replace(setup, **_counts(random.Random(f"counts {setup!r}"), setup))
     return replace(setup, changed=_changed(random.Random(repr(setup)), setup))
+
+
+def _counts(rng: random.Random, setup: Drawn) -> dict[str, Any]:
+    """In a quarter of the runs data that counts, and in some an iterator that is made early."""
+    can = []
+    if setup.data == "stream":
+        can = ["passes"]
+    elif setup.data == "map" and setup.world_size == 1 and not setup.seeded and setup.sampler != "varying":
+        overfits = "overfit_batches" in dict(setup.trainer)
+        samplers = ["sampler", "batch_sampler"] if not overfits and setup.sampler == "shuffle" else []
+        can = ["items", *samplers, *(["collate"] if setup.batch_of == "list" and not setup.persistent else [])]
+        can += ["worker"] if setup.workers else []
+        can += ["asked"] if setup.datamodule else []
+    if not can or setup.loader == "stateful":  # its workers keep what they count to themselves
+        return {}
+    return {"counts": rng.choice(can) if rng.random() < 0.25 else "nothing", "early": rng.random() < 0.1}
 
 
 def _changed(rng: random.Random, setup: Drawn) -> Any:
@@ -246,7 +263,7 @@ def _changed(rng: random.Random, setup: Drawn) -> Any:
         can.append("detect_anomaly")
     if not setup.logger:
         can.append("log_every_n_steps")
-    draws = setup.augment or setup.holds != "nothing" or setup.batch_of == "random"
+    draws = setup.counts != "nothing" or setup.augment or setup.holds != "nothing" or setup.batch_of == "random"
     # Loaders that are made again have an iterator that nobody reads, of which workers draw more.
     again = "reload_dataloaders_every_n_epochs" in dict(setup.trainer)
     if setup.data == "map" and not (draws or again or setup.persistent) and setup.loader == "plain":

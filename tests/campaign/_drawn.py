@@ -23,6 +23,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -32,6 +33,7 @@ from torch.utils.data import (
     Subset,
     WeightedRandomSampler,
     default_collate,
+    get_worker_info,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 from typing_extensions import override
@@ -51,6 +53,8 @@ Data = Literal["map", "sized_stream", "stream", "shuffled_stream", "combined", "
 Holds = Literal["nothing", "numpy", "random", "torch"]
 """Which generator of its own the data set draws from."""
 UserCallback = Literal["early_stopping", "best", "every_two_steps", "every_two_epochs", "exception", "learning_rate"]
+Counts = Literal["nothing", "items", "passes", "sampler", "batch_sampler", "collate", "worker", "asked"]
+"""Where data counts: as items or a pass are read, in a sampler, a batch sampler or a collate function, as a worker begins, or as the data module is asked."""
 BatchOf = Literal["list", "dict", "class", "random"]
 """What a batch is; or whether the function that makes it draws numbers."""
 FurtherScheduler = Literal["none", "sequential", "chained", "restarts", "cyclic"]
@@ -96,6 +100,9 @@ class Drawn(Variant):
     tensorboard: bool = False
     remembers: tuple[tuple[str, Place], ...] = field(default=(), repr=False)
     """Kinds of values that training moves and reads, with their places. Not in its text, from which hooks are drawn."""
+    counts: Counts = field(default="nothing", repr=False)
+    early: bool = field(default=False, repr=False)
+    """Whether Lightning makes the first iterator while optimizers are configured."""
     changed: tuple[Changed, ...] = field(default=(), repr=False)
     """What lives with an odd number set otherwise."""
 
@@ -235,7 +242,7 @@ class DrawnData(LightningDataModule):
 
     def __init__(self, setup: Drawn, life: Attempt) -> None:
         super().__init__()
-        self._setup, self._life = setup, life
+        self._setup, self._life, self._asked = setup, life, 0
 
     @override
     def prepare_data(self) -> None:
@@ -247,6 +254,9 @@ class DrawnData(LightningDataModule):
 
     @override
     def train_dataloader(self) -> Any:
+        self._asked += 1
+        if self._setup.counts == "asked":
+            return make_training(self._setup, self._life, first=self._asked)
         return self._setup.made_loaders(self._life)[0]
 
     @override
@@ -399,6 +409,62 @@ def _items(setup: Drawn, life: Attempt, length: int, first: int) -> Any:
     return items if setup.holds == "nothing" else Holding(items, setup.holds, _own_seed(setup, life))
 
 
+class Counting:
+    """Counts in an attribute how often it is called or iterated, and lets what it gives depend on that."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner, self.count = inner, 0
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.count += 1
+        given = list(self._inner)
+        return iter(given[self.count % len(given) :] + given[: self.count % len(given)])
+
+    def __call__(self, items: Any) -> Any:
+        self.count += 1
+        batch = self._inner(items)
+        return [(batch[0] + self.count) % VOCABULARY, *batch[1:]]
+
+
+class CountingItems(Dataset[Item]):
+    """Items that depend on how many have been read."""
+
+    def __init__(self, items: Dataset[Item]) -> None:
+        self._items, self.count = items, 0
+
+    def __len__(self) -> int:
+        return len(self._items)  # type: ignore[arg-type]
+
+    @override
+    def __getitem__(self, index: int) -> Item:
+        self.count += 1
+        tokens, targets = self._items[index]
+        return (tokens + self.count) % VOCABULARY, targets
+
+    def begins(self, worker: int) -> None:
+        """Count a worker that begins."""
+        self.count += 7 + worker
+
+
+class CountingPasses(IterableDataset[Item]):
+    """A stream that begins elsewhere in each pass."""
+
+    def __init__(self, stream: IterableDataset[Item]) -> None:
+        self._stream, self.passes = stream, 0
+
+    @override
+    def __iter__(self) -> Iterator[Item]:
+        self.passes += 1
+        return iter([((tokens + self.passes) % VOCABULARY, targets) for tokens, targets in self._stream])
+
+
+def _begins(worker: int) -> None:
+    get_worker_info().dataset.begins(worker)  # type: ignore[union-attr]
+
+
 def _own_seed(setup: Drawn, life: Attempt) -> int:
     """Of a generator that the user makes: another in each life, unless data is made again while a life runs."""
     return 7 if setup.data == "by_epoch" or setup.datamodule else life.seed + 7
@@ -415,6 +481,19 @@ def _loader(setup: Drawn, life: Attempt, items: Any) -> Any:
     if setup.batch_of in collated:
         options["collate_fn"] = collated[setup.batch_of]
     make = StatefulDataLoader if setup.loader == "stateful" else DataLoader
+    if setup.counts == "passes":
+        items = CountingPasses(items)
+    elif setup.counts in {"items", "worker"}:
+        items = CountingItems(items)
+        options |= {"worker_init_fn": _begins} if setup.counts == "worker" else {}
+    elif setup.counts == "collate":
+        options["collate_fn"] = Counting(default_collate)
+    elif setup.counts == "sampler":
+        return make(items, sampler=Counting(SequentialSampler(items)), **options)
+    elif setup.counts == "batch_sampler":
+        inner = BatchSampler(RandomSampler(items), setup.batch_size, setup.drop_last)
+        del options["batch_size"], options["drop_last"]
+        return make(items, batch_sampler=Counting(inner), **options)
     if isinstance(items, IterableDataset):
         return make(items, **options)
     samplers: dict[str, Callable[[], Sampler[int]]] = {
@@ -487,6 +566,8 @@ class DrawnModule(VariantModule):
     @override
     def configure_optimizers(self) -> Any:
         setup = self._drawn
+        if setup.early:
+            _ = self.trainer.estimated_stepping_batches
         optimizer = _optimizer(setup, list(self.parameters()))
         schedulers = torch.optim.lr_scheduler
         if setup.further_scheduler != "none":
