@@ -473,7 +473,8 @@ def _own_seed(setup: Drawn, life: Attempt) -> int:
 def _loader(setup: Drawn, life: Attempt, items: Any) -> Any:
     options: dict[str, Any] = {
         "batch_size": setup.batch_size,
-        "num_workers": setup.workers + setup.is_changed("num_workers", life),
+        # Not more than there are cores, of which torch warns.
+        "num_workers": (setup.workers or 2) - 1 if setup.is_changed("num_workers", life) else setup.workers,
         "persistent_workers": setup.persistent and setup.workers > 0,
         "drop_last": setup.drop_last,
     }
