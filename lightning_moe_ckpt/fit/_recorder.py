@@ -210,8 +210,7 @@ class BoundaryRecorder:
                 self._take_fetch()  # nothing has been drawn since it was due
             self._passed, self._start = False, self._take(between_epochs=False)
         assert self._start is not None
-        if "kept" not in self._start["trained"]:
-            self._start["trained"] |= self._trained.take_left_over()  # no next step will find out about it
+        self._trained.take_left_over(self._start["trained"])  # no next step will find out about it
         come, data = {**self._moments, "workers": self._workers.take()}, self._data.taken
         if self._before_epoch_only:
             come, data = self._between_epochs(self._moments["epoch"]), {}

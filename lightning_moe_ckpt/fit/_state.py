@@ -214,10 +214,10 @@ class Trained:
             **self._take_order(),
         }
 
-    def take_left_over(self) -> dict[str, Any]:
-        """Return the gradients that the next step may begin with, as `take` has those that are known to be kept."""
-        left = {name: self._params[name].grad for name in self.left_over()}
-        return {"kept": {name: copied(each) for name, each in left.items()}} if left else {}
+    def take_left_over(self, taken: dict[str, Any]) -> None:
+        """Add the gradients that the next step may begin with to what was `taken`, which has those that were known to be kept."""
+        if left := {name: copied(self._params[name].grad) for name in self.left_over()}:
+            taken["kept"] = {**taken.get("kept", {}), **left}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state. New groups get the optimizer's defaults; restoring learning rates sets their fields later."""
