@@ -199,8 +199,9 @@ def _not_users(owner: object) -> frozenset[str]:
         kind: Any = type(owner)
         return frozenset(own | _set_by_library(kind))
     if is_library(type(owner)) and not isinstance(owner, nn.Module) and type(owner) is not DataLoader:
-        # Data of other packages: it counts in numbers, and builds its other parts by itself.
-        return frozenset(own | {name for name, value in vars(owner).items() if type(value) not in (bool, int, float)})
+        # Data of other packages: it counts in numbers, and builds its other parts by itself. A list or a range has no attributes.
+        held = getattr(owner, "__dict__", {})
+        return frozenset(own | {name for name, value in held.items() if type(value) not in (bool, int, float)})
     return frozenset(own if not isinstance(owner, Metric) else own | metrics_own() | owner._defaults.keys())
 
 

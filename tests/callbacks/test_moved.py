@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics import MeanMetric
@@ -150,6 +151,16 @@ def test_parts_of_the_model_have_attributes_too() -> None:
     assert taken == {"module.drop.training": False, "module.drop.p": 0.5}
     other.restore(taken)
     assert (second.drop.training, second.drop.p, second.kept.p) == (False, 0.5, 0.1)
+
+
+def test_data_without_attributes_is_no_owner_of_any() -> None:
+    """A list of items, and a range as its sampler."""
+    loops = SimpleNamespace(_combined_loader=CombinedLoader(DataLoader[Any]([1.0, 2.0], sampler=range(2))))  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(callbacks=[], datamodule=None, fit_loop=loops, val_dataloaders=None, optimizers=[])
+    trainer.train_dataloader = loops._combined_loader.iterables
+    moved = MovedAttributes(trainer, LightningModule(), ())
+    moved.look()
+    assert moved.take() == {}
 
 
 def test_metrics_are_those_of_the_parts_that_are_there_now() -> None:
