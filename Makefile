@@ -28,7 +28,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # `callbacks` is checked as lightning_moe_ckpt/callbacks, a link: under both names it would be two modules.
-TYPES := $(BIN)/mypy --strict lightning_moe_ckpt tests examples
+TYPES := $(BIN)/mypy --strict lightning_moe_ckpt benchmarks tests examples
 
 library = $$($${CXX:-g++} -print-file-name=$(1))
 SANITIZED_TESTS := $(addprefix tests/native/test_,compiled.py digest.py memory.py gradient.py adam.py replan.py device_check.py)
@@ -96,6 +96,7 @@ wheel: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/moe-ckpt bench all
+	$(BIN)/python -m benchmarks all
 
 clean:
 	rm -rf build dist out *.egg-info lightning_moe_ckpt/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs

@@ -11,7 +11,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,9 @@ _SHORTEST = timedelta(seconds=0.1)
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 _INTERRUPTED = 130  # 128 + SIGINT
 _LARGE_PAGES = "glibc.malloc.hugetlb"
+
+Benchmarks = dict[str, tuple[str, list[click.Parameter]]]
+"""By name, what it measures and its own options."""
 
 
 class _Program(click.Group):
@@ -83,7 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status, as `--help` lists them. Wrong arguments raise `SystemExit` with 2.
     """
     if argv is None and sys.argv[1:2] == ["bench"]:
-        _take_large_pages()
+        take_large_pages()
+    return run(PROGRAM, "moe-ckpt", argv)
+
+
+def run(program: click.Group, name: str, argv: Sequence[str] | None = None) -> int:
+    """Run one command of `program`, which tells its users that it is called `name`; else as `main`."""
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115  # closed by who has started us
     if sys.stdout is None:
         sys.stderr.write(
@@ -91,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     try:
-        return int(PROGRAM.main(argv, "moe-ckpt", standalone_mode=False))
+        return int(program.main(argv, name, standalone_mode=False))
     except OSError as error:  # what the commands themselves read and write is a `CheckpointError`
         sys.stderr.write(
             f"moe-ckpt: {error.filename or 'standard output'}: {error.strerror}. The output is not complete.\n"
@@ -105,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(_INTERRUPTED)
 
 
-def _take_large_pages() -> None:
+def take_large_pages() -> None:
     """Start this process anew with large pages under whatever is allocated, unless the environment says which it wants.
 
     With small ones a process keeps the speed that its place in memory gives it, and two of them are not alike: a training
@@ -167,11 +175,11 @@ def _count(text: object) -> int:
     return int(str(text))
 
 
-def _number(flag: str, default: int, text: str) -> click.Option:
+def number(flag: str, default: int, text: str) -> click.Option:
     return _option(flag, text, "N", type=_count, default=default)
 
 
-def _several(flag: str, choices: Sequence[str], text: str) -> click.Option:
+def several(flag: str, choices: Sequence[str], text: str) -> click.Option:
     names = f"{text}: {', '.join(choices)}; repeat for several (default: all)"
     return click.Option([flag], help=names, metavar="NAME", type=click.Choice(choices), multiple=True, default=choices)
 
@@ -293,11 +301,11 @@ _LOOKING = [
         texts.PLACEMENT,
         [
             _option("--nodes", "Machines of the run.", "N", type=_count, required=True),
-            _number("--ranks-per-node", 8, "Processes on each."),
-            _number("--replicas", 1, "Copies on other nodes, besides one's own."),
-            _number("--racks", 1, "Racks that the nodes are in, equally many in each as far as that goes."),
-            _number("--expert-parallel", 1, "Ranks that share one set of experts, as given to MoEStrategy."),
-            _number("--most", 4, "Losses at once to look at."),
+            number("--ranks-per-node", 8, "Processes on each."),
+            number("--replicas", 1, "Copies on other nodes, besides one's own."),
+            number("--racks", 1, "Racks that the nodes are in, equally many in each as far as that goes."),
+            number("--expert-parallel", 1, "Ranks that share one set of experts, as given to MoEStrategy."),
+            number("--most", 4, "Losses at once to look at."),
             _flag("--json", "Write one JSON document, which also names every holder.", "as_json"),
         ],
     ),
@@ -305,81 +313,49 @@ _LOOKING = [
 
 # -- benchmarks
 
-_POLICIES = ["sparse", "differential", "bf16", "compressed", "feedback", "partial", "dynamic", "selective", "ablation"]
-_BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
-    "recovery": (
-        "Steps and seconds lost per kind of failure, beside torch DCP and Lightning's .ckpt.",
-        [
-            _number("--kills", 5, "Kills of every run, each at another step between two checkpoints."),
-            _number("--nodes", 2, "Processes, each a node of its own."),
-            _number("--every", 8, "Steps between two checkpoints; the window of sparse ones."),
-            _number("--recovery-blocks", 4, "Transformer blocks of the model that is killed."),
-            _number("--recovery-dim", 128, "Its model dimension."),
-            _number("--host-kills", 10, "Kills of a process whose state is read back from memory, without training."),
-            _number("--host-megabytes", 50, "MiB of that state."),
-            _several("--systems", ["sparse", "dense", "partial", "selective", "dcp", "lightning"], "What is compared"),
-            _option("--folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
-        ],
-    ),
+_BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others leave behind
     "in-place": (
         "Seconds from a SIGKILL to the first new step: moe-ckpt run, with and without a spare, torchrun, torchft.",
         [
             _option("--in-place-ranks", "Ranks of the trainings, one after another.", "N,N", default="2,3,4"),
-            _number("--in-place-kills", 10, "Kills under each launcher."),
-            _several("--launchers", ["spare", "replaced", "torchrun", "torchft"], "What is compared"),
+            number("--in-place-kills", 10, "Kills under each launcher."),
+            several("--launchers", ["spare", "replaced", "torchrun", "torchft"], "What is compared"),
             _option("--in-place-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
     ),
     "pipeline": (
         "Seconds from the SIGKILL of a pipeline stage to the first new step, when all stages go back or only that one.",
         [
-            _number("--stages", 3, "Pipeline stages, a process each."),
-            _number("--micro-batches", 4, "Of a batch."),
-            _number("--stage-ms", 20, "A stage sleeps in one of the three passes over a micro-batch."),
-            _number("--pipeline-kills", 6, "Kills of every system."),
-            _several("--pipeline-systems", ["torchrun", "computes_all", "in_place", "alone"], "What is compared"),
+            number("--stages", 3, "Pipeline stages, a process each."),
+            number("--micro-batches", 4, "Of a batch."),
+            number("--stage-ms", 20, "A stage sleeps in one of the three passes over a micro-batch."),
+            number("--pipeline-kills", 6, "Kills of every system."),
+            several("--pipeline-systems", ["torchrun", "computes_all", "in_place", "alone"], "What is compared"),
             _option("--pipeline-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
     ),
-    "quality": (
-        "Final validation loss after faults, by policy, against the fault-free run of the same seed.",
+    "recovery": (
+        "Steps and seconds lost per kind of failure, beside torch DCP and Lightning's .ckpt.",
         [
-            _number("--quality-seeds", 3, "Runs of each policy."),
-            _number("--quality-jobs", 2, "Runs at once, which change no loss."),
-            _option("--quality-out", "For figures and the plot.", "PATH", type=Path, default=Path("out/quality")),
-            _option("--quality-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
-            _several("--quality-policies", _POLICIES, "What is killed; `ablation` has to miss the margin"),
-            _flag("--quality-quick", "A few steps of a tiny model, which say nothing about quality."),
-        ],
-    ),
-    "selection": (
-        "Experts in turns, by load and by budget: how many are taken again, tokens at risk, bytes to another node.",
-        [
-            _several("--routers", ["even", "skewed", "steep"], "How tokens are spread"),
-            _number("--selection-steps", 50, "Steps of every fit."),
-            _option("--shares", "Of experts that a generation takes.", "X,X", default="0.25,0.4"),
-        ],
-    ),
-    "papers": (
-        "Figures of the papers, repeated on two cores: ours beside theirs, and whether the shape is the same.",
-        [
-            _option(
-                "--figure",
-                "One of the figures, or all; repeat for several (default: lists them).",
-                "KEY",
-                multiple=True,
-            ),
-            _flag("--full", "Three seeds, and longer runs."),
+            number("--kills", 5, "Kills of every run, each at another step between two checkpoints."),
+            number("--nodes", 2, "Processes, each a node of its own."),
+            number("--every", 8, "Steps between two checkpoints; the window of sparse ones."),
+            number("--recovery-blocks", 4, "Transformer blocks of the model that is killed."),
+            number("--recovery-dim", 128, "Its model dimension."),
+            number("--host-kills", 10, "Kills of a process whose state is read back from memory, without training."),
+            number("--host-megabytes", 50, "MiB of that state."),
+            several("--systems", ["sparse", "dense", "partial", "selective", "dcp", "lightning"], "What is compared"),
+            _option("--folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
     ),
     "persist": (
         "Time and CPU until a generation is durable beside a bare write, and what steps notice of it.",
         [
-            _number("--generation-megabytes", 200, "MiB of a generation."),
-            _number("--segments", 4, "Files it consists of."),
-            _number("--persist-rounds", 10, "Generations stored in each place."),
-            _number("--persist-steps", 400, "Steps of the fit."),
-            _number("--persist-dim", 128, "Model dimension of the fit."),
+            number("--generation-megabytes", 200, "MiB of a generation."),
+            number("--segments", 4, "Files it consists of."),
+            number("--persist-rounds", 10, "Generations stored in each place."),
+            number("--persist-steps", 400, "Steps of the fit."),
+            number("--persist-dim", 128, "Model dimension of the fit."),
             _option("--persist-folder", "On the disk in question (default: a temporary folder).", "PATH", type=Path),
             _option("--object-url", "s3://bucket/place; without it object storage is left out.", "URL"),
             _option("--object-options", "Its storage_options, as JSON.", "JSON", type=json.loads),
@@ -392,45 +368,27 @@ _BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
                 "--variants", "What is measured (default: all that are installed); a wrong name lists them.", "A,B"
             ),
             _flag("--breakdown", "Microseconds by hook, and CPU time by thread beside, of each policy."),
-            _number("--ranks", 1, "Processes of every fit."),
-            _number("--rounds", 5, "Turns of every fit."),
-            _number("--steps", 16, "Steps of a turn that count."),
-            _number("--settle", 8, "Steps of a turn before them."),
-            _number("--warm-up", 28, "Steps before those of the first turn that count."),
+            number("--ranks", 1, "Processes of every fit."),
+            number("--rounds", 5, "Turns of every fit."),
+            number("--steps", 16, "Steps of a turn that count."),
+            number("--settle", 8, "Steps of a turn before them."),
+            number("--warm-up", 28, "Steps before those of the first turn that count."),
             _option("--precision", "Of the Trainer.", default="32-true"),
-            _number("--blocks", 2, "Transformer blocks."),
-            _number("--dim", 128, "Model dimension; experts are four times as wide."),
-            _number("--experts", 16, "Experts per block."),
-            _number("--batch-size", 1, "Crops of 64 tokens per step."),
+            number("--blocks", 2, "Transformer blocks."),
+            number("--dim", 128, "Model dimension; experts are four times as wide."),
+            number("--experts", 16, "Experts per block."),
+            number("--batch-size", 1, "Crops of 64 tokens per step."),
             _option("--url", "Folder for checkpoints, which stay (default: a temporary folder).", "URL"),
-        ],
-    ),
-    "differential": (
-        "Bytes and time of a step of DifferentialCheckpoint, and how fast a restart applies differences.",
-        [
-            _number("--differential-steps", 130, "Steps of every fit."),
-            _number("--differential-every", 64, "Steps between two full snapshots."),
-            _number("--differential-dim", 128, "Model dimension of the fits."),
-            _number("--differential-elements", 4_000_000, "Of the parameter that differences are applied to."),
-            _number("--differential-repeats", 5, "Of every way to apply them."),
-        ],
-    ),
-    "scale": (
-        "What sparse checkpoints add to a step, to the start and to a restart, by the number of experts.",
-        [
-            _option("--sizes", "Experts in all, in four layers.", "N,N", default="256,1024,4096,16384"),
-            _number("--scale-rounds", 3, "Turns of every fit."),
-            _number("--scale-steps", 16, "Steps of a turn that count, whole windows of 8."),
         ],
     ),
     "native": (
         "Compiled copies and kernels beside those of torch: small slices, strided and converted ones, gradients.",
         [
-            _number("--slices", 10_000, "Of one list."),
-            _number("--repeats", 7, "Of every measurement."),
-            _number("--megabytes", 256, "MiB of large copies."),
-            _number("--elements", 32 * 2**20, "Of gradients."),
-            _number("--device-elements", 10**9, "On a GPU."),
+            number("--slices", 10_000, "Of one list."),
+            number("--repeats", 7, "Of every measurement."),
+            number("--megabytes", 256, "MiB of large copies."),
+            number("--elements", 32 * 2**20, "Of gradients."),
+            number("--device-elements", 10**9, "On a GPU."),
             _flag("--quick", "Small gradients only."),
             _option("--out", "Folder that gets native.json, with the machine and every figure.", "PATH", type=Path),
             _flag("--first-run", "All that a first run on a GPU should tell, instead."),
@@ -440,10 +398,25 @@ _BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
 }
 
 
-def _bench(name: str, summary: str, chosen: Sequence[str]) -> click.Command:
+def bench(benchmarks: Benchmarks, place: str) -> click.Group:
+    """Return the command of benchmarks that are modules of their names at `place`, such as `lightning_moe_ckpt.benchmarks._`."""
+    return _Program(
+        "bench",
+        help="Measure costs on this machine.",
+        commands=[
+            *(_bench(name, summary, {name: params}, place) for name, (summary, params) in benchmarks.items()),
+            _bench(
+                "all", "All of them, one after another.", {name: each[1] for name, each in benchmarks.items()}, place
+            ),
+        ],
+    )
+
+
+def _bench(name: str, summary: str, chosen: Mapping[str, list[click.Parameter]], place: str) -> click.Command:
     def run(**options: Any) -> int:
         commands = importlib.import_module("lightning_moe_ckpt.benchmarks.commands")
-        return int(commands.bench(chosen, **options))
+        modules = {each: importlib.import_module(place + each.replace("-", "_")) for each in chosen}
+        return int(commands.bench(modules, **options))
 
     params: list[click.Parameter] = [
         _flag("--json", "Write figures as JSON.", "as_json"),
@@ -453,18 +426,11 @@ def _bench(name: str, summary: str, chosen: Sequence[str]) -> click.Command:
             type=click.Choice(["cpu", "gpu", "auto"]),
         ),
     ]
-    params += [param for each in chosen for param in _BENCHMARKS[each][1]]
+    params += [param for each in chosen.values() for param in each]
     return click.Command(name, callback=run, params=params, short_help=summary, help=summary)
 
 
-BENCH = click.Group(
-    "bench",
-    help="Measure costs on this machine.",
-    commands=[
-        *(_bench(name, summary, [name]) for name, (summary, _) in _BENCHMARKS.items()),
-        _bench("all", "All of them, one after another.", [*_BENCHMARKS]),
-    ],
-)
+BENCH = bench(_BENCHMARKS, "lightning_moe_ckpt.benchmarks._")
 PROGRAM = _Program(
     "moe-ckpt",
     help=_HELP,

@@ -8,7 +8,9 @@ from importlib.metadata import version
 
 import pytest
 
-from lightning_moe_ckpt.benchmarks import _quality_fit, _recovery
+from benchmarks import quality_fit
+from benchmarks.__main__ import PROGRAM as EVIDENCE
+from lightning_moe_ckpt.benchmarks import _recovery
 from lightning_moe_ckpt.cli import BENCH, PROGRAM, main
 
 _HELP_OF_EVERYTHING = """
@@ -113,5 +115,6 @@ def test_choices_are_those_of_the_benchmarks() -> None:
     """They stand in the command line too, which imports no benchmark."""
     defaults = {param.name: param.default for each in BENCH.commands.values() for param in each.params}
     assert defaults["systems"] == [*dict.fromkeys(system for system, _ in _recovery.CASES)]
-    lossy = [case.system for case in _quality_fit.CASES if case.loss != "nothing"]
+    defaults = {param.name: param.default for param in EVIDENCE.commands["quality"].params}
+    lossy = [case.system for case in quality_fit.CASES if case.loss != "nothing"]
     assert defaults["quality_policies"] == [*dict.fromkeys(lossy)]

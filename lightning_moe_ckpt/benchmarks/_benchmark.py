@@ -112,7 +112,7 @@ def table_of(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], 
     """Return a table whose columns are aligned right but for the first; only its headings break their lines."""
     table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
     for index, column in enumerate(columns):
-        least = max(map(len, [*column.split(), *(str(row[index]) for row in rows)]), default=0)
+        least = max(map(len, [*column.split(), *(str(row[index]) for row in rows if index < len(row))]), default=0)
         table.add_column(column, justify="right" if index else "left", min_width=least)
     for row in rows:
         table.add_row(*map(str, row))

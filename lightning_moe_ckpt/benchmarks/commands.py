@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,44 +14,17 @@ from rich.measure import Measurement
 from rich.progress import Progress
 from rich.table import Table
 
-from lightning_moe_ckpt.benchmarks import (
-    _differential,
-    _first_run,
-    _in_place,
-    _native,
-    _overhead,
-    _papers,
-    _persist,
-    _pipeline,
-    _quality,
-    _recovery,
-    _scale,
-    _selection,
-)
+from lightning_moe_ckpt.benchmarks import _first_run
 from lightning_moe_ckpt.benchmarks._benchmark import Machine
 from lightning_moe_ckpt.inspection import Screen
 
 _WIDEST = 10_000
-# The first ones fork, and a fork copies what others leave behind.
-_BENCHMARKS: dict[str, Any] = {
-    "in-place": _in_place,
-    "pipeline": _pipeline,
-    "recovery": _recovery,
-    "quality": _quality,
-    "papers": _papers,
-    "selection": _selection,
-    "persist": _persist,
-    "overhead": _overhead,
-    "differential": _differential,
-    "scale": _scale,
-    "native": _native,
-}
 
 
-def bench(names: Sequence[str], *, as_json: bool, **options: Any) -> int:
-    """Run the benchmarks of these names and return the exit status."""
-    chosen, machine = [name for name in _BENCHMARKS if name in names], Machine.read()
-    figures = _measure(chosen, SimpleNamespace(**options))
+def bench(modules: Mapping[str, Any], *, as_json: bool, **options: Any) -> int:
+    """Run benchmarks, by name, and return the exit status."""
+    machine = Machine.read()
+    figures = _measure(modules, SimpleNamespace(**options))
     accelerator = options["accelerator"]
     if as_json:
         document: dict[str, Any] = {"machine": dataclasses.asdict(machine), "accelerator": accelerator}
@@ -60,8 +33,8 @@ def bench(names: Sequence[str], *, as_json: bool, **options: Any) -> int:
         return 0
     console = Screen()
     console.print(f"{machine}; trainings on: {accelerator or 'cpu'}")
-    for name in chosen:
-        show_table(console, _BENCHMARKS[name].table(figures[name]))
+    for name, module in modules.items():
+        show_table(console, module.table(figures[name]))
     return 0
 
 
@@ -71,7 +44,7 @@ def show_table(console: Console, table: Table) -> None:
     console.print(table, width=max(console.width, least), crop=False)
 
 
-def _measure(chosen: Sequence[str], options: SimpleNamespace) -> dict[str, list[Any]]:
+def _measure(modules: Mapping[str, Any], options: SimpleNamespace) -> dict[str, list[Any]]:
     # No thread that refreshes, and standard streams as they are: a benchmark may fork.
     bar = Progress(
         console=Console(stderr=True), transient=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
@@ -82,7 +55,6 @@ def _measure(chosen: Sequence[str], options: SimpleNamespace) -> dict[str, list[
         def show(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total, refresh=True)
 
-        modules = {name: _BENCHMARKS[name] for name in chosen}
         if "native" in modules and options.first_run:
-            modules["native"] = _first_run
+            modules = {**modules, "native": _first_run}
         return {name: module.measure(options, show) for name, module in modules.items()}

@@ -55,7 +55,7 @@ def emulated_device(life: Attempt) -> Iterator[Emulator]:
         return engine
 
     # A device's allocator follows the stream, which waits for the copies; the host's gives memory to the next who asks.
-    CompiledTicket.release_sources = lambda self: None  # type: ignore[method-assign]
+    CompiledTicket.release_sources = lambda self: None  # type: ignore[method-assign]  # noqa: ARG005  # its name is part of the type
     values: list[int] = []
 
     def page_locked(nbytes: int) -> Tensor:

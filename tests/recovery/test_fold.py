@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_moe_ckpt.benchmarks._differential import laid_out
+from benchmarks.differential import laid_out
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.native import (
     compress_gradients,

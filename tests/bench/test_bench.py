@@ -25,7 +25,12 @@ from launcher import run_world
 from rich.console import Console, RenderableType
 
 import lightning_moe_ckpt
-from lightning_moe_ckpt.benchmarks import _in_place, _native, _overhead, _recovery, _scale, _selection
+from benchmarks import scale, selection
+from benchmarks.__main__ import PROGRAM
+from benchmarks.scale import MEASURED as MEASURED_BY_SCALE
+from benchmarks.scale import Growth, ScaleFigure, sizes_of
+from benchmarks.selection import SelectionFigure
+from lightning_moe_ckpt.benchmarks import _in_place, _native, _overhead, _recovery
 from lightning_moe_ckpt.benchmarks._benchmark import Machine, accelerator_for, rounds_of, table_of
 from lightning_moe_ckpt.benchmarks._breakdown import HookCost
 from lightning_moe_ckpt.benchmarks._in_place import Failure, FailureFigure
@@ -33,12 +38,9 @@ from lightning_moe_ckpt.benchmarks._native_device import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure
 from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
 from lightning_moe_ckpt.benchmarks._recovery import CASES, HostRestoreFigure, Recovery, RecoveryFigure
-from lightning_moe_ckpt.benchmarks._scale import MEASURED as MEASURED_BY_SCALE
-from lightning_moe_ckpt.benchmarks._scale import Growth, ScaleFigure, sizes_of
-from lightning_moe_ckpt.benchmarks._selection import SelectionFigure
 from lightning_moe_ckpt.benchmarks._variants import chosen_variants
 from lightning_moe_ckpt.benchmarks.commands import show_table
-from lightning_moe_ckpt.cli import main
+from lightning_moe_ckpt.cli import main, run
 from lightning_moe_ckpt.errors import ConfigurationError
 
 STEPS = 8
@@ -100,6 +102,7 @@ TINY = {
     "scale": ("--sizes", "16,32", "--scale-rounds", "1", "--scale-steps", "8"),
     "native": ("--slices", "50", "--repeats", "1", "--megabytes", "1", "--elements", "200000"),
 }
+MEASURED_BY_USERS = TINY.keys() - PROGRAM.commands.keys()
 
 
 def _run(argv: list[str]) -> tuple[int, str, str]:
@@ -107,7 +110,7 @@ def _run(argv: list[str]) -> tuple[int, str, str]:
 
     def work(_: int) -> tuple[int, str, str]:
         with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-            status = main(argv)
+            status = main(argv) if argv[:1] != ["benchmarks"] else run(PROGRAM, "benchmarks", argv[1:])
         return status, out.getvalue(), err.getvalue()
 
     return run_world(1, work, process_group=False, timeout=timedelta(minutes=4))[0]
@@ -123,10 +126,13 @@ package.__path__ = [{str(Path(lightning_moe_ckpt.__file__).parent)!r}]
 
 @cache
 def _document(name: str) -> dict[str, Any]:
-    """What `moe-ckpt bench NAME --json` writes; each benchmark is run once."""
-    chosen = TINY if name == "all" else [name]
+    """What `moe-ckpt bench NAME --json` writes, or `python -m benchmarks NAME --json`; each benchmark is run once."""
+    chosen = MEASURED_BY_USERS if name == "all" else [name]
+    options = [option for each in chosen for option in TINY[each]]
     with patch.object(_native, "_LOADS", WITHOUT_LIGHTNING + _native._LOADS):
-        status, out, err = _run(["bench", name, "--json", *(option for each in chosen for option in TINY[each])])
+        status, out, err = _run(
+            ["benchmarks" if name in PROGRAM.commands and name != "all" else "bench", name, "--json", *options]
+        )
     assert status == 0, err
     parsed: dict[str, Any] = json.loads(out)
     return parsed
@@ -136,8 +142,8 @@ def _document(name: str) -> dict[str, Any]:
 def test_all_of_them_can_be_asked_for_at_once() -> None:
     """One document has the machine and every benchmark."""
     document = _document("all")
-    assert sorted(document) == sorted(["machine", "accelerator", *TINY])
-    assert all(document[name] for name in TINY)
+    assert sorted(document) == sorted(["machine", "accelerator", *MEASURED_BY_USERS])
+    assert all(document[name] for name in MEASURED_BY_USERS)
 
 
 @pytest.fixture
@@ -164,7 +170,7 @@ def test_figures_come_with_the_machine_they_hold_for() -> None:
 @pytest.mark.parametrize(("given", "large"), [("", True), ("glibc.malloc.check=0", True), (f"{PAGES}=0", False)])
 def test_a_benchmark_takes_large_pages_unless_told_otherwise(given: str, large: bool) -> None:
     """The process that measures has them from its start, and what the environment asked for besides."""
-    code = f"{WITHOUT_LIGHTNING}import os; from lightning_moe_ckpt.cli import _take_large_pages as take; take(); print(os.environ['GLIBC_TUNABLES'])"
+    code = f"{WITHOUT_LIGHTNING}import os; from lightning_moe_ckpt.cli import take_large_pages as take; take(); print(os.environ['GLIBC_TUNABLES'])"
     environment = {**os.environ, "GLIBC_TUNABLES": given}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
@@ -300,7 +306,7 @@ def test_costs_are_fitted_over_the_number_of_experts() -> None:
             "of two runs: either may meet a busy machine"
         )
         assert 0 < each.restore_seconds <= each.resumed_first_batch_seconds
-    shown = _shown(_scale.table(figures))
+    shown = _shown(scale.table(figures))
     assert all(measured.what in shown for measured in MEASURED_BY_SCALE)
     assert shown.count(" met ") == len(MEASURED_BY_SCALE), "each goal has its outcome"
     assert max(map(len, shown.splitlines())) <= 100
@@ -315,7 +321,7 @@ def test_experts_that_are_chosen_by_load_come_again_and_are_sent_as_gradients() 
     assert min(by_load.repeats, by_budget.repeats) > 0.1
     assert max(by_load.at_risk["memory"], by_budget.at_risk["memory"]) < turns.at_risk["memory"]
     assert turns.wire_share == by_load.wire_share == 1 > by_budget.wire_share
-    assert "in turns" in _shown(_selection.table(figures))
+    assert "in turns" in _shown(selection.table(figures))
 
 
 def test_growth_is_a_line_and_an_exponent() -> None:

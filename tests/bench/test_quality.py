@@ -14,10 +14,11 @@ import pytest
 from launcher import run_world
 from rich.console import Console
 
-from lightning_moe_ckpt.benchmarks import _quality
-from lightning_moe_ckpt.benchmarks._quality_fit import CASES, QUICK, Case, Loss, Scale, System
-from lightning_moe_ckpt.benchmarks._quality_runs import TOLERANCE, QualityRun, QualityVerdict, judge, run_all
-from lightning_moe_ckpt.cli import main
+from benchmarks import quality
+from benchmarks.__main__ import PROGRAM
+from benchmarks.quality_fit import CASES, QUICK, Case, Loss, Scale, System
+from benchmarks.quality_runs import TOLERANCE, QualityRun, QualityVerdict, judge, run_all
+from lightning_moe_ckpt.cli import run
 
 PARTIAL = Case(system="partial", loss="node")
 
@@ -33,11 +34,13 @@ def _quiet(what: str, done: int, total: int) -> None:
 
 def test_runs_are_killed_resumed_and_written_down(tmp_path: Path) -> None:
     """Exact checkpoints end in equal bits; partial ones lose tokens; document and picture say so."""
-    argv = ["bench", "quality", "--json", "--quality-quick", "--quality-seeds", "1", "--quality-out", str(tmp_path)]
+    argv = ["quality", "--json", "--quality-quick", "--quality-seeds", "1", "--quality-out", str(tmp_path)]
 
     def work() -> tuple[int, str]:
         with redirect_stdout(io.StringIO()) as out:
-            status = main([*argv, *(f"--quality-policies={each}" for each in ("sparse", "ablation"))])
+            status = run(
+                PROGRAM, "benchmarks", [*argv, *(f"--quality-policies={each}" for each in ("sparse", "ablation"))]
+            )
         return status, out.getvalue()
 
     status, out = _alone(work)
@@ -107,7 +110,7 @@ def test_the_median_seed_decides_and_chaos_widens_the_margin() -> None:
     assert judge([*clean, *calm, *lossy])[2].margin == TOLERANCE
     assert judge([*clean, *wild, *lossy])[2].margin == pytest.approx(0.01)
     shown = Console(width=220, file=io.StringIO(), record=True)
-    shown.print(_quality.table(judge([*clean, *wild, *lossy])))
+    shown.print(quality.table(judge([*clean, *wild, *lossy])))
     assert "pass (1.00%)" in shown.export_text()
 
 

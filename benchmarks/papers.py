@@ -19,10 +19,10 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lightning_moe_ckpt.benchmarks import _papers_plans as plans
-from lightning_moe_ckpt.benchmarks import _papers_runs as runs
+from benchmarks import papers_plans as plans
+from benchmarks import papers_runs as runs
+from benchmarks.papers_plans import Rows, Way
 from lightning_moe_ckpt.benchmarks._benchmark import Progress, table_of
-from lightning_moe_ckpt.benchmarks._papers_plans import Rows, Way
 from lightning_moe_ckpt.errors import ConfigurationError
 
 
@@ -531,7 +531,7 @@ def table(figures: Sequence[PaperFigure]) -> RenderableType:
     """Return a table for each figure, and at the end one line for each; or the list."""
     if not any(figure.ours for figure in figures):
         rows = [[each.key, each.title, f"{each.takes_seconds} s"] for each in figures]
-        return table_of("moe-ckpt bench papers --figure KEY", ("figure", "what it is of", "takes"), rows)
+        return table_of("python -m benchmarks papers --figure KEY", ("figure", "what it is of", "takes"), rows)
     shown: list[RenderableType] = [part for each in figures for part in _shown(each)]
     rows = [[each.key, each.source, _verdict(each), f"{each.seconds:.0f} s"] for each in figures]
     return Group(*shown, table_of("Shapes", ("figure", "source", "shape", "took"), rows))

@@ -16,7 +16,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks import _differential, _overhead, _pipeline, _pipeline_memory
+from benchmarks import differential, pipeline_memory
+from benchmarks.papers_plans import Rows, Way
+from benchmarks.quality_fit import Case, Scale, TextModel, training_text, validation_text
+from benchmarks.quality_runs import TOLERANCE, QualityRun, run_all
+from benchmarks.selection import NODES, Choice, SelectionFit, figure_of, run_fit
+from lightning_moe_ckpt.benchmarks import _overhead, _pipeline
 from lightning_moe_ckpt.benchmarks._benchmark import accelerator_for
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
@@ -30,10 +35,6 @@ from lightning_moe_ckpt.benchmarks._fits import (
     quiet_lightning,
     random_tokens,
 )
-from lightning_moe_ckpt.benchmarks._papers_plans import Rows, Way
-from lightning_moe_ckpt.benchmarks._quality_fit import Case, Scale, TextModel, training_text, validation_text
-from lightning_moe_ckpt.benchmarks._quality_runs import TOLERANCE, QualityRun, run_all
-from lightning_moe_ckpt.benchmarks._selection import NODES, Choice, SelectionFit, figure_of, run_fit
 from lightning_moe_ckpt.benchmarks._variants import VARIANTS
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, DifferentialCheckpoint, SelectiveExpertCheckpoint
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
@@ -346,7 +347,7 @@ def _durable_fit(name: str, size: ModelSize, taken: int, steps: int) -> tuple[fl
             checkpoint = DenseCheckpoint(url, every_n_steps=1, overhead_target=None)
         else:
             checkpoint = SelectiveExpertCheckpoint(url, local_budget=budget, remote_budget=budget, overhead_target=None)
-        durable, bare = _differential.StepTimes(folder), _differential.StepTimes(folder)
+        durable, bare = differential.StepTimes(folder), differential.StepTimes(folder)
         _trained(BenchModel(size), steps, random_tokens(size, steps + 1), bare)
         _trained(BenchModel(size), steps, random_tokens(size, steps + 1), _Durable(checkpoint), durable, checkpoint)
         report = checkpoint.report
@@ -388,9 +389,9 @@ def fused_replay(way: Way) -> Rows:
     """Seconds to get over so many steps, in one pass, one by one, by torch's optimizer and by training: TierCheck, Exp7."""
     size = ModelSize()
     options = _options(differential_elements=size.num_params(), differential_repeats=3 if way.full else 1)
-    bare = _alone(lambda: _differential.fit_of("none", None, options)).seconds
+    bare = _alone(lambda: differential.fit_of("none", None, options)).seconds
     rows: Rows = {}
-    for figure in _alone(lambda: _differential.applied(options, (20, 50, 100))):
+    for figure in _alone(lambda: differential.applied(options, (20, 50, 100))):
         rows[f"{figure.length} steps, {figure.what}"] = 1e3 * figure.seconds
     for length in (20, 50, 100):
         rows[f"{length} steps, trained again"] = 1e3 * length * bare
@@ -401,7 +402,7 @@ def fused_replay(way: Way) -> Rows:
 def storage(way: Way) -> Rows:
     """Size of the folder, in full states, where everything is kept and where differences are reclaimed: TierCheck, Exp9."""
     options = _options(differential_steps=way.steps(210, 410))
-    kinds: dict[str, Callable[[str], _differential.Checkpoint]] = {
+    kinds: dict[str, Callable[[str], differential.Checkpoint]] = {
         "kept all": lambda url: DenseCheckpoint(url, every_n_steps=20, keep=100, overhead_target=None),
         "lossless": lambda url: DifferentialCheckpoint(url, every_n_steps=50, batch=5, keep=1),
         "bf16": lambda url: DifferentialCheckpoint(url, every_n_steps=50, batch=5, keep=1, mode="bf16"),
@@ -411,7 +412,7 @@ def storage(way: Way) -> Rows:
     size = ModelSize(num_blocks=2, model_dim=512, num_experts=4, expert_dim=256, batch_size=2)
     rows: Rows = {}
     for name, make in kinds.items():
-        figure = _alone(lambda name=name, make=make: _differential.fit_of(name, make, options, size))  # type: ignore[misc]
+        figure = _alone(lambda name=name, make=make: differential.fit_of(name, make, options, size))  # type: ignore[misc]
         sizes = [nbytes / figure.dense_nbytes for nbytes in figure.folder_sizes]
         if name == "kept all":
             rows["kept all, at step 100"], rows["kept all, at the end"] = sizes[99], sizes[-1]
@@ -459,11 +460,11 @@ def mechanisms(way: Way) -> Rows:
 
 def memory_of_stages(_: Way) -> Rows:
     """Host memory of sparse checkpoints with upstream logs, beside that of dense ones: MoEvement, Table 6."""
-    size = _pipeline_memory.PipelineSize()
-    dense = _pipeline_memory.measure(_pipeline_memory.DENSE, size)
+    size = pipeline_memory.PipelineSize()
+    dense = pipeline_memory.measure(pipeline_memory.DENSE, size)
     rows: Rows = {"dense, per parameter": dense.generation / dense.params}
     for window in (3, 6):
-        found = _pipeline_memory.measure(window, size)
+        found = pipeline_memory.measure(window, size)
         more, here = found.generation - dense.generation, f"window {window}"
         rows |= {
             f"more than dense, {here}": 100 * (more + found.log) / dense.generation,

@@ -10,12 +10,13 @@ from contextlib import redirect_stdout
 import pytest
 from rich.console import Console
 
-from lightning_moe_ckpt.benchmarks import _papers
+from benchmarks import papers
+from benchmarks.__main__ import PROGRAM
+from benchmarks.papers import FIGURES, Figure, ascending, judged
+from benchmarks.papers_plans import Way
+from benchmarks.pipeline_memory import DENSE, PipelineSize, measure
 from lightning_moe_ckpt.benchmarks._fits import ModelSize
-from lightning_moe_ckpt.benchmarks._papers import FIGURES, Figure, ascending, judged
-from lightning_moe_ckpt.benchmarks._papers_plans import Way
-from lightning_moe_ckpt.benchmarks._pipeline_memory import DENSE, PipelineSize, measure
-from lightning_moe_ckpt.cli import main
+from lightning_moe_ckpt.cli import run
 
 WANTED = {
     *(f"pec-{each}" for each in ("2", "5a", "5b", "5d", "6", "7")),
@@ -40,11 +41,11 @@ def test_every_figure_is_there_and_says_where_it_is_from() -> None:
 def test_without_a_figure_all_are_listed() -> None:
     """In text of 80 columns, and as JSON."""
     with redirect_stdout(io.StringIO()) as out:
-        assert main(["bench", "papers", "--json"]) == 0
+        assert run(PROGRAM, "benchmarks", ["papers", "--json"]) == 0
     listed = json.loads(out.getvalue())["papers"]
     assert [each["key"] for each in listed] == [*FIGURES]
     assert not any(each["ours"] for each in listed)
-    assert main(["bench", "papers", "--figure", "pec-99"]) == 2
+    assert run(PROGRAM, "benchmarks", ["papers", "--figure", "pec-99"]) == 2
 
 
 @pytest.mark.parametrize("key", ["pec-5a", "pec-5b"])
@@ -55,7 +56,7 @@ def test_bytes_of_plans_are_those_of_the_paper(key: str) -> None:
     assert found.same_shape, found.claims
     assert any(row in found.ours for row in found.paper)
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(_papers.table([found]))
+    console.print(papers.table([found]))
     shown = console.export_text()
     assert "same shape" in shown
     assert max(map(len, shown.splitlines())) <= 80
@@ -98,7 +99,7 @@ def test_a_verdict_can_be_bad(rows: tuple[float, ...], same: bool) -> None:
     assert (found.same_shape, found.claims) == (same, {"it grows": same})
     assert not judged(_figure(), [{**ours, "c": math.nan}]).same_shape
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(_papers.table([found]))
+    console.print(papers.table([found]))
     assert ("NO " in console.export_text()) == (not same)
 
 

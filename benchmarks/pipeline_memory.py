@@ -6,7 +6,7 @@ with a log of what crosses the borders of stages.
 
 Nothing is killed: what is asked for is bytes, which are the same on every machine. Ranks are started by `moe-ckpt run`, as
 
-python -m lightning_moe_ckpt.benchmarks._pipeline_memory FOLDER MEMORY WINDOW SIZE
+python -m benchmarks.pipeline_memory FOLDER MEMORY WINDOW SIZE
 
 Source: MoEvement (2026), Sec. 5.6 and Table 6.
 """
