@@ -23,7 +23,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data._utils.worker import _generate_state
 
 from lightning_moe_ckpt._lightning_attributes import held_by
-from lightning_moe_ckpt._lightning_data import data_sets, loaders_of, validation_loaders
+from lightning_moe_ckpt._lightning_data import data_sets, loaders_of, loads_again, validation_loaders
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import capture_rng, decode, encode, restore_rng
 
@@ -92,7 +92,8 @@ class PersistentWorkers:
 
     def end(self) -> dict[int, States]:
         """Return the workers' state as the next epoch will begin with it; call between two epochs. Nobody can go on with their iterators."""
-        ends = {index: tap.end() if index >= 0 else tap.newest for index, tap in self._taps.items()}
+        new = loads_again(self._trainer)  # loaders with workers of their own
+        ends = {index: tap.newest if index < 0 else None if new else tap.end() for index, tap in self._taps.items()}
         return {index: state for index, state in ends.items() if state is not None}
 
     def remove(self) -> None:

@@ -65,7 +65,8 @@ def emulated_device(life: Attempt) -> Iterator[Emulator]:
     Seam(module="lightning_moe_ckpt.session._session", attribute="create_engine", replacement=create).apply()
     Seam(module="lightning_moe_ckpt.journal._arrivals", attribute="_page_locked", replacement=page_locked).apply()
     yield emulator
+    # Later lives may find that training is finished.
     used = {call: emulator.calls(call.encode()) for call in _CALLS}
-    assert values or life.world_size > 1, "no value of a journal came to the host by a copy"
-    assert all(used.values()), f"copies did not go through the device: {used}"
+    assert values or life.world_size > 1 or life.index, "no value of a journal came to the host by a copy"
+    assert all(used.values()) or life.index, f"copies did not go through the device: {used}"
     assert emulator.num_registered() == 0, "memory was not given back"
