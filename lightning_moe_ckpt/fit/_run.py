@@ -23,6 +23,7 @@ from lightning_moe_ckpt import (
     _lightning_progress,
 )
 from lightning_moe_ckpt._lightning_callbacks import Findings, ProgressNote, averages_of, finish_with_averages, resting
+from lightning_moe_ckpt._lightning_data import loads_again
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Neighbours
 from lightning_moe_ckpt.fit._batches import Batches, BatchLog, Logged
@@ -282,7 +283,8 @@ class FitSession:
         self._disturbed = True  # hooks at the end and start of an epoch may change weights, through `.data` too
         self.session.repeats.freeze()
         self._release_files()
-        self._stop_if_agreed()
+        if not loads_again(self._trainer):  # what that draws is known before the next fetch
+            self._stop_if_agreed()
 
     @clocked
     def before_iter(self) -> None:
