@@ -137,6 +137,7 @@ class CheckpointCallback(Checkpoint):
         self.on_change = whole["on_change"]
         self.on_mismatch = whole["on_mismatch"]
         self._run: FitSession | None = None
+        self._carried: set[str] = set()
         self._report: Report | None = None
         self._lightning_resume: LightningResume | None = None
         self._in_place: InPlace | None = None
@@ -331,7 +332,7 @@ class CheckpointCallback(Checkpoint):
         return self._run
 
     def _watch(self, trainer: Trainer, module: LightningModule) -> WatchedData:
-        attributes = {"most_nbytes": self.attributes_nbytes, "untouched": self.untouched}
+        attributes = {"most_nbytes": self.attributes_nbytes, "untouched": self.untouched, "carried": self._carried}
         return WatchedData(trainer, module, _OWN, deterministic=self.deterministic_dataset, attributes=attributes)
 
     def _leave(self) -> None:

@@ -62,7 +62,8 @@ class MovedAttributes:
     """Track changes of what the user's objects of one run hold: module, data module, callbacks, loaders and data.
 
     Callbacks in `skip` are not the user's; what `kept` names, as (module, attribute), is recorded elsewhere. For `most_nbytes`,
-    `untouched` and `speaks` see `Values`. Make it before hooks of the fit's start run.
+    `untouched` and `speaks` see `Values`. `carried` is what fits of this process add to: a later one begins with what earlier ones
+    have changed, which a later process does not. Make it before hooks of the fit's start run.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class MovedAttributes:
         most_nbytes: int = 64 * 2**20,
         untouched: Sequence[str] = (),
         speaks: bool = True,
+        carried: set[str] | None = None,
     ) -> None:
         self._trainer, self._module, self._skip = trainer, module, skip
+        self._carried = set() if carried is None else carried
         self._kept = defaultdict[str, set[str]](set)
         for fqn, name in kept:
             self._kept[f"module.{fqn}"].add(name)
@@ -87,7 +90,7 @@ class MovedAttributes:
         self._held: dict[str, object] = {}
         self._in_states: dict[str, frozenset[str]] = {}
         """Names of attributes that owners' own states have."""
-        self._always: set[str] = set()
+        self._always = {*self._carried}
         """Entries that may differ in each process as its first epoch begins."""
         self._before: Values | None = self._probe()
 
@@ -123,9 +126,7 @@ class MovedAttributes:
 
     def sanity_check_ends(self) -> None:
         """Keep what it has changed, and what it has made."""
-        found = self._insane.take()
-        made = {f"{unnumbered(name.removesuffix(CONTENT))}#" for name in found if re.search(r"#\d+\{\}$", name)}
-        self._always |= {*map(unnumbered, found), *made}
+        self._always |= _always_of(self._insane.take())
         self._insane.close()
 
     def take(self, of: tuple[str, ...] | None = None) -> dict[str, Any]:
@@ -144,6 +145,8 @@ class MovedAttributes:
 
     def close(self) -> None:
         """Let go of what watches objects."""
+        if self.begun:
+            self._carried |= _always_of(self._values.take())
         for each in (self._values, self._before):
             if each is not None:
                 each.close()
@@ -183,6 +186,12 @@ class MovedAttributes:
         for name, each in data_owners(self._trainer):
             if type(each) is DataLoader or not type(each).__module__.startswith(("torch", "lightning.", "streaming.")):
                 yield name, each
+
+
+def _always_of(found: Mapping[str, Any]) -> set[str]:
+    """Return the names of what has changed, and of what holds objects that were made."""
+    made = {f"{unnumbered(name.removesuffix(CONTENT))}#" for name in found if re.search(r"#\d+\{\}$", name)}
+    return {*map(unnumbered, found), *made}
 
 
 @functools.cache

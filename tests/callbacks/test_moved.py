@@ -163,6 +163,27 @@ def test_data_without_attributes_is_no_owner_of_any() -> None:
     assert moved.take() == {}
 
 
+def test_a_later_fit_of_a_process_takes_what_earlier_ones_have_changed() -> None:
+    """A process that restarts it begins with what the first fit began with."""
+    loops = SimpleNamespace(_combined_loader=None)
+    trainer: Any = SimpleNamespace(callbacks=[], datamodule=None, fit_loop=loops, val_dataloaders=None, optimizers=[])
+    module: Any = LightningModule()
+    fresh: Any = LightningModule()
+    for each in (module, fresh):
+        each.best, each.history = None, []
+    carried = set[str]()
+    first = MovedAttributes(trainer, module, (), carried=carried)
+    first.look()
+    module.best = 0.5
+    module.history.append(1.0)
+    first.close()
+    later, other = (MovedAttributes(trainer, each, (), carried=carried) for each in (module, fresh))
+    later.look()
+    other.look()
+    other.restore(later.take())
+    assert (fresh.best, fresh.history) == (0.5, [1.0])
+
+
 def test_metrics_are_those_of_the_parts_that_are_there_now() -> None:
     """One that comes later, takes another's place, or goes. Metrics are equal to anything: only identity tells them apart."""
     module: Any = LightningModule()
