@@ -111,6 +111,7 @@ cell(sys.argv[2])
 an interrupt that comes while it collects garbage, so there is one at each step."""
 
 
+@pytest.mark.soak  # on a busy machine one in some runs sees no interrupt at all: Python loses it in garbage collection
 def test_an_interrupted_cell_that_is_run_again_ends_the_same(tmp_path: Path) -> None:
     """With `MoEStrategy` in one interactive process, as in a notebook: same bits as never interrupted."""
     given = [str(tmp_path / "calm"), str(tmp_path / "interrupted")]
