@@ -272,10 +272,10 @@ class CaptureSession:
                     if self._edits.may_come:
                         self._engine.fence(pending.ticket)
                 except (CheckpointError, BufferChanged, RuntimeError) as error:  # torch's, where memory is not there
-                    changed = isinstance(
+                    if changed := isinstance(
                         error, BufferChanged
-                    )  # then plans are laid out anew, for buffers as they are now
-                    self._journal_nbytes = self._plans.journal_nbytes if changed else self._journal_nbytes
+                    ):  # plans are laid out anew, for buffers as they are now
+                        self._journal_nbytes = self._plans.journal_nbytes
                     self._spoil(f"its buffers or what was changed cannot be stored: {error}", failed=not changed)
 
     def seal_beside(self, why_not: str = "") -> None:
