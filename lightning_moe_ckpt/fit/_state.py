@@ -232,26 +232,28 @@ class Trained:
         return list(chain.from_iterable(group["params"] for group in self._optimizer.param_groups))
 
     def _take_order(self) -> dict[str, Written]:
-        """Return the places of parameters in the order of the optimizer's state, unless that is the one of its groups."""
-        state = self._optimizer.state
+        """Return the places of parameters in the order of the optimizer's state, and the keys of its groups, where these are not the usual ones."""
+        state, groups = self._optimizer.state, self._optimizer.param_groups
         seen = len(state), next(reversed(state), None)
         if self._order[0] is None or seen[0] != self._order[0][0] or seen[1] is not self._order[0][1]:
             places = {id(param): at for at, param in enumerate(self._in_groups())}
             order = [places.get(id(param), -1) for param in state]
-            self._order = seen, {} if order == sorted(order) else {"order": written(order)}
+            unusual = {"order": written(order)} if order != sorted(order) else {}
+            if any(next(iter(group)) != "params" for group in groups):  # as `Optimizer.load_state_dict` leaves them
+                unusual["keys"] = written([list(group) for group in groups])
+            self._order = seen, unusual
         return self._order[1]
 
     def restore_order(self, state: Mapping[str, Any]) -> None:
-        """Put the optimizer's state in the order of `state`; there may be less or more of it in replay."""
-        now, params = self._optimizer.state, dict(enumerate(self._in_groups()))
-        wanted = [params[at] for at in state.get("order", params) if params.get(at) in now]
-        if not all(map(is_, now, wanted)):
-            items = {param: now[param] for param in wanted} | dict(now)
-            now.clear()
-            now.update(items)
+        """Put the optimizer's state and the keys of its groups in the order of `state`; there may be less or more of them in replay."""
+        now, params, groups = self._optimizer.state, dict(enumerate(self._in_groups())), self._optimizer.param_groups
+        _put_in_order(now, [params[at] for at in state.get("order", params) if params.get(at) in now])
+        for group, keys in zip(groups, state.get("keys", [["params"]] * len(groups)), strict=False):
+            _put_in_order(group, [key for key in keys if key in group])
 
     def restore_gradients(self, state: Mapping[str, Any]) -> None:
-        """Restore what the next step begins with; call when its batch begins."""
+        """Restore what the next step begins with; call when its batch begins, and whatever has loaded state again has done so."""
+        self.restore_order(state)
         for param, graded in zip(self._params.values(), state.get("gradients", b""), strict=False):
             if not graded:
                 param.grad = None
@@ -293,6 +295,14 @@ class Trained:
             self._told = True
             log.error("training goes on without checkpoints, and a restart begins before this step: %s", why)
         return why
+
+
+def _put_in_order(entries: dict[Any, Any], first: Sequence[Any]) -> None:
+    """Have a dictionary begin with these keys, in place."""
+    if not all(map(is_, entries, first)):
+        items = {key: entries[key] for key in first} | dict(entries)
+        entries.clear()
+        entries.update(items)
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -174,9 +174,10 @@ def capture_end(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     state = {names[id(parameter)]: dict(values) for parameter, values in optimizer.state.items()}
+    order = repr([[(name, *values) for name, values in state.items()], *map(list, optimizer.param_groups)])
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     members = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    return {"state": state, "groups": groups, "members": members}
+    return {"state": state, "groups": groups, "members": members, "order": order}
 
 
 def rng_states() -> dict[str, Any]:
