@@ -272,9 +272,8 @@ class CaptureSession:
                     if self._edits.may_come:
                         self._engine.fence(pending.ticket)
                 except (CheckpointError, BufferChanged, RuntimeError) as error:  # torch's, where memory is not there
-                    if changed := isinstance(
-                        error, BufferChanged
-                    ):  # plans are laid out anew, for buffers as they are now
+                    changed = isinstance(error, BufferChanged)
+                    if changed:  # plans are laid out anew, for buffers as they are now
                         self._journal_nbytes = self._plans.journal_nbytes
                     self._spoil(f"its buffers or what was changed cannot be stored: {error}", failed=not changed)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
-from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.journal import UNFIT, Journal, encode
+from lightning_moe_ckpt.errors import CheckpointError, CodecError
+from lightning_moe_ckpt.journal import UNFIT, Journal, JournalOverflow, encode
 from lightning_moe_ckpt.native import CopyEngine, Preparation
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.process import StallMeter
@@ -148,7 +148,13 @@ class DenseCapture:
         layout, capture = captured
         generation = self._name(capture.step)
         if "end" in start:
-            capture.add({"end": start["end"]})
+            try:
+                capture.add({"end": start["end"]})
+            except (JournalOverflow, CodecError) as error:
+                log.warning(
+                    "a later start of this finished run shows what it had before the hooks of its last epoch's end: %s",
+                    error,
+                )
         segment = capture.sealed(generation)  # first: what cannot be sealed is never begun
         self._worker.begin(
             Announced(

@@ -7,7 +7,6 @@ date by comparing identities and addresses of tensors, without bytecode per tens
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,8 +18,7 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_moe_ckpt.errors import CodecError
-from lightning_moe_ckpt.journal import Arrival, Arrivals, Journal, JournalOverflow, encode_journal, held
+from lightning_moe_ckpt.journal import Arrival, Arrivals, Journal, encode_journal, held
 from lightning_moe_ckpt.native import Copy, CopyEngine, PreparedTable, Ticket
 from lightning_moe_ckpt.operators import StateWatch
 from lightning_moe_ckpt.snapshot._columns import columns_of
@@ -356,13 +354,17 @@ class BoundaryCapture:
         self._local.values.wait()
 
     def add(self, more: Journal) -> None:
-        """Add entries to the journal's start half, of values on the host, if its record has room for them; call after `take_rest`."""
+        """Add entries to the journal's start half, of values on the host; call after `take_rest`.
+
+        Raises:
+            JournalOverflow: its record has no room for them. The journal stays as it was.
+            CodecError: a value cannot be stored exactly; as above.
+        """
         assert self._local is not None
         journal = {**self._local.journal, "start": {**self._local.journal["start"], **more}}
         local = replace(self._local, journal=journal)
-        with contextlib.suppress(JournalOverflow, CodecError):
-            self._writer.write_local(local)
-            self._local = local
+        self._writer.write_local(local)
+        self._local = local
 
     def sealed(self, generation: GenerationId) -> SealedSegment:
         """Write the journal and return the segment, once its values have arrived; call after `take_rest`.
