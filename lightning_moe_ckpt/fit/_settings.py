@@ -94,7 +94,8 @@ _YOURS: dict[str, _Yours] = {
 _OF_LOADERS: dict[str, _Yours] = {
     "batch_size": _of_loaders("batch_size"),
     "num_workers": _of_loaders(
-        "num_workers", "items that draw random numbers, and combined loaders, come out different"
+        "num_workers",
+        "items that draw random numbers, combined loaders, and with 0 workers the order after a restart from an epoch's start, come out different",
     ),
     "sampler": _of_loaders("sampler"),
     "items": _of_loaders("items"),

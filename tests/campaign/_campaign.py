@@ -37,6 +37,7 @@ HARMLESS = (
     "these settings differ from those of the stored run:",  # `changed_settings` has which
     ": nothing to train, since",
     "training ends in the middle of an accumulation",  # so does the fault-free run
+    "was not known to be kept from step to step",  # it costs the windows in which a gradient is first kept, as it says
 )
 """Storage of a busy machine lets generations pass it by, which memory has; a drawn run may be short, and its callbacks may
 come to say more than twice what they said at first; its items may draw no random numbers, and each life has a seed

@@ -474,7 +474,7 @@ def _loader(setup: Drawn, life: Attempt, items: Any) -> Any:
     options: dict[str, Any] = {
         "batch_size": setup.batch_size,
         # Not more than there are cores, of which torch warns.
-        "num_workers": (setup.workers or 2) - 1 if setup.is_changed("num_workers", life) else setup.workers,
+        "num_workers": 3 - setup.workers if setup.is_changed("num_workers", life) else setup.workers,
         "persistent_workers": setup.persistent and setup.workers > 0,
         "drop_last": setup.drop_last,
     }
