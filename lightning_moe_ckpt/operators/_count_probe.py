@@ -7,7 +7,7 @@ experts ran. A layer's counts are right if all of this holds:
 * T tokens passed and k experts were chosen for each: the counts add up to `T * k`, dropped slots included where they
   are known, and to no more where they are not;
 * every index names an expert, or says that the slot was dropped (-1, or E);
-* an expert that was counted nothing has no gradient;
+* an expert that was counted nothing has no gradient, unless it began the step with one;
 * where every token's output has a gradient, experts with many tokens have one.
 
 Shape suffixes: T tokens on this rank, E experts of one layer.
@@ -69,8 +69,8 @@ class CountProbe:
 
     def __init__(self, operators: OperatorSet, module: nn.Module) -> None:
         self._module = module
-        self._params = dict(module.named_parameters(remove_duplicate=False))
-        self._layers = [_LayerProbe(layer, module) for layer in operators.layers if layer.count is not None]
+        params = dict(module.named_parameters(remove_duplicate=False))
+        self._layers = [_LayerProbe(layer, module, params) for layer in operators.layers if layer.count is not None]
         self._handles: list[RemovableHandle] = []
         self._installed, self._steps = False, 0
 
@@ -102,7 +102,7 @@ class CountProbe:
         failures, start = [], 0
         for probe in self._layers:
             stop = start + probe.width
-            reason = probe.judge(seen[start:stop], totals[start:stop], self._params)
+            reason = probe.judge(seen[start:stop], totals[start:stop])
             if reason is not None:
                 block = type(self._module.get_submodule(probe.layer.fqn)).__name__
                 failures.append(CountFailure(probe.layer.fqn, block, reason))
@@ -164,13 +164,15 @@ class _Watched(TokenCounts):
 class _LayerProbe:
     """One layer with its tap and the evidence to compare the counts with."""
 
-    def __init__(self, layer: MoELayerSpec, module: nn.Module) -> None:
-        self.layer, self._module = layer, module
+    def __init__(self, layer: MoELayerSpec, module: nn.Module, params: Mapping[str, Tensor]) -> None:
+        self.layer, self._module, self._params = layer, module, params
         self.pending = True
         self._counts = _Watched(layer.num_experts)
         self._drops = TokenCounts(layer.num_experts)
         self._tokens = 0
         self._silent_rows: list[Tensor] = []
+        self._kept: set[int] = set()
+        """Experts with a gradient of an earlier step, which proves nothing about the tokens of this one."""
 
     @property
     def width(self) -> int:
@@ -179,6 +181,7 @@ class _LayerProbe:
 
     def install(self) -> list[RemovableHandle]:
         assert self.layer.count is not None
+        self._kept = self._moved()
         block = self._module.get_submodule(self.layer.fqn)
         handles = self.layer.count.install(self._module, self._counts)
         if self.layer.dropped is not None:
@@ -200,16 +203,16 @@ class _LayerProbe:
         self._silent_rows.clear()
         return torch.cat([self._counts.take().cpu(), others])
 
-    def judge(self, seen: Tensor, totals: Tensor, params: Mapping[str, Tensor]) -> str | None:
+    def judge(self, seen: Tensor, totals: Tensor) -> str | None:
         """Return why the counts are wrong, or `None`; `seen` comes from `take`, `totals` is its sum over ranks."""
         counts_E, (tokens, dropped, outside, silent) = seen[:-4], seen[-4:].tolist()
         if not self.pending or not (int(totals[-4]) or totals[:-4].any()):
             return None
         self.pending = False
         if not int(totals[-4]):  # the block itself is never called: a LightningModule that is a block
-            return self._wrong_gradients(counts_E, totals[:-4], params, strict=False)
+            return self._wrong_gradients(counts_E, totals[:-4], strict=False)
         return self._wrong_sum(int(counts_E.sum()), tokens, dropped, outside) or self._wrong_gradients(
-            counts_E, totals[:-4], params, strict=silent == 0
+            counts_E, totals[:-4], strict=silent == 0
         )
 
     def _wrong_sum(self, counted: int, tokens: int, dropped: int, outside: int) -> str | None:
@@ -230,16 +233,15 @@ class _LayerProbe:
             )
         return None
 
-    def _wrong_gradients(
-        self, counts_E: Tensor, totals_E: Tensor, params: Mapping[str, Tensor], *, strict: bool
-    ) -> str | None:
-        moved = {expert: _has_gradient(self.layer, expert, params) for expert in self.layer.local_expert_ids}
-        if not any(moved.values()):
+    def _wrong_gradients(self, counts_E: Tensor, totals_E: Tensor, *, strict: bool) -> str | None:
+        moved = self._moved()
+        if not moved:
             return None  # frozen, or no backward
-        unseen = [expert for expert, has in moved.items() if has and not totals_E[expert]]
+        unseen = [expert for expert in sorted(moved - self._kept) if not totals_E[expert]]
         if unseen:
             return f"experts {unseen} have a gradient, and no token was counted for them"
-        idle = [e for e, has in moved.items() if not has and counts_E[e] and not _is_frozen(self.layer, e, params)]
+        still = [expert for expert in self.layer.local_expert_ids if expert not in moved and counts_E[expert]]
+        idle = [expert for expert in still if not _is_frozen(self.layer, expert, self._params)]
         # Experts of this rank also get tokens of other ranks, whose gradients may be missing for other reasons.
         if strict and self.layer.holders == "stage" and counts_E[idle].sum() > _IDLE_SHARE * counts_E.sum():
             return f"experts {idle} have no gradient, and {int(counts_E[idle].sum())} tokens were counted for them"
@@ -256,7 +258,12 @@ class _LayerProbe:
         if block.training and y is not None and y.requires_grad and not torch.compiler.is_compiling():
             y.register_hook(self._look)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
+    def _moved(self) -> set[int]:
+        return {expert for expert in self.layer.local_expert_ids if _has_gradient(self.layer, expert, self._params)}
+
     def _look(self, grad: Tensor) -> None:
+        if not self._silent_rows:  # the first backward pass of the step, which has not come to the experts yet
+            self._kept = self._moved()
         self._silent_rows.append((grad.detach() == 0).all(dim=-1).sum())
 
 

@@ -70,6 +70,9 @@ ONCE_FAILED = {
         {"phase": "epoch_end", "batches": 5, "settle": 10.0}, {"phase": "after_backward", "batches": 2}]}""",
     "gradients of one step that the next adds to": """{"setup": {"hooks": ["fades_gradients"], "validate_every": null, "options":
         [["never_routed", true]]}, "checkpointing": {"every_n_steps": 2}, "kills": [{"phase": "forward", "batches": 7, "settle": 10.0}]}""",
+    "gradients of experts that later got no token": """{"setup": {"hooks": ["fades_gradients"], "batch_size": 1, "batches": 5, "epochs":
+        3, "validate_every": null}, "checkpointing": {"policy": "sparse", "window": 2, "order": "popularity"}, "kills":
+        [{"phase": "batch_end", "batches": 10, "settle": 10.0}]}""",
     "gradients of some parameters, and at times of one more": """{"setup": {"hooks": ["keeps_some"], "epochs": 3}, "checkpointing":
         {"policy": "sparse"}, "kills": [{"phase": "forward", "batches": 5, "settle": 10.0},
         {"phase": "after_batch_end", "batches": 5, "settle": 10.0}]}""",

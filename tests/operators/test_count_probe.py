@@ -318,6 +318,25 @@ def test_a_block_that_is_never_called_is_judged_by_its_gradients() -> None:
         prove_counts(wrong, wrong.step)
 
 
+@pytest.mark.parametrize(("called", "zeroed"), [(True, False), (False, False), (True, True)])
+def test_a_gradient_of_an_earlier_step_proves_nothing(called: bool, zeroed: bool) -> None:
+    """A restart restores what the user has not zeroed; where its step zeroes first, as most do, all is judged."""
+    model: Any = Model(Block(shift=1)) if called else Inside(shift=1)
+    for name, param in model.named_parameters():
+        if "experts" in name:
+            param.grad = torch.ones_like(param)
+    watching = proof(model, required=True)
+    watching.batch_begins()
+    if zeroed:
+        model.zero_grad()
+        model.step()
+        with pytest.raises(WrongCounts, match=r"experts \[3\] have a gradient"):
+            watching.before_step()
+    else:
+        model.step()
+        assert watching.before_step() == []
+
+
 def two_ranks(rank: int) -> str:
     groups = build_groups()
     torch.manual_seed(rank)
