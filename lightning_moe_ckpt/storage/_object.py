@@ -169,12 +169,16 @@ class ObjectBackend:
                 self._fill(key, start + at, rest[at:end], part)
 
     def list(self, prefix: str) -> list[Entry]:
-        """List objects whose key starts with `prefix`; obstore itself lists whole folders only."""
-        folder = prefix.rpartition("/")[0]
-        what = f"list {folder} at {self.url}"
-        found = self._call(what, lambda: obstore.list(self._store, folder or None, chunk_size=1000).collect())
-        entries = [Entry(str(facts["path"]), int(facts["size"])) for facts in found]
-        return sorted((entry for entry in entries if entry.key.startswith(prefix)), key=lambda entry: entry.key)
+        """List objects whose key starts with `prefix`; obstore itself lists whole folders only.
+
+        Asks again behind the last key until nothing more comes: obstore takes any XML for the last page, also an error's.
+        """
+        folder, found, idle = prefix.rpartition("/")[0], dict[str, int](), 0
+        while idle < (1 if found else 2):
+            listed = self._call(f"list {folder} at {self.url}", partial(self._behind, folder, max(found, default=None)))
+            idle += listed.keys() <= found.keys()  # not by emptiness: a server may ignore where it is to begin
+            found |= listed
+        return [Entry(key, found[key]) for key in sorted(found) if key.startswith(prefix)]
 
     def delete(self, key: str) -> None:
         try:
@@ -208,6 +212,11 @@ class ObjectBackend:
     def close(self) -> None:
         """Abandon running uploads at their next part; connections close with the store's last reference."""
         self._pace.close()
+
+    def _behind(self, folder: str, last: str | None) -> Mapping[str, int]:
+        """Return key and size of the objects in a folder behind a key; of all if that is `None`."""
+        found = obstore.list(self._store, folder or None, offset=last, chunk_size=1000).collect()
+        return {str(facts["path"]): int(facts["size"]) for facts in found}
 
     def _ranges(self, key: str, places: Mapping[str, Sequence[int]]) -> Sequence[Any]:
         try:

@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from typing_extensions import Self, override
 
-ProxyFault = Literal["busy", "lost request", "lost reply"]
-_FAULTS: tuple[ProxyFault, ...] = ("busy", "lost request", "lost reply")
+ProxyFault = Literal["busy", "lost request", "lost reply", "cut reply"]
+_FAULTS: tuple[ProxyFault, ...] = ("busy", "lost request", "lost reply", "cut reply")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Weather:
     latency: timedelta = timedelta()
     """Time from a request until it is passed on."""
     failing: float = 0.0
-    """Probability that a request fails: answered "slow down", lost before the store sees it, or done without a reply."""
+    """Probability that a request fails: answered "slow down", lost before the store sees it, or done with no or half a reply."""
 
 
 class FaultyProxy:
@@ -94,8 +94,11 @@ class FaultyProxy:
             with self._lock:
                 self._open.discard(connection)
 
-    def _draw(self) -> ProxyFault | None:
-        """Wait for the latency and return what happens to a request."""
+    def fate(self, request: BaseHTTPRequestHandler) -> ProxyFault | None:
+        """Wait for the latency and return what happens to a request.
+
+        Called in the thread of its connection. May be overridden, and may change `request.path` and `request.headers`.
+        """
         with self._lock:
             weather = self.weather
             self.num_requests += 1
@@ -128,7 +131,7 @@ class _Connection(BaseHTTPRequestHandler):
             super().handle()
 
     def _pass_on(self) -> None:
-        fault = self._proxy._draw()  # noqa: SLF001  # its own other half
+        fault = self._proxy.fate(self)
         if fault == "lost request":
             self.close_connection = True
             return
@@ -143,12 +146,14 @@ class _Connection(BaseHTTPRequestHandler):
         self._store.endheaders(body or None)
         reply = self._store.getresponse()
         content = reply.read()
-        if fault == "lost reply":
+        if fault == "lost reply" or (fault == "cut reply" and not content):
             self.close_connection = True
             return
         headers = [each for each in reply.getheaders() if each[0].lower() != "transfer-encoding"]
         if reply.getheader("Content-Length") is None and (content or reply.chunked):
             headers.append(("Content-Length", str(len(content))))
+        if fault == "cut reply":
+            self.close_connection, content = True, content[: len(content) // 2]
         self._answer(reply.status, reply.reason, headers, content)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on  # noqa: N815  # as `http.server` calls them

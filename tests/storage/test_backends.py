@@ -29,6 +29,7 @@ from lightning_moe_ckpt.storage import (
     PosixBackend,
     Retrying,
     RunStore,
+    _backend,
     _posix,
     create_once,
     open_backend,
@@ -47,6 +48,12 @@ def fails_after(number: int, call: Callable[..., Any]) -> Callable[..., Any]:
         return call(*args, **kwargs)
 
     return failing
+
+
+def break_folders(monkeypatch: pytest.MonkeyPatch, file_system: type[Any], after: int) -> None:
+    """Let a file system list so many folders and fail then, also when it is asked again, which is done for a shorter time."""
+    monkeypatch.setattr(file_system, "ls", fails_after(after, file_system.ls))
+    monkeypatch.setattr(_backend, "_INSIST_SECONDS", 0.2)
 
 
 class TestPosixBackend(BackendContract):
@@ -70,7 +77,7 @@ class TestFsspecMemory(BackendContract):
         return FsspecBackend(f"memory://{uuid.uuid4().hex}/run")
 
     def break_listings(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-        monkeypatch.setattr(MemoryFileSystem, "ls", fails_after(after, MemoryFileSystem.ls))
+        break_folders(monkeypatch, MemoryFileSystem, after)
 
 
 class TestFsspecLocal(BackendContract):
@@ -80,7 +87,7 @@ class TestFsspecLocal(BackendContract):
         return FsspecBackend(f"file://{tmp_path}/run")
 
     def break_listings(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-        monkeypatch.setattr(LocalFileSystem, "ls", fails_after(after, LocalFileSystem.ls))
+        break_folders(monkeypatch, LocalFileSystem, after)
 
 
 class _RemoteFileSystem(MemoryFileSystem):  # type: ignore[misc]
@@ -113,6 +120,9 @@ class TestFsspecRemote(BackendContract):
 
     def make_backend(self, tmp_path: Path) -> Backend:
         return FsspecBackend(f"remote://{uuid.uuid4().hex}/run")
+
+    def break_listings(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+        break_folders(monkeypatch, _RemoteFileSystem, after)
 
     def make_paced_backend(self, tmp_path: Path, bandwidth: int) -> Backend:
         return FsspecBackend(f"remote://{uuid.uuid4().hex}/run", bandwidth=bandwidth)

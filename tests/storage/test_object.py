@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import logging
 import os
 import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import cache
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import get_args
 
 import obstore
 import pytest
-from servers._s3 import S3Server, running
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+from servers._s3 import KEY, SECRET, S3Server, running
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import ConfigurationError, KeyExists, KeyMissing, StorageError
 from lightning_moe_ckpt.storage import Backend, ObjectBackend, open_backend
 from lightning_moe_ckpt.storage._object_options import Unmapped, split_url, translate
 from lightning_moe_ckpt.storage._open import open_without_retries
-from lightning_moe_ckpt.testing import BackendContract
+from lightning_moe_ckpt.testing import BackendContract, FaultyProxy
+from lightning_moe_ckpt.testing._proxy import ProxyFault
 
 QUICK = timedelta(seconds=1)
 
@@ -41,17 +50,75 @@ def opened(server: S3Server, timeout: timedelta = timedelta(seconds=30), *, url:
     return ObjectBackend(url or server.url(), storage_options=server.storage_options, timeout=timeout)
 
 
-class TestMoto(BackendContract):
-    """A store that honours conditions and the smallest part size."""
+class Listings(FaultyProxy):
+    """Hands pages of one entry out, and fails in every listing behind its first pages."""
+
+    pages: int | None = None
+    """Number of pages that a listing gets; `None` for all."""
+    failures: Iterator[ProxyFault | None] = itertools.cycle(get_args(ProxyFault))
+    """How, in turns; `None` for a message in the place of the page, under the status of a page."""
+
+    @override
+    def fate(self, request: BaseHTTPRequestHandler) -> ProxyFault | None:
+        fault = super().fate(request)
+        if "list-type=2" not in request.path:
+            return fault
+        if "continuation-token" not in request.path:
+            self.page = 0
+        self.page += 1
+        place, _, query = request.path.partition("?")
+        request.path = f"{place}?{'&'.join(sorted([*query.split('&'), 'max-keys=1']))}"
+        signed = AWSRequest("GET", f"http://{request.headers['host']}{request.path}")
+        S3SigV4Auth(Credentials(KEY, SECRET), "s3", "us-east-1").add_auth(signed)
+        for name, value in signed.headers.items():
+            del request.headers[name]
+            request.headers[name] = value
+        if self.pages is None or self.page <= self.pages:
+            return fault
+        fault = next(self.failures)
+        if fault is None:
+            request.wfile.write(
+                b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n<Error><Code>InternalError</Code></Error>"
+            )
+            raise ConnectionAbortedError
+        return fault
+
+
+@pytest.fixture(scope="module")
+def listings() -> Iterator[Callable[[S3Server], Listings]]:
+    """Give the proxy in front of a server."""
+    with contextlib.ExitStack() as stack:
+        yield cache(lambda server: stack.enter_context(Listings(server.port)))
+
+
+class OverTheWire(BackendContract):
+    """What the contract needs of a server."""
 
     server: S3Server
+    proxy: Listings
+    made: ObjectBackend
 
-    @pytest.fixture(autouse=True)
-    def use(self, moto: S3Server) -> None:
-        type(self).server = moto
+    def use(self, server: S3Server, listings: Callable[[S3Server], Listings]) -> None:
+        self.server, self.proxy = server, listings(server)
 
     def make_backend(self, tmp_path: Path) -> Backend:
-        return opened(self.server)
+        self.made = opened(self.server)
+        return self.made
+
+    def break_listings(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+        options = self.server.storage_options | {"endpoint_url": self.proxy.endpoint}
+        monkeypatch.setattr(self.made, "_store", ObjectBackend(self.made.url, storage_options=options)._store)
+        before, found = self.proxy.num_requests, self.made.list("")
+        assert self.proxy.num_requests - before == len(found) + 1, "a page for each, and a last look behind them"
+        monkeypatch.setattr(self.proxy, "pages", after)
+
+
+class TestMoto(OverTheWire):
+    """A store that honours conditions and the smallest part size."""
+
+    @pytest.fixture(autouse=True)
+    def serve(self, moto: S3Server, listings: Callable[[S3Server], Listings]) -> None:
+        self.use(moto, listings)
 
     @override
     def test_of_many_creators_one_wins(self, backend: Backend) -> None:
@@ -69,17 +136,12 @@ def _creates(backend: Backend, number: int) -> bool:
     return True
 
 
-class TestMinistack(BackendContract):
+class TestMinistack(OverTheWire):
     """A store that rejects bad checksums."""
 
-    server: S3Server
-
     @pytest.fixture(autouse=True)
-    def use(self, ministack: S3Server) -> None:
-        type(self).server = ministack
-
-    def make_backend(self, tmp_path: Path) -> Backend:
-        return opened(self.server)
+    def serve(self, ministack: S3Server, listings: Callable[[S3Server], Listings]) -> None:
+        self.use(ministack, listings)
 
     def make_paced_backend(self, tmp_path: Path, bandwidth: int) -> Backend:
         return ObjectBackend(
@@ -87,17 +149,32 @@ class TestMinistack(BackendContract):
         )
 
 
-class TestRclone(BackendContract):
+class TestRclone(OverTheWire):
     """A store that checks signatures and ignores conditions."""
 
-    server: S3Server
-
     @pytest.fixture(autouse=True)
-    def use(self, rclone: S3Server) -> None:
-        type(self).server = rclone
+    def serve(self, rclone: S3Server, listings: Callable[[S3Server], Listings]) -> None:
+        self.use(rclone, listings)
 
-    def make_backend(self, tmp_path: Path) -> Backend:
-        return opened(self.server)
+
+@pytest.mark.parametrize("failures", [get_args(ProxyFault), [None]], ids=["failure", "message"])
+def test_a_page_that_fails_is_asked_for_again(
+    failures: Sequence[ProxyFault | None],
+    moto: S3Server,
+    listings: Callable[[S3Server], Listings],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also more often than the client does by itself, and where it sees nothing wrong: until the listing is whole."""
+    proxy, keys = listings(moto), ["_log/0", "snap/1/a", "snap/2/b"]
+    backend = open_backend(moto.url(), storage_options=moto.storage_options | {"endpoint_url": proxy.endpoint})
+    for key in keys:
+        backend.put(key, b"x")
+    monkeypatch.setattr(proxy, "failures", itertools.cycle(failures))
+    monkeypatch.setattr(proxy, "pages", 1)
+    healed = threading.Timer(1, setattr, (proxy, "pages", None))
+    healed.start()
+    assert [entry.key for entry in backend.list("")] == keys
+    healed.join()
 
 
 def test_whether_conditions_hold_is_found_out(
