@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -30,9 +31,11 @@ from lightning_moe_ckpt.storage._backend import (
     insist,
     probe_create,
 )
+from lightning_moe_ckpt.storage._names import PROBE_PREFIX
 
 _CHUNK_NBYTES = 16 * 2**20
 _IN_PROCESS = {"memory", "file", "local"}  # these check, then write, so calls take turns; none hangs
+_MAX_PRUNED = 8  # others may remove an emptied folder as often, just when something is about to be written there
 _TURNS = threading.RLock()
 
 T = TypeVar("T")
@@ -133,6 +136,9 @@ class FsspecBackend:
     def delete(self, key: str) -> None:
         with contextlib.suppress(KeyMissing):
             self._call("delete", key, self._fs.rm_file)
+        folder = key.rpartition("/")[0]
+        while folder and self._has_folders and self._removes(folder):
+            folder = folder.rpartition("/")[0]
 
     def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
         """Return nothing, see `sweep`."""
@@ -152,15 +158,40 @@ class FsspecBackend:
             return False
         return True
 
+    @cached_property
+    def _has_folders(self) -> bool:
+        """Whether folders stay when they are emptied, and `rmdir` spares those that are not, as some do not; probed once."""
+        folder = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
+        self.put(f"{folder}/x", b"x")
+        self._removes(folder)
+        spared = self._holds(f"{folder}/x")
+        if spared:
+            self._call("delete", f"{folder}/x", self._fs.rm_file)
+        self._fs.invalidate_cache()
+        stays = self._call("probe", folder, self._fs.isdir)
+        self._removes(folder)
+        self._removes(PROBE_PREFIX.rstrip("/"))
+        return spared and stays
+
+    def _removes(self, folder: str) -> bool:
+        """Remove a folder if it is empty, and return whether it was."""
+        try:
+            self._call("delete", folder, self._fs.rmdir)
+        except StorageError:
+            return False
+        return True
+
     def _create(self, key: str, data: bytes) -> None:
         self._call("create", key, lambda path: self._pipe(path, data, mode="create"), nbytes=len(data))
 
     def _pipe(self, path: str, body: bytes | bytearray, **mode: str) -> None:
-        try:
-            self._fs.pipe_file(path, body, **mode)
-        except FileNotFoundError:  # a file system with real directories
-            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._fs.pipe_file(path, body, **mode)
+        for _ in range(_MAX_PRUNED):
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.pipe_file(path, body, **mode)
+                return
+            with contextlib.suppress(FileNotFoundError):  # a file system with real directories
+                self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self._fs.pipe_file(path, body, **mode)
 
     def _size(self, path: str) -> int:
         self._fs.invalidate_cache()  # all of it: many derive what they say of an object from a listing of its folder

@@ -6,6 +6,7 @@ import errno
 import itertools
 import logging
 import os
+import shutil
 import sys
 import threading
 import uuid
@@ -352,16 +353,43 @@ def test_a_directory_pruned_before_the_file_is_in_it_is_made_again(
     assert (tmp_path / "snap" / "a").read_bytes() == b"x"
 
 
-def test_emptied_directories_go(tmp_path: Path) -> None:
-    """Deleting a generation leaves no skeleton behind."""
-    backend = PosixBackend(tmp_path)
-    backend.put("snap/1/e1/a", b"x")
-    backend.put("snap/1/e1/b", b"x")
-    backend.delete("snap/1/e1/a")
-    assert (tmp_path / "snap" / "1" / "e1").is_dir()
-    backend.delete("snap/1/e1/b")
-    assert list(tmp_path.iterdir()) == []
-    backend.put("snap/1/e1/a", b"x")  # and they come again
+@pytest.mark.parametrize("make", [PosixBackend, lambda path: FsspecBackend(f"file://{path}")], ids=["posix", "fsspec"])
+def test_emptied_directories_go(make: Callable[[Path], Backend], tmp_path: Path) -> None:
+    """Deleting a generation leaves no skeleton behind, so that a long run does not grow by one for each."""
+    backend = make(tmp_path)
+    for step in range(3):
+        backend.put(f"snap/{step}/e1/a", b"x")
+        backend.put(f"snap/{step}/e1/b", b"x")
+        backend.delete(f"snap/{step}/e1/a")
+        assert [path.name for path in (tmp_path / "snap" / str(step)).iterdir()] == ["e1"]
+        backend.delete(f"snap/{step}/e1/b")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_not_removed_with_what_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems, as Arrow's, take `rmdir` for all below: there emptied folders stay."""
+    monkeypatch.setattr(LocalFileSystem, "rmdir", lambda _, path: shutil.rmtree(path))
+    backend = FsspecBackend(f"file://{tmp_path}")
+    backend.put("snap/1/a", b"x")
+    backend.put("snap/1/b", b"x")
+    backend.delete("snap/1/a")
+    assert backend.list("") == [Entry("snap/1/b", 1)]
+
+
+def test_a_folder_that_vanishes_before_its_file_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process deletes the last object of a folder just when this one makes it."""
+    real, pruned = LocalFileSystem.makedirs, list[str]()
+
+    def makes_in_vain(self: LocalFileSystem, path: str, **how: bool) -> None:
+        pruned.append(path)
+        if len(pruned) > 3:
+            real(self, path, **how)
+
+    monkeypatch.setattr(LocalFileSystem, "makedirs", makes_in_vain)
+    backend = FsspecBackend(f"file://{tmp_path}")
+    backend.put("snap/a", b"x")
+    assert len(pruned) == 4
+    assert backend.get("snap/a") == b"x"
 
 
 def test_without_hard_links_the_backend_says_it_is_unfenced(
