@@ -198,10 +198,15 @@ def broadcast_tensors(
     is_source = dist.get_rank() == src
     with torch.no_grad():
         for chunk in _chunks(tensors, message_nbytes):
-            flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in chunk])
+            flat = torch.cat([_flat(tensor.detach()).view(torch.uint8) for tensor in chunk])
             dist.broadcast(flat, src, group=group)
             if not is_source:  # the source does not change, so it keeps its version counters
                 _scatter(flat, chunk)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1)
+    return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
 
 
 def _chunks(tensors: Iterable[Tensor], message_nbytes: int) -> Iterator[list[Tensor]]:
@@ -221,4 +226,8 @@ def _chunks(tensors: Iterable[Tensor], message_nbytes: int) -> Iterator[list[Ten
 def _scatter(flat: Tensor, chunk: list[Tensor]) -> None:
     for tensor, part in zip(chunk, torch.split(flat, [tensor.nbytes for tensor in chunk]), strict=True):
         # A byte offset need not be a multiple of the item size, as a view of the dtype would demand.
-        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+        value = part.clone().view(tensor.dtype).view(tensor.shape)
+        for dim in reversed(range(tensor.ndim)):
+            if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:  # expanded: torch writes no element twice
+                tensor, value = tensor.select(dim, 0), value.select(dim, 0)
+        tensor.copy_(value)

@@ -320,10 +320,9 @@ def _hooks(rng: random.Random, setup: Drawn) -> Any:
         chosen -= {"reads_state"}  # what did not train when all was cleared has none as it trains again
     if "odd_buffers" in chosen:
         chosen -= {"counts"}  # both are the one extra part
-    if setup.precision == "bf16-true" or setup.averaged is not None or setup.world_size > 1:
-        chosen -= {
-            "odd_buffers"
-        }  # torch makes real numbers of complex ones, and does not broadcast or average expanded ones
+    if setup.precision == "bf16-true" or setup.averaged is not None or setup.strategy != "moe":
+        # Torch makes real numbers of complex ones; it does not average expanded ones, and its DDP does not broadcast them.
+        chosen -= {"odd_buffers"}
     return tuple(sorted(chosen))
 
 

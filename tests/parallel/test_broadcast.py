@@ -18,12 +18,15 @@ def tensors(rank: int) -> list[Tensor]:
         torch.full((5,), rank, dtype=torch.bfloat16),
         torch.arange(6.0).view(2, 3).t() * (rank + 1),
         torch.empty(0),
+        torch.full((2, 1, 1), float(rank)).expand(2, 3, 1),
+        torch.full((1,), rank).expand(4),
+        torch.full((8,), rank)[::8],
     ]
 
 
 @pytest.mark.parametrize("message_nbytes", [1, 30, 10**6])
 def test_every_dtype_and_layout_arrives(message_nbytes: int) -> None:
-    """Odd sizes, a flag, a transposed and an empty tensor; rank 1 of the group's ranks is the source."""
+    """Odd sizes, a flag, a transposed, an empty, expanded and strided tensors; rank 1 of the group's ranks is the source."""
 
     def work(rank: int) -> list[Tensor]:
         own = tensors(rank)
@@ -32,6 +35,7 @@ def test_every_dtype_and_layout_arrives(message_nbytes: int) -> None:
 
     for got in run_world(3, work):
         assert all(torch.equal(a, b) for a, b in zip(got, tensors(1), strict=True))
+        assert got[-2].stride() == (0,), "its elements share memory no more"
 
 
 def test_the_source_is_not_touched() -> None:
