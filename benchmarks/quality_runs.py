@@ -30,7 +30,7 @@ from lightning_moe_ckpt.benchmarks._fits import bench_folders, lines_of
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.metrics import load_skew
 from lightning_moe_ckpt.process import compute_alone
-from lightning_moe_ckpt.testing import AttemptFailed, AttemptResult, Kill, assert_same_end, run_lives
+from lightning_moe_ckpt.testing import AttemptFailed, AttemptResult, Kill, assert_same_end, run_attempts
 from lightning_moe_ckpt.testing._records import Record
 
 TOLERANCE = 2.9 / 2.8861 - 1
@@ -249,7 +249,7 @@ def _run(fit: QualityFit, workdir: Path) -> list[AttemptResult]:
     ]
     (workdir / "run").mkdir(parents=True)
     try:
-        return run_lives(fit, url=(workdir / "run").as_uri(), workdir=workdir, kills=kills, timeout=_TIMEOUT)
+        return run_attempts(fit, url=(workdir / "run").as_uri(), workdir=workdir, kills=kills, timeout=_TIMEOUT)
     except AttemptFailed as failed:
         raise CheckpointError(f"{fit.case}, seed {fit.seed}: {failed}") from failed
 

@@ -36,7 +36,7 @@ from lightning_moe_ckpt.benchmarks._fits import (
 from lightning_moe_ckpt.callbacks import CheckpointArguments, PartialExpertCheckpoint, SelectiveExpertCheckpoint
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.strategy import MoEStrategy
-from lightning_moe_ckpt.testing import Attempt, AttemptFailed, Kill, run_lives
+from lightning_moe_ckpt.testing import Attempt, AttemptFailed, Kill, run_attempts
 
 Choice = Literal["in turns", "load-aware", "selective"]
 SYSTEMS: tuple[Choice, ...] = ("in turns", "load-aware", "selective")
@@ -249,7 +249,7 @@ def run_fit(fit: SelectionFit, kill: Kill | None = None) -> list[dict[str, Any]]
     with bench_folders() as (folder, memory):
         (folder / "run").mkdir()
         try:
-            *_, last = run_lives(
+            *_, last = run_attempts(
                 replace(fit, memory=str(memory)),
                 url=(folder / "run").as_uri(),
                 workdir=folder,

@@ -10,3 +10,4 @@ from lightning_moe_ckpt.callbacks._monitor import ExpertLoadMonitor as ExpertLoa
 from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments as CheckpointArguments
 from lightning_moe_ckpt.policies import Popularity as Popularity
 from lightning_moe_ckpt.storage import Retention as Retention
+from lightning_moe_ckpt.tiers import FailureDomain as FailureDomain

@@ -33,7 +33,7 @@ LEVELS = [
     {"inspection"},
     {"_lightning"},
     {"fit"},
-    {"callbacks", "strategy", "cli"},
+    {"callbacks", "extend", "strategy", "cli"},
     {"__main__"},
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}

@@ -39,7 +39,7 @@ from lightning_moe_ckpt.benchmarks._recovery_fit import RecoveryFit, RecoveryLos
 from lightning_moe_ckpt.cli import BENCH
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.native import _device_check, _library, examine
-from lightning_moe_ckpt.testing import AttemptResult, Kill, differences, run_lives
+from lightning_moe_ckpt.testing import AttemptResult, Kill, differences, run_attempts
 
 ROOT = Path(__file__).resolve().parents[2]
 """Root of the checkout, if this is one."""
@@ -327,7 +327,9 @@ def _resume(accelerator: Accelerator, keep: Keep) -> None:
                 accelerator=accelerator, deterministic=True,
             )  # fmt: skip
             url = (folder / name).as_uri()
-            return run_lives(fit, url=url, workdir=folder / f"{name}-attempts", kills=kills, timeout=_ATTEMPT_SECONDS)
+            return run_attempts(
+                fit, url=url, workdir=folder / f"{name}-attempts", kills=kills, timeout=_ATTEMPT_SECONDS
+            )
 
         (peace,), (again,) = run("peace", "none", "process"), run("again", "none", "process")
         losses: tuple[tuple[RecoverySystem, RecoveryLoss], ...] = (("sparse", "process"), ("dense", "cluster"))

@@ -38,7 +38,7 @@ from typing_extensions import Self
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.process import compute_alone
-from lightning_moe_ckpt.storage import Backend, SegmentLayout, TensorSpec
+from lightning_moe_ckpt.storage import Backend, RecordEntry, RecordRows, SegmentLayout, TensorSpec, dtype_code
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.testing._backends import StorageCall, WatchedBackend
 from lightning_moe_ckpt.testing._records import Record, read_lines
@@ -376,3 +376,15 @@ def made_up_layout(name: str, nbytes: int) -> SegmentLayout:
     shape = (nbytes // (4 * _NUM_RECORDS),)
     specs = [TensorSpec(f"{name}.{index}", torch.float32, shape) for index in range(_NUM_RECORDS)]
     return SegmentLayout(specs, metadata={})
+
+
+def records_of(layout: SegmentLayout) -> RecordRows:
+    """Return one record per tensor of a layout, each an operator of its own, without digests."""
+    entries = [
+        RecordEntry(
+            name=name, operator=name, kind="full", fqn=name, state_key="param", dtype=dtype_code(span.dtype),
+            global_shape=span.shape, global_start=0, numel=span.shape[0], offset=span.offset, nbytes=span.nbytes, digest="",
+        )
+        for name, span in layout.spans.items()
+    ]  # fmt: skip
+    return RecordRows(entries)

@@ -54,12 +54,12 @@ from lightning_moe_ckpt.benchmarks._fits import (
     patient_storage,
     quiet_lightning,
     random_tokens,
+    records_of,
 )
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.storage import RecordRows, Retention, RunStore, open_backend, wrapping_backends
 from lightning_moe_ckpt.storage._object_options import split_url, translate
-from lightning_moe_ckpt.testing._tier_capture import records_of
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
 from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
 from lightning_moe_ckpt.tiers._writer import Announced

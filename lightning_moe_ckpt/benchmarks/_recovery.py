@@ -45,14 +45,14 @@ from lightning_moe_ckpt.benchmarks._fits import (
     TurnTaker,
     bench_folders,
     made_up_layout,
+    records_of,
 )
 from lightning_moe_ckpt.benchmarks._recovery_fit import RecoveryFit, RecoveryLoss, RecoverySystem, read_times
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import GenerationId, check_places, digest_of
-from lightning_moe_ckpt.testing import AttemptFailed, AttemptResult, Kill, run_lives
+from lightning_moe_ckpt.testing import AttemptFailed, AttemptResult, Kill, run_attempts
 from lightning_moe_ckpt.testing._attempts import attempt_path
-from lightning_moe_ckpt.testing._tier_capture import records_of
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_name
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile
 
@@ -208,7 +208,7 @@ def _recover(case: tuple[RecoverySystem, RecoveryLoss], step: int, options: Simp
         url = (folder / "run").as_uri()
         (folder / "run").mkdir()
         try:
-            attempts = run_lives(fit, url=url, workdir=folder, world_size=options.nodes, kills=[kill], timeout=300)
+            attempts = run_attempts(fit, url=url, workdir=folder, world_size=options.nodes, kills=[kill], timeout=300)
         except AttemptFailed as failed:
             raise CheckpointError(f"{_SYSTEMS[system]}, {loss} lost: {failed}") from failed
         return _read(attempts, step, (_CYCLES - 1) * options.every)

@@ -1,4 +1,7 @@
-"""Capacity boosting after a recovery: what is measured, and what is changed in routers."""
+"""Capacity boosting after a recovery: what is measured, and what is changed in routers.
+
+Internal: may change in any version.
+"""
 
 from lightning_moe_ckpt.boosting._meters import Measured as Measured
 from lightning_moe_ckpt.boosting._meters import Meter as Meter

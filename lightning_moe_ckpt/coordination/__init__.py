@@ -1,4 +1,4 @@
-"""Small exchanges between ranks, and which versions they run."""
+"""Small exchanges between ranks, and which versions they run. Internal: may change in any version."""
 
 from lightning_moe_ckpt.coordination._exchange import Exchange as Exchange
 from lightning_moe_ckpt.coordination._neighbours import Neighbours as Neighbours

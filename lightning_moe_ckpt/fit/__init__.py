@@ -1,4 +1,7 @@
-"""One `fit` of a Trainer, hook by hook: what is captured and restored beside parameters, and when."""
+"""One `fit` of a Trainer, hook by hook: what is captured and restored beside parameters, and when.
+
+Internal: may change in any version.
+"""
 
 from lightning_moe_ckpt.fit._batches import Batches as Batches
 from lightning_moe_ckpt.fit._data import OnMismatch as OnMismatch

@@ -1,6 +1,8 @@
 """Examine a stored run from outside: list, inspect, verify and export, which write nothing to it, and collect garbage.
 
 This needs neither the model nor Lightning nor the ranks that wrote the run: coordinates in storage are global.
+
+Internal: may change in any version.
 """
 
 from lightning_moe_ckpt.inspection._export import Export as Export

@@ -1,4 +1,7 @@
-"""What a boundary has beside records: a codec of plain values, random state, tensors on their way to the host."""
+"""What a boundary has beside records: a codec of plain values, random state, tensors on their way to the host.
+
+Internal: may change in any version.
+"""
 
 from lightning_moe_ckpt.journal._arrivals import Arrival as Arrival
 from lightning_moe_ckpt.journal._arrivals import Arrivals as Arrivals

@@ -4,6 +4,8 @@ Torch's elastic agent starts the processes and its rendezvous brings nodes toget
 agent with one other answer to a death: only the dead is replaced. Each rank has a connection to the supervisor of its
 node (`_wire`), through which it learns in milliseconds that somebody is gone, and a page of memory in which it beats.
 Supervisors of several nodes tell each other what happens through a log that all read in one order (`_log`).
+
+Internal: may change in any version.
 """
 
 from lightning_moe_ckpt.launch._supervised import RankFailure as RankFailure

@@ -1,4 +1,7 @@
-"""Copies that overlap with training, compression of gradients, and replay of optimizer steps."""
+"""Copies that overlap with training, compression of gradients, and replay of optimizer steps.
+
+Internal: may change in any version.
+"""
 
 from lightning_moe_ckpt.native._adam import AdamState as AdamState
 from lightning_moe_ckpt.native._adam import AdamStep as AdamStep

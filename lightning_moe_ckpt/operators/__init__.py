@@ -1,4 +1,4 @@
-"""Find operators and slice parameters and optimizer state."""
+"""Find operators and slice parameters and optimizer state. Internal: may change in any version."""
 
 from lightning_moe_ckpt.operators._count_probe import CountFailure as CountFailure
 from lightning_moe_ckpt.operators._count_probe import CountProbe as CountProbe

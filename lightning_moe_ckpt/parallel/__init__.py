@@ -1,4 +1,4 @@
-"""Process groups, deterministic gradient reduction and norms."""
+"""Process groups, deterministic gradient reduction and norms. Internal: may change in any version."""
 
 from lightning_moe_ckpt.parallel._abort import GroupAbort as GroupAbort
 from lightning_moe_ckpt.parallel._collectives import OrderedHookState as OrderedHookState

@@ -1,4 +1,7 @@
-"""Pure decisions: which record to take of which operator, at which step, for which tier."""
+"""Pure decisions: which record to take of which operator, at which step, for which tier.
+
+Internal: may change in any version.
+"""
 
 from lightning_moe_ckpt.policies._boost import WATCHED_STEPS as WATCHED_STEPS
 from lightning_moe_ckpt.policies._boost import TokenDeficits as TokenDeficits

@@ -1,4 +1,7 @@
-"""The training process: its forks, heap, signals, and the time it is kept waiting."""
+"""The training process: its forks, heap, signals, and the time it is kept waiting.
+
+Internal: may change in any version.
+"""
 
 from lightning_moe_ckpt.process._beside import Beside as Beside
 from lightning_moe_ckpt.process._fork import compute_alone as compute_alone

@@ -2,6 +2,8 @@
 
 No step here needs a restart: a copy that turns out bad or gone is replaced by the next, record by record, and a
 generation of which something is bad everywhere by the next older one.
+
+Internal: may change in any version.
 """
 
 from lightning_moe_ckpt.recovery._assembly import Assembly as Assembly

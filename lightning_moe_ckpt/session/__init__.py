@@ -1,4 +1,7 @@
-"""Checkpointing of one incarnation of a run: snapshot, seal, persist, commit, restore, replay."""
+"""Checkpointing of one incarnation of a run: snapshot, seal, persist, commit, restore, replay.
+
+Internal: may change in any version.
+"""
 
 from lightning_moe_ckpt.session._pacing import Overhead as Overhead
 from lightning_moe_ckpt.session._report import Report as Report

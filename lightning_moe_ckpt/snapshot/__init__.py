@@ -1,4 +1,7 @@
-"""From a plan to bytes in memory: what lies where, and filling it from live state."""
+"""From a plan to bytes in memory: what lies where, and filling it from live state.
+
+Internal: may change in any version.
+"""
 
 from lightning_moe_ckpt.snapshot._adapters import ADAPTERS as ADAPTERS
 from lightning_moe_ckpt.snapshot._columns import columns_of as columns_of

@@ -1,6 +1,8 @@
 """Checkpoints on a medium: segment files, markers, the log, the commit protocol and the backends below them.
 
 `lightning_moe_ckpt/FORMAT.md` describes every byte.
+
+Internal: may change in any version.
 """
 
 from lightning_moe_ckpt.storage._backend import Backend as Backend

@@ -10,9 +10,7 @@ from lightning_moe_ckpt.testing._attempts import AttemptFailed as AttemptFailed
 from lightning_moe_ckpt.testing._attempts import AttemptResult as AttemptResult
 from lightning_moe_ckpt.testing._attempts import Seam as Seam
 from lightning_moe_ckpt.testing._attempts import assert_same_end as assert_same_end
-from lightning_moe_ckpt.testing._attempts import run_lives as run_lives
-from lightning_moe_ckpt.testing._backends import Crashed as Crashed
-from lightning_moe_ckpt.testing._backends import CrashingBackend as CrashingBackend
+from lightning_moe_ckpt.testing._attempts import run_attempts as run_attempts
 from lightning_moe_ckpt.testing._fault import Fault as Fault
 from lightning_moe_ckpt.testing._fault import RandomFaults as RandomFaults
 from lightning_moe_ckpt.testing._fault import fail_at as fail_at
@@ -21,13 +19,9 @@ from lightning_moe_ckpt.testing._fault_record import FaultSummary as FaultSummar
 from lightning_moe_ckpt.testing._fault_record import FaultTally as FaultTally
 from lightning_moe_ckpt.testing._fault_record import summarize_faults as summarize_faults
 from lightning_moe_ckpt.testing._kill import Kill as Kill
-from lightning_moe_ckpt.testing._proxy import FaultyProxy as FaultyProxy
-from lightning_moe_ckpt.testing._proxy import Weather as Weather
 from lightning_moe_ckpt.testing._records import capture_end as capture_end
 from lightning_moe_ckpt.testing._records import differences as differences
-from lightning_moe_ckpt.testing._tier_capture import TierHalves as TierHalves
 
 if _find_spec("pytest") is not None:
     from lightning_moe_ckpt.testing._adapter_contract import AdapterContract as AdapterContract
     from lightning_moe_ckpt.testing._backend_contract import BackendContract as BackendContract
-    from lightning_moe_ckpt.testing._tier_contract import TierContract as TierContract

@@ -5,7 +5,7 @@ everything (torch, Lightning, the model) and started no process group and no thr
 ever in a fork. OpenMP's threads do no harm. A fork costs milliseconds, a cold start seconds. Every attempt gets another seed,
 so that state which is not restored cannot be right by chance.
 
-Invariant: `run_lives` returns or raises within the sum of its time-outs and leaves no process behind.
+Invariant: `run_attempts` returns or raises within the sum of its time-outs and leaves no process behind.
 
 Example:
     def fit(attempt: Attempt) -> dict[str, object]:
@@ -15,8 +15,8 @@ Example:
         trainer.fit(MyModule(), my_loader())
         return {}
 
-    reference = run_lives(fit, url=clean_url, workdir=tmp / "clean")
-    killed = run_lives(fit, url=url, workdir=tmp / "killed", kills=[Kill(phase="forward", step=3)])
+    reference = run_attempts(fit, url=clean_url, workdir=tmp / "clean")
+    killed = run_attempts(fit, url=url, workdir=tmp / "killed", kills=[Kill(phase="forward", step=3)])
     assert_same_end(reference, killed)
 """
 
@@ -174,7 +174,7 @@ class AttemptFailed(AssertionError):
         return cls("\n".join([f"attempt {index} {why}", *tails]))
 
 
-def run_lives(
+def run_attempts(
     fit: Fit,
     *,
     url: str,
@@ -186,7 +186,7 @@ def run_lives(
     must_strike: bool = True,
     first_index: int = 0,
     faults: Path | None = None,
-    most_lives: int = 100,
+    max_attempts: int = 100,
 ) -> list[AttemptResult]:
     """Run one attempt per kill, then one that must finish.
 
@@ -204,7 +204,7 @@ def run_lives(
         must_strike: whether outliving a scripted kill is a failure; else the campaign ends there.
         first_index: number of the first attempt, which decides about its seed.
         faults: folder of the `FaultInjector` that ends attempts.
-        most_lives: how many attempts it may take until one finishes.
+        max_attempts: how many attempts it may take until one finishes.
 
     Raises:
         AttemptFailed: an attempt did not end as scripted.
@@ -214,7 +214,7 @@ def run_lives(
         fit=fit, url=url, workdir=workdir, world_size=world_size, timeout=timeout, seams=tuple(seams), faults=faults
     )
     results: list[AttemptResult] = []
-    for index, kill in enumerate([*kills, None] if faults is None else [None] * most_lives, first_index):
+    for index, kill in enumerate([*kills, None] if faults is None else [None] * max_attempts, first_index):
         results.append(_RunningAttempt(script, index, kill).run())
         if results[-1].outcome != "finished":
             continue
@@ -223,7 +223,7 @@ def run_lives(
         if kill is not None or faults is not None:
             return results
     if faults is not None:
-        raise AttemptFailed.of(f"was the last of {most_lives}, and none finished", workdir, index, world_size)
+        raise AttemptFailed.of(f"was the last of {max_attempts}, and none finished", workdir, index, world_size)
     return results
 
 

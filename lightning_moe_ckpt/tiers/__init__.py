@@ -1,6 +1,8 @@
 """Keep generations in memory of this node, in memory of other nodes and in storage.
 
 All tiers have the same short contract (`Tier`). Recovery asks them in order of cost, for each operator.
+
+Internal: may change in any version.
 """
 
 from lightning_moe_ckpt.tiers._contract import CHEAPEST as CHEAPEST

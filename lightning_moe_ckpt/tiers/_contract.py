@@ -77,7 +77,7 @@ class Holding:
 
 
 class Tier(Protocol):
-    """A set of copies that this process can read without help of another process; `testing.TierContract` tests it.
+    """A set of copies that this process can read without help of another process; `tests/tiers/_contract.py` tests it.
 
     Any thread may read. The caller checks digests: nothing that was read is trusted before.
     """

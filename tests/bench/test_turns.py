@@ -17,7 +17,7 @@ from lightning_moe_ckpt.benchmarks._fits import HandOver, TurnFailed, TurnTaker
 from lightning_moe_ckpt.benchmarks._recovery import host_restore_seconds
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.process import compute_alone
-from lightning_moe_ckpt.testing import run_lives
+from lightning_moe_ckpt.testing import run_attempts
 
 
 def test_work_goes_on_only_while_it_has_the_turn(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def _fork_beside_openmp(folder: str) -> None:
         assert pool.apply(_compute) == wanted
     for world_size in (1, 2):
         place = Path(folder) / str(world_size)
-        (result,) = run_lives(_compute, url=place.as_uri(), workdir=place, world_size=world_size, timeout=60)
+        (result,) = run_attempts(_compute, url=place.as_uri(), workdir=place, world_size=world_size, timeout=60)
         assert result.outcome == "finished"
     assert torch.get_num_threads() == 2, "the process that forks keeps its threads"
 

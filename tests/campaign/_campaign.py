@@ -16,7 +16,7 @@ from campaign._overlap import Overlap, run_overlapping
 from campaign._training import Setup, train_in_stages
 from campaign._warm import WarmParents
 from lightning_moe_ckpt.storage._open import memory_tag
-from lightning_moe_ckpt.testing._attempts import AttemptResult, assert_same_end, run_lives
+from lightning_moe_ckpt.testing._attempts import AttemptResult, assert_same_end, run_attempts
 from lightning_moe_ckpt.testing._kill import Kill, Phase
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where rings live
@@ -62,7 +62,7 @@ class Campaigns:
         folder = self._references / f"{type(plain).__name__}-{abs(hash(plain)):x}"  # equal fields have equal hashes
         if not (folder / f"attempt{index}.rank0.returned").exists():
             arguments = {**_arguments(plain, folder), "first_index": index, "timeout": timeout}
-            self._warm.call(run_lives, plain.fit, **arguments)
+            self._warm.call(run_attempts, plain.fit, **arguments)
         return [
             AttemptResult(index=index, outcome="finished", seconds=0.0, world_size=plain.world_size, workdir=folder)
         ]
@@ -83,7 +83,7 @@ class Campaigns:
             ((fit,), {**_arguments(setup, folder), "kills": kills, **options})
             for folder, kills in zip(folders, scripts, strict=True)
         ]
-        return self._warm.map(run_lives, calls, patience=patience)
+        return self._warm.map(run_attempts, calls, patience=patience)
 
     def check(self, setup: Setup, *kills: Kill | None, **options: Any) -> list[AttemptResult]:
         """Run, and require the end of the fault-free run."""
@@ -99,7 +99,7 @@ class Campaigns:
             setup: the run.
             scripts: kills of one campaign each.
             may_complain: whether warnings and errors of the package are expected; else they are failures too.
-            options: for `run_lives`.
+            options: for `run_attempts`.
         """
         scripts = list(scripts)
         campaigns = self.run_all(setup, scripts, **options)
@@ -118,7 +118,7 @@ class Campaigns:
         Args:
             setup: the run.
             plant: names of files to be in the shared memory of every node beforehand.
-            options: for `run_lives`.
+            options: for `run_attempts`.
         """
         folder = self._folder()
         folder.mkdir()
@@ -126,7 +126,7 @@ class Campaigns:
             for name in plant:
                 (memory_of(folder, node) / name).touch()
         options = {**_arguments(setup, folder), "faults": record_of(folder), **options}
-        lives = self._warm.call(run_lives, setup.fit, **options)
+        lives = self._warm.call(run_attempts, setup.fit, **options)
         reference = self.reference(setup, _origin(lives), timeout=options.get("timeout", 60.0))
         _require_same_end(reference, _of_the_run(lives), [])
         return lives
@@ -150,7 +150,7 @@ class Campaigns:
         """Each life runs the next setup to its end."""
         fit = partial(train_in_stages, setups)
         kills = [None] * (len(setups) - 1)
-        return self._warm.call(run_lives, fit, **_arguments(setups[-1], self._folder()), kills=kills)
+        return self._warm.call(run_attempts, fit, **_arguments(setups[-1], self._folder()), kills=kills)
 
     def remove_rings(self) -> None:
         """Remove what runs that never finished have left in shared memory."""

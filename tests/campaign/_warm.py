@@ -23,7 +23,7 @@ import torch
 from _heap import freeze_heap
 
 from campaign._training import Checkpointing, Setup, train
-from lightning_moe_ckpt.testing._attempts import Attempt, run_lives
+from lightning_moe_ckpt.testing._attempts import Attempt, run_attempts
 
 Result = TypeVar("Result")
 
@@ -90,7 +90,7 @@ class WarmParents:
         if ready:
             return ready
         for connection, (_, pid) in running.items():
-            os.kill(pid, signal.SIGINT)  # `run_lives` then kills its ranks on its way out
+            os.kill(pid, signal.SIGINT)  # `run_attempts` then kills its ranks on its way out
             connection.recv()
         raise TimeoutError("a campaign did not end in time")
 
@@ -127,7 +127,7 @@ def _serve(connection: Connection) -> NoReturn:
             os._exit(0)
         except KeyboardInterrupt:  # what it was meant for has just ended
             continue
-        if function is run_lives:  # does nothing here but fork and wait, so it needs no fork of its own
+        if function is run_attempts:  # does nothing here but fork and wait, so it needs no fork of its own
             connection.send(os.getpid())
             connection.send(_result(function, args, kwargs))
             continue

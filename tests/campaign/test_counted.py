@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from campaign._training import quiet
 from campaign._warm import WarmParents
 from lightning_moe_ckpt.policies import Popularity
-from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult, run_lives
+from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult, run_attempts
 
 # Shape suffixes: T tokens, K top-k, E experts, D model dim.
 
@@ -165,7 +165,7 @@ def train(case: Counted, life: Attempt) -> Mapping[str, Any]:
 
 def run(warm: WarmParents, folder: Path, case: Counted) -> AttemptResult:
     url = (folder / "checkpoints").as_uri()
-    (life,) = warm.call(run_lives, partial(train, case), url=url, workdir=folder, world_size=case.world_size)
+    (life,) = warm.call(run_attempts, partial(train, case), url=url, workdir=folder, world_size=case.world_size)
     return life
 
 

@@ -15,7 +15,7 @@ import cli
 from campaign._faults import lines_of, record_of
 from campaign._training import quiet
 from campaign._warm import WarmParents
-from lightning_moe_ckpt.testing import Attempt, assert_same_end, run_lives, summarize_faults
+from lightning_moe_ckpt.testing import Attempt, assert_same_end, run_attempts, summarize_faults
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "faults.yaml"
 SMALL = {"num_blocks": 1, "model_dim": 16, "num_heads": 2, "num_experts": 4}
@@ -68,9 +68,9 @@ def test_a_configured_campaign_dies_and_ends_in_the_same_bits(warm: WarmParents,
     for folder in folders:
         folder.mkdir(parents=True)
     peace, broken = (configured(folder, broken=folder.name == "broken") for folder in folders)
-    reference = warm.call(run_lives, partial(fit_from_file, peace), url="", workdir=folders[0])
+    reference = warm.call(run_attempts, partial(fit_from_file, peace), url="", workdir=folders[0])
     lives = warm.call(
-        run_lives, partial(fit_from_file, broken), url="", workdir=folders[1], faults=record_of(folders[1])
+        run_attempts, partial(fit_from_file, broken), url="", workdir=folders[1], faults=record_of(folders[1])
     )
     assert_same_end(reference, lives)
     struck = [line["kind"] for line in lines_of(folders[1], "fault") if line["name"].startswith("script")]

@@ -14,14 +14,23 @@ import pytest
 from campaign._pairs import pairwise, product
 from campaign._training import Setup
 from campaign._warm import WarmParents
-from lightning_moe_ckpt.testing._attempts import Attempt, AttemptFailed, AttemptResult, Seam, assert_same_end, run_lives
+from lightning_moe_ckpt.testing._attempts import (
+    Attempt,
+    AttemptFailed,
+    AttemptResult,
+    Seam,
+    assert_same_end,
+    run_attempts,
+)
 from lightning_moe_ckpt.testing._kill import Kill
 
 THREE_RANKS = Setup(world_size=3, strategy="ddp")
 
 
 def _lives(warm: WarmParents, workdir: Path, setup: Setup, *kills: Kill, **options: Any) -> list[AttemptResult]:
-    return warm.call(run_lives, setup.fit, url="", workdir=workdir, world_size=setup.world_size, kills=kills, **options)
+    return warm.call(
+        run_attempts, setup.fit, url="", workdir=workdir, world_size=setup.world_size, kills=kills, **options
+    )
 
 
 @pytest.mark.parametrize("setup", [Setup(workers=2), Setup(loader="stateful", model="tied"), Setup(model="mixtral")])
@@ -114,7 +123,7 @@ def _break(life: Attempt) -> Mapping[str, Any]:
 def test_a_hung_life_is_dumped_and_killed(warm: WarmParents, tmp_path: Path) -> None:
     """The failure shows where every thread was."""
     with pytest.raises(AttemptFailed, match=r"hung(.|\n)*in _hang"):
-        warm.call(run_lives, _hang, url="", workdir=tmp_path, timeout=0.3)
+        warm.call(run_attempts, _hang, url="", workdir=tmp_path, timeout=0.3)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text(encoding="utf-8")), 0)
 
@@ -122,7 +131,7 @@ def test_a_hung_life_is_dumped_and_killed(warm: WarmParents, tmp_path: Path) -> 
 def test_a_life_that_fails_shows_its_traceback(warm: WarmParents, tmp_path: Path) -> None:
     """An exception is no scripted kill, and its text reaches the test report."""
     with pytest.raises(AttemptFailed, match="this is the reason"):
-        warm.call(run_lives, _break, url="", workdir=tmp_path, kills=[Kill(phase="batch_end", step=1)])
+        warm.call(run_attempts, _break, url="", workdir=tmp_path, kills=[Kill(phase="batch_end", step=1)])
 
 
 def _no_loss(self: Any, *args: Any) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from servers._proxy import FaultyProxy, Network
 from servers._s3 import KEY, SECRET, S3Server, running
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,10 +28,9 @@ from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.errors import KeyExists
 from lightning_moe_ckpt.session import Report
 from lightning_moe_ckpt.storage import Backend, Entry, ObjectBackend, create_once, open_backend
-from lightning_moe_ckpt.testing import FaultyProxy, Weather
 
-CALM = Weather()
-STORM = Weather(failing=0.3)
+CALM = Network()
+STORM = Network(failing=0.3)
 
 
 def options(proxy: FaultyProxy) -> dict[str, object]:
@@ -62,7 +62,7 @@ def test_the_proxy_hands_everything_on(moto: S3Server, proxy: FaultyProxy) -> No
 
 def test_the_proxy_fails_as_often_as_it_is_told(proxy: FaultyProxy) -> None:
     """By all its faults, drawn from the seed."""
-    proxy.weather = Weather(failing=0.5)
+    proxy.network = Network(failing=0.5)
     kinds = [_outcome(proxy) for _ in range(200)]
     assert proxy.num_failed == sum(kind != "fine" for kind in kinds)
     assert 70 < proxy.num_failed < 130
@@ -88,7 +88,7 @@ def _outcome(proxy: FaultyProxy) -> str:
 def test_with_a_third_of_the_requests_failing_everything_is_stored_right(moto: S3Server, proxy: FaultyProxy) -> None:
     """Small objects, uploads in parts, creates whose reply was lost, listings, deletes: all as without failures."""
     backend = open_backend(moto.url(), storage_options=options(proxy))
-    proxy.weather = STORM
+    proxy.network = STORM
     assert backend.creates_exclusively
     unfinished = moto.unfinished_uploads()
     bodies = {f"small/{number}": b"%d" % number for number in range(10)}
@@ -109,7 +109,7 @@ def test_with_a_third_of_the_requests_failing_everything_is_stored_right(moto: S
         backend.delete(key)
     assert len(backend.list("")) == 5
     backend.sweep("")
-    proxy.weather = CALM
+    proxy.network = CALM
     assert moto.unfinished_uploads() == unfinished
     assert proxy.num_failed > 8
 
@@ -117,7 +117,7 @@ def test_with_a_third_of_the_requests_failing_everything_is_stored_right(moto: S
 def test_latency_is_no_failure(moto: S3Server, proxy: FaultyProxy, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is given up and nothing done twice."""
     backend = open_backend(moto.url(), storage_options=options(proxy))
-    proxy.weather = Weather(latency=timedelta(seconds=1))
+    proxy.network = Network(latency=timedelta(seconds=1))
     with caplog.at_level(logging.WARNING):
         backend.put("a", b"x")
         assert backend.get("a") == b"x"
@@ -243,14 +243,14 @@ def test_training_goes_on_whatever_storage_does(
     """
     with running("rclone", tmp_path) as server, FaultyProxy(server.port) as proxy:
 
-        def weather(new: Weather) -> Callable[[], None]:
-            return lambda: setattr(proxy, "weather", new)
+        def change(new: Network) -> Callable[[], None]:
+            return lambda: setattr(proxy, "network", new)
 
         phases = {
-            "calm": Phase(weather(CALM), weather(CALM), generations=3),
+            "calm": Phase(change(CALM), change(CALM), generations=3),
             "server gone": Phase(server.stop, server.start),
-            "requests fail": Phase(weather(STORM), weather(CALM), generations=3),
-            "latency": Phase(weather(Weather(latency=timedelta(seconds=latency))), weather(CALM)),
+            "requests fail": Phase(change(STORM), change(CALM), generations=3),
+            "latency": Phase(change(Network(latency=timedelta(seconds=latency))), change(CALM)),
         }
         url = server.url()
         checkpoint = DenseCheckpoint(url, every_n_steps=2, overhead_target=None, storage_options=options(proxy))
@@ -283,7 +283,7 @@ def test_the_proxy_leaves_nothing_open(moto: S3Server) -> None:
     with FaultyProxy(moto.port) as proxy:
         backend: Backend = open_backend(moto.url(), storage_options=options(proxy))
         backend.put("a", b"x")
-        proxy.weather = Weather(latency=timedelta(hours=1))
+        proxy.network = Network(latency=timedelta(hours=1))
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(backend.put, "b", b"y")
             _until(lambda: proxy.num_requests == 2)

@@ -13,6 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stored._crashes import Crashed, CrashingBackend
 from stored._lives import named
 from stored._partial import DENSE, EXPERTS, PartialJob, Sources, read_back
 from stored._runs import stored
@@ -35,7 +36,6 @@ from lightning_moe_ckpt.storage import (
 )
 from lightning_moe_ckpt.storage._names import commit_key, marker_key
 from lightning_moe_ckpt.storage._records import StoredMarker
-from lightning_moe_ckpt.testing import Crashed, CrashingBackend
 
 A, B, C = EXPERTS
 ALL = Retention(last=100)

@@ -20,6 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers._s3 import S3Server
+from stored._crashes import Crashed, CrashingBackend
 from stored._lives import named
 from stored._segments import read_segment
 
@@ -37,7 +38,6 @@ from lightning_moe_ckpt.storage import (
     SegmentEntry,
     digest_of,
 )
-from lightning_moe_ckpt.testing import Crashed, CrashingBackend
 
 WORLD_SIZE = 3
 WINDOW = 2

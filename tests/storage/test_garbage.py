@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from servers._s3 import S3Server, running
+from stored._crashes import Crashed, CrashingBackend
 from stored._lives import named
 from stored._runs import begin, save, steps, stored, write
 
@@ -23,7 +24,6 @@ from lightning_moe_ckpt.storage import (
     collect_garbage,
 )
 from lightning_moe_ckpt.storage._names import log_key
-from lightning_moe_ckpt.testing import Crashed, CrashingBackend
 
 ALL = Retention(last=100)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from stored._crashes import Crashed, CrashingBackend
 from stored._runs import begin, save, steps, write
 from stored._segments import read_segment
 
@@ -30,7 +31,6 @@ from lightning_moe_ckpt.storage import (
 )
 from lightning_moe_ckpt.storage._coordination import await_markers, publish
 from lightning_moe_ckpt.storage._log import History, Log
-from lightning_moe_ckpt.testing import Crashed, CrashingBackend
 
 KEEP = Retention(last=3)
 NOW = timedelta()

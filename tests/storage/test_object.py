@@ -23,6 +23,7 @@ import pytest
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
+from servers._proxy import FaultyProxy, ProxyFault
 from servers._s3 import KEY, SECRET, S3Server, running
 from typing_extensions import override
 
@@ -30,8 +31,7 @@ from lightning_moe_ckpt.errors import ConfigurationError, KeyExists, KeyMissing,
 from lightning_moe_ckpt.storage import Backend, ObjectBackend, open_backend
 from lightning_moe_ckpt.storage._object_options import Unmapped, split_url, translate
 from lightning_moe_ckpt.storage._open import open_without_retries
-from lightning_moe_ckpt.testing import BackendContract, FaultyProxy
-from lightning_moe_ckpt.testing._proxy import ProxyFault
+from lightning_moe_ckpt.testing import BackendContract
 
 QUICK = timedelta(seconds=1)
 

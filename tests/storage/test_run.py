@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from stored._crashes import Crashed, CrashingBackend
 from stored._lives import LIFE, named
 from stored._segments import LAYOUT, entry_of, read_segment, segment_bytes, verify_records
 
@@ -30,7 +31,6 @@ from lightning_moe_ckpt.storage import (
 from lightning_moe_ckpt.storage._coordination import await_markers, publish
 from lightning_moe_ckpt.storage._log import History, Log
 from lightning_moe_ckpt.storage._names import commit_key, log_key, marker_key, segment_key
-from lightning_moe_ckpt.testing import Crashed, CrashingBackend
 
 NOW = timedelta()
 

@@ -15,7 +15,6 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # exporte
 from typing_extensions import override
 
 from lightning_moe_ckpt.storage import Retention, RunStore, open_backend
-from lightning_moe_ckpt.testing import TierContract, TierHalves
 from lightning_moe_ckpt.tiers import HostTier, ObjectTier, RankMemory
 from lightning_moe_ckpt.tiers._host_writer import HostWorker
 from lightning_moe_ckpt.tiers._peer_stream import Replication
@@ -23,6 +22,8 @@ from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
 from lightning_moe_ckpt.tiers._sealed import Markers
 from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
 
+from ._capture import TierHalves
+from ._contract import TierContract
 from ._nodes import Cluster, cluster
 from ._segments import RUN
 

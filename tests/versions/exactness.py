@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.testing._attempts import Attempt, assert_same_end, run_lives
+from lightning_moe_ckpt.testing._attempts import Attempt, assert_same_end, run_attempts
 from lightning_moe_ckpt.testing._kill import Kill
 
 FEATURES = 8
@@ -83,12 +83,12 @@ def main() -> int:
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         workdir = Path(folder)
-        reference = run_lives(partial(fit, None), url="", workdir=workdir / "reference")
+        reference = run_attempts(partial(fit, None), url="", workdir=workdir / "reference")
         for policy in POLICIES:
             for step in STEPS:
                 url = workdir / f"{policy}-{step}"
                 kill = Kill(phase="after_batch_end", step=step, settle=10.0)
-                lives = run_lives(partial(fit, policy), url=str(url / "run"), workdir=url, kills=[kill])
+                lives = run_attempts(partial(fit, policy), url=str(url / "run"), workdir=url, kills=[kill])
                 try:
                     assert_same_end(reference, lives)
                 except AssertionError as error:

@@ -38,7 +38,9 @@ from pathlib import Path
 import pytest
 
 from lightning_moe_ckpt.errors import Corrupt, KeyMissing, StorageError
-from lightning_moe_ckpt.testing._tier_capture import (
+from lightning_moe_ckpt.tiers import Holding
+
+from ._capture import (
     PLAN,
     PLAN_HASH,
     SLOT_NBYTES,
@@ -47,7 +49,6 @@ from lightning_moe_ckpt.testing._tier_capture import (
     TierCapture,
     TierHalves,
 )
-from lightning_moe_ckpt.tiers import Holding
 
 _CLOSE_SECONDS = 10.0
 """Seconds within which `close` has to return."""

@@ -17,19 +17,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_moe_ckpt.benchmarks._fits import records_of
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import Ticket
 from lightning_moe_ckpt.policies import AUDIENCES
 from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import (
     GenerationId,
-    RecordEntry,
-    RecordRows,
     SegmentEntry,
     SegmentLayout,
     TensorSpec,
     digest_of,
-    dtype_code,
     segment_key,
 )
 from lightning_moe_ckpt.tiers import Holding, SegmentRing, Tier
@@ -291,15 +289,3 @@ def _segment(name: GenerationId, step: int, view: memoryview, copy: HeldCopy | N
         for part, audience in zip(parts, AUDIENCES, strict=True)
     ]
     return SealedSegment(files=files, view=view)
-
-
-def records_of(layout: SegmentLayout) -> RecordRows:
-    """Return one record per tensor of a layout, each an operator of its own, without digests."""
-    entries = [
-        RecordEntry(
-            name=name, operator=name, kind="full", fqn=name, state_key="param", dtype=dtype_code(span.dtype),
-            global_shape=span.shape, global_start=0, numel=span.shape[0], offset=span.offset, nbytes=span.nbytes, digest="",
-        )
-        for name, span in layout.spans.items()
-    ]  # fmt: skip
-    return RecordRows(entries)

@@ -27,7 +27,7 @@ _FAULTS: tuple[ProxyFault, ...] = ("busy", "lost request", "lost reply", "cut re
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
+class Network:
     """State of the network at a moment."""
 
     latency: timedelta = timedelta()
@@ -45,7 +45,7 @@ class FaultyProxy:
     """
 
     def __init__(self, port: int, *, seed: int = 0) -> None:
-        self.weather = Weather()
+        self.network = Network()
         """State of the network for requests from now on; may be replaced at any time."""
         self.num_requests = 0
         """Number of requests."""
@@ -100,12 +100,12 @@ class FaultyProxy:
         Called in the thread of its connection. May be overridden, and may change `request.path` and `request.headers`.
         """
         with self._lock:
-            weather = self.weather
+            network = self.network
             self.num_requests += 1
-            fails = self._random.random() < weather.failing
+            fails = self._random.random() < network.failing
             self.num_failed += fails
             fault = self._random.choice(_FAULTS) if fails else None
-        return "lost request" if self._closed.wait(weather.latency.total_seconds()) else fault
+        return "lost request" if self._closed.wait(network.latency.total_seconds()) else fault
 
 
 class _Server(ThreadingTCPServer):
@@ -125,7 +125,7 @@ class _Connection(BaseHTTPRequestHandler):
 
     @override
     def handle(self) -> None:
-        held = self._proxy._held(self.connection)  # noqa: SLF001  # its own other half
+        held = self._proxy._held(self.connection)  # its own other half
         # A side that hangs up ends the connection to the other.
         with contextlib.suppress(OSError, HTTPException), contextlib.closing(self._store), held:
             super().handle()
