@@ -16,11 +16,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import Unpack, override
 
-from lightning_moe_ckpt._lightning import callbacks_of
-from lightning_moe_ckpt._lightning_callbacks import tries_only
-from lightning_moe_ckpt._lightning_cli import explain_errors
-from lightning_moe_ckpt._lightning_files import LightningResume, let_best_come_first
-from lightning_moe_ckpt._lightning_stops import name_status
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import duration, number_of_bytes
 from lightning_moe_ckpt.callbacks._shared_arguments import (
@@ -30,6 +25,11 @@ from lightning_moe_ckpt.callbacks._shared_arguments import (
 )
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
 from lightning_moe_ckpt.fit import FitSession, InPlace, WatchedData, supervisor
+from lightning_moe_ckpt.fit._callbacks import tries_only
+from lightning_moe_ckpt.fit._cli import explain_errors
+from lightning_moe_ckpt.fit._files import LightningResume, let_best_come_first
+from lightning_moe_ckpt.fit._stops import name_status
+from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
 from lightning_moe_ckpt.parallel import restart_is_likely
 from lightning_moe_ckpt.policies import Policy, TokenLedger
 from lightning_moe_ckpt.process import EXIT_STATUS

@@ -9,7 +9,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torchmetrics import Metric
 from typing_extensions import Unpack, override
 
-from lightning_moe_ckpt._lightning import callbacks_of, log_row
 from lightning_moe_ckpt._units import number_of_bytes
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.callbacks._monitor import ExpertLoadMonitor
@@ -20,6 +19,7 @@ from lightning_moe_ckpt.callbacks._shared_arguments import (
     spelled_out,
 )
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.fit.loops._trainer import callbacks_of, log_row
 from lightning_moe_ckpt.metrics import MoementaryLostTokens, PortionOfLostTokens, TokensAtRisk
 from lightning_moe_ckpt.policies import Budget, Deltas, DynamicK, PartialPolicy, Policy, SelectivePolicy
 

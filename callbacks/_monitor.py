@@ -14,11 +14,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_moe_ckpt._lightning import expert_parallel_size, log_row
-from lightning_moe_ckpt._lightning_callbacks import ProgressNote
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback, checkpoint_of
 from lightning_moe_ckpt.callbacks._loads import LayerLoads
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.fit._callbacks import ProgressNote
+from lightning_moe_ckpt.fit.loops._trainer import expert_parallel_size, log_row
 from lightning_moe_ckpt.metrics import TIERS
 from lightning_moe_ckpt.planning import LossFigures
 from lightning_moe_ckpt.session import Overhead, Report

@@ -21,7 +21,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningCLI
 
 import cli
-from lightning_moe_ckpt import MoEStrategy, _lightning_cli
+from lightning_moe_ckpt import MoEStrategy
 from lightning_moe_ckpt.callbacks import (
     CheckpointArguments,
     DenseCheckpoint,
@@ -35,6 +35,7 @@ from lightning_moe_ckpt.callbacks import (
 )
 from lightning_moe_ckpt.cli import main as moe_ckpt
 from lightning_moe_ckpt.errors import ConfigurationError, NoUsableGeneration
+from lightning_moe_ckpt.fit import _cli
 from lightning_moe_ckpt.testing import FaultInjector
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -274,7 +275,7 @@ def test_without_jsonargparse_lightning_says_what_to_install() -> None:
     module = ModuleType("lightning.pytorch.cli")
     empty = type("LightningArgumentParser", (), {})
     vars(module)["LightningArgumentParser"] = empty
-    _lightning_cli._explain(module)
+    _cli._explain(module)
     assert not hasattr(empty, "error")
     assert not hasattr(empty, "explains_moe_ckpt")
 

@@ -31,7 +31,6 @@ LEVELS = [
     {"planning"},
     {"session"},
     {"inspection"},
-    {"_lightning"},
     {"fit"},
     {"callbacks", "extend", "strategy", "cli"},
     {"__main__"},
@@ -39,7 +38,9 @@ LEVELS = [
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 # These may import every part, and no part imports them.
 TOOLS = {"testing", "benchmarks"}
-LIGHTNING_PARTS = {"_lightning", "fit", "callbacks", "strategy", "cli", *TOOLS}
+LIGHTNING_PARTS = {"fit", "callbacks", "strategy", "cli", *TOOLS}
+# The rooms of `fit`, from the bottom up; its own modules are in "".
+FIT_LEVELS = ["objects", "loaders", "loops", "loggers", "", "in_place"]
 OWNED_BY_LIGHTNING = {
     "trainer", "fit_loop", "epoch_loop", "val_loop", "batch_progress", "epoch_progress", "automatic_optimization",
     "pl_module", "lightning_module", "precision_plugin", "strategy", "scaler", "loop", "loops", "fetcher",
@@ -81,9 +82,13 @@ def trees_are_let_go() -> Iterator[None]:
 
 def _part(module: str) -> str:
     """`storage` for `lightning_moe_ckpt.storage._posix`; empty for the package itself."""
-    part = module.removeprefix(PACKAGE).lstrip(".").split(".")[0]
-    # `_lightning` may be several modules.
-    return "_lightning" if part.startswith("_lightning") else part
+    return module.removeprefix(PACKAGE).lstrip(".").split(".")[0]
+
+
+def _room(module: str) -> str:
+    """`loops` for `lightning_moe_ckpt.fit.loops._taps`, empty for modules of `fit` itself."""
+    parts = module.removeprefix(f"{PACKAGE}.fit").strip(".").split(".")
+    return parts[0] if parts[0] in FIT_LEVELS else ""
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -120,6 +125,12 @@ def _wrong_target(module: str, part: str, line: int, target: str) -> Iterator[st
         yield f"{module}:{line} {part} imports {target}, which has no level"
 
 
+def wrong_room(module: str, tree: ast.AST) -> Iterator[str]:
+    for line, name in _imports(tree) if _part(module) == "fit" and module != f"{PACKAGE}.fit" else ():
+        if _part(name) == "fit" and FIT_LEVELS.index(_room(name)) > FIT_LEVELS.index(_room(module)):
+            yield f"{module}:{line} imports {name}: within `fit` arrows point down only: {FIT_LEVELS}"
+
+
 def lightning_below(module: str, tree: ast.AST) -> Iterator[str]:
     for line, name in _imports(tree):
         root = name.split(".")[0]
@@ -130,7 +141,7 @@ def lightning_below(module: str, tree: ast.AST) -> Iterator[str]:
 
 
 def private_of_lightning(module: str, tree: ast.AST) -> Iterator[str]:
-    if _part(module) == "_lightning" or module == f"{PACKAGE}.strategy._glue":
+    if _part(module) == "fit":
         return
     for node in ast.walk(tree):
         owner, attribute = _access(node)
@@ -225,7 +236,7 @@ def _check(rule: Rule, files: list[Path]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "rule", [wrong_direction, lightning_below, private_of_lightning, unsafe_reads, asks_which_policy]
+    "rule", [wrong_direction, wrong_room, lightning_below, private_of_lightning, unsafe_reads, asks_which_policy]
 )
 def test_package_keeps(rule: Rule) -> None:
     """No module of the package violates the rule."""
@@ -255,6 +266,8 @@ VIOLATIONS = [
     (wrong_direction, "strategy._moe", "from callbacks import SparseCheckpoint"),
     (wrong_direction, "strategy._moe", "import lightning_moe_ckpt"),
     (wrong_direction, "strategy._moe", "from lightning_moe_ckpt.unheard_of import X"),
+    (wrong_room, "fit.loops._taps", "from lightning_moe_ckpt.fit._run import FitSession"),
+    (wrong_room, "fit.loaders._loaders", "from lightning_moe_ckpt.fit.loops._taps import BatchTap"),
     (lightning_below, "session._run", "from lightning.pytorch import Trainer"),
     (lightning_below, "strategy._moe", "import pytorch_lightning as pl"),
     (private_of_lightning, "callbacks._sparse", "x = trainer.fit_loop._data_fetcher"),
@@ -284,7 +297,8 @@ ALLOWED = [
     (wrong_direction, "testing._faults", "from lightning_moe_ckpt.callbacks import SparseCheckpoint"),
     (lightning_below, "callbacks._sparse", "from lightning.pytorch import Trainer"),
     (private_of_lightning, "strategy._moe", "x = self._groups"),
-    (private_of_lightning, "_lightning", "x = trainer.fit_loop._data_fetcher"),
+    (private_of_lightning, "fit.loops._taps", "x = trainer.fit_loop._data_fetcher"),
+    (wrong_room, "fit._run", "from lightning_moe_ckpt.fit.loops._taps import BatchTap"),
     (unsafe_reads, "strategy._moe", "torch.load(path, weights_only=True)"),
     (too_long, "storage._format", "def f():\n    '''" + "words\n" * 70 + "'''\n    return 1\n"),
 ]

@@ -52,7 +52,7 @@ class TurnLines(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.lines = JsonLines(self._folder / f"rank{trainer.global_rank}")
         heard = _Heard(self.lines)
-        logging.getLogger("lightning_moe_ckpt.fit._in_place").handlers = [heard]
+        logging.getLogger("lightning_moe_ckpt.fit.in_place._in_place").handlers = [heard]
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -6,7 +6,7 @@ Internal: may change in any version.
 from lightning_moe_ckpt.fit._batches import Batches as Batches
 from lightning_moe_ckpt.fit._data import OnMismatch as OnMismatch
 from lightning_moe_ckpt.fit._data import WatchedData as WatchedData
-from lightning_moe_ckpt.fit._in_place import InPlace as InPlace
-from lightning_moe_ckpt.fit._in_place import supervisor as supervisor
 from lightning_moe_ckpt.fit._run import FitSession as FitSession
 from lightning_moe_ckpt.fit._settings import OnChange as OnChange
+from lightning_moe_ckpt.fit.in_place._in_place import InPlace as InPlace
+from lightning_moe_ckpt.fit.in_place._in_place import supervisor as supervisor

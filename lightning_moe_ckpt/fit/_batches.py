@@ -21,11 +21,11 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from xxhash import xxh3_64
 
-from lightning_moe_ckpt._lightning import BatchTap
-from lightning_moe_ckpt._lightning_callbacks import resting
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.fit._callbacks import resting
 from lightning_moe_ckpt.fit._state import copied
+from lightning_moe_ckpt.fit.loops._taps import BatchTap
 from lightning_moe_ckpt.journal import capture_rng, refusals, restore_rng
 
 log = rank_logger(__name__)

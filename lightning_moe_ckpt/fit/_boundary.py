@@ -8,10 +8,12 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 
-from lightning_moe_ckpt import _lightning, _lightning_files, _lightning_metrics
-from lightning_moe_ckpt._lightning_attributes import MovedAttributes
+from lightning_moe_ckpt.fit import _files
+from lightning_moe_ckpt.fit._owners import MovedAttributes
 from lightning_moe_ckpt.fit._settings import Settings
 from lightning_moe_ckpt.fit._state import Extras, JournalPart, Trained, copied
+from lightning_moe_ckpt.fit.loggers import _metrics
+from lightning_moe_ckpt.fit.loops import _progress, _trainer
 from lightning_moe_ckpt.journal import differs
 from lightning_moe_ckpt.operators import groups_state, load_groups_state
 
@@ -55,14 +57,14 @@ class BoundaryState:
             "param_groups": groups_state(trainer.optimizers[0]),
             "trained": self.trained.take(),
             **self._take_attributes(whole=whole),
-            "precision": copied(_lightning.take_precision(trainer)),
+            "precision": copied(_trainer.take_precision(trainer)),
             "callbacks": self.extras.take_callbacks(self._callbacks()),
             **self.extras.take_owners(),
-            "metrics": _lightning_metrics.take_metrics(trainer, self.module),
+            "metrics": _metrics.take_metrics(trainer, self.module),
             "parts": {name: part.take() for name, part in self._parts.items()},
-            "should_stop": _lightning.should_stop(trainer),
-            "seed": _lightning.take_seed(),
-            "buffer_sync": _lightning.take_buffer_sync(trainer),
+            "should_stop": _trainer.should_stop(trainer),
+            "seed": _trainer.take_seed(),
+            "buffer_sync": _trainer.take_buffer_sync(trainer),
         }
 
     def restore(self, moment: Moment, start: Start, here: Mapping[str, Any] = _NOTHING) -> None:
@@ -83,7 +85,7 @@ class BoundaryState:
         return self._followed
 
     def _callbacks(self) -> list[Callback]:
-        return [each for each in _lightning.callbacks_of(self.trainer) if not isinstance(each, self._skip)]
+        return [each for each in _trainer.callbacks_of(self.trainer) if not isinstance(each, self._skip)]
 
     def _take_attributes(self, *, whole: bool) -> dict[str, Any]:
         now, last = self.moved.take(), self._attributes
@@ -101,7 +103,7 @@ class BoundaryState:
             goes_on = bool(here) and isinstance(callback, Timer)
             if key in states and not goes_on and (key not in known or differs(states[key], known[key])):
                 state = copied(states[key])
-                _lightning_files.keep_folder(callback, state, self.trainer)
+                _files.keep_folder(callback, state, self.trainer)
                 callback.load_state_dict(state)
         self.extras.restore_owners(start, here)
 
@@ -127,11 +129,11 @@ class BoundaryState:
     def restore_metrics(self, start: Start, _: Mapping[str, Any]) -> None:
         """Restore what was logged, after whatever resets it at the start of a fit."""
         metrics, mid_epoch = copied(start["metrics"]), not start["between_epochs"]
-        _lightning_metrics.restore_metrics(self.trainer, self.module, metrics, mid_epoch=mid_epoch)
+        _metrics.restore_metrics(self.trainer, self.module, metrics, mid_epoch=mid_epoch)
 
     def follow_metrics(self, start: Start, _: Mapping[str, Any]) -> None:
         """Set what was logged to what the original run had."""
-        _lightning_metrics.follow_metrics(self.trainer, self.module, copied(start["metrics"]))
+        _metrics.follow_metrics(self.trainer, self.module, copied(start["metrics"]))
 
     def restore_stop(self, start: Start, here: Mapping[str, Any]) -> None:
         """Stop where the original run was to. Collective where a run begins to go on."""
@@ -144,7 +146,7 @@ class BoundaryState:
     def restore_ended(self, start: Start, _: Mapping[str, Any]) -> None:
         """Let loops be where training ended."""
         self.settings.restore_accumulation(start["loops"]["settings"]["accumulate_grad_batches"])
-        _lightning.restore_ended(self.trainer, copied(start["loops"]))
+        _progress.restore_ended(self.trainer, copied(start["loops"]))
 
 
 def _differs(name: str, start: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
@@ -152,7 +154,7 @@ def _differs(name: str, start: Mapping[str, Any], here: Mapping[str, Any]) -> bo
 
 
 _TURNS: tuple[tuple[Collection[Moment], Callable[[BoundaryState, Start, Mapping[str, Any]], object]], ...] = (
-    ({"begin"}, lambda _, start, __: _lightning.restore_seed(start["seed"])),
+    ({"begin"}, lambda _, start, __: _trainer.restore_seed(start["seed"])),
     ({"epoch", "end"}, lambda state, start, _: state.trained.restore(start["trained"])),
     ({"replay"}, lambda state, start, _: state.trained.restore_order(start["trained"])),
     ({"begin"}, BoundaryState.restore_precision),
@@ -166,7 +168,7 @@ _TURNS: tuple[tuple[Collection[Moment], Callable[[BoundaryState, Start, Mapping[
     ({"replay"}, BoundaryState.follow_metrics),
     (
         {"metrics", "replay", "end"},
-        lambda state, start, _: _lightning.restore_buffer_sync(state.trainer, start.get("buffer_sync")),
+        lambda state, start, _: _trainer.restore_buffer_sync(state.trainer, start.get("buffer_sync")),
     ),
     ({"begin", "replay", "end"}, BoundaryState.restore_stop),
     ({"end"}, BoundaryState.restore_ended),

@@ -22,15 +22,15 @@ from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_moe_ckpt import _lightning_positions
-from lightning_moe_ckpt._lightning_attributes import OF_OTHERS, HeldGenerators, MovedAttributes
-from lightning_moe_ckpt._lightning_data import LoaderGenerators
-from lightning_moe_ckpt._lightning_workers import PersistentWorkers
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import OtherData
 from lightning_moe_ckpt.fit._batches import digest_of
+from lightning_moe_ckpt.fit._owners import OF_OTHERS, HeldGenerators, MovedAttributes
 from lightning_moe_ckpt.fit._state import Extras, copied
+from lightning_moe_ckpt.fit.loaders import _positions
+from lightning_moe_ckpt.fit.loaders._loaders import LoaderGenerators
+from lightning_moe_ckpt.fit.loaders._random import PersistentWorkers
 from lightning_moe_ckpt.journal import RngState, capture_rng, refusals
 
 log = rank_logger(__name__)
@@ -85,7 +85,7 @@ class WatchedData:
             self.held.look()
             self.random = capture_rng(self.generators.now(), self.held.now())
 
-        self.close = _lightning_positions.before_iterator(trainer, begins)
+        self.close = _positions.before_iterator(trainer, begins)
         """Undoes the change to the trainer, in `on_fit_start`."""
 
     def before(self, moved: MovedAttributes) -> dict[str, Any] | None:
@@ -145,27 +145,27 @@ class DataRecord:
     def look(self) -> None:
         """Find the loaders, of which one is about to make an iterator."""
         self._moved.look_at_data()
-        self.knows = _lightning_positions.know_position(self._trainer)
+        self.knows = _positions.know_position(self._trainer)
 
     def before_iter(self) -> None:
         """Record what data holds before the iterator of an epoch is made."""
         self._own = (None, None)
-        self.taken = {"before": self._moved.take(_LOADERS), "settings": _lightning_positions.settings_of(self._trainer)}
-        if any(epochs := _lightning_positions.epochs_of(self._trainer)):
+        self.taken = {"before": self._moved.take(_LOADERS), "settings": _positions.settings_of(self._trainer)}
+        if any(epochs := _positions.epochs_of(self._trainer)):
             self.taken["epochs"] = epochs
 
     def before_fetch(self) -> None:
         """Record where loaders are that know it by themselves."""
         if self.knows:
-            self._own = (self._own[1], _lightning_positions.own_positions(self._trainer))
-            own = self._own[0 if _lightning_positions.fetches_ahead(self._trainer) else 1]
+            self._own = (self._own[1], _positions.own_positions(self._trainer))
+            own = self._own[0 if _positions.fetches_ahead(self._trainer) else 1]
             self.taken = {**self.taken, "own": None if refusals(own) else copied(own)}
 
     def begin(self, watched: WatchedData) -> None:
         """Record what data held before an iterator that has been made while optimizers were configured."""
         before = watched.before(self._moved)
         if before is not None:
-            self.taken = {"before": before, "settings": _lightning_positions.settings_of(self._trainer)}
+            self.taken = {"before": before, "settings": _positions.settings_of(self._trainer)}
 
     def load(self, name: str) -> None:
         """Let a loop ask for loaders, if it needs any; in a restart, before its first epoch, only as the original run began."""
@@ -173,7 +173,7 @@ class DataRecord:
             if name == "training":
                 self._load_as_begun()
             return
-        if _lightning_positions.needs_loaders(self._trainer, name):
+        if _positions.needs_loaders(self._trainer, name):
             epoch, entry = self._trainer.current_epoch, self.loads.get(name, _BEGUN[name])
             if self._moved.begun:
                 held = {"attributes": self._moved.take(OF_OTHERS), "random": self._take_random()}
@@ -181,7 +181,7 @@ class DataRecord:
             else:
                 entry = {**entry, "begun": epoch}
             self.loads = {**self.loads, name: entry}
-        _lightning_positions.ask(self._trainer, name)
+        _positions.ask(self._trainer, name)
 
     # -- resume
 
@@ -197,20 +197,20 @@ class DataRecord:
         for name, entry in (early | self.loads).items():
             if entry["begun"] is not None:
                 iterate = self._start["between_epochs"]
-                _lightning_positions.ask_for_loaders(self._trainer, name, entry["begun"], iterate=iterate)
+                _positions.ask_for_loaders(self._trainer, name, entry["begun"], iterate=iterate)
         self._owners.restore_owners(self._start)
 
     def load_again(self, restore_random: Callable[[RngState], None]) -> None:
         """Ask for loaders as the original run has asked last, with what objects held then; call when the first epoch begins."""
         assert self._start is not None
-        _lightning_positions.say_when_loaded(self._trainer, self._start["loops"]["settings"])
+        _positions.say_when_loaded(self._trainer, self._start["loops"]["settings"])
         for name, entry in self.loads.items():
             again = entry["again"]
-            if again is not None and not _lightning_positions.needs_loaders(self._trainer, name):
+            if again is not None and not _positions.needs_loaders(self._trainer, name):
                 self._moved.restore(again["attributes"], OF_OTHERS, forget_new=True)
                 self._owners.restore_owners(again)
                 restore_random(again["random"])
-                _lightning_positions.ask_for_loaders(self._trainer, name, again["epoch"], again=True)
+                _positions.ask_for_loaders(self._trainer, name, again["epoch"], again=True)
         self._moved.look_at_data()
         self._owners.restore_owners(self._start)
 
@@ -218,7 +218,7 @@ class DataRecord:
         """Let data hold again what it held before the iterator of the epoch was made."""
         if "before" in self._resumed:
             self._moved.restore(self._resumed["before"], _LOADERS, forget_new=True)
-            _lightning_positions.set_epochs(self._trainer, self._resumed.get("epochs", []))
+            _positions.set_epochs(self._trainer, self._resumed.get("epochs", []))
             self.taken = {**self._resumed}
         self._require_settings()
 
@@ -235,12 +235,12 @@ class DataRecord:
 
     def goes_on(self) -> bool:
         """Return whether the original's batch comes next, on all ranks. It stays the next one. Collective."""
-        found = _lightning_positions.next_batch(self._trainer)
+        found = _positions.next_batch(self._trainer)
         return self._among().all_agree(len(found) > 0 and digest_of(found[0]) == self.expected)
 
     def _require_settings(self) -> None:
         """Name settings that the user has changed. Collective in a restart."""
-        stored, now = self._resumed.get("settings"), _lightning_positions.settings_of(self._trainer)
+        stored, now = self._resumed.get("settings"), _positions.settings_of(self._trainer)
         changes = _changes(stored, now) if stored else []
         self.taken = {**self.taken, "settings": now}
         if self._compares and not self._among().all_agree(not changes):

@@ -24,22 +24,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_moe_ckpt import (
-    _lightning,
-    _lightning_attributes,
-    _lightning_data,
-    _lightning_positions,
-    _lightning_workers,
-)
-from lightning_moe_ckpt._lightning_callbacks import show_epoch
-from lightning_moe_ckpt._lightning_progress import LoopProgress
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.fit import _owners
 from lightning_moe_ckpt.fit._boundary import ENDS, USERS, BoundaryState, Start
+from lightning_moe_ckpt.fit._callbacks import show_epoch
 from lightning_moe_ckpt.fit._data import DataRecord, OnMismatch, WatchedData
-from lightning_moe_ckpt.fit._fetches import NO_FETCHES, FetchLog
 from lightning_moe_ckpt.fit._settings import Settings
 from lightning_moe_ckpt.fit._state import JournalPart, Trained, copied, require_storable
+from lightning_moe_ckpt.fit.loaders import _loaders, _positions, _random
+from lightning_moe_ckpt.fit.loaders._random import NO_FETCHES, FetchLog
+from lightning_moe_ckpt.fit.loops import _progress
+from lightning_moe_ckpt.fit.loops._progress import LoopProgress
 from lightning_moe_ckpt.journal import UNFIT, HeldGenerator, RngState, capture_rng, differs, restore_rng
 
 log = rank_logger(__name__)
@@ -87,9 +83,7 @@ class BoundaryRecorder:
         self._fetches = FetchLog()
         self._generators, self._held, self._workers = watched.generators, watched.held, watched.workers
         self._not_held: list[str] = []
-        self._moved = _lightning_attributes.MovedAttributes(
-            trainer, module, skip_callbacks, layers, **watched.attributes
-        )
+        self._moved = _owners.MovedAttributes(trainer, module, skip_callbacks, layers, **watched.attributes)
         self._progress = LoopProgress(trainer)
         self._start: Start | None = None
         self._wanted = self._needed = True
@@ -257,7 +251,7 @@ class BoundaryRecorder:
             self._state.restore("epoch", self._resume)
             if not self._mid_epoch:
                 self._settings.begin(mid_epoch=False)
-        inside = self._resume is None and _lightning.resumes_inside(self._trainer)  # from a file: no epoch begins
+        inside = self._resume is None and _progress.resumes_inside(self._trainer)  # from a file: no epoch begins
         self._moments["epoch"], self._before_epoch_only = self._take_random(), not inside
         # Needed or not: the state before an epoch cannot be taken later. It is taken again where a fetch has found the data's end.
         if (self._wanted or self._passed or self._start is not None) and not inside:
@@ -268,7 +262,7 @@ class BoundaryRecorder:
         """Record the moment before samplers and workers draw their seeds."""
         self._data.look()
         self._workers.look()
-        _lightning_data.begin_epoch(self._trainer)
+        _loaders.begin_epoch(self._trainer)
         if not self._mid_epoch:
             self._workers.before_iter(self._resume["random"].get("workers") if self._resume is not None else None)
         self._held.look()
@@ -280,7 +274,7 @@ class BoundaryRecorder:
         if self._resume is not None:
             self._data.restore_before()
             if (own := self._data.own()) is not None:
-                _lightning_positions.load_positions(self._trainer, own)
+                _positions.load_positions(self._trainer, own)
             self._restore_random(self._resume["random"]["iter"])
         self._moments["iter"] = self._take_random()
         self._awaiting_first_fetch, self._independent = True, None
@@ -291,7 +285,7 @@ class BoundaryRecorder:
         """Make the iterator once more if it is in the wrong place: loaders were told their position."""
         if self._resume is not None and self._data.own() is not None and not self._goes_on():
             self._before_skipping()
-            _lightning_positions.make_iterator(self._trainer)
+            _positions.make_iterator(self._trainer)
 
     def before_fetch_ahead(self) -> None:
         """Record where loaders are before a fetch while their iterator is made."""
@@ -312,9 +306,9 @@ class BoundaryRecorder:
         if self._resume is not None:
             self._restore_random(self._resume["random"]["fetch"])
         if self._independent is None:
-            self._independent = _lightning_data.fetches_are_independent(self._trainer)
+            self._independent = _loaders.fetches_are_independent(self._trainer)
         if self._awaiting_first_fetch:
-            self._not_fetched = _lightning_data.counted_before(self._trainer)
+            self._not_fetched = _loaders.counted_before(self._trainer)
         needed = self._wanted and self._needed
         self._passed |= self._wanted and not needed
         resumed = needed and not self._replayed_only
@@ -338,23 +332,23 @@ class BoundaryRecorder:
         self._fetches.fetched(
             before,
             self._take_random,
-            restarted=_lightning_data.restarted_loaders(self._trainer),
+            restarted=_loaders.restarted_loaders(self._trainer),
             carries=self._carries,
         )
 
     @property
     def room(self) -> int:
         """Largest number of bytes by which a journal may grow within an epoch."""
-        workers = self._workers.num_workers * _lightning_workers.STATE_NBYTES
+        workers = self._workers.num_workers * _random.STATE_NBYTES
         return workers + self._fetches.room(
-            num_loaders=len(_lightning_data.loaders_of(self._trainer)),
+            num_loaders=len(_loaders.loaders_of(self._trainer)),
             num_batches=self._trainer.num_training_batches,
             carries=self._carries,
         )
 
     @property
     def _carries(self) -> bool:
-        return any(map(_lightning_data.draws_as_it_goes, _lightning_data.loaders_of(self._trainer)))
+        return any(map(_loaders.draws_as_it_goes, _loaders.loaders_of(self._trainer)))
 
     # -- start half
 
@@ -414,10 +408,10 @@ class BoundaryRecorder:
     def _resume_loops(self, start: Start) -> None:
         loops = copied(start["loops"])
         if start["between_epochs"]:
-            _lightning.resume_between_epochs(self._trainer, loops)
+            _progress.resume_between_epochs(self._trainer, loops)
             return
         self._mid_epoch = True
-        _lightning.resume_mid_epoch(self._trainer, loops, self._position)
+        _progress.resume_mid_epoch(self._trainer, loops, self._position)
 
     def _position(self) -> None:
         assert self._resume is not None
@@ -436,7 +430,7 @@ class BoundaryRecorder:
         for way in [own, None] if own is not None else [None]:
             self._workers.before_iter(random.get("workers"))
             self._held.look()
-            _lightning_data.skip_batches(
+            _loaders.skip_batches(
                 self._trainer,
                 num_batches,
                 before_iter=self._before_skipping,
@@ -461,12 +455,12 @@ class BoundaryRecorder:
         assert self._resume is not None
         self._restore_random(self._resume["random"]["fetch"])
         goes_on = self._data.goes_on()
-        self._seen = None if _lightning_positions.fetches_ahead(self._trainer) else self._take_random()
+        self._seen = None if _positions.fetches_ahead(self._trainer) else self._take_random()
         return goes_on
 
     def _can_advance(self) -> bool:
         """Whether loaders can move to their place without fetching consumed batches again."""
         draws = any(name.startswith("loader") for name in self._held.now())
-        return _lightning_data.can_advance(self._trainer, draw_nothing=self._watched.deterministic) and (
+        return _loaders.can_advance(self._trainer, draw_nothing=self._watched.deterministic) and (
             self._watched.deterministic or not draws
         )

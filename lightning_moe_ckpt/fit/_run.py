@@ -15,25 +15,20 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_moe_ckpt import (
-    _lightning,
-    _lightning_exactness,
-    _lightning_files,
-    _lightning_logs,
-    _lightning_progress,
-)
-from lightning_moe_ckpt._lightning_callbacks import Findings, ProgressNote, averages_of, finish_with_averages, resting
-from lightning_moe_ckpt._lightning_data import loads_again
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Neighbours
+from lightning_moe_ckpt.fit import _files, _limits
 from lightning_moe_ckpt.fit._batches import Batches, BatchLog, Logged
+from lightning_moe_ckpt.fit._callbacks import Findings, ProgressNote, averages_of, finish_with_averages, resting
 from lightning_moe_ckpt.fit._data import OnMismatch, WatchedData
-from lightning_moe_ckpt.fit._departed import say_who_is_gone
+from lightning_moe_ckpt.fit._limits import refuse_unsupported, warn_if_short
 from lightning_moe_ckpt.fit._recorder import BoundaryRecorder
 from lightning_moe_ckpt.fit._settings import OnChange, Settings, announce
 from lightning_moe_ckpt.fit._state import JournalPart, LayerState, Trained, copied
-from lightning_moe_ckpt.fit._stops import Stops
-from lightning_moe_ckpt.fit._unsupported import refuse_unsupported, warn_if_short
+from lightning_moe_ckpt.fit._stops import Stops, say_who_is_gone
+from lightning_moe_ckpt.fit.loaders._loaders import loads_again
+from lightning_moe_ckpt.fit.loggers import _folders
+from lightning_moe_ckpt.fit.loops import _progress, _taps, _trainer
 from lightning_moe_ckpt.journal import HeldGenerator, Unread, capture_rng, restore_rng
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.parallel._elastic import is_of_collective
@@ -101,12 +96,12 @@ class FitSession:
         self.session = self._open()
         self.clock = self.session.clock
         warn_if_short(trainer, self.session.least_steps)
-        self._logs = _lightning_logs.LogFolders(trainer)
+        self._logs = _folders.LogFolders(trainer)
         compared, original = lambda: self._recorder.compares_batch, self._original_batches
         self._batches = BatchLog(trainer, batches, keep=policy.replays, original=original, compared=compared)
         self._layers = LayerState(module, self.session.layers)
         self._findings = Findings(trainer, module)
-        self._files, self._url = _lightning_files.CheckpointFiles(trainer), config.url
+        self._files, self._url = _files.CheckpointFiles(trainer), config.url
         parts: dict[str, JournalPart] = {"files": self._files, "logs": self._logs, "batches": self._batches}
         parts |= {"layers": self._layers, "findings": self._findings}
         replay, logged = lambda: self.session.repeats.replay, batches == "log"
@@ -120,13 +115,13 @@ class FitSession:
             watched=watched,
         )
         self._half_a_step = self._disturbed = self._trained = self._told_to_stop = False
-        self._clip = _lightning.ClipTap(trainer, getattr(trainer.strategy, "grad_norm", None))
-        self._found_inf = _lightning.FoundInf(trainer)
-        self._step_tap = _lightning.StepTap(trainer, self._training_step)
+        self._clip = _taps.ClipTap(trainer, getattr(trainer.strategy, "grad_norm", None))
+        self._found_inf = _taps.FoundInf(trainer)
+        self._step_tap = _taps.StepTap(trainer, self._training_step)
         self._step = trainer.global_step
         self._losses: list[torch.Tensor] = []
         self._found: float | Unread | None = None
-        self._taps = _lightning.FitLoopTaps(trainer, self, self._recorder, resting(trainer))
+        self._taps = _taps.FitLoopTaps(trainer, self, self._recorder, resting(trainer))
         self._stops = Stops(
             trainer,
             stop_grace,
@@ -306,7 +301,7 @@ class FitSession:
     @clocked
     def before_epoch_end(self) -> None:
         """Take the last state, if training ends in mid-epoch, before hooks of the epoch's end: a longer run goes on from here."""
-        if _lightning.ends_in_mid_epoch(self._trainer) and self._recorder.between_steps:
+        if _progress.ends_in_mid_epoch(self._trainer) and self._recorder.between_steps:
             self._recorder.before_fetch()
             self._last = self._recorder.take_stopped()
             self.session.hold(self._step, self._last)
@@ -377,10 +372,10 @@ class FitSession:
     @clocked
     def batch_start(self) -> None:
         if not self._trained:
-            reasons = _lightning_exactness.inexact_reasons(self._trainer, self._module, replays=self._replays)
+            reasons = _limits.inexact_reasons(self._trainer, self._module, replays=self._replays)
             for reason in reasons:
                 log.warning("this run cannot be reproduced bit for bit: %s", reason, alike=True)
-            self._last_step = _lightning_progress.last_step(self._trainer)
+            self._last_step = _progress.last_step(self._trainer)
         self._trained = True
         self._stops.batch_begins()
         start = self._recorder.complete_start(self._batches.take_digest())
@@ -512,11 +507,11 @@ class FitSession:
             policy=policy,
             module=module,
             schema=StateSchema.of(self._optimizer, in_parts=policy.cuts),
-            groups=_lightning.groups_of(trainer.strategy),
+            groups=_trainer.groups_of(trainer.strategy),
             autocast_dtype=_AUTOCAST.get(str(trainer.precision)),
-            may_skip=_lightning_exactness.may_leave_out(trainer, module, own_callbacks),
-            compiled=_lightning.is_compiled(module),
-            extra=_lightning.checkpoint_extra(trainer, module),
+            may_skip=_limits.may_leave_out(trainer, module, own_callbacks),
+            compiled=_trainer.is_compiled(module),
+            extra=_trainer.checkpoint_extra(trainer, module),
             averages=averages_of(trainer),
             as_user=lambda start: self._trains.restore(start["trained"]),
         )

@@ -27,10 +27,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_moe_ckpt import _lightning, _lightning_data
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.fit._state import copied
+from lightning_moe_ckpt.fit.loaders import _loaders
+from lightning_moe_ckpt.fit.loops import _progress, _trainer
 from lightning_moe_ckpt.journal import Written, written
 from lightning_moe_ckpt.operators import groups_state, load_groups_state
 from lightning_moe_ckpt.recovery import Replay
@@ -61,7 +62,7 @@ class _Yours:
 
 def _of_loaders(name: str, note: str = "") -> _Yours:
     def read(trainer: Trainer) -> object:
-        return [_lightning_data.described(each)[name] for each in _lightning_data.loaders_of(trainer)]
+        return [_loaders.described(each)[name] for each in _loaders.loaders_of(trainer)]
 
     return _Yours(read, "batches", note)
 
@@ -77,18 +78,18 @@ _ARGUMENTS = (
 )
 _YOURS: dict[str, _Yours] = {
     **{name: _Yours(attrgetter(name)) for name in _ARGUMENTS},
-    "max_time": _Yours(_lightning.max_time),
-    "detect_anomaly": _Yours(_lightning.detects_anomaly),
+    "max_time": _Yours(_trainer.max_time),
+    "detect_anomaly": _Yours(_trainer.detects_anomaly),
     "deterministic": _Yours(lambda _: torch.are_deterministic_algorithms_enabled(), "losses"),
     "benchmark": _Yours(lambda _: torch.backends.cudnn.benchmark, "losses"),
-    "compiled": _Yours(lambda trainer: _lightning.is_compiled(trainer.lightning_module), "losses"),
+    "compiled": _Yours(lambda trainer: _trainer.is_compiled(trainer.lightning_module), "losses"),
     "strategy": _Yours(lambda trainer: type(trainer.strategy).__qualname__, "losses"),
     "threads": _Yours(
         lambda trainer: torch.get_num_threads() if trainer.strategy.root_device.type == "cpu" else None,
         "losses",
         "a CPU adds in another order with them, so the run is not exact; OMP_NUM_THREADS sets them",
     ),
-    "callbacks": _Yours(lambda trainer: [type(each).__qualname__ for each in _lightning.callbacks_of(trainer)]),
+    "callbacks": _Yours(lambda trainer: [type(each).__qualname__ for each in _trainer.callbacks_of(trainer)]),
     "loggers": _Yours(lambda trainer: [type(each).__qualname__ for each in trainer.loggers]),
 }
 _OF_LOADERS: dict[str, _Yours] = {
@@ -161,7 +162,7 @@ class Settings:
     ) -> None:
         self._trainer, self._on_change, self._logged, self._replay = trainer, on_change, logged, replay
         users = [
-            each for each in _lightning.callbacks_of(trainer) if not isinstance(each, (*own, ProgressBar, ModelSummary))
+            each for each in _trainer.callbacks_of(trainer) if not isinstance(each, (*own, ProgressBar, ModelSummary))
         ]
         self._mine = {name: _plain(setting.read(trainer)) for name, setting in _YOURS.items()}
         self._mine |= {"callbacks": [type(each).__qualname__ for each in users], "seed": os.environ.get(_SEED)}
@@ -177,7 +178,7 @@ class Settings:
         self._step = 0
         self._differ: dict[str, tuple[Any, Any]] = {}
         """Stored and own value of what differs."""
-        self._resized: _lightning_data.Resized | None = None
+        self._resized: _loaders.Resized | None = None
         self.pending = False
         """Whether something of yours is not in force yet."""
         self._settled = False
@@ -243,7 +244,7 @@ class Settings:
                 self._resized.go_on(mid_epoch=mid_epoch, accumulate=own)
             if self._on_change == "mine" and any(name.startswith(("optimizer.", "scheduler")) for name in self._differ):
                 self._use_own_rates()
-        self.pending = mid_epoch and bool(_lightning.batches_done(self._trainer) % own) and _ACCUMULATE in self._differ
+        self.pending = mid_epoch and bool(_trainer.batches_done(self._trainer) % own) and _ACCUMULATE in self._differ
         if not self.pending:
             self._use_accumulation(self._mine)
         mine = [name for name in self._mine if name in _REPLAYED or (self._on_change == "mine" and name != "seed")]
@@ -324,7 +325,7 @@ class Settings:
 
     def _use_clipping(self, values: Mapping[str, Any]) -> None:
         if not self._differ.keys().isdisjoint(_CLIPPING):
-            _lightning.use_clipping(self._trainer, *(values[name] for name in _CLIPPING))
+            _trainer.use_clipping(self._trainer, *(values[name] for name in _CLIPPING))
 
     def _use_accumulation(self, values: Mapping[str, Any]) -> None:
         # Any other value is a callback's, which sets it in every epoch: it is state.
@@ -336,7 +337,7 @@ class Settings:
         (was, now), replay, trainer = self._differ["batch_size"], self._replay(), self._trainer
         if self._logged:
             return
-        can = len(was) == len(now) == 1 and None not in (*was, *now) and _lightning_data.can_resize(trainer)
+        can = len(was) == len(now) == 1 and None not in (*was, *now) and _loaders.can_resize(trainer)
         if replay is not None and not can:
             raise ConfigurationError(
                 f"The stored run had batches of {_text(was)}, and this start has {_text(now)}. Up to step {self._step} the stored run's "
@@ -351,7 +352,7 @@ class Settings:
         elif can and self._start is not None and not self._start["between_epochs"]:
             until = None, self._start["batches_done"]
         if until is not None:
-            self._resized = _lightning_data.Resized(trainer, was[0], until, replayed=replay is not None)
+            self._resized = _loaders.Resized(trainer, was[0], until, replayed=replay is not None)
 
     def _use_own_rates(self) -> None:
         """Use the script's fields of groups and arguments of schedulers where they differ.
@@ -437,7 +438,7 @@ def _text(value: Any) -> str:
 def announce(trainer: Trainer, report: Report, url: str, *, replaying: bool) -> None:
     """Say once, on rank 0, whether a run begins, goes on, or has nothing left to do; call when it is restored."""
     step = report.resumed_from
-    why = _lightning.finished_because(trainer) if step is not None and not replaying else None
+    why = _progress.finished_because(trainer) if step is not None and not replaying else None
     if why is not None:
         log.warning(
             "finished at step %d: nothing to train, since %s. The module is that of this step. A new training takes another URL than "

@@ -21,9 +21,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_moe_ckpt._lightning import datamodule_of
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.fit.loops._trainer import datamodule_of
 from lightning_moe_ckpt.journal import Constant, Written, differs, refusals, written
 from lightning_moe_ckpt.operators import MoELayerSpec
 
@@ -174,7 +174,9 @@ class Trained:
         self._guessed: set[str] = set()
         self._num_configured = len(optimizer.param_groups)
         self._configured = [param for group in optimizer.param_groups for param in group["params"]]
-        owned = [(each._parameters, *item) for each in module.modules() for item in each._parameters.items()]  # noqa: SLF001  # no call per module
+        owned = [
+            (each._parameters, *item) for each in module.modules() for item in each._parameters.items()
+        ]  # no call per module
         self._owners, self._owned = [owner for owner, _, _ in owned], [param for _, _, param in owned]
         self._owned_names = [name for _, name, _ in owned]
         self._told = False

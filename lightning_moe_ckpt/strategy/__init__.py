@@ -2,7 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry as _StrategyRegistry
 
-from lightning_moe_ckpt._lightning_cli import explain_errors as _explain_errors
+from lightning_moe_ckpt.fit._cli import explain_errors as _explain_errors
 from lightning_moe_ckpt.strategy._strategy import MoEStrategy as MoEStrategy
 
 MoEStrategy.register_strategies(_StrategyRegistry)

@@ -20,10 +20,10 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.fit.loops import _port
 from lightning_moe_ckpt.native import PipelinePhase
 from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
-from lightning_moe_ckpt.strategy import _glue
 from lightning_moe_ckpt.strategy._pipeline import SCHEDULES, Pipeline
 from lightning_moe_ckpt.strategy._stage_metrics import StageMetrics
 from lightning_moe_ckpt.strategy._stage_module import (
@@ -97,7 +97,7 @@ class PipelinedStrategy(DDPStrategy):
         super().connect(model)
         if self.pipeline_parallel > 1:
             staged(model)
-            stand_in(model, lambda: build_stage(model, self.groups), validates=_glue.may_validate(model.trainer))
+            stand_in(model, lambda: build_stage(model, self.groups), validates=_port.may_validate(model.trainer))
 
     @override
     def teardown(self) -> None:

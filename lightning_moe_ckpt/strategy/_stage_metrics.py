@@ -21,9 +21,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_moe_ckpt._lightning_metrics import gather_in_stage, module_metrics
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.fit.loggers._metrics import gather_in_stage, module_metrics
 from lightning_moe_ckpt.parallel import current_groups
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
 

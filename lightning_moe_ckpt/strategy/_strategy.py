@@ -28,6 +28,7 @@ from typing_extensions import override
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import duration, number_of_bytes
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
+from lightning_moe_ckpt.fit.loops import _port
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.parallel import (
     GradientReducer,
@@ -44,7 +45,6 @@ from lightning_moe_ckpt.parallel import (
     shares_agent_store,
 )
 from lightning_moe_ckpt.parallel._experts import refuse_tutel, zero_filled
-from lightning_moe_ckpt.strategy import _glue
 from lightning_moe_ckpt.strategy._buffers import BufferSync
 from lightning_moe_ckpt.strategy._pipelined import PipelinedStrategy
 from lightning_moe_ckpt.strategy._state_dict import (
@@ -158,8 +158,8 @@ class MoEStrategy(PipelinedStrategy):
         super()._configure_launcher()
         if self._start_method == "popen" and self.num_processes * self.num_nodes == 1:
             assert self.cluster_environment is not None
-            self._launcher = _glue.OneProcess(self.cluster_environment, 1, 1)
-        _glue.keep_threads(self.launcher)
+            self._launcher = _port.OneProcess(self.cluster_environment, 1, 1)
+        _port.keep_threads(self.launcher)
 
     @override
     def setup_distributed(self) -> None:
@@ -303,19 +303,19 @@ class MoEStrategy(PipelinedStrategy):
         self._check(module)
         self._check_stages(trainer)
         self._sharded = expert_parallel_fqns(module)
-        ignored = _glue.ignored_names(module) - self._sharded
+        ignored = _port.ignored_names(module) - self._sharded
         fits = trainer.state.fn == TrainerFn.FITTING
         # Lightning makes states equal to those of rank 0 where it does not fit, and stages have no state in common.
-        apart = set() if fits or self.pipeline_parallel == 1 else {n for n, _ in _glue.named_states(module)}
-        _glue.ignore_names(module, ignored | self._sharded | apart)
+        apart = set() if fits or self.pipeline_parallel == 1 else {n for n, _ in _port.named_states(module)}
+        _port.ignore_names(module, ignored | self._sharded | apart)
         super().setup(trainer)
         if apart:
-            _glue.ignore_names(module, ignored | self._sharded)
+            _port.ignore_names(module, ignored | self._sharded)
             self.configure_ddp()
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._ignored = ignored
         if self.pipeline_parallel > 1 and fits:
-            self._untap.append(_glue.tap_zero_grad(trainer, self._hold_zero_grad))
+            self._untap.append(_port.tap_zero_grad(trainer, self._hold_zero_grad))
         if self.apart:
             return
         self._equalise_experts(self.groups.ranks("expert_data")[0])
@@ -333,11 +333,11 @@ class MoEStrategy(PipelinedStrategy):
         super().setup_precision_plugin()
         self._remove_taps()
         self._untap = [
-            _glue.tap_clipping(self.precision_plugin, self._clip_by_norm),
-            _glue.tap_found_inf(self.precision_plugin, self._combine_found_inf, self.root_device),
+            _port.tap_clipping(self.precision_plugin, self._clip_by_norm),
+            _port.tap_found_inf(self.precision_plugin, self._combine_found_inf, self.root_device),
         ]
         if self.pipeline_parallel > 1:
-            self._untap.append(_glue.tap_after_closure(self.precision_plugin, lambda: self.commit()))  # noqa: PLW0108  # looked up when it is called
+            self._untap.append(_port.tap_after_closure(self.precision_plugin, lambda: self.commit()))  # noqa: PLW0108  # looked up when it is called
 
     @override
     def teardown(self) -> None:
@@ -365,7 +365,7 @@ class MoEStrategy(PipelinedStrategy):
                 "every rank, and no layer that shards them. Build `MoELayer`, or a module that keeps the contract "
                 "`ExpertParallelModule`, in `LightningModule.configure_model`, or use `expert_parallel=1`."
             )
-        reason = refuse_tutel(module, _glue.ignored_names(module))
+        reason = refuse_tutel(module, _port.ignored_names(module))
         if reason is not None:
             raise ConfigurationError(reason)
         if self.groups.ep_size > 1 and not module.automatic_optimization:
@@ -375,9 +375,9 @@ class MoEStrategy(PipelinedStrategy):
             )
 
     def _equalise_replicated(self, source: int) -> None:
-        module, ignored = self._module, _glue.ignored_names(self._module)
+        module, ignored = self._module, _port.ignored_names(self._module)
         if self.groups.stage_size > 1:
-            states = _glue.named_states(module)
+            states = _port.named_states(module)
             broadcast_tensors((t for name, t in states if name not in ignored), self.groups.groups["stage"], source)
 
     def _equalise_experts(self, source: int) -> None:
@@ -410,7 +410,7 @@ class MoEStrategy(PipelinedStrategy):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if self.pipeline_parallel == 1:
             if self.reducer is not None:
-                self.reducer.prepare(sync=not (module.automatic_optimization and _glue.is_accumulating(module.trainer)))
+                self.reducer.prepare(sync=not (module.automatic_optimization and _port.is_accumulating(module.trainer)))
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._finish_reduction()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)

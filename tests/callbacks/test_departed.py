@@ -17,7 +17,7 @@ from launcher import run_world
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Neighbours
 from lightning_moe_ckpt.coordination._exchange import Exchange
-from lightning_moe_ckpt.fit._departed import say_who_is_gone
+from lightning_moe_ckpt.fit._stops import say_who_is_gone
 from lightning_moe_ckpt.parallel import build_groups
 
 OF_COLLECTIVE = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9")

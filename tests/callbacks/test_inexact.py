@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_moe_ckpt._lightning_exactness import gradients_are_seen
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
+from lightning_moe_ckpt.fit._limits import gradients_are_seen
 
 BEGINS = "this run cannot be reproduced bit for bit"
 

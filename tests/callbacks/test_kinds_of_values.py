@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, Subset
 from torchmetrics import MeanMetric
 
-from lightning_moe_ckpt._lightning_attributes import MovedAttributes
+from lightning_moe_ckpt.fit._owners import MovedAttributes
 from lightning_moe_ckpt.journal import decode, encode
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.fit._memento import Memento
+from lightning_moe_ckpt.fit.objects._memento import Memento
 
 
 class Box:

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
-from lightning_moe_ckpt._lightning_attributes import MovedAttributes
-from lightning_moe_ckpt._lightning_metrics import take_metrics
+from lightning_moe_ckpt.fit._owners import MovedAttributes
+from lightning_moe_ckpt.fit.loggers._metrics import take_metrics
 from lightning_moe_ckpt.journal import decode, differs, encode
 
 

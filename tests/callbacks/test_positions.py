@@ -28,14 +28,14 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 from typing_extensions import override
 
-from lightning_moe_ckpt._lightning_data import (
+from lightning_moe_ckpt.data import SeededItems
+from lightning_moe_ckpt.fit.loaders._loaders import (
     begin_epoch,
     can_advance,
     loader_generators,
     restarted_loaders,
     skip_batches,
 )
-from lightning_moe_ckpt.data import SeededItems
 from lightning_moe_ckpt.journal import RngState, capture_rng, differs, restore_rng
 
 # torchdata calls what torch deprecates

@@ -17,10 +17,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_moe_ckpt import _lightning
-from lightning_moe_ckpt._lightning_progress import LoopProgress
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.fit.loops import _trainer
+from lightning_moe_ckpt.fit.loops._progress import LoopProgress
 from lightning_moe_ckpt.journal import encode
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
@@ -184,7 +184,7 @@ def test_compiled_parts_are_recognised(part: Callable[[], nn.Module], compiled: 
     """However the compiler was asked for, in any submodule."""
     module = LightningModule()
     module.inner = nn.Sequential(nn.Identity(), part())
-    assert _lightning.is_compiled(module) == compiled
+    assert _trainer.is_compiled(module) == compiled
 
 
 class _Compared(Callback):

@@ -43,8 +43,8 @@ from campaign._drawn_hooks import EDITS, Hook, with_hooks
 from campaign._drawn_values import Place, Remembering, Remembers, Stated
 from campaign._training import Module, Setup, make_averaging, make_scheduler
 from campaign._variants import Item, Stream, Variant, VariantModule
-from lightning_moe_ckpt._lightning_data import begin_epoch
 from lightning_moe_ckpt.data import SeededItems
+from lightning_moe_ckpt.fit.loaders._loaders import begin_epoch
 from lightning_moe_ckpt.testing._attempts import Attempt
 from lightning_moe_ckpt.testing._records import bits, digest
 

@@ -43,7 +43,7 @@ CALLS: dict[str, tuple[str, str]] = {
     "fit_start": ("campaign._in_place", "Traces.on_fit_start"),
     "sanity": ("lightning.pytorch.trainer.trainer", "Trainer._run_sanity_check"),
     "loaders": ("lightning.pytorch.loops.fit_loop", "_FitLoop.setup_data"),
-    "position": ("lightning_moe_ckpt._lightning_data", "skip_batches"),
+    "position": ("lightning_moe_ckpt.fit.loaders._loaders", "skip_batches"),
     "train_start": ("campaign._in_place", "Traces.on_train_start"),
     "fetch": ("lightning.pytorch.loops.fetchers", "_PrefetchDataFetcher.__next__"),
     "generation_0": ("lightning_moe_ckpt.session._dense", "DenseCapture.begin"),

@@ -207,9 +207,7 @@ def test_a_torn_file_that_lightning_would_load_does_not_stop_the_run(campaigns: 
 
 def test_without_the_list_of_files_names_are_avoided(campaigns: Campaigns) -> None:
     """Of files that the killed run left."""
-    seam = Seam(
-        module="lightning_moe_ckpt._lightning_files", attribute="CheckpointFiles._exists", replacement=_as_it_was
-    )
+    seam = Seam(module="lightning_moe_ckpt.fit._files", attribute="CheckpointFiles._exists", replacement=_as_it_was)
     kill = Kill(phase="batch_start", step=5, settle=10.0)
     with pytest.raises(AssertionError, match=r"-v1.ckpt/state_dict: surplus"):
         campaigns.check_all(replace(RUNS["several"], checkpointing=DENSE), [[kill]], seams=[seam])

@@ -38,7 +38,7 @@ from campaign._supervised import Storm, nothing, run_supervised
 from campaign._training import Checkpointing, Setup
 from campaign.test_partial_copies import ruin_all
 from campaign.test_peers import train_with_copies_only
-from lightning_moe_ckpt import _lightning_in_place
+from lightning_moe_ckpt.fit.in_place import _in_place
 from lightning_moe_ckpt.parallel import _abort
 from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult, Seam
 from lightning_moe_ckpt.testing._kill import Kill, settle
@@ -612,14 +612,14 @@ class Ablation:
             campaigns.check(self.setup, fit=partial(train_in_place, self.setup, [self.abort]), **options)
 
 
-MEMENTO, IN_PLACE = "lightning_moe_ckpt.fit._memento", "lightning_moe_ckpt.fit._in_place"
+MEMENTO, IN_PLACE = "lightning_moe_ckpt.fit.objects._memento", "lightning_moe_ckpt.fit.in_place._in_place"
 RECORDER = "lightning_moe_ckpt.fit._recorder"
-apart = partial(Ablation, module="lightning_moe_ckpt._lightning_in_place", attribute="APART")
+apart = partial(Ablation, module="lightning_moe_ckpt.fit.in_place._in_place", attribute="APART")
 
 
 def left_alone(*kinds: type) -> tuple[type, ...]:
     """Objects of these types are not reset."""
-    return (*_lightning_in_place.APART, *kinds)
+    return (*_in_place.APART, *kinds)
 
 
 ABLATIONS: dict[str, Ablation] = {
@@ -639,10 +639,10 @@ ABLATIONS: dict[str, Ablation] = {
     "weights at the start": Ablation(module=IN_PLACE, attribute="restore_values", seen="loss", anew=True, abort=EARLY),
     "files and rows": Ablation(module=IN_PLACE, attribute="FitSession.begin_anew", seen="rows", anew=True, abort=EARLY),
     "buffers": Ablation(module="lightning_moe_ckpt.recovery._replay", attribute="Replay.load_buffers", seen="buffer/"),
-    "epoch metrics": Ablation(module="lightning_moe_ckpt._lightning_metrics", attribute="restore_metrics", seen="metrics"),
+    "epoch metrics": Ablation(module="lightning_moe_ckpt.fit.loggers._metrics", attribute="restore_metrics", seen="metrics"),
     "states of callbacks": Ablation(module=RECORDER, attribute="BoundaryRecorder._resume_callbacks", seen="last-v1"),
     "counters": Ablation(
-        module="lightning_moe_ckpt._lightning_attributes", attribute="MovedAttributes.restore", seen="counters"
+        module="lightning_moe_ckpt.fit._owners", attribute="MovedAttributes.restore", seen="counters"
     ),
     "rates": Ablation(module=RECORDER, attribute="BoundaryRecorder._restore_rates", seen="lr "),
     "random state": Ablation(module=RECORDER, attribute="restore_rng", seen="loss"),

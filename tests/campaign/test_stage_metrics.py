@@ -131,6 +131,6 @@ def test_ranks_die_one_after_another(campaigns: Campaigns, seed: int) -> None:
 def test_without_putting_back_states_of_metrics_the_end_is_another(campaigns: Campaigns) -> None:
     """What has counted a micro-batch twice changes the loss of the next."""
     ended = [death("after_backward", 0, nth=9)]
-    without = Without(TWO, ended, "lightning_moe_ckpt._lightning_attempts", "hold_metrics")
+    without = Without(TWO, ended, "lightning_moe_ckpt.fit.in_place._undo", "hold_metrics")
     with pytest.raises(AssertionError, match=r"loss|metric"):
         check(campaigns, TWO, ended, fit=without)

@@ -26,7 +26,7 @@ from campaign._in_place import CALLS, Abort, Death, no_place, train_and_die
 from campaign._pipelined import Pipelined, PipelinedModule
 from campaign._training import Checkpointing, Module
 from campaign.test_in_place import check_killed
-from lightning_moe_ckpt._lightning import callbacks_of
+from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.parallel import GradientReducer
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
@@ -573,13 +573,13 @@ def _nothing(*_: object) -> None:
     """Puts nothing back."""
 
 
-UNDO = "lightning_moe_ckpt.fit._undo"
+UNDO = "lightning_moe_ckpt.fit.in_place._undo"
 ABLATIONS = {
     "everything": (UNDO, "StepUndo.undo", "loss|buffer"),
-    "random state": ("lightning_moe_ckpt.fit._memento", "restore_rng", "loss"),
+    "random state": ("lightning_moe_ckpt.fit.objects._memento", "restore_rng", "loss"),
     "buffers": (UNDO, "_hold_buffers", "buffer|loss"),
-    "attributes": ("lightning_moe_ckpt.fit._memento", "Memento.restore", "loss"),
-    "results": ("lightning_moe_ckpt._lightning_attempts", "hold", "mean"),
+    "attributes": ("lightning_moe_ckpt.fit.objects._memento", "Memento.restore", "loss"),
+    "results": ("lightning_moe_ckpt.fit.in_place._undo", "hold", "mean"),
 }
 
 

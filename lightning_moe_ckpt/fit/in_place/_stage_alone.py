@@ -32,13 +32,13 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_moe_ckpt import _lightning_attempts
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange, Segment
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.fit._run import FitSession
-from lightning_moe_ckpt.fit._undo import MOST_ITEMS, StepUndo
+from lightning_moe_ckpt.fit.in_place import _undo
+from lightning_moe_ckpt.fit.in_place._undo import MOST_ITEMS, StepUndo
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.parallel._elastic import is_of_collective
@@ -310,7 +310,7 @@ class StageAlone:
     def _possible(self) -> bool:
         if self._may is None:
             reasons: list[str] = [] if self._exact else ["what is stored does not lead back to the same steps"]
-            reasons += _lightning_attempts.never_alone(self._trainer, self._module, self._own)
+            reasons += _undo.never_alone(self._trainer, self._module, self._own)
             self._may = not reasons
             if reasons:
                 log.info("if a rank fails, all stages recover: %s", "; ".join(reasons), alike=True)

@@ -1,15 +1,16 @@
 """Recover in place: when another rank has failed, this process resumes without being replaced.
 
 The exception of an aborted collective leaves training. What is half done is dropped, objects become what they were when
-the fit began (`_memento`), groups are formed anew, and the fit begins again exactly as in a new process: the same
-agreement, restore, repositioning and replay. What is expensive stays: the process with its imports and device contexts,
-module and optimizer, compiled code.
+the fit began (`objects._memento`), groups are formed anew, and the fit begins again exactly as in a new process, from
+`on_fit_start` on: the same agreement, restore, repositioning and replay. What is expensive stays: the process with its imports
+and device contexts, the strategy, module and optimizer as Lightning has set them up, compiled code.
 
 Only where a supervisor starts processes. Elsewhere nothing here is ever made.
 """
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,15 +18,21 @@ from operator import methodcaller
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import call
 from torch import Tensor
 
-from lightning_moe_ckpt import _lightning_in_place
-from lightning_moe_ckpt._lightning_kinds import restore_values
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, Fenced
-from lightning_moe_ckpt.fit._memento import Memento
+from lightning_moe_ckpt.fit._callbacks import averaging_callbacks
 from lightning_moe_ckpt.fit._run import FitSession
-from lightning_moe_ckpt.fit._stage_alone import Rewind, StageAlone, Supervisor
+from lightning_moe_ckpt.fit.in_place._stage_alone import Rewind, StageAlone, Supervisor
+from lightning_moe_ckpt.fit.loops._trainer import callbacks_of, datamodule_of
+from lightning_moe_ckpt.fit.objects._kinds import restore_values
+from lightning_moe_ckpt.fit.objects._memento import Memento
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.parallel._elastic import is_of_collective
 
@@ -91,16 +98,16 @@ class InPlace:
                 confirm=self._require_failure,
                 supervisor=supervisor,
             )
-        self._remove = _lightning_in_place.tap_run(trainer, self._meet, self._run)
+        self._remove = tap_run(trainer, self._meet, self._run)
 
     def begin(self, make: Callable[[], FitSession]) -> FitSession:
         """Return what `make` makes and begins; call in `on_fit_start`, before any other callback runs."""
         if self._start is None:
             self._start = Memento(
-                _lightning_in_place.objects_of(self._trainer, self._module, self._own),
+                objects_of(self._trainer, self._module, self._own),
                 shallow=[self._trainer],
-                restored=_lightning_in_place.weights_of(self._trainer, self._module),
-                apart=(*_lightning_in_place.APART, *self._own),
+                restored=weights_of(self._trainer, self._module),
+                apart=(*APART, *self._own),
             )
             self._keep_weights()
             if getattr(self._trainer.strategy, "apart", False):
@@ -164,7 +171,7 @@ class InPlace:
                 self._keep_weights()
 
     def _keep_weights(self) -> None:
-        weights = _lightning_in_place.weights_of(self._trainer, self._module)
+        weights = weights_of(self._trainer, self._module)
         self._weights = [(each, each.detach().to("cpu", copy=True)) for each in weights]
 
     def _join(self) -> None:
@@ -192,7 +199,7 @@ class InPlace:
 
     def _run_stage(self, original: Callable[[], object], *, again: bool) -> None:
         if again:
-            _lightning_in_place.start_again(self._trainer)
+            start_again(self._trainer)
         original()
         self._supervisor.pause()
         # Who fails from here on is not resumed with in place: all have come to the end of training.
@@ -227,7 +234,7 @@ class InPlace:
     def _recover(self) -> None:
         started = time.perf_counter()
         self._leave()
-        _lightning_in_place.end_iterators(self._trainer)
+        end_iterators(self._trainer)
         assert self._start is not None
         self._start.restore()
         for tensor, kept in self._weights:
@@ -248,3 +255,73 @@ def _forget(error: BaseException | None) -> None:
         error.__traceback__ = None
         behind, error.__context__, error.__cause__ = error.__cause__ or error.__context__, None, None
         error = behind
+
+
+APART: tuple[type, ...] = (Trainer, Strategy, Logger, Profiler)
+"""What is not reset: rows that a logger has are dropped when they come again, and a strategy gets other groups."""
+
+
+def tap_run(
+    trainer: Trainer, meet: Callable[[Callable[[], Any]], Any], stage: Callable[[Callable[[], Any]], Any]
+) -> Callable[[], None]:
+    """Let `meet` run the meeting of all ranks behind `on_fit_start`, once, and `stage` all that follows, from the sanity check on.
+
+    Returns:
+        A function that undoes this.
+    """
+    connector = trainer._checkpoint_connector
+    original, resume_end = trainer._run_stage, connector.resume_end
+    trainer._run_stage = lambda: stage(original)  # type: ignore[method-assign]
+
+    def meet_once() -> None:
+        del connector.resume_end
+        meet(resume_end)
+
+    connector.resume_end = meet_once  # type: ignore[method-assign]
+
+    def remove() -> None:
+        vars(trainer).pop("_run_stage", None)
+        vars(connector).pop("resume_end", None)
+
+    return remove
+
+
+def objects_of(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> list[object]:
+    """Return the objects that lead to all that training may change; call in `on_fit_start`."""
+    strategy = trainer.strategy
+    return [
+        *(module, datamodule_of(trainer), [each for each in callbacks_of(trainer) if not isinstance(each, skip)]),
+        *(strategy.optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs),
+        *(trainer.precision_plugin, trainer.fit_loop, trainer._logger_connector, trainer.state),
+    ]
+
+
+def weights_of(trainer: Trainer, module: LightningModule) -> list[Tensor]:
+    """Return the parameters and buffers of the module and of its averages, each once."""
+    models = [module, *(each._average_model for each in averaging_callbacks(trainer))]
+    found = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
+def end_iterators(trainer: Trainer) -> None:
+    """End what the aborted run has under way: workers of loaders, bars on the screen."""
+    trainer.fit_loop.teardown()
+    for each in callbacks_of(trainer):
+        if isinstance(each, RichProgressBar):
+            each._stop_progress()
+        elif isinstance(each, TQDMProgressBar):
+            for bar in (each._train_progress_bar, each._val_progress_bar):
+                if bar is not None:
+                    bar.close()
+
+
+def start_again(trainer: Trainer) -> None:
+    """Do what `Trainer._run` does from `on_fit_start` to the run's own stage."""
+    connector = trainer._signal_connector
+    before = connector._original_handlers.get(signal.SIGTERM)
+    if before is not None:  # the handler of the aborted run leads to a listener that is gone
+        connector._register_signal(signal.SIGTERM, before)
+    call._call_callback_hooks(trainer, "on_fit_start")
+    call._call_lightning_module_hook(trainer, "on_fit_start")
+    trainer._checkpoint_connector.resume_end()  # all ranks meet there
+    connector.register_signal_handlers()

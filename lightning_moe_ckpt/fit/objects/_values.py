@@ -1,7 +1,7 @@
 """Follow what some owners hold, directly or through other objects: take what has changed, and make it that again in place.
 
 Objects are nodes of a graph that begins at owners; a node has the name of the first place at which it was found, see
-`_lightning_kinds`. What the user's code makes again in every process is the reference. Objects that came into being later have
+`_kinds`. What the user's code makes again in every process is the reference. Objects that came into being later have
 a number in their names, `#`.
 """
 
@@ -17,7 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_moe_ckpt._lightning_kinds import (
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
+from lightning_moe_ckpt.fit.objects._kinds import (
     COMPARED_NBYTES,
     CONTENT,
     FILLED_LAST,
@@ -33,9 +35,7 @@ from lightning_moe_ckpt._lightning_kinds import (
     same,
     size_of,
 )
-from lightning_moe_ckpt._lightning_users import MADE_BY_LIGHTNING, has_state, space_of, why_not
-from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt._units import size_text
+from lightning_moe_ckpt.fit.objects._users import MADE_BY_LIGHTNING, has_state, space_of, why_not
 from lightning_moe_ckpt.journal import NATIVE, Missing, Text, fixed, found, name_of, read_named
 
 log = rank_logger(__name__)

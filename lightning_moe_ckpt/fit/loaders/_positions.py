@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, Combin
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import Self, override
 
-from lightning_moe_ckpt._lightning_data import loaders_of
-from lightning_moe_ckpt._lightning_users import is_library
+from lightning_moe_ckpt.fit.loaders._loaders import loaders_of
+from lightning_moe_ckpt.fit.objects._users import is_library
 
 
 def settings_of(trainer: Trainer) -> list[dict[str, Any]]:

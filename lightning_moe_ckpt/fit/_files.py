@@ -18,8 +18,8 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_moe_ckpt._lightning import callbacks_of
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
 
 log = rank_logger(__name__)
 

@@ -71,6 +71,12 @@ def _is_library(root: str) -> bool:
     return root in _LIBRARIES and "-packages" in str(getattr(sys.modules.get(root), "__file__", ""))
 
 
+@functools.cache
+def names_of_loaders() -> frozenset[str]:
+    """Return the names of attributes that torch gives every loader."""
+    return frozenset(vars(DataLoader[Any](range(1)))) | {"_get_iterator"}  # type: ignore[arg-type]
+
+
 def has_state(value: object) -> bool:
     """Return whether an object has a `state_dict` without arguments, and takes it back."""
     try:

@@ -28,7 +28,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torchmetrics import MeanMetric, Metric
 
-from lightning_moe_ckpt._lightning_users import (
+from lightning_moe_ckpt._units import size_text
+from lightning_moe_ckpt.fit.objects._users import (
     MADE_BY_LIGHTNING,
     SEARCHED,
     has_state,
@@ -37,7 +38,6 @@ from lightning_moe_ckpt._lightning_users import (
     slots_of,
     space_of,
 )
-from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.journal import (
     NATIVE,
     Constant,

@@ -16,21 +16,22 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
 
+from lightning_moe_ckpt.fit.loops import _port
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.strategy import MoEStrategy, _glue
+from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.strategy._buffers import BufferSync
 
 
 def test_the_clipping_tap_leaves_nothing_behind() -> None:
     """Nor does it remove a tap that somebody put on top of it."""
     precision, calls = Precision(), list[float]()
-    remove = _glue.tap_clipping(precision, lambda _, value: calls.append(value))
+    remove = _port.tap_clipping(precision, lambda _, value: calls.append(value))
     precision.clip_gradients(torch.optim.SGD([nn.Parameter(torch.ones(1))]), 0.5)
     assert calls == [0.5]
     remove()
     assert "clip_grad_by_norm" not in vars(precision)
 
-    remove = _glue.tap_clipping(precision, lambda _, value: calls.append(value))
+    remove = _port.tap_clipping(precision, lambda _, value: calls.append(value))
     precision.clip_grad_by_norm = later = lambda *_: None  # type: ignore[method-assign]
     remove()
     assert vars(precision)["clip_grad_by_norm"] is later
@@ -47,7 +48,7 @@ def test_a_verdict_is_combined_before_the_scaler_acts(has_gradient: bool) -> Non
         found_inf.fill_(1.0)  # as if another rank had overflowed
 
     precision = MixedPrecision("16-mixed", "cpu", scaler)
-    remove = _glue.tap_found_inf(precision, combine, torch.device("cpu"))
+    remove = _port.tap_found_inf(precision, combine, torch.device("cpu"))
     scaler.scale(parameter.sum())
     if has_gradient:
         parameter.grad = torch.ones(2)
@@ -62,7 +63,7 @@ def test_a_verdict_is_combined_before_the_scaler_acts(has_gradient: bool) -> Non
 
 def test_a_plugin_without_scaler_needs_no_tap() -> None:
     """fp32 and bf16."""
-    _glue.tap_found_inf(Precision(), lambda _: None, torch.device("cpu"))()
+    _port.tap_found_inf(Precision(), lambda _: None, torch.device("cpu"))()
 
 
 def test_only_buffers_that_changed_are_voted_for() -> None:

@@ -1,22 +1,15 @@
-"""Find state in attributes of the user's objects: values that change in training, and random generators.
+"""Follow the attributes of a run's own objects: module, data module, callbacks, loaders and data sets.
 
 A value is a callback's counter, a data set's difficulty, or the mode, dropout or temperature of a part of the model.
 Nothing says which attributes are part of a run. Attributes that have not changed since training began are not: the
 user's code makes them again. What has changed goes into the journal and is made that again after a restart, once all hooks
-of training's start have run, see `_lightning_values`. What cannot be stored is named in the log once.
-
-A data set may hold a numpy `Generator`, a transform a `random.Random`, a module or callback a `torch.Generator`. Their
-draws are part of the run, and only attributes lead to them. The search is bounded: attributes, and items of
-small lists, tuples and dicts among them, a few levels deep. A generator has the same name in every process of the run,
-as long as the code is the same.
+of training's start have run, see `objects._values`. What cannot be stored is named in the log once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import functools
-import random
 import re
 import types
 from collections import defaultdict
@@ -24,33 +17,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_moe_ckpt._lightning import callbacks_of, datamodule_of
-from lightning_moe_ckpt._lightning_data import data_owners, loader_generators, loader_objects, loads_again
-from lightning_moe_ckpt._lightning_kinds import CONTENT, metrics_own
-from lightning_moe_ckpt._lightning_users import in_state, is_library
-from lightning_moe_ckpt._lightning_values import Values, is_of_values, unnumbered
+from lightning_moe_ckpt.fit.loaders._loaders import data_owners, loader_generators, loader_objects, loads_again
+from lightning_moe_ckpt.fit.loops._trainer import callbacks_of, datamodule_of
+from lightning_moe_ckpt.fit.objects._generators import Places, generators_at, places_of
+from lightning_moe_ckpt.fit.objects._kinds import CONTENT, metrics_own
+from lightning_moe_ckpt.fit.objects._users import in_state, is_library, names_of_loaders
+from lightning_moe_ckpt.fit.objects._values import Values, is_of_values, unnumbered
 from lightning_moe_ckpt.journal import HeldGenerator
-
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_DEPTH = 6
-"""Levels of the search, enough for subset, data set, transform, list of transforms, transform, generator."""
-_MOST_ITEMS = 100
-"""Most items of a list that is searched; longer lists hold data."""
-_MOST_OBJECTS = 200_000
-_OPAQUE = (
-    *(str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType, Tensor, np.ndarray),
-    *(Trainer, LightningModule, LightningDataModule, Callback, DataLoader, Optimizer),
-)
-"""Types that are not searched: they hold no generator, or are searched under a name of their own."""
 
 _OF_DATA = ("loader", "validation")
 """Beginnings of names of loaders and what they are made of."""
@@ -196,9 +175,9 @@ def _always_of(found: Mapping[str, Any]) -> set[str]:
 
 @functools.cache
 def _own_names() -> dict[type, frozenset[str]]:
-    bare = (LightningModule(), LightningDataModule(), Callback(), nn.Module(), DataLoader[Any](range(1)))  # type: ignore[arg-type]
+    bare = (LightningModule(), LightningDataModule(), Callback(), nn.Module())
     names = {type(each): frozenset(vars(each)) for each in bare}
-    return {**names, nn.Module: names[nn.Module] - {"training"}, DataLoader: names[DataLoader] | {"_get_iterator"}}
+    return {**names, nn.Module: names[nn.Module] - {"training"}, DataLoader: names_of_loaders()}
 
 
 def _not_users(owner: object) -> frozenset[str]:
@@ -238,18 +217,16 @@ class HeldGenerators:
 
     def __init__(self, trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> None:
         self._trainer, self._module, self._skip = trainer, module, skip
-        self._places: dict[str, tuple[Any, Any]] = {}
+        self._places: Places = {}
 
     def look(self) -> None:
         """Search for generators; call again after loaders were made."""
         seen = {id(each) for each in loader_generators(self._trainer).values()}
-        self._places = {}
-        for name, root in self._roots():
-            self._places.update(_places(name, root, seen, _DEPTH))
+        self._places = places_of(self._roots(), seen)
 
     def now(self) -> dict[str, HeldGenerator]:
         """Return the generators that are still in their places, by name."""
-        return _there(self._places)
+        return generators_at(self._places)
 
     def _roots(self) -> Iterator[tuple[str, object]]:
         for fqn, module in self._module.named_modules():
@@ -270,57 +247,3 @@ def user_callbacks(trainer: Trainer, skip: tuple[type[Callback], ...]) -> Iterat
             name = f"callback.{type(callback).__qualname__}"
             count[name] = count.get(name, 0) + 1
             yield name if count[name] == 1 else f"{name}#{count[name]}", callback
-
-
-def held_by(objects: Mapping[str, object]) -> dict[str, HeldGenerator]:
-    """Return the generators that some objects hold, by names that begin with the objects' names."""
-    seen: set[int] = set()
-    found = {place: at for name, each in objects.items() for place, at in _places(name, each, seen, _DEPTH)}
-    return _there(found)
-
-
-def _there(places: Mapping[str, tuple[Any, Any]]) -> dict[str, HeldGenerator]:
-    found = {}
-    for name, (namespace, key) in places.items():
-        value = _get(namespace, key)
-        if isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom):
-            found[name] = value
-    return found
-
-
-def _places(name: str, owner: object, seen: set[int], depth: int) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    if id(owner) in seen or len(seen) > _MOST_OBJECTS:
-        return
-    seen.add(id(owner))
-    namespace, keys = _inside(owner)
-    for key in keys:
-        with contextlib.suppress(Exception):  # a foreign object may raise anything, and `Values` names it
-            value = _get(namespace, key)
-            if isinstance(value, _KINDS):
-                if id(value) not in seen:
-                    seen.add(id(value))
-                    yield f"{name}.{key}", (namespace, key)
-            elif depth and not isinstance(value, _OPAQUE):
-                yield from _places(f"{name}.{key}", value, seen, depth - 1)
-
-
-def _inside(owner: object) -> tuple[Any, Sequence[Any]]:
-    """Return the container of an object's parts, and its keys."""
-    if isinstance(owner, types.MethodType):
-        return [owner.__self__], [0]
-    if isinstance(owner, functools.partial):
-        return {"func": owner.func, "args": owner.args, "keywords": owner.keywords}, ["func", "args", "keywords"]
-    if isinstance(owner, dict):
-        return owner, [key for key in owner if isinstance(key, str | int)] if len(owner) <= _MOST_ITEMS else []
-    if isinstance(owner, list | tuple):
-        return owner, range(len(owner)) if len(owner) <= _MOST_ITEMS else []
-    namespace, left_out = getattr(owner, "__dict__", {}), _not_users(owner) if isinstance(owner, DataLoader) else ()
-    return namespace, [key for key in namespace if key not in left_out]
-
-
-def _get(namespace: Any, key: Any) -> object:
-    try:
-        value: object = namespace[key]
-    except LookupError:
-        return None  # it was there when looked for
-    return value

@@ -27,10 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt._lightning_kinds import restore_values
-from lightning_moe_ckpt._lightning_users import slots_of
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.fit.objects._kinds import restore_values
+from lightning_moe_ckpt.fit.objects._users import slots_of
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
 
 Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
@@ -183,7 +183,7 @@ class Memento:
         kept: Tensor | int | None = None
         if id(tensor) not in self._restored:
             small = tensor.nbytes <= self._most_nbytes
-            kept = tensor.detach().clone() if small else None if tensor.is_inference() else tensor._version  # noqa: SLF001
+            kept = tensor.detach().clone() if small else None if tensor.is_inference() else tensor._version
         self._tensors.append((tensor, kept))
         if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter):
             hooks = [None if (own := getattr(tensor, name)) is None else dict(own) for name in _HOOKS]
@@ -203,7 +203,7 @@ def _restore_space(space: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:
 def _restore_tensor(tensor: Tensor, kept: Tensor | int | None) -> None:
     if isinstance(kept, Tensor):
         restore_values(tensor, kept)
-    elif kept is not None and tensor._version != kept:  # noqa: SLF001
+    elif kept is not None and tensor._version != kept:
         raise CheckpointError(
             f"a tensor of {size_text(tensor.nbytes)} that is no part of the model has changed in training: it cannot be reset in "
             "place, only built anew by a whole restart. Make it a buffer."

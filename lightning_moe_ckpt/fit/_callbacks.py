@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_moe_ckpt._lightning import callbacks_of
+from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
 from lightning_moe_ckpt.snapshot import Averages
 
 _notes: WeakKeyDictionary[ProgressBar, dict[str, Callable[[], str | None]]] = WeakKeyDictionary()

@@ -1,6 +1,12 @@
-"""Record and restore the random state of persistent loader workers.
+"""Record and restore the random state with which batches are fetched: before fetches of this process, and of workers.
 
-Workers that are made anew in every epoch are seeded by this process then, and follow from its state. Persistent ones
+*Fetches.* A resumed run fetches again what its epoch has consumed, without the draws of training from the same generators in
+between. Most fetches do not need those: an item depends on its own draws only, and is thrown away. Two kinds do. One is
+the fetch in which one of several loaders starts over, whose sampler and workers draw seeds in mid-epoch. The other is
+every fetch of a loader that keeps what it drew for later, such as a stream through a shuffle buffer. The state before
+a fetch is kept if it differs from the state after the previous one.
+
+*Workers.* Those that are made anew in every epoch are seeded by this process then, and follow from its state. Persistent ones
 (`persistent_workers=True`) are seeded once, and go on drawing from epoch to epoch. They send their state with every
 batch, and a restart in a later epoch makes workers that begin with the state at that epoch's start. Batches on their
 way when an epoch ends count too: loaders wait for them before they begin the next one, and throw them away. With the random
@@ -12,7 +18,7 @@ Loaders of validation are treated alike, but for the moment: what counts is the 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +28,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data._utils.worker import _generate_state
 
-from lightning_moe_ckpt._lightning_attributes import held_by
-from lightning_moe_ckpt._lightning_data import data_sets, loaders_of, loads_again, validation_loaders
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.journal import capture_rng, decode, encode, restore_rng
+from lightning_moe_ckpt.fit.loaders._loaders import data_sets, loaders_of, loads_again, validation_loaders
+from lightning_moe_ckpt.fit.objects._generators import held_by
+from lightning_moe_ckpt.journal import RngState, capture_rng, decode, differs, encode, restore_rng
 
 log = rank_logger(__name__)
 
@@ -270,4 +276,88 @@ def _counted(dataset: Any) -> dict[str, Any]:
         for name, each in data_sets("dataset", dataset)
         for attribute, value in getattr(each, "__dict__", {}).items()
         if type(value) in (bool, int, float, type(None))
+    }
+
+
+log = rank_logger(__name__)
+
+_MOST = 1_000
+"""Most states that are kept of one epoch; each takes several KB of every journal."""
+
+_STATE_NBYTES = 2**13
+
+NO_FETCHES: dict[str, Any] = {"states": {}, "restarts": {}}
+"""Stands for the entry of a journal that has none."""
+
+
+class FetchLog:
+    """Random state before the fetches of the current epoch that influence later ones."""
+
+    def __init__(self) -> None:
+        self._said = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Start over, before a new iterator is made."""
+        self._index = 0
+        self._states: dict[int, RngState] = {}
+        self._restarts: dict[int, int] = {}
+        self._after: RngState | None = None
+
+    def fetched(
+        self, before: RngState, after: Callable[[], RngState], *, restarted: Sequence[int], carries: bool
+    ) -> None:
+        """Record that a batch was fetched.
+
+        Args:
+            before: random state before the fetch.
+            after: returns the random state after the fetch.
+            restarted: indices of loaders that started over in the fetch.
+            carries: whether later fetches may depend on draws of this one.
+        """
+        index, self._index = self._index, self._index + 1
+        last, self._after = self._after, after() if carries else None
+        if index == 0:
+            return  # the recorder keeps the state before the epoch's first fetch
+        for loader in restarted:
+            self._restarts[loader] = index
+        apart = before if restarted else _apart(last, before, self._after) if self._after is not None else {}
+        if apart:
+            self._keep(index, apart)
+        if restarted and not carries:
+            self._states = {at: self._states[at] for at in sorted({*self._restarts.values()}) if at in self._states}
+
+    def take(self) -> dict[str, Any]:
+        """Return the kept states for the journal."""
+        return {"states": dict(self._states), "restarts": dict(self._restarts)}
+
+    def restore(self, taken: dict[str, Any], *, num_fetched: int) -> None:
+        """Continue from a journal's states, after `num_fetched` fetches."""
+        self.begin()
+        self._index = num_fetched
+        self._states, self._restarts = dict(taken["states"]), dict(taken["restarts"])
+
+    @staticmethod
+    def room(*, num_loaders: int, num_batches: float, carries: bool) -> int:
+        """Return the most bytes that an epoch may add to a journal."""
+        return int(min(num_batches, _MOST)) * _STATE_NBYTES if carries else (num_loaders - 1) * _STATE_NBYTES
+
+    def _keep(self, index: int, state: RngState) -> None:
+        if len(self._states) < _MOST:
+            self._states[index] = state
+        elif not self._said:
+            self._said = True
+            log.warning(
+                "a restart in the rest of this epoch is not exact: the loader draws random numbers in every fetch, training "
+                "does so in between, and the state of only %d fetches is kept. Give the data set a generator of its own.",
+                _MOST,
+            )
+
+
+def _apart(last: RngState | None, before: RngState, after: RngState) -> RngState:
+    """Return the state of generators that the fetch drew from and that have moved since the previous fetch."""
+    return {
+        name: state
+        for name, state in before.items()
+        if differs(after[name], state) and (last is None or differs(last[name], state))
     }

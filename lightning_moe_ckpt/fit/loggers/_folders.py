@@ -6,7 +6,7 @@ resumed run goes on in it, reads what is there, and drops what it would write a 
 written by steps that are trained again bit for bit, so it has the same values.
 
 This holds for `CSVLogger` and `TensorBoardLogger` on a local disk; for `WandbLogger` and `MLFlowLogger` see
-`_lightning_remote_logs`. Both are flushed after every row, by Lightning where the
+`_once`. Both are flushed after every row, by Lightning where the
 trainer logs and here, before each boundary, where others do; a SIGKILL loses nothing that was flushed. Other loggers get the rows of steps that are trained again a second time.
 """
 
@@ -23,9 +23,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from typing_extensions import override
 
-from lightning_moe_ckpt._lightning_once import LineCounts, LoggedOnce
-from lightning_moe_ckpt._lightning_remote_logs import remote_log
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.fit.loggers._once import LineCounts, LoggedOnce, remote_log
 
 log = rank_logger(__name__)
 

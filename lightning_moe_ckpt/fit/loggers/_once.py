@@ -1,8 +1,8 @@
-"""Keep one run of Weights & Biases or MLflow, with each row once, in a training that is killed and resumed.
+"""Let a logger get each row once, in a run that trains steps again which an earlier process has logged.
 
-The journal names the tracker's run, as it names the folder of other loggers, and a resumed training goes on under that id.
-If Lightning has begun another run by then, to log hyperparameters, that one is left: MLflow's is deleted, an offline one of
-Weights & Biases is removed, an online one is finished and stays empty.
+*Services.* The journal names the run of Weights & Biases or MLflow, as it names the folder of other loggers, and a resumed
+training goes on under that id. If Lightning has begun another run by then, to log hyperparameters, that one is left: MLflow's is
+deleted, an offline one of Weights & Biases is removed, an online one is finished and stays empty.
 
 What a killed process had logged beyond the boundary that is resumed from, MLflow can be asked. Weights & Biases cannot, at
 least offline. So the steps and names of rows are written to a small file beside its own, `moe-ckpt-rows-<id>.jsonl`, row by row.
@@ -16,15 +16,95 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 from typing_extensions import override
 
-from lightning_moe_ckpt._lightning_once import LineCounts, LoggedOnce
 from lightning_moe_ckpt._logging import rank_logger
+
+LineCounts: TypeAlias = "Counter[tuple[int, str]]"
+"""Number of times that a key was logged under a step."""
+
+
+class LoggedOnce:
+    """Drop rows of one logger that are there already. The `owner` is the rank that writes; other ranks only count."""
+
+    def __init__(self, logger: Any, *, owner: bool) -> None:
+        self._logger, self._owner = logger, owner
+        self.there: LineCounts = Counter()
+        """Rows that will be logged again."""
+        self.newest: dict[str, Any] = {"step": -1, "keys": {}}
+        """Newest step of a row, and how often each key was logged under it."""
+        self.has_logged = False
+        """Whether this process has logged a row."""
+        self._log = logger.log_metrics
+        logger.log_metrics = self._log_once
+
+    def take(self) -> dict[str, Any]:
+        """Return where rows go, and counts of what was logged under the newest step."""
+        raise NotImplementedError
+
+    def restore(self, taken: Mapping[str, Any]) -> None:
+        """Go on where the run's rows are."""
+        raise NotImplementedError
+
+    def start(self) -> dict[str, Any]:
+        """Return where rows go, as of before the first."""
+        return {**self.take(), "step": -1, "keys": {}}
+
+    def hold(self) -> Callable[[], None]:
+        """Return a function to call where all that is logged from now on will be logged again, and dropped then."""
+        step, keys = self.newest["step"], dict(self.newest["keys"])
+
+        def undo() -> None:
+            since = Counter(self.newest["keys"])
+            if self.newest["step"] == step:
+                since.subtract(keys)
+            self.there.update({(self.newest["step"], name): number for name, number in since.items()})
+            self.newest = {"step": step, "keys": dict(keys)}
+
+        return undo
+
+    def remove(self) -> None:
+        """Restore the logger's own methods."""
+        self._logger.__dict__.pop("log_metrics", None)
+
+    def wrote(self, step: int, names: Iterable[str]) -> None:
+        """Note a row that the logger has got."""
+
+    def go_on_behind(self, taken: Mapping[str, Any]) -> None:
+        """Count on from what was taken."""
+        self.newest = {"step": taken["step"], "keys": dict(taken["keys"])}
+
+    def name_of(self, key: str) -> str:
+        """Return the name under which the logger has a key."""
+        prefix = self._logger._prefix
+        return f"{prefix}{self._logger.LOGGER_JOIN_CHAR}{key}" if prefix else key
+
+    def _log_once(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        if step is None:
+            self._log(metrics, step)
+            self.has_logged = True
+            return
+        if step != self.newest["step"]:
+            self.newest = {"step": step, "keys": {}}
+        fresh = {key: value for key, value in metrics.items() if self._is_fresh(step, key)}
+        if fresh:
+            self._log(fresh, step)
+            self.has_logged = True
+            self.wrote(step, [self.name_of(key) for key in fresh])
+
+    def _is_fresh(self, step: int, key: str) -> bool:
+        name = self.name_of(key)
+        self.newest["keys"][name] = self.newest["keys"].get(name, 0) + 1
+        if self.there[step, name] > 0:
+            self.there[step, name] -= 1
+            return False
+        return True
+
 
 log = rank_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""Use private names of Lightning and torch for `MoEStrategy`, in one place.
+"""Reach what a strategy needs of Lightning's and torch's private parts: the only way from `MoEStrategy` to them.
 
 Each function says which private name it uses. Taps are instance attributes, so that any precision plugin keeps its
 class, and are removed at teardown.
@@ -22,13 +22,13 @@ IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 def is_accumulating(trainer: Trainer) -> bool:
     """Return whether more micro-batches follow before the optimizer steps. Uses `_should_accumulate`."""
-    return trainer.fit_loop._should_accumulate()  # noqa: SLF001
+    return trainer.fit_loop._should_accumulate()
 
 
 def may_validate(trainer: Trainer) -> bool:
     """Return whether a fit has data to validate with, or this is no fit. Uses `_data_source` of the validation loop."""
     fits = trainer.state.fn == TrainerFn.FITTING
-    return not fits or trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()  # noqa: SLF001
+    return not fits or trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
 
 
 def ignored_names(module: LightningModule) -> set[str]:
@@ -95,7 +95,7 @@ def tap_zero_grad(trainer: Trainer, hold: Callable[[Callable[[], None] | None], 
         A function that removes the tap.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    original = loop._make_zero_grad_fn  # noqa: SLF001
+    original = loop._make_zero_grad_fn
     return _set(loop, "_make_zero_grad_fn", lambda batch_idx, optimizer: hold(original(batch_idx, optimizer)))
 
 
@@ -105,7 +105,7 @@ def tap_after_closure(precision: Precision, then: Callable[[], object]) -> Calla
     Returns:
         A function that removes the tap.
     """
-    original = precision._after_closure  # noqa: SLF001
+    original = precision._after_closure
 
     def after_closure(*args: Any) -> None:
         original(*args)

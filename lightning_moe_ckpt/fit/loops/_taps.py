@@ -1,0 +1,268 @@
+"""Call listeners at moments for which Lightning has no hook, through private attributes.
+
+Such moments are: before an epoch starts, before the loader's iterator is made, before a batch is fetched, when gradients are
+clipped. A tap is an instance attribute on one trainer's loops or plugins, and is removed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_moe_ckpt.fit.loaders._positions import ask, loops_of
+from lightning_moe_ckpt.journal import Unread
+
+
+class LoopListener(Protocol):
+    """Listener for moments that have no hook."""
+
+    def before_epoch(self) -> None:
+        """Called after all hooks of the previous epoch, before `on_train_epoch_start`."""
+
+    def before_iter(self) -> None:
+        """Called before the loader's iterator is made, when samplers and workers draw their seeds."""
+
+    def before_fetch(self) -> None:
+        """Called before the next batch is fetched; everything that follows the previous batch has run."""
+
+    def after_fetch(self) -> None:
+        """Called after a batch was fetched, before any hook has seen it."""
+
+    def before_epoch_end(self) -> None:
+        """Called after the epoch's last trained batch and all that follows it, before the epoch-end hooks."""
+
+    def after_run(self) -> None:
+        """Called when training has ended by itself, after every `on_train_end`."""
+
+    def after_batch(self) -> None:
+        """Called after all `on_train_batch_end` hooks of a batch, the module's included, before validation."""
+
+    def after_hooks(self) -> None:
+        """Called after validation, schedulers and epoch-end hooks, before Lightning decides whether to stop."""
+
+
+class DataListener(Protocol):
+    """Listener for further moments of loaders."""
+
+    def after_iter(self) -> None:
+        """Called when the iterator of a later epoch than the first was made."""
+
+    def before_fetch_ahead(self) -> None:
+        """Called before a fetch while that iterator is made, of loaders without a length."""
+
+    def before_validation(self) -> None:
+        """Called before loaders of validation make iterators, that of the sanity check included."""
+
+    def load(self, name: str) -> None:
+        """Called in the place of a loop's `setup_data`: let it ask for loaders, see `loops_of`, if it needs any."""
+
+
+class FitLoopTaps:
+    """Call listeners from inside one trainer's fit loop, but not while `resting()`, until `remove`."""
+
+    def __init__(
+        self, trainer: Trainer, listener: LoopListener, data: DataListener, resting: Callable[[], bool]
+    ) -> None:
+        self._resting = resting
+        fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        self._fit_loop, self._epoch_loop, self._val_loop = fit_loop, epoch_loop, epoch_loop.val_loop
+        self._restore: list[Callable[[], object]] = []
+        self._before(fit_loop, "on_advance_start", listener.before_epoch)
+        # Lightning makes the first epoch's iterator in `setup_data`, right after this call...
+        self._before(fit_loop, "_load_combined_loader_states", listener.before_iter)
+        # ... and those of later epochs in here. Loaders without a length are fetched from right then, by the fetcher of
+        # the epoch before, whose taps are in place: making an iterator ahead is one moment, as in the first epoch.
+        self._making_iterator = False
+        self._set(epoch_loop, "on_run_start", self._run_start(trainer, listener, data))
+        ahead, fetch = data.before_fetch_ahead, listener.before_fetch
+        self._before(epoch_loop, "_on_before_fetch", lambda: ahead() if self._making_iterator else fetch())
+        after = listener.after_fetch
+        self._after(epoch_loop, "_on_after_fetch", lambda: None if self._making_iterator else after())
+        self._before(self._val_loop, "reset", data.before_validation)
+        for name, loop in loops_of(trainer).items():
+            self._set(loop, "setup_data", partial(self._load, trainer, data, name))
+        self._before(fit_loop, "on_advance_end", listener.before_epoch_end)
+        self._after(fit_loop, "on_run_end", listener.after_run)
+        self._before(epoch_loop, "on_advance_end", listener.after_batch)
+        self._after(epoch_loop, "on_advance_end", listener.after_hooks)
+        self._after(fit_loop, "on_advance_end", listener.after_hooks)
+
+    def _run_start(self, trainer: Trainer, listener: LoopListener, data: DataListener) -> Callable[[Any], None]:
+        original = self._epoch_loop.on_run_start
+
+        def run_start(data_fetcher: Any) -> None:
+            self._making_iterator = _makes_iterator(trainer) and not self._resting()
+            if not self._making_iterator:
+                return original(data_fetcher)
+            listener.before_iter()
+            try:
+                original(data_fetcher)
+                data.after_iter()
+            finally:
+                self._making_iterator = False
+
+        return run_start
+
+    def _load(self, trainer: Trainer, data: DataListener, name: str) -> None:
+        if self._resting():
+            ask(trainer, name)
+        else:
+            data.load(name)
+
+    def _before(self, owner: object, name: str, first: Callable[[], None]) -> None:
+        original = getattr(owner, name)
+
+        def tapped(*args: Any, **kwargs: Any) -> Any:
+            if not self._resting():
+                first()
+            return original(*args, **kwargs)
+
+        self._set(owner, name, tapped)
+
+    def _after(self, owner: object, name: str, then: Callable[[], None]) -> None:
+        original = getattr(owner, name)
+
+        def tapped(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            if not self._resting():
+                then()
+
+        self._set(owner, name, tapped)
+
+    def _set(self, owner: object, name: str, method: Callable[..., Any]) -> None:
+        setattr(owner, name, method)
+        self._restore.append(lambda: owner.__dict__.pop(name, None))
+
+    def remove(self) -> None:
+        """Restore the loops' own methods, also those of a resume that did not reach its first batch."""
+        while self._restore:
+            self._restore.pop()()
+        self._epoch_loop.__dict__.pop("reset", None)
+        self._fit_loop.trainer.__dict__.pop("_run_sanity_check", None)
+
+
+def _makes_iterator(trainer: Trainer) -> bool:
+    """Return whether the epoch loop is about to make an iterator; in the first epoch `setup_data` has made it."""
+    fit_loop = trainer.fit_loop
+    resuming = getattr(fit_loop, "is_resuming", False)  # Lightning has it from 2.5.3 on
+    return trainer.current_epoch > 0 and not resuming and not fit_loop.epoch_loop.restarting
+
+
+class ClipTap:
+    """Record, and in replay replace, the global gradient norm that clipping uses; see what comes between it and the step.
+
+    A frozen operator has no gradient in replay, so the norm of the original step cannot be computed again. The
+    logged norm, and not a coefficient, gives the same bits.
+    """
+
+    def __init__(self, trainer: Trainer, norm: Callable[[list[torch.nn.Parameter]], Tensor] | None = None) -> None:
+        self.last: Tensor | None = None
+        """Norm used by the newest optimizer step, on the device; `None` if nothing was clipped by norm."""
+        self.override: Tensor | None = None
+        """Norm to use in place of the computed one; `None` for none."""
+        self.clipped: Callable[[], None] | None = None
+        """Called when hooks of the user and clipping are through with gradients, and the optimizer steps next."""
+        self._plugin = trainer.precision_plugin
+        self._norm = norm if norm is not None else _total_norm
+        self._previous = self._plugin.__dict__.get("clip_grad_by_norm")
+        after_closure = self._plugin._after_closure  # no hook comes behind clipping
+
+        def tapped(model: LightningModule, optimizer: Any) -> None:
+            after_closure(model, optimizer)
+            if self.clipped is not None:
+                self.clipped()
+
+        self._plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
+        self._plugin._after_closure = tapped  # type: ignore[method-assign]
+
+    def _clip(self, optimizer: Any, clip_val: float) -> None:
+        parameters = [p for p in self._plugin.main_params(optimizer) if p.grad is not None]
+        norm = self._norm(parameters) if self.override is None else self.override
+        if parameters:
+            norm = norm.to(parameters[0].device)
+            torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
+        self.last = norm
+
+    def remove(self) -> None:
+        """Restore the precision plugin's own methods."""
+        self._plugin.__dict__.pop("_after_closure", None)
+        self._plugin.__dict__.pop("clip_grad_by_norm", None)
+        if self._previous is not None:
+            self._plugin.clip_grad_by_norm = self._previous  # type: ignore[method-assign]
+
+
+def _total_norm(parameters: list[torch.nn.Parameter]) -> Tensor:
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+class BatchTap:
+    """Train on what `fetched` returns for each batch as the loader gave it, but not while `resting()`, until `remove`."""
+
+    def __init__(self, trainer: Trainer, fetched: Callable[[Any], Any], resting: Callable[[], bool]) -> None:
+        # The precision plugin is the first to get a batch.
+        plugin = trainer.precision_plugin
+        convert = plugin.convert_input
+
+        def tapped(batch: Any) -> Any:
+            return convert(fetched(batch) if trainer.training and not resting() else batch)
+
+        plugin.convert_input = tapped  # type: ignore[assignment, method-assign]
+        self._plugin = plugin
+
+    def remove(self) -> None:
+        """Restore the precision plugin's own method."""
+        self._plugin.__dict__.pop("convert_input", None)
+
+
+class StepTap:
+    """Let `around` run every training step, until `remove`."""
+
+    def __init__(self, trainer: Trainer, around: Callable[[Callable[[], Any]], Any]) -> None:
+        self._strategy = trainer.strategy
+        step = trainer.strategy.training_step
+        trainer.strategy.training_step = lambda *args, **kwargs: around(lambda: step(*args, **kwargs))  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Restore the strategy's own method."""
+        self._strategy.__dict__.pop("training_step", None)
+
+
+class FoundInf:
+    """Read, and in replay overwrite, the gradient scaler's overflow flag of the current step.
+
+    A frozen operator's gradients are not computed in replay, so the scaler cannot see their overflow.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._scaler = getattr(trainer.precision_plugin, "scaler", None)
+
+    def read(self, optimizer: torch.optim.Optimizer) -> float | Unread | None:
+        """Return the flag of the coming step, for the journal; `None` without a scaler."""
+        found = self._per_device(optimizer)
+        if found is None:
+            return None
+        flags = list(found.values())
+        if len(flags) == 1 and flags[0].is_cuda:
+            return Unread(flags[0].clone())
+        return float(sum(flag.item() for flag in flags))
+
+    def write(self, optimizer: torch.optim.Optimizer, value: float, device: torch.device) -> None:
+        """Make the scaler act as if it had found `value`."""
+        found = self._per_device(optimizer)
+        if found is None:
+            return
+        for flag in found.values():
+            flag.fill_(value)
+        if not found:  # no gradient at all: `scaler.step` asserts that something was checked
+            found[device] = torch.full((1,), value, device=device)
+
+    def _per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor] | None:
+        if self._scaler is None:
+            return None
+        state: dict[torch.device, Tensor] = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        return state

@@ -1,0 +1,1 @@
+"""Attributes of the user's objects, whatever owns them: description in a journal, and restore in place."""
