@@ -108,7 +108,7 @@ distclean: clean
 # Compiles the extension in place. Without build isolation it and the wheel test use the setuptools pinned in constraints.txt.
 # LitGPT comes without what it asks for: its bounds exclude versions that others here need, and its modules need none of it.
 # DeepSpeed, whose layers run on a CPU, is built without its kernels, and comes with what its layers import.
-$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard ext/*.py) $(wildcard ext/csrc/*)
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard ext/build_*.py) $(wildcard ext/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version) if sys.version_info < (3, 10) else None'
 	@echo "Setting up $(VENV); the first time takes a few minutes."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

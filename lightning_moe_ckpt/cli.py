@@ -391,8 +391,6 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             number("--device-elements", 10**9, "On a GPU."),
             _flag("--quick", "Small gradients only."),
             _option("--out", "Folder that gets native.json, with the machine and every figure.", "PATH", type=Path),
-            _flag("--first-run", "All that a first run on a GPU should tell, instead."),
-            _option("--only", "Sections of the first run; a wrong name lists them.", "A,B"),
         ],
     ),
 }
@@ -422,7 +420,7 @@ def _bench(name: str, summary: str, chosen: Mapping[str, list[click.Parameter]],
         _flag("--json", "Write figures as JSON.", "as_json"),
         _option(
             "--accelerator",
-            "Of trainings; gpu needs a device per rank (default: cpu; with --first-run auto).",
+            "Of trainings; gpu needs a device per rank (default: cpu).",
             type=click.Choice(["cpu", "gpu", "auto"]),
         ),
     ]

@@ -14,7 +14,6 @@ from rich.measure import Measurement
 from rich.progress import Progress
 from rich.table import Table
 
-from lightning_moe_ckpt.benchmarks import _first_run
 from lightning_moe_ckpt.benchmarks._benchmark import Machine
 from lightning_moe_ckpt.inspection import Screen
 
@@ -55,6 +54,4 @@ def _measure(modules: Mapping[str, Any], options: SimpleNamespace) -> dict[str, 
         def show(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total, refresh=True)
 
-        if "native" in modules and options.first_run:
-            modules = {**modules, "native": _first_run}
         return {name: module.measure(options, show) for name, module in modules.items()}

@@ -5,12 +5,6 @@ This needs neither the model nor Lightning nor the ranks that wrote the run: coo
 Internal: may change in any version.
 """
 
-from lightning_moe_ckpt.inspection._export import Export as Export
-from lightning_moe_ckpt.inspection._export import ExportFormat as ExportFormat
-from lightning_moe_ckpt.inspection._export import ExportOptions as ExportOptions
 from lightning_moe_ckpt.inspection._export import export as export
 from lightning_moe_ckpt.inspection._report import Screen as Screen
-from lightning_moe_ckpt.inspection._report import select as select
-from lightning_moe_ckpt.inspection._verify import FileProblem as FileProblem
-from lightning_moe_ckpt.inspection._verify import Verdict as Verdict
 from lightning_moe_ckpt.inspection._verify import verify as verify

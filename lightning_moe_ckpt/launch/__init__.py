@@ -8,5 +8,4 @@ Supervisors of several nodes tell each other what happens through a log that all
 Internal: may change in any version.
 """
 
-from lightning_moe_ckpt.launch._supervised import RankFailure as RankFailure
 from lightning_moe_ckpt.launch._supervised import Supervised as Supervised

@@ -39,6 +39,5 @@ from lightning_moe_ckpt.native._gradient import packed_nbytes as packed_nbytes
 from lightning_moe_ckpt.native._gradient import unpack_gradient as unpack_gradient
 from lightning_moe_ckpt.native._library import Library as Library
 from lightning_moe_ckpt.native._library import NativeError as NativeError
-from lightning_moe_ckpt.native._library import PartStatus as PartStatus
 from lightning_moe_ckpt.native._library import explain as explain
 from lightning_moe_ckpt.native._memory import Preparation as Preparation

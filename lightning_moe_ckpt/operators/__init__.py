@@ -1,6 +1,5 @@
 """Find operators and slice parameters and optimizer state. Internal: may change in any version."""
 
-from lightning_moe_ckpt.operators._count_probe import CountFailure as CountFailure
 from lightning_moe_ckpt.operators._count_probe import CountProbe as CountProbe
 from lightning_moe_ckpt.operators._count_probe import prove_counts as prove_counts
 from lightning_moe_ckpt.operators._counts import LoadCounter as LoadCounter
@@ -14,7 +13,6 @@ from lightning_moe_ckpt.operators._operator import Operator as Operator
 from lightning_moe_ckpt.operators._operator import ParamSlice as ParamSlice
 from lightning_moe_ckpt.operators._operator import RecordKind as RecordKind
 from lightning_moe_ckpt.operators._operator import split as split
-from lightning_moe_ckpt.operators._optimizer import StateEntry as StateEntry
 from lightning_moe_ckpt.operators._optimizer import StateSchema as StateSchema
 from lightning_moe_ckpt.operators._optimizer import StateWatch as StateWatch
 from lightning_moe_ckpt.operators._optimizer import groups_state as groups_state

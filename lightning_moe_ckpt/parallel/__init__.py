@@ -21,4 +21,3 @@ from lightning_moe_ckpt.parallel._groups import check_ep_size as check_ep_size
 from lightning_moe_ckpt.parallel._groups import current_groups as current_groups
 from lightning_moe_ckpt.parallel._groups import set_current_groups as set_current_groups
 from lightning_moe_ckpt.parallel._reducer import GradientReducer as GradientReducer
-from lightning_moe_ckpt.parallel._reducer import ReductionMode as ReductionMode

@@ -34,11 +34,8 @@ from lightning_moe_ckpt.policies._policy import Chains as Chains
 from lightning_moe_ckpt.policies._policy import Deltas as Deltas
 from lightning_moe_ckpt.policies._policy import DifferentialMode as DifferentialMode
 from lightning_moe_ckpt.policies._policy import ExpertPolicy as ExpertPolicy
-from lightning_moe_ckpt.policies._policy import Measurement as Measurement
-from lightning_moe_ckpt.policies._policy import PeriodicPolicy as PeriodicPolicy
 from lightning_moe_ckpt.policies._policy import PlanInputs as PlanInputs
 from lightning_moe_ckpt.policies._policy import Policy as Policy
-from lightning_moe_ckpt.policies._popularity import Order as Order
 from lightning_moe_ckpt.policies._popularity import Popularity as Popularity
 from lightning_moe_ckpt.policies._popularity import decayed_popularity as decayed_popularity
 from lightning_moe_ckpt.policies._popularity import popularity_per_capacity as popularity_per_capacity
@@ -48,7 +45,6 @@ from lightning_moe_ckpt.policies._positions import assign_positions as assign_po
 from lightning_moe_ckpt.policies._positions import positions as positions
 from lightning_moe_ckpt.policies._selective import SelectivePolicy as SelectivePolicy
 from lightning_moe_ckpt.policies._tier_ledger import NEVER as NEVER
-from lightning_moe_ckpt.policies._tier_ledger import Pending as Pending
 from lightning_moe_ckpt.policies._tier_ledger import TierLedger as TierLedger
 from lightning_moe_ckpt.policies._token_ledger import TokenLedger as TokenLedger
 from lightning_moe_ckpt.policies._windows import PlanItem as PlanItem

@@ -48,7 +48,6 @@ from lightning_moe_ckpt.snapshot._layout import StepLayout as StepLayout
 from lightning_moe_ckpt.snapshot._layout import WindowLayout as WindowLayout
 from lightning_moe_ckpt.snapshot._layout import is_average as is_average
 from lightning_moe_ckpt.snapshot._parts import PACKED as PACKED
-from lightning_moe_ckpt.snapshot._parts import Field as Field
 from lightning_moe_ckpt.snapshot._parts import ParameterParts as ParameterParts
 from lightning_moe_ckpt.snapshot._parts import Shard as Shard
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord as PlanRecord

@@ -25,7 +25,6 @@ from lightning_moe_ckpt.storage._fsspec import FsspecBackend as FsspecBackend
 from lightning_moe_ckpt.storage._garbage import Garbage as Garbage
 from lightning_moe_ckpt.storage._garbage import JudgedGeneration as JudgedGeneration
 from lightning_moe_ckpt.storage._garbage import collect_garbage as collect_garbage
-from lightning_moe_ckpt.storage._json import DIGEST_NAME as DIGEST_NAME
 from lightning_moe_ckpt.storage._json import digest_of as digest_of
 from lightning_moe_ckpt.storage._log import Lineage as Lineage
 from lightning_moe_ckpt.storage._memory import RING_HEADER_NBYTES as RING_HEADER_NBYTES
@@ -55,7 +54,6 @@ from lightning_moe_ckpt.storage._run import Resume as Resume
 from lightning_moe_ckpt.storage._run import RunStore as RunStore
 from lightning_moe_ckpt.storage._scrub import check_header as check_header
 from lightning_moe_ckpt.storage._scrub import check_places as check_places
-from lightning_moe_ckpt.storage._scrub import read_chunks as read_chunks
 from lightning_moe_ckpt.storage._scrub import scrub_record as scrub_record
 from lightning_moe_ckpt.storage._scrub import scrub_segment as scrub_segment
 from lightning_moe_ckpt.storage._segment import MAX_HEADER_NBYTES as MAX_HEADER_NBYTES

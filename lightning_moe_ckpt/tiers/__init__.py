@@ -56,5 +56,4 @@ from lightning_moe_ckpt.tiers._survival import percent as percent
 from lightning_moe_ckpt.tiers._survival import survival_probability as survival_probability
 from lightning_moe_ckpt.tiers._writer import Announced as Announced
 from lightning_moe_ckpt.tiers._writer import Base as Base
-from lightning_moe_ckpt.tiers._writer import Failure as Failure
 from lightning_moe_ckpt.tiers._writer import TierWorker as TierWorker

@@ -31,7 +31,8 @@ from lightning_moe_ckpt.errors import (
     NoUsableGeneration,
     StorageRefused,
 )
-from lightning_moe_ckpt.inspection import Export, export
+from lightning_moe_ckpt.inspection import export
+from lightning_moe_ckpt.inspection._export import Export
 from lightning_moe_ckpt.process._heap import _Owner
 from lightning_moe_ckpt.storage import PosixBackend, RunStore, RunView, open_backend
 from lightning_moe_ckpt.tiers import HostTier

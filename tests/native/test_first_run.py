@@ -14,17 +14,17 @@ import pytest
 import torch
 from launcher import run_world
 
-from lightning_moe_ckpt.benchmarks import _first_run
-from lightning_moe_ckpt.benchmarks._first_run import (
+from ext import first_run
+from ext.first_run import (
     SECTIONS,
     Keep,
     Section,
     SectionOutcome,
+    main,
     run_apart,
     run_section,
     section_main,
 )
-from lightning_moe_ckpt.cli import main
 
 LIMIT = timedelta(seconds=60)
 FINDS = """
@@ -80,7 +80,7 @@ def test_a_section_that_dies_costs_no_other(tmp_path: Path) -> None:
 
 def test_a_section_that_hangs_shows_where_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stopped at its limit with all that it started; the stacks of its threads are in what it said."""
-    monkeypatch.setattr(_first_run, "_DUMP_SECONDS", 0.2)
+    monkeypatch.setattr(first_run, "_DUMP_SECONDS", 0.2)
     outcome = run_section(_python(HANGS), timedelta(seconds=2))
     assert outcome.outcome == "FAILED: over its limit of 2 s"
     assert "in waits_for_ever" in outcome.said
@@ -102,14 +102,13 @@ def test_an_error_is_told_in_a_line_with_what_was_found_before(tmp_path: Path) -
             raise ValueError("first line\nsecond line")
 
         SECTIONS["env"] = Section(fail, LIMIT)
-        sys.argv = ["", "env", "cpu", str(path)]
         with pytest.raises(ValueError, match="second line"):
-            section_main()
+            section_main("env", "cpu", str(path))
 
     run_world(1, work, process_group=False)
     written = json.loads(path.read_text())
     assert written == {"found": [1], "error": "ValueError: first line"}
-    assert _first_run._outcome(1, LIMIT, written, "farewell\n") == "FAILED: ValueError: first line"
+    assert first_run._outcome(1, LIMIT, written, "farewell\n") == "FAILED: ValueError: first line"
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -124,7 +123,7 @@ def test_without_a_device_each_section_says_so(tmp_path: Path) -> None:
     """In the words that somebody looks for, not in a traceback of the driver."""
     chosen = [name for name, section in SECTIONS.items() if section.needs_device]
     assert chosen == ["check", "tests", "copies", "kernels", "memcheck", "racecheck"]
-    assert _main(["bench", "native", "--first-run", "--only", ",".join(chosen), "--out", str(tmp_path)]) == 0
+    assert _main(["--only", ",".join(chosen), "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("first-run-*.json")
     sections = json.loads(path.read_text())["sections"]
     assert {name: each["outcome"] for name, each in sections.items()} == dict.fromkeys(
@@ -141,20 +140,21 @@ def test_without_a_device_each_section_says_so(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(options: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert _main(["bench", "native", "--first-run", *options]) == 2
+    with pytest.raises(SystemExit) as left:
+        main(options)
+    assert left.value.code == 2
     assert said in capfd.readouterr().err
 
 
 def _found(section: str, accelerator: str, path: Path) -> Any:
     """Of a section in a process forked from this one, or in a new one, since CUDA survives no fork."""
     if accelerator == "gpu":
-        outcome = run_section(_first_run._command(section, "gpu"), SECTIONS[section].limit)
+        outcome = run_section(first_run._command(section, "gpu"), SECTIONS[section].limit)
         assert outcome.outcome == "done", outcome.said
         return outcome.found
 
     def work(_: int) -> None:
-        sys.argv = ["", section, accelerator, str(path)]
-        section_main()
+        section_main(section, accelerator, str(path))
 
     run_world(1, work, process_group=False, timeout=LIMIT)
     return json.loads(path.read_text())["found"]

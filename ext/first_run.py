@@ -1,4 +1,4 @@
-"""Run `moe-ckpt bench native --first-run`: all that a first run on a GPU should tell, whatever of it fails.
+"""Find out all that a first run on a machine with a GPU should tell, whatever of it fails: `python ext/first_run.py --help`.
 
 Each section is a process with a limit of its own, so that an illegal access, a crash or a hang in one costs the others
 nothing. The document is whole after every section; it has what a section had found when it ended, and what it printed
@@ -7,6 +7,7 @@ last, tracebacks included. A section that cannot be run here says what is lackin
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import faulthandler
 import importlib.metadata
@@ -29,20 +30,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from rich.console import Console
 
-from lightning_moe_ckpt.benchmarks import _overhead
+from lightning_moe_ckpt.benchmarks import _native, _overhead
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator, Machine, Progress, accelerator_for, write_document
 from lightning_moe_ckpt.benchmarks._fits import ModelSize, bench_folders, one_thread
-from lightning_moe_ckpt.benchmarks._native import Kernels
 from lightning_moe_ckpt.benchmarks._native_device import CopyScale, DeviceCopies, NativeFigure, judge
 from lightning_moe_ckpt.benchmarks._recovery_fit import RecoveryFit, RecoveryLoss, RecoverySystem
+from lightning_moe_ckpt.benchmarks.commands import show_table
 from lightning_moe_ckpt.cli import BENCH
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.native import _device_check, _library, examine
 from lightning_moe_ckpt.testing import AttemptResult, Kill, differences, run_attempts
 
-ROOT = Path(__file__).resolve().parents[2]
-"""Root of the checkout, if this is one."""
+ROOT = Path(__file__).resolve().parents[1]
+"""Root of the checkout."""
 NO_DEVICE = "no CUDA device"
 _SAID = 8000  # characters of the end of the output
 _DUMP_SECONDS = 1.0
@@ -61,6 +63,7 @@ _SMALL = ("--dim", "32", "--experts", "4", "--rounds", "1", "--blocks", "1", "--
 _SIZE = ModelSize(num_blocks=2, model_dim=64, num_experts=4, expert_dim=64, batch_size=4, dropout=0.1)
 _STEPS, _ATTEMPT_SECONDS = 16, 40.0
 """Steps and time limit of the training that is killed and resumed."""
+_SECTION = "--section"
 _CHECKS = """
 import torch
 from lightning_moe_ckpt.native import _device_check, _library
@@ -102,31 +105,39 @@ class Section:
     needs_device: bool = True
 
 
-def measure(options: SimpleNamespace, progress: Progress) -> list[NativeFigure]:
-    """Run the sections that `options.only` names, all by default, and return a row for each.
-
-    Raises:
-        ConfigurationError: there is no such section.
-    """
-    chosen = options.only.split(",") if options.only else list(SECTIONS)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run sections, show a row for each, and return the exit status: 2 if something is asked for that there is not."""
+    parser = argparse.ArgumentParser(description="Check, test, measure, kill and resume on a machine with a GPU.")
+    parser.add_argument("--only", metavar="A,B", default=",".join(SECTIONS), help="sections (default: %(default)s)")
+    parser.add_argument("--out", metavar="PATH", type=Path, default=ROOT / "ext" / "results", help="folder for JSON")
+    parser.add_argument("--accelerator", choices=["cpu", "gpu", "auto"], default="auto", help="of trainings")
+    options = parser.parse_args(argv)
+    chosen = options.only.split(",")
     if unknown := [name for name in chosen if name not in SECTIONS]:
-        raise ConfigurationError(f"`--only {options.only}`: no section {unknown[0]}; there are {', '.join(SECTIONS)}.")
-    accelerator, has_device = accelerator_for(options.accelerator or "auto"), torch.cuda.is_available()
+        parser.error(f"no section {unknown[0]}; there are {', '.join(SECTIONS)}")
+    try:
+        accelerator, has_device = accelerator_for(options.accelerator), torch.cuda.is_available()
+    except ConfigurationError as error:
+        parser.error(str(error))
     commands = {
         name: None if SECTIONS[name].needs_device and not has_device else _command(name, accelerator) for name in chosen
     }
-    folder = options.out or (ROOT / "ext" / "results" if (ROOT / "ext").is_dir() else Path())
     now = datetime.now(timezone.utc)
-    outcomes = run_apart(commands, folder / f"first-run-{now:%Y%m%dT%H%M%SZ}.json", progress)
-    return [
+    outcomes = run_apart(commands, options.out / f"first-run-{now:%Y%m%dT%H%M%SZ}.json", _show)
+    figures = [
         NativeFigure(what=f"section {name}", how="a process", value=each.seconds, unit="s", note=each.outcome)
         for name, each in outcomes.items()
     ]
+    show_table(Console(), _native.table(figures))
+    return 0
+
+
+def _show(what: str, done: int, total: int) -> None:
+    sys.stderr.write(f"{done + 1} of {total}: {what}\n")
 
 
 def _command(name: str, accelerator: Accelerator) -> list[str]:
-    entry = "from lightning_moe_ckpt.benchmarks._first_run import section_main; section_main()"
-    return [sys.executable, "-c", entry, name, accelerator]
+    return [sys.executable, __file__, _SECTION, name, accelerator]
 
 
 def run_apart(
@@ -201,9 +212,8 @@ def _outcome(status: int | None, limit: timedelta, written: Mapping[str, Any], s
     return f"FAILED: {written.get('error') or last_line or f'status {status}'}"
 
 
-def section_main() -> None:
-    """Run a section in a process of its own; arguments are section, accelerator, and the file for what is found."""
-    name, wanted, path = sys.argv[1:]
+def section_main(name: str, wanted: str, path: str) -> None:
+    """Run a section in a process of its own: its name, the accelerator, and the file for what is found."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     written = dict[str, Any]()
@@ -255,7 +265,7 @@ def _attributes() -> dict[str, int]:
 
 def _build(accelerator: Accelerator, keep: Keep) -> None:
     """Build for the device that is here, in place of the checkout's libraries; without one, see whether it builds."""
-    script, start = _in_checkout("ext/build_native.py"), time.perf_counter()
+    script, start = str(ROOT / "ext" / "build_native.py"), time.perf_counter()
     on_device = torch.cuda.is_available()
     archs = "".join(map(str, torch.cuda.get_device_capability())) if on_device else "90"
     environment = os.environ | {"MOE_CKPT_CUDA": "1", "MOE_CKPT_CUDA_ARCHS": archs}
@@ -264,12 +274,6 @@ def _build(accelerator: Accelerator, keep: Keep) -> None:
         status = subprocess.run(command, env=environment, check=False).returncode  # noqa: S603
     keep({"archs": archs, "seconds": time.perf_counter() - start, "status": status})
     sys.exit(status)
-
-
-def _in_checkout(path: str) -> str:
-    if not (ROOT / path).exists():
-        raise _Lacking(f"this is no checkout, it has no {path}")
-    return str(ROOT / path)
 
 
 def _check(accelerator: Accelerator, keep: Keep) -> None:
@@ -300,7 +304,7 @@ def _cuda_part() -> _library.Library:
 def _tests(accelerator: Accelerator, keep: Keep) -> None:
     if lacking := [name for name in ("pytest", "pytest_timeout", "hypothesis") if find_spec(name) is None]:
         raise _Lacking(f"the tests need {', '.join(lacking)}")
-    files = sorted(map(str, Path(_in_checkout("tests")).rglob("test_*.py")))
+    files = sorted(map(str, (ROOT / "tests").rglob("test_*.py")))
     files = [file for file in files if "mark.gpu" in Path(file).read_text(encoding="utf-8")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "-m", "gpu"]
     command += ["--timeout", "90", "-k", "not compute_sanitizer", *files]
@@ -362,7 +366,7 @@ def _other_losses(peace: AttemptResult, other: AttemptResult) -> list[str]:
     return [f"loss of step {step}: {found[step]}, not {wanted[step]}" for step in found if found[step] != wanted[step]]
 
 
-def _measured(make: Callable[[torch.device], DeviceCopies | Kernels]) -> SectionWork:
+def _measured(make: Callable[[torch.device], DeviceCopies | _native.Kernels]) -> SectionWork:
     def work(accelerator: Accelerator, keep: Keep) -> None:
         _cuda_part()
         measured = make(torch.device("cuda", 0))
@@ -405,8 +409,15 @@ SECTIONS = {
     "tests": Section(_tests, _seconds(150)),
     "resume": Section(_resume, _seconds(120), needs_device=False),
     "copies": Section(_measured(lambda device: DeviceCopies(device, CopyScale())), _seconds(120)),
-    "kernels": Section(_measured(lambda device: Kernels(device, 10**9, CopyScale().repeats)), _seconds(60)),
+    "kernels": Section(_measured(lambda device: _native.Kernels(device, 10**9, CopyScale().repeats)), _seconds(60)),
     "overhead": Section(_trained, _seconds(120), needs_device=False),
     "memcheck": Section(_sanitized("memcheck"), _seconds(100)),
     "racecheck": Section(_sanitized("racecheck"), _seconds(60)),
 }
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [_SECTION]:
+        section_main(*sys.argv[2:])
+    else:
+        sys.exit(main())
