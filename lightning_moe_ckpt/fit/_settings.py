@@ -96,7 +96,7 @@ _OF_LOADERS: dict[str, _Yours] = {
     "batch_size": _of_loaders("batch_size"),
     "num_workers": _of_loaders(
         "num_workers",
-        "items that draw random numbers, combined loaders, and with 0 workers the order after a restart from an epoch's start, come out different",
+        "items that draw random numbers, combined loaders, and from or to 0 the order of the epoch at hand, may come out different",
     ),
     "sampler": _of_loaders("sampler"),
     "items": _of_loaders("items"),

@@ -268,7 +268,7 @@ def _changed(rng: random.Random, setup: Drawn) -> Any:
     draws = setup.counts != "nothing" or setup.augment or setup.holds != "nothing" or setup.batch_of == "random"
     # Loaders that are made again have an iterator that nobody reads, of which workers draw more.
     again = "reload_dataloaders_every_n_epochs" in dict(setup.trainer)
-    # Without workers the order is drawn by the first fetch, and not with the iterator: no restart from step 0 has the same.
+    # Without workers the order is drawn by the first fetch, and not with the iterator.
     if setup.workers and setup.data == "map" and not (draws or again or setup.persistent) and setup.loader == "plain":
         can.append("num_workers")
     return tuple(name for name in can if rng.random() < 0.5) if rng.random() < 0.25 else ()
