@@ -310,10 +310,12 @@ def _hooks(rng: random.Random, setup: Drawn) -> Any:
         chosen -= {"no_loss"}  # Lightning refuses it there; and torch refuses to clip the values of no gradients
     if setup.strategy != "moe":
         chosen -= {"unfreezes"}  # DDP reduces only what trains as it begins
-    if "unfreezes" in chosen:
+    if chosen & {"unfreezes", "replaces"}:
         chosen -= {"reads_state"}  # what trains from later on has none before
+    if setup.world_size > 1:
+        chosen -= {"replaces"}  # ranks reduce the gradients of what the module had when training began
     if setup.compiled:
-        chosen -= {"modes"}
+        chosen -= {"modes", "replaces"}
     if setup.averaged is not None:
         chosen -= {"counts_forwards"}  # validation counts in the averaged copy
     if "clears" in chosen and setup.toggled:

@@ -116,6 +116,13 @@ class Drawn(Variant):
     def edits_weights(self) -> bool:  # type: ignore[override]
         return self.model == "counting" or not EDITS.isdisjoint(self.hooks)
 
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """What lives may complain of."""
+        if "replaces" not in self.hooks:
+            return ()
+        return ("the module or its optimizer has other parameters than when `fit` began", ", was not stored after 0.")
+
     @override
     def make_module(self, life: Attempt) -> Module:
         made = with_hooks(DrawnModule, self.hooks)

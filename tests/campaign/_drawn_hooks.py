@@ -40,6 +40,7 @@ Hook = Literal[
     "unfreezes",
     "edits_frozen",
     "counts_forwards",
+    "replaces",
 ]
 """See `HOOKS`."""
 
@@ -435,6 +436,26 @@ class EditsFrozen(Freezes):
             last.data.mul_(0.9)
 
 
+class Replaces(LightningModule):
+    """Puts another parameter in the place of a matrix as the second epoch begins, in its modules and the optimizer."""
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        if self.current_epoch != 1:
+            return
+        old = _first_matrix(self)
+        new = nn.Parameter(0.9 * old.detach(), requires_grad=old.requires_grad)
+        optimizer: Any = self.optimizers()
+        optimizer.optimizer.state.pop(old, None)
+        for group in optimizer.optimizer.param_groups:
+            group["params"] = [new if param is old else param for param in group["params"]]
+        for owner in self.modules():
+            for name, param in owner.named_parameters(recurse=False, remove_duplicate=False):
+                if param is old:
+                    setattr(owner, name, new)
+
+
 HOOKS: dict[Hook, type[LightningModule]] = {
     "skips_rest": SkipsRest,
     "stops": Stops,
@@ -462,10 +483,11 @@ HOOKS: dict[Hook, type[LightningModule]] = {
     "unfreezes": Unfreezes,
     "edits_frozen": EditsFrozen,
     "counts_forwards": CountsForwards,
+    "replaces": Replaces,
 }
 LATER: tuple[Hook, ...] = (
     *("renorms", "after_step", "fades_gradients", "keeps_some", "reads_state", "freezes", "unfreezes", "edits_frozen"),
-    "counts_forwards",
+    *("counts_forwards", "replaces"),
 )
 """Drawn beside the others, in this order, so that a number means the same run but for them."""
 EDITS: frozenset[Hook] = frozenset({"edits"})

@@ -81,6 +81,8 @@ ONCE_FAILED = {
     "a hook that reads state of what a window has only later": """{"setup": {"hooks": ["reads_state"], "options": [["never_routed",
         true]]}, "checkpointing": {"policy": "sparse", "window": 4, "order": "back_to_front"}, "kills": [{"phase": "forward", "batches":
         8, "settle": 10.0}]}""",
+    "a parameter replaced in the second epoch, of which nothing is stored": """{"setup": {"hooks": ["replaces"]}, "checkpointing":
+        {"policy": "sparse", "window": 2}, "kills": [{"phase": "forward", "batches": 8, "settle": 10.0}]}""",
 }
 """Lines of failures, by what was wrong."""
 
