@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, TypeVar
 
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, registry
@@ -32,8 +33,8 @@ _KEEP_ALIVE = {"keep_alive_interval": 2, "keep_alive_max_attempt": 5}
 """Seconds between two signs of life of a node, and how many may be missing; torch's own are 5 and 3."""
 
 _FAILED, _KILLED = 1, 128
-_READ_SECONDS, _TELL_SECONDS = 60.0, 10.0
-"""What torch waits for an answer of its store; between two sentences until then."""
+_READ_SECONDS, _STATIC_SECONDS, _TELL_SECONDS = 60.0, 600.0, 10.0
+"""What torch waits for an answer of its store, and for all nodes of a static meeting; between two sentences until then."""
 _OTHER_PORT = "If something else listens there, give another port: `--rdzv-endpoint HOST:PORT`, or `--master-port`."
 
 T = TypeVar("T")
@@ -93,7 +94,7 @@ def run(
         # Nodes that were not told to stop may wait for this one to come back; a closed meeting lets nobody in.
         closes = getattr(getattr(meeting, "settings", None), "max_nodes", 1) == 1
         return _KILLED + error.sigval
-    except (RendezvousError, DistNetworkError) as error:
+    except (RendezvousError, DistNetworkError, DistStoreError) as error:
         _say(f"nodes have not met ({type(error).__name__}), and the job is given up: {_sentence_of(error)}")
         return _FAILED
     finally:
@@ -124,7 +125,13 @@ def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bo
             local_addr=config.local_addr,
             **meeting,
         )
-        handler = _met(lambda: registry.get_rendezvous_handler(rendezvous), config.rdzv_endpoint, meeting)
+        limit = 2 * float(meeting.get("read_timeout", _READ_SECONDS))
+        handler = _met(lambda: registry.get_rendezvous_handler(rendezvous), config.rdzv_endpoint, limit)
+        if config.rdzv_backend == "static":  # which connects later, and the supervisor says for whom this node waits
+            limit = float(meeting.get("timeout", _STATIC_SECONDS))
+            limit += min(limit, _TELL_SECONDS)  # torch's own sentence comes first, where it has one
+            meet = partial(_met, handler.next_rendezvous, config.rdzv_endpoint, limit, tell_seconds=limit)
+            handler.next_rendezvous = meet  # type: ignore[method-assign]
     except (AssertionError, ValueError, RendezvousError) as error:
         raise CheckpointError(_sentence_of(error)) from error
     options = dataclasses.replace(
@@ -157,14 +164,13 @@ def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bo
     )
 
 
-def _met(meet: Callable[[], T], where: str, meeting: Mapping[str, Any]) -> T:
+def _met(meet: Callable[[], T], where: str, limit: float, *, tell_seconds: float = _TELL_SECONDS) -> T:
     """Return what `meet` returns, from a thread: torch waits for ever, and without signals, where a stranger takes its connection.
 
     Raises:
-        CheckpointError: what listens there does not answer.
+        CheckpointError: what listens there does not answer in `limit` seconds.
     """
-    limit, began = 2 * float(meeting.get("read_timeout", _READ_SECONDS)), time.monotonic()
-    met: Future[T] = Future()
+    began, met = time.monotonic(), Future[T]()
 
     def work() -> None:
         try:
@@ -174,11 +180,12 @@ def _met(meet: Callable[[], T], where: str, meeting: Mapping[str, Any]) -> T:
 
     threading.Thread(target=work, name="moe-ckpt-meeting", daemon=True).start()
     while (passed := time.monotonic() - began) < limit:
-        pause = min(_TELL_SECONDS, limit - passed)
+        pause = min(tell_seconds, limit - passed)
         if wait([met], pause).done:
             return met.result()
-        _say(f"waiting for an answer from {where}, {passed + pause:.0f} s")
-    raise CheckpointError(f"nothing at {where} answers as torch's rendezvous does. {_OTHER_PORT}")
+        if passed + pause < limit:
+            _say(f"waiting for an answer from {where}, {passed + pause:.0f} s")
+    raise CheckpointError(f"nothing at {where} answers as torch's rendezvous does, for {limit:.0f} s. {_OTHER_PORT}")
 
 
 def _sentence_of(error: Exception) -> str:

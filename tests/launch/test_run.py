@@ -324,14 +324,20 @@ def _connect(name: str, gate: int, opened: int) -> None:
         connection.recv(1)
 
 
-@pytest.mark.parametrize("meeting", ["--master-addr", "--rdzv-endpoint"])
-def test_a_port_that_somebody_else_has_ends_in_a_sentence(tmp_path: Path, meeting: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--master-addr 127.0.0.1 --master-port {}",
+        "--rdzv-endpoint 127.0.0.1:{} --rdzv-conf read_timeout=1",
+        "--nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --master-port {} --rdzv-conf timeout=1",
+    ],
+    ids=["first node", "any node", "second node"],
+)
+def test_a_port_that_somebody_else_has_ends_in_a_sentence(tmp_path: Path, options: str) -> None:
     """It is in use, or takes connections and says nothing, for which torch waits without end."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
-        port = stranger.getsockname()[1]
-        where = ["127.0.0.1", "--master-port", str(port)] if meeting == "--master-addr" else [f"127.0.0.1:{port}"]
-        options = [meeting, *where] if len(where) > 1 else [meeting, *where, "--rdzv-conf", "read_timeout=1"]
-        job = Job(tmp_path / "job", 1, 5, torchrun=options)
+        torchrun = options.format(stranger.getsockname()[1]).split()
+        job = Job(tmp_path / "job", 1, 5, torchrun=torchrun)
         _, status = os.waitpid(job.pid, 0)
     assert status != 0
     assert "give another port" in job.output, job.output
