@@ -8,6 +8,7 @@ ModelCheckpoint, a validation) sees it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import Unpack, override
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt._units import duration, number_of_bytes
 from lightning_moe_ckpt.callbacks._shared_arguments import (
+    DEFAULTS,
     CheckpointArguments,
-    complete,
+    SharedArguments,
     spelled_out,
 )
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
@@ -34,7 +35,7 @@ from lightning_moe_ckpt.parallel import restart_is_likely
 from lightning_moe_ckpt.policies import Policy, TokenLedger
 from lightning_moe_ckpt.process import EXIT_STATUS
 from lightning_moe_ckpt.session import Report
-from lightning_moe_ckpt.storage import Retention, checked_url
+from lightning_moe_ckpt.storage import checked_url
 from lightning_moe_ckpt.tiers import SessionConfig
 
 log = rank_logger(__name__)
@@ -107,7 +108,7 @@ class SupervisedHooks(ReplayHooks):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
 
-class CheckpointCallback(Checkpoint):
+class CheckpointCallback(SharedArguments, Checkpoint):
     """Take checkpoints of a run and resume it from them; subclasses choose what is taken at which step.
 
     Args:
@@ -122,20 +123,8 @@ class CheckpointCallback(Checkpoint):
     @spelled_out
     def __init__(self, url: str | Path, **shared: Unpack[CheckpointArguments]) -> None:
         super().__init__()
-        whole = complete(self, shared)
-        self.url, self.resume, self.batches = checked_url(url), whole["resume"], whole["batches"]
-        self.retention = whole["retention"] or (Retention() if whole["keep"] is None else Retention(last=whole["keep"]))
-        self.stop_grace, self.freeze_heap = duration(self, "stop_grace", whole["stop_grace"]), whole["freeze_heap"]
-        self.storage_options = whole["storage_options"]
-        self.bandwidth: int | None = number_of_bytes(self, "bandwidth", whole["bandwidth"], also=[None])
-        self.overhead_target = whole["overhead_target"]
-        self.storage_at_least = duration(self, "storage_at_least", whole["storage_at_least"])
-        self.replicas, self.max_chunk = whole["replicas"], int(number_of_bytes(self, "max_chunk", whole["max_chunk"]))
-        self.redundancy, self.failure_domains = whole["redundancy"], whole["failure_domains"]
-        self.deterministic_dataset, self.untouched = whole["deterministic_dataset"], tuple(whole["untouched"])
-        self.attributes_nbytes = int(number_of_bytes(self, "attributes_nbytes", whole["attributes_nbytes"]))
-        self.on_change = whole["on_change"]
-        self.on_mismatch = whole["on_mismatch"]
+        self._take(shared)
+        self.url = checked_url(url)
         self._run: FitSession | None = None
         self._carried: set[str] = set()
         self._report: Report | None = None
@@ -298,18 +287,8 @@ class CheckpointCallback(Checkpoint):
     def _begin(self, trainer: Trainer, module: LightningModule) -> FitSession:
         config = SessionConfig(
             url=self.url,
-            retention=self.retention,
-            resume=self.resume,
-            storage_options=self.storage_options,
-            bandwidth=self.bandwidth,
-            overhead_target=self.overhead_target,
-            storage_at_least=self.storage_at_least,
-            replicas=self.replicas,
-            redundancy=self.redundancy,
-            max_chunk=self.max_chunk,
-            failure_domains=self.failure_domains,
-            freeze_heap=self.freeze_heap,
             dense_every_n_steps=self.dense_every_n_steps,
+            **{each.name: getattr(self, each.name) for each in fields(SessionConfig) if each.name in DEFAULTS},
         )
         watched, self._watched = self._watched or self._watch(trainer, module), None
         watched.close()

@@ -83,14 +83,14 @@ class SparseCheckpoint(CheckpointCallback):
     ) -> None:
         super().__init__(url, **shared)
         require_count(self, "window", window, what="steps", also=["auto"])
-        require_count(self, "max_window", max_window, what="steps")
+        self.window, self.max_window = window, require_count(self, "max_window", max_window, what="steps")
         if window != "auto" and window > max_window:
             raise ConfigurationError(
                 f"`SparseCheckpoint(window={window}, max_window={max_window})`: the window exceeds its bound. Raise max_window."
             )
-        require_choice(self, "planner", planner, ("packed", "algorithm1"))
-        require_choice(self, "order", order, ("popularity", "fixed", "back_to_front"))
-        require_choice(self, "over_budget", over_budget, ("stall", "dense"))
+        self.planner = require_choice(self, "planner", planner, ("packed", "algorithm1"))
+        self.order = require_choice(self, "order", order, ("popularity", "fixed", "back_to_front"))
+        self.over_budget = require_choice(self, "over_budget", over_budget, ("stall", "dense"))
         if popularity is not None and (order != "popularity" or schedule is not None):
             raise ConfigurationError(
                 f"`SparseCheckpoint(popularity=..., order={order!r}, schedule={'...' if schedule else None})`: popularity "
@@ -98,10 +98,8 @@ class SparseCheckpoint(CheckpointCallback):
             )
         if popularity is not None:
             _warn_if_overtaken(popularity, max_window if isinstance(window, str) else window)
-        self.window, self.planner = window, planner
         self.budget_nbytes: int | None = number_of_bytes(self, "budget_nbytes", budget_nbytes, also=[None])
-        self.order, self.popularity, self.schedule = order, popularity, schedule
-        self.max_window, self.over_budget = max_window, over_budget
+        self.popularity, self.schedule = popularity, schedule
         require_count(self, "dense_every_n_steps", dense_every_n_steps, what="steps", also=[None])
         self.dense_every_n_steps = dense_every_n_steps
         if dense_every_n_steps is not None and self.retention.dense == 0:
@@ -146,8 +144,7 @@ class DenseCheckpoint(CheckpointCallback):
         **shared: Unpack[CheckpointArguments],
     ) -> None:
         super().__init__(url, **shared)
-        require_count(self, "every_n_steps", every_n_steps, what="steps")
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = require_count(self, "every_n_steps", every_n_steps, what="steps")
 
     @override
     def _policy(self) -> Policy:
@@ -199,17 +196,15 @@ class DifferentialCheckpoint(CheckpointCallback):
         **shared: Unpack[CheckpointArguments],
     ) -> None:
         super().__init__(url, **shared)
-        require_count(self, "every_n_steps", every_n_steps, what="steps")
-        require_count(self, "batch", batch, what="steps")
+        self.every_n_steps = require_count(self, "every_n_steps", every_n_steps, what="steps")
+        self.batch = require_count(self, "batch", batch, what="steps")
         require_choice(self, "mode", mode, get_args(DifferentialMode))
         if error_feedback and mode != "compressed":
             raise ConfigurationError(
                 f"`DifferentialCheckpoint(mode={mode!r}, error_feedback=True)`: only compression leaves something out. Give "
                 "mode='compressed', or no error feedback."
             )
-        self.every_n_steps, self.batch = every_n_steps, batch
-        self.mode: DifferentialMode = mode
-        self.error_feedback = error_feedback
+        self.mode, self.error_feedback = mode, error_feedback
 
     @override
     def _policy(self) -> Policy:

@@ -112,10 +112,10 @@ class PartialExpertCheckpoint(ExpertCheckpoint):
     ) -> None:
         super().__init__(url, **shared)
         self.allow_missing_experts = allow_missing_experts
-        require_count(self, "every_n_steps", every_n_steps, what="steps")
-        require_count(self, "k", k, what="experts per layer")
+        self.every_n_steps = require_count(self, "every_n_steps", every_n_steps, what="steps")
+        self.k = require_count(self, "k", k, what="experts per layer")
         require_count(self, "snapshot_k", snapshot_k, what="experts per layer", also=[None, "auto"])
-        require_choice(self, "select", select, ("sequential", "load_aware"))
+        self.select = require_choice(self, "select", select, ("sequential", "load_aware"))
         if isinstance(snapshot_k, int) and snapshot_k < k:
             raise ConfigurationError(
                 f"`PartialExpertCheckpoint(k={k}, snapshot_k={snapshot_k})`: what goes to storage goes to memory first. "
@@ -125,8 +125,7 @@ class PartialExpertCheckpoint(ExpertCheckpoint):
             raise ConfigurationError(
                 f"`PartialExpertCheckpoint(plt_budget={plt_budget!r})` must be a portion from 0 to 1, or None."
             )
-        self.every_n_steps, self.k, self.snapshot_k = every_n_steps, k, snapshot_k
-        self.select, self.plt_budget = select, plt_budget
+        self.snapshot_k, self.plt_budget = snapshot_k, plt_budget
 
     @override
     def _policy(self) -> Policy:
@@ -187,9 +186,9 @@ class SelectiveExpertCheckpoint(ExpertCheckpoint):
     ) -> None:
         super().__init__(url, **shared)
         self.allow_missing_experts = allow_missing_experts
-        require_count(self, "every_n_steps", every_n_steps, what="steps")
-        require_choice(self, "delta", delta, ("lossless", "bf16", None))
-        require_count(self, "resync_every", resync_every, what="generations")
+        self.every_n_steps = require_count(self, "every_n_steps", every_n_steps, what="steps")
+        self.delta = require_choice(self, "delta", delta, ("lossless", "bf16", None))
+        self.resync_every = require_count(self, "resync_every", resync_every, what="generations")
         local: Budget = number_of_bytes(self, "local_budget", local_budget, also=["auto"])
         remote: Budget = number_of_bytes(self, "remote_budget", remote_budget, also=["auto"])
         if isinstance(local, int) and isinstance(remote, int) and remote > local:
@@ -197,8 +196,7 @@ class SelectiveExpertCheckpoint(ExpertCheckpoint):
                 f"`{type(self).__name__}(local_budget={local_budget!r}, remote_budget={remote_budget!r})`: what leaves the "
                 "node is copied to host memory first. Give a `local_budget` of `remote_budget` or more."
             )
-        self.every_n_steps, self.local_budget, self.remote_budget = every_n_steps, local, remote
-        self.delta, self.resync_every = delta, resync_every
+        self.local_budget, self.remote_budget = local, remote
 
     @override
     def _policy(self) -> Policy:

@@ -1,4 +1,4 @@
-"""Define the arguments that all checkpoint callbacks share: types, defaults, texts and checks.
+"""Define the arguments that all checkpoint callbacks share, each twice: the type and text that users see, and its attribute.
 
 A callback names its own arguments and takes the shared ones as `**shared: Unpack[CheckpointArguments]`, which type
 checkers understand. Readers of signatures at run time (`help`, `inspect`, LightningCLI) see the full list instead.
@@ -11,14 +11,16 @@ import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
 
-from lightning_moe_ckpt._units import duration
+from lightning_moe_ckpt._units import duration, number_of_bytes
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.fit import Batches, OnChange, OnMismatch
 from lightning_moe_ckpt.storage import Resume, Retention
 from lightning_moe_ckpt.tiers import DEFAULT_MAX_CHUNK, FailureDomain
 
+T = TypeVar("T")
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
@@ -95,95 +97,141 @@ class CheckpointArguments(TypedDict, total=False):
     freeze_heap: bool
 
 
-DEFAULTS: CheckpointArguments = {
-    "keep": None,
-    "retention": None,
-    "resume": "auto",
-    "storage_options": None,
-    "bandwidth": None,
-    "overhead_target": 0.03,
-    "storage_at_least": timedelta(minutes=10),
-    "replicas": "auto",
-    "redundancy": "auto",
-    "max_chunk": DEFAULT_MAX_CHUNK,
-    "failure_domains": None,
-    "batches": "reposition",
-    "deterministic_dataset": False,
-    "untouched": (),
-    "attributes_nbytes": 64 * 2**20,
-    "on_change": "stored",
-    "on_mismatch": "stop",
+Rule = Callable[[object, str, Any], Any]
+"""Called with the callback, the name of an argument and its value. Returns the value in its final type, or raises."""
+
+
+class _Argument(NamedTuple):
+    default: object
+    rule: Rule
+
+
+def _argument(default: object, rule: Rule = lambda _owner, _name, value: value) -> Any:
+    return _Argument(default, rule)
+
+
+def require_count(owner: object, name: str, value: T, *, what: str, also: Sequence[object] = ()) -> T:
+    """Return `value`, which has to be an integer of at least 1, or one of `also`.
+
+    Args:
+        owner: the object whose constructor took the argument.
+        name: name of the argument.
+        value: the value that the user gave.
+        what: what the number counts; the message says it.
+        also: other values that are allowed.
+
+    Raises:
+        ConfigurationError: the message shows the call.
+    """
+    # A bool is an int to Python, never to whoever wrote it.
+    if isinstance(value, bool) or not (value in also or (isinstance(value, int) and value >= 1)):
+        raise ConfigurationError(
+            _call(owner, name, value) + f"{''.join(f'{each!r} or ' for each in also)}1 or more {what}."
+        )
+    return value
+
+
+def require_choice(owner: object, name: str, value: T, choices: Sequence[object]) -> T:
+    """Return `value`, which has to be one of `choices`.
+
+    Raises:
+        ConfigurationError: the message shows the call.
+    """
+    if value not in choices:
+        raise ConfigurationError(
+            _call(owner, name, value) + ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}."
+        )
+    return value
+
+
+def _options(owner: object, name: str, value: object) -> object:
+    if not isinstance(value, dict | None):
+        raise ConfigurationError(_call(owner, name, value) + "a dict: arguments of the file system of the URL.")
+    return value
+
+
+def _share_of_time(owner: object, name: str, value: object) -> object:
+    if value is not None and not (isinstance(value, float) and 0 < value < 1):
+        raise ConfigurationError(_call(owner, name, value) + "None or a share of training's time, above 0 and below 1.")
+    return value
+
+
+def _positive_duration(owner: object, name: str, value: object) -> timedelta:
+    longest = duration(owner, name, value)
+    if longest <= timedelta(0):
+        raise ConfigurationError(f"`{_name(owner)}({name}={longest})` must be positive.")
+    return longest
+
+
+def _names(owner: object, name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not all(isinstance(each, str) for each in value):
+        raise ConfigurationError(
+            _call(owner, name, value) + "a list of names, such as ['module.cache', 'callback.Mover.*']."
+        )
+    return tuple(value)
+
+
+class SharedArguments:
+    """The shared arguments as attributes, in their final types; each with its default and the rule that leads there."""
+
+    retention: Retention = _argument(None)
+    resume: Resume = _argument("auto", partial(require_choice, choices=get_args(Resume)))
+    storage_options: dict[str, Any] | None = _argument(None, _options)
+    bandwidth: int | None = _argument(None, partial(number_of_bytes, also=[None]))
+    overhead_target: float | None = _argument(0.03, _share_of_time)
+    storage_at_least: timedelta = _argument(timedelta(minutes=10), _positive_duration)
+    replicas: int | Literal["auto"] = _argument("auto", partial(require_count, what="copies", also=["auto", 0]))
+    redundancy: bool | Literal["auto"] = _argument("auto", partial(require_choice, choices=(True, False, "auto")))
+    max_chunk: int = _argument(DEFAULT_MAX_CHUNK, number_of_bytes)
+    failure_domains: Sequence[FailureDomain] | None = _argument(None)
+    batches: Batches = _argument("reposition", partial(require_choice, choices=get_args(Batches)))
+    deterministic_dataset: bool = _argument(default=False)
+    untouched: tuple[str, ...] = _argument((), _names)
+    attributes_nbytes: int = _argument(64 * 2**20, number_of_bytes)
+    on_change: OnChange = _argument("stored", partial(require_choice, choices=get_args(OnChange)))
+    on_mismatch: OnMismatch = _argument("stop", partial(require_choice, choices=get_args(OnMismatch)))
     # Within the 30 s that launchers commonly give, with time left for the rest of the script.
-    "stop_grace": timedelta(seconds=25),
-    "freeze_heap": True,
-}
+    stop_grace: timedelta = _argument(timedelta(seconds=25), duration)
+    freeze_heap: bool = _argument(default=True)
+
+    def _take(self, shared: CheckpointArguments) -> None:
+        """Check the given arguments, and set all attributes.
+
+        Raises:
+            TypeError: an argument that this callback does not have.
+            ConfigurationError: an argument is out of range.
+        """
+        _refuse_unknown(self, list(shared))
+        given: dict[str, Any] = {**DEFAULTS, **shared}
+        keep, retention = given.pop("keep"), given["retention"]
+        require_count(self, "keep", keep, what="generations, of which one is resumed from", also=[None])
+        if keep is not None and retention is not None:
+            raise ConfigurationError(
+                f"`{_name(self)}(keep={keep}, retention={retention})`: `keep` is short for "
+                f"`retention=Retention(last={keep})`. Give one of the two."
+            )
+        if not isinstance(retention, Retention | None):
+            raise ConfigurationError(_call(self, "retention", retention) + "a Retention, such as Retention(last=3).")
+        given["retention"] = retention or (Retention() if keep is None else Retention(last=keep))
+        for name, value in given.items():
+            setattr(self, name, _ARGUMENTS[name].rule(self, name, value))
+
+
+_ARGUMENTS = {name: each for name, each in vars(SharedArguments).items() if isinstance(each, _Argument)}
+DEFAULTS: dict[str, object] = {"keep": None, **{name: each.default for name, each in _ARGUMENTS.items()}}
 
 
 def spelled_out(init: Init) -> Init:
     """Replace `**shared` in the signature of an `__init__` by the shared arguments, and set their docstring."""
     signature = inspect.signature(init)
     own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    defaults: dict[str, object] = dict(DEFAULTS)
     shared = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint)
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=hint)
         for name, hint in get_type_hints(CheckpointArguments).items()
     ]
     init.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
     init.__doc__ = CheckpointArguments.__doc__
     return init
-
-
-def complete(owner: object, shared: CheckpointArguments) -> CheckpointArguments:
-    """Check the given arguments and add defaults for the others.
-
-    Raises:
-        TypeError: an argument that `owner` does not have.
-        ConfigurationError: an argument is out of range.
-    """
-    _refuse_unknown(owner, list(shared))
-    whole: CheckpointArguments = {**DEFAULTS, **shared}
-    keep, retention = whole["keep"], whole["retention"]
-    require_count(owner, "keep", keep, what="generations, of which one is resumed from", also=[None])
-    if keep is not None and retention is not None:
-        raise ConfigurationError(
-            f"`{_name(owner)}(keep={keep}, retention={retention})`: `keep` is short for "
-            f"`retention=Retention(last={keep})`. Give one of the two."
-        )
-    if not isinstance(retention, Retention | None):
-        raise ConfigurationError(
-            f"`{_name(owner)}(retention={retention!r})` must be a Retention, such as Retention(last=3)."
-        )
-    _check_rest(owner, whole)
-    return whole
-
-
-def _check_rest(owner: object, whole: CheckpointArguments) -> None:
-    require_choice(owner, "resume", whole["resume"], ("auto", "must", "never", "memory"))
-    if not isinstance(whole["storage_options"], dict | None):
-        raise ConfigurationError(
-            f"`{_name(owner)}(storage_options={whole['storage_options']!r})` must be a dict: arguments of the file "
-            "system of the URL."
-        )
-    target = whole["overhead_target"]
-    if target is not None and not (isinstance(target, float) and 0 < target < 1):
-        raise ConfigurationError(
-            f"`{_name(owner)}(overhead_target={target!r})` must be None or a share of training's time, above 0 and below 1."
-        )
-    longest = duration(owner, "storage_at_least", whole["storage_at_least"])
-    if longest <= timedelta(0):
-        raise ConfigurationError(f"`{_name(owner)}(storage_at_least={longest})` must be positive.")
-    require_count(owner, "replicas", whole["replicas"], what="copies", also=["auto", 0])
-    if whole["redundancy"] not in (True, False, "auto"):
-        raise ConfigurationError(f"`{_name(owner)}(redundancy={whole['redundancy']!r})` must be True, False or 'auto'.")
-    require_choice(owner, "batches", whole["batches"], ("reposition", "log"))
-    untouched = whole["untouched"]
-    if isinstance(untouched, str) or not all(isinstance(each, str) for each in untouched):
-        raise ConfigurationError(
-            f"`{_name(owner)}(untouched={untouched!r})` must be a list of names, such as ['module.cache', 'callback.Mover.*']."
-        )
-    require_choice(owner, "on_change", whole["on_change"], ("stored", "mine"))
-    require_choice(owner, "on_mismatch", whole["on_mismatch"], ("stop", "warn"))
-    duration(owner, "stop_grace", whole["stop_grace"])
 
 
 def _refuse_unknown(owner: object, names: Sequence[str]) -> None:
@@ -199,34 +247,6 @@ def _name(owner: object) -> str:
     return type(owner).__name__
 
 
-def require_count(owner: object, name: str, value: object, *, what: str, also: Sequence[object] = ()) -> None:
-    """Raise unless `value` is an integer of at least 1, or one of `also`.
-
-    Args:
-        owner: the object whose constructor took the argument.
-        name: name of the argument.
-        value: the value that the user gave.
-        what: what the number counts; the message says it.
-        also: other values that are allowed.
-
-    Raises:
-        ConfigurationError: the message shows the call.
-    """
-    if any(value is each or value == each for each in also) and not isinstance(value, bool):
-        return
-    # A bool is an int to Python, never to whoever wrote it.
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return
-    others = "".join(f"{each!r} or " for each in also)
-    raise ConfigurationError(f"`{type(owner).__name__}({name}={value!r})` must be {others}1 or more {what}.")
-
-
-def require_choice(owner: object, name: str, value: object, choices: Sequence[str | None]) -> None:
-    """Raise unless `value` is one of `choices`.
-
-    Raises:
-        ConfigurationError: the message shows the call.
-    """
-    if value not in choices:
-        listed = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
-        raise ConfigurationError(f"`{type(owner).__name__}({name}={value!r})` must be {listed}.")
+def _call(owner: object, name: str, value: object) -> str:
+    """Return the begin of a message that quotes an argument as the user wrote it."""
+    return f"`{_name(owner)}({name}={value!r})` must be "
