@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor
@@ -48,6 +49,17 @@ class LiveBorder(Protocol):
 
     def receive(self) -> list[Tensor]:
         """Return what the other side has sent next."""
+
+
+class Mode(Enum):
+    """What a rank asks of the ranks of other stages."""
+
+    TOGETHER = auto()
+    """Whatever a step needs."""
+    SILENT = auto()
+    """Nothing: it is about to repeat steps."""
+    REPEATING = auto()
+    """Nothing: what it needs of a step is known from before."""
 
 
 class Diverged(CheckpointError):
@@ -92,17 +104,16 @@ class UpstreamLog:
     """The log of one rank; while its stage repeats steps, what these are repeated from.
 
     Args:
-        limit_nbytes: bytes that it may take; who turns it `on` sees to that.
+        limit_nbytes: bytes that it may take; who lets it `keep` sees to that.
     """
 
     def __init__(self, limit_nbytes: int = 2**30) -> None:
         self.limit_nbytes = limit_nbytes
         self.expected_nbytes = 0
         """Bytes that it takes at most, as far as is known; 0 before it is."""
-        self.on = False
-        """Whether anything is kept."""
-        self.silent = False
-        """Whether this process is about to repeat steps, and asks nobody anything until it does."""
+        self.keeps = False
+        """Whether anything is kept, see `keep`."""
+        self.mode = Mode.TOGETHER
         self._steps: dict[int, Crossings] = {}
         self._now: Crossings | None = None
         self._given: dict[int, _Given] = {}
@@ -118,6 +129,12 @@ class UpstreamLog:
         """Directions and digests of what was sent again, and those that it had."""
 
     # -- what is kept
+
+    def keep(self, *, keeps: bool) -> None:
+        """Keep what crosses the borders from the next step on, or forget all and keep nothing."""
+        self.keeps = keeps
+        if not keeps:
+            self.forget()
 
     @property
     def steps(self) -> range:
@@ -141,8 +158,8 @@ class UpstreamLog:
                 self.settle()
             self._given = {each: given for each, given in self._given.items() if each >= step}
             self._at, self._from = step, self._given[step].copy()
-            self.silent = False
-        elif not self.on:
+            self.mode = Mode.REPEATING
+        elif not self.keeps:
             return
         self._steps.pop(step, None)
         self._now = self._steps[step] = Crossings()
@@ -155,8 +172,13 @@ class UpstreamLog:
     def forget(self) -> None:
         """Forget everything: this process begins again from another step."""
         self._steps, self._given, self._now, self._from, self._at = {}, {}, None, None, None
-        self.silent, self._diverged, self._unchecked = False, "", []
+        self.mode, self._diverged, self._unchecked = Mode.TOGETHER, "", []
         self.join(None, None)
+
+    def silence(self) -> None:
+        """Forget everything, and ask nobody anything until steps are repeated."""
+        self.forget()
+        self.mode = Mode.SILENT
 
     def answer(self, kind: str, ask: Callable[[], T]) -> T:
         """Return what all ranks of the pipeline get to know, by asking them or as it was."""
@@ -208,9 +230,14 @@ class UpstreamLog:
         return bool(self._given) or self._from is not None
 
     @property
+    def silent(self) -> bool:
+        """Whether nobody is asked anything, and nothing is known from before either."""
+        return self.mode is Mode.SILENT
+
+    @property
     def apart(self) -> bool:
         """Whether other stages are not asked anything."""
-        return self.silent or self.repeating
+        return self.mode is not Mode.TOGETHER
 
     def has(self, first: int, last: int) -> bool:
         """Whether all steps from `first` on are kept, `last` excluded."""
@@ -234,7 +261,7 @@ class UpstreamLog:
                 stage, and where that one repeats steps too.
             behind: the same of the stage behind it; `None` for the last stage, and where that one does.
         """
-        self.forget()
+        self.silence()
         empty: list[list[Any]] = [[[], {"down": [], "up": []}, {"down": [], "up": []}]] * len(answers)
         for index, (known, above, below) in enumerate(zip(answers, before or empty, behind or empty, strict=True)):
             self._given[first + index] = _Given(
@@ -242,7 +269,6 @@ class UpstreamLog:
                 inputs={"down": deque(above[1]["down"]), "up": deque(below[1]["up"])},
                 outputs={"down": deque(below[2]["down"]), "up": deque(above[2]["up"])},
             )
-        self.silent = True
 
     def join(self, before: LiveBorder | None, behind: LiveBorder | None) -> None:
         """Hand stages that repeat steps too what crosses the borders to them."""
@@ -281,7 +307,7 @@ class UpstreamLog:
             self._note(f"steps {left} were not repeated")
         self.settle()
         self.require_exact()
-        self._given, self._from, self._at, self.silent = {}, None, None, False
+        self._given, self._from, self._at, self.mode = {}, None, None, Mode.TOGETHER
         self.join(None, None)
 
     def _next(self, kind: str) -> Any:

@@ -7,8 +7,9 @@ micro-batches together, so it is the step, gradients are set to zero before it, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -43,8 +44,21 @@ _NEEDED = {
 """What schedules have not had from the beginning, and whether they have it here."""
 
 
+class StepGuard(Protocol):
+    """Takes steps again where another stage has failed meanwhile."""
+
+    def take_step(self, step: Callable[[], Any]) -> Any:
+        """Call `step`, as often as it takes, and return what it returned last."""
+
+    def commit(self, agree: Callable[[], dict[str, int]]) -> None:
+        """Call `agree`, behind which the step is taken."""
+
+
 class PipelinedStrategy(DDPStrategy):
     """The part of `MoEStrategy` that knows of stages; arguments as there, others as of `DDPStrategy`."""
+
+    step_guard: StepGuard | None = None
+    """What every optimizer step and its commit go through, while stages may recover alone."""
 
     on_phase: Callable[[PipelinePhase], None] | None = None
     """Called where a pass through the schedule comes to another phase."""
@@ -75,7 +89,7 @@ class PipelinedStrategy(DDPStrategy):
         self.reducer: GradientReducer | None = None
         """Reduces gradients while fitting; its `flags` are exchanged at every optimizer step."""
         self.upstream = UpstreamLog(upstream_log_nbytes)
-        """What crosses the borders of this rank's stage; nothing is kept unless it is `on`."""
+        """What crosses the borders of this rank's stage; nothing is kept unless it `keeps`."""
         self._metrics = StageMetrics(self.upstream)
         self._pipeline: Pipeline | None = None
         self._zero_grad: Callable[[], None] | None = None
@@ -165,6 +179,17 @@ class PipelinedStrategy(DDPStrategy):
         flags = self.upstream.answer("commit", self.reducer.exchange_flags)
         self.reducer.agreed |= flags
         return flags
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = partial(super().optimizer_step, *args, **kwargs)
+        return step() if self.step_guard is None else self.step_guard.take_step(step)
+
+    def _closure_ended(self) -> None:
+        if self.step_guard is None:
+            self.commit()
+        else:
+            self.step_guard.commit(self.commit)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:

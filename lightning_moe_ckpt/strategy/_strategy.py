@@ -337,7 +337,7 @@ class MoEStrategy(PipelinedStrategy):
             _port.tap_found_inf(self.precision_plugin, self._combine_found_inf, self.root_device),
         ]
         if self.pipeline_parallel > 1:
-            self._untap.append(_port.tap_after_closure(self.precision_plugin, lambda: self.commit()))  # noqa: PLW0108  # looked up when it is called
+            self._untap.append(_port.tap_after_closure(self.precision_plugin, self._closure_ended))
 
     @override
     def teardown(self) -> None:

@@ -29,7 +29,7 @@ class Keeps(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         upstream = log_of(trainer)
-        upstream.on = True
+        upstream.keep(keeps=True)
         if self._given is not None:
             before, behind = self._given(trainer.global_rank)
             upstream.repeat(0, [each[0] for each in before or behind or []], before, behind)
@@ -156,7 +156,7 @@ def test_a_stage_that_repeats_steps_otherwise_is_found_out() -> None:
 def test_steps_that_nobody_repeats_any_more_are_forgotten() -> None:
     """Memory does not grow with the run, and what is gone is not offered."""
     log = UpstreamLog()
-    log.on = True
+    log.keep(keeps=True)
     for step in range(6):
         log.begin_step(step)
         log.sent("down", [torch.zeros(8)])
@@ -201,7 +201,7 @@ def test_a_digest_is_of_every_bit(shape: tuple[int, ...], dtype: torch.dtype) ->
 def test_what_a_device_sends_is_copied_beside_what_it_computes() -> None:
     """Before memory is used again; a digest is the same as on the host."""
     log = UpstreamLog()
-    log.on = True
+    log.keep(keeps=True)
     log.begin_step(0)
     expected = []
     for number in range(16):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from enum import Enum, auto
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -41,6 +42,16 @@ log = rank_logger(__name__)
 _CONFIRM_SECONDS = {True: 10.0, False: 1.0}
 """How long an exception, of a collective or any other, waits for the word that another rank has failed."""
 _REJOIN_SECONDS = 120.0
+
+
+class Ended(Enum):
+    """How a part of a fit has ended."""
+
+    WELL = auto()
+    BY_ANOTHER_RANK = auto()
+    """One has failed: this process has to join the others again."""
+    JOINED = auto()
+    """This process has to begin again; it has joined the others already."""
 
 
 def supervisor(trainer: Trainer) -> Supervisor | None:
@@ -84,10 +95,8 @@ class InPlace:
         """Files, folders and rows with which it began, in a process that was there."""
         self._joined = False
         """Whether this process has joined others in the midst of a fit, of theirs or its own."""
-        self._interrupted = False
-        """Whether another rank has failed before training began in this process."""
-        self._has_joined = False
-        """Whether this process has joined the others already, as it begins again."""
+        self._meeting = Ended.WELL
+        """How the meeting of all ranks behind `on_fit_start` has ended."""
         self._alone: StageAlone | None = None
         if _asks_for_alone(trainer):
             self._alone = StageAlone(
@@ -113,8 +122,8 @@ class InPlace:
             if getattr(self._trainer.strategy, "apart", False):
                 self._join()
         made: list[FitSession] = []
-        while not self._survives(partial(self._begin, made, make)):
-            self._recover()
+        while (ended := self._survive(partial(self._begin, made, make))) is not Ended.WELL:
+            self._recover(ended)
         return made[-1]
 
     def batch_begins(self, run: FitSession, batch: object) -> None:
@@ -180,7 +189,7 @@ class InPlace:
         reconnect = getattr(self._trainer.strategy, "reconnect", None)
         if reconnect is None:
             reconnect = methodcaller("rejoin", _REJOIN_SECONDS)
-        while not self._survives(partial(self._join_once, reconnect)):
+        while self._survive(partial(self._join_once, reconnect)) is not Ended.WELL:
             pass
 
     def _join_once(self, reconnect: Callable[[Supervisor], object]) -> None:
@@ -189,49 +198,52 @@ class InPlace:
             self._alone.decide()
 
     def _meet(self, original: Callable[[], object]) -> None:
-        self._interrupted = not self._survives(original)
+        self._meeting = self._survive(original)
 
     def _run(self, original: Callable[[], object]) -> None:
-        again = False
-        while self._interrupted or not self._survives(partial(self._run_stage, original, again=again)):
-            self._recover()
-            self._interrupted, again = False, True
+        ended = self._meeting
+        if ended is Ended.WELL:
+            ended = self._survive(partial(self._run_stage, original))
+        while ended is not Ended.WELL:
+            self._recover(ended)
+            ended = self._survive(partial(self._run_again, original))
 
-    def _run_stage(self, original: Callable[[], object], *, again: bool) -> None:
-        if again:
-            start_again(self._trainer)
+    def _run_again(self, original: Callable[[], object]) -> None:
+        start_again(self._trainer)
+        self._run_stage(original)
+
+    def _run_stage(self, original: Callable[[], object]) -> None:
         original()
         self._supervisor.pause()
         # Who fails from here on is not resumed with in place: all have come to the end of training.
         self._trainer.strategy.barrier("moe-ckpt: training has ended")
 
-    def _survives(self, call: Callable[[], object]) -> bool:
-        """Call, and return whether no other rank has failed meanwhile."""
+    def _survive(self, call: Callable[[], object]) -> Ended:
+        """Call, and raise what it raises unless another rank has failed meanwhile."""
         try:
             call()
         except Exception as error:  # noqa: BLE001  # raised again unless another rank has failed
-            self._require_failure(error)
-            return False
-        return True
+            return self._require_failure(error)
+        return Ended.WELL
 
-    def _require_failure(self, error: Exception) -> None:
+    def _require_failure(self, error: Exception) -> Ended:
         """Raise `error` unless another rank has failed; if one has, forget it and what its frames hold."""
         self._supervisor.pause(aborted=True)
         if self._alone is not None:
             error = self._alone.ended(error)
         if isinstance(error, Rewind):
-            self._has_joined = True
             log.warning("this process begins again in place: %s", error)
             _forget(error)
-            return
+            return Ended.JOINED
         patience = _CONFIRM_SECONDS[is_of_collective(error)]
         failure = None if isinstance(error, Fenced) else self._supervisor.confirm(patience)
         if failure is None:
             raise error
         log.warning("%s; this process stays (%s: %s)", failure, type(error).__name__, error)
         _forget(error)
+        return Ended.BY_ANOTHER_RANK
 
-    def _recover(self) -> None:
+    def _recover(self, ended: Ended) -> None:
         started = time.perf_counter()
         self._leave()
         end_iterators(self._trainer)
@@ -239,9 +251,8 @@ class InPlace:
         self._start.restore()
         for tensor, kept in self._weights:
             restore_values(tensor, kept)
-        if not self._has_joined:
+        if ended is not Ended.JOINED:
             self._join()
-        self._has_joined = False
         log.info("goes on in place, %.2f s after the failure was confirmed", time.perf_counter() - started)
 
 

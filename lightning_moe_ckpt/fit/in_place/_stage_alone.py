@@ -27,6 +27,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, IntEnum, auto
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -47,8 +48,37 @@ from lightning_moe_ckpt.snapshot import DataAccess
 
 log = rank_logger(__name__)
 
-_NEW, _WITHIN, _AT_COMMIT, _ELSEWHERE = range(4)
-"""Where a rank is."""
+
+class Place(IntEnum):
+    """Where a rank is when another one fails."""
+
+    NEW = 0
+    """It has no state, or not yet that of a step that it repeats."""
+    WITHIN_STEP = 1
+    AT_COMMIT = 2
+    ELSEWHERE = 3
+
+
+class Phase(Enum):
+    """How far this rank's stage, and the others, are in a recovery of single stages."""
+
+    TRAINING = auto()
+    """No stage recovers alone."""
+    JOINED = auto()
+    """All ranks have joined again and decided; those that repeat steps have not been given them yet."""
+    REPEATING = auto()
+    """This stage repeats steps, and others wait for it."""
+    WAITING = auto()
+    """This rank waits inside a step for stages that repeat theirs."""
+
+
+_MOVES = {
+    Phase.TRAINING: {Phase.JOINED},
+    Phase.JOINED: {Phase.JOINED, Phase.REPEATING, Phase.WAITING, Phase.TRAINING},
+    Phase.REPEATING: {Phase.JOINED, Phase.TRAINING},
+    Phase.WAITING: {Phase.JOINED, Phase.TRAINING},
+}
+"""`decide` moves to JOINED, `_feed` from there, `_meet` back to TRAINING; `_give_up` and `ended` do where all go on in place."""
 
 
 class Supervisor(Protocol):
@@ -119,7 +149,7 @@ class Decision:
         size, count = groups.stage_size, groups.num_stages
         stages = [rows[stage * size : (stage + 1) * size] for stage in range(count)]
         segments = {range(row.first, row.stop) for row in rows if row.target >= 0}
-        failed = {stage for stage in range(count) if any(row.place == _NEW for row in stages[stage])}
+        failed = {stage for stage in range(count) if any(row.place == Place.NEW for row in stages[stage])}
         while True:
             healthy = [row for stage in range(count) if stage not in failed for row in stages[stage] if row.target < 0]
             # What ranks know that go back does not count. One that stays and knows a step to be taken has come to the next
@@ -133,7 +163,7 @@ class Decision:
             "this run does not let a stage recover alone": not all(row.possible for row in rows),
             "no rank is new": not failed,
             "all stages failed together": not healthy,
-            "other stages were not inside a step": any(row.place == _ELSEWHERE for row in healthy),
+            "other stages were not inside a step": any(row.place == Place.ELSEWHERE for row in healthy),
             "there is no generation yet": not all(row.has_generation for row in healthy),
             "stages were not in the same step": not _are_at(healthy, step),
         }
@@ -170,7 +200,7 @@ def _going(segment: range, stages: Sequence[Sequence[Where]], failed: Collection
 
 def _are_at(rows: Iterable[Where], taken: int) -> bool:
     """Whether all are in one step, or at the commit before it, of which others know that it succeeded."""
-    return all(row.taken == taken or (row.taken, row.place) == (taken - 1, _AT_COMMIT) for row in rows)
+    return all(row.taken == taken or (row.taken, row.place) == (taken - 1, Place.AT_COMMIT) for row in rows)
 
 
 class StageAlone:
@@ -193,7 +223,7 @@ class StageAlone:
         own_callbacks: tuple[type[Callback], ...],
         exact: bool,
         join: Callable[[], None],
-        confirm: Callable[[Exception], None],
+        confirm: Callable[[Exception], object],
         supervisor: Supervisor,
     ) -> None:
         self._trainer, self._module, self._own, self._exact = trainer, module, own_callbacks, exact
@@ -208,7 +238,9 @@ class StageAlone:
         self.plan: Decision | None = None
         """Of the newest failure; `None` where everybody goes on in place."""
         self._may: bool | None = None
-        self._place, self._taken, self._has_generation = _ELSEWHERE, -1, False
+        """Whether a stage may recover alone in this run; `None` until it is known, and false for good."""
+        self._phase = Phase.TRAINING
+        self._place, self._taken, self._has_generation = Place.ELSEWHERE, -1, False
         self._has_said_size = False
         self._joined_at = 0.0
         self._attempt: StepUndo | None = None
@@ -217,42 +249,38 @@ class StageAlone:
         """Stages that repeat steps together with this one, and up to which step."""
         self._live: Segment | None = None
         """What their ranks hand each other."""
-        self._fed = False
-        """Whether the others wait for the steps that this process repeats."""
         self._flags: dict[str, int] = {}
         self._accesses: DataAccess | None = None
-        self._step, self._commit = strategy.optimizer_step, strategy.commit
-        strategy.optimizer_step, strategy.commit = self._stepping, self._committing
+        strategy.step_guard = self
 
     def remove(self) -> None:
-        """Undo the changes to the strategy."""
-        self._log.on = False
-        self._log.forget()
+        """Let the strategy take steps by itself."""
+        self._log.keep(keeps=False)
         if self._accesses is not None:
             self._accesses.close()
-        for name in ("optimizer_step", "commit"):
-            vars(self._strategy).pop(name, None)
+        self._strategy.step_guard = None
 
     # -- after all ranks have joined
 
     def decide(self) -> None:
         """Agree on what to do about the failure for which groups were made anew. Collective."""
         exchange, upstream = Exchange(self._strategy.groups), self._log
-        between = upstream.silent or (upstream.apart and self._place == _ELSEWHERE)
+        between = upstream.silent or (upstream.apart and self._place is Place.ELSEWHERE)
         here = Where(int(self._possible), self._place, self._taken, int(self._has_generation))
         if self.run is None or between:
-            here = here._replace(place=_NEW)
+            here = here._replace(place=Place.NEW)
         elif upstream.apart:
             here = here._replace(target=self._target, first=self._segment.start, stop=self._segment.stop)
         rows = [Where(*row) for row in exchange.gather(here)]
         plan = Decision.of(rows, self._strategy.groups)
         self._may = all(row.possible for row in rows)  # for good: a process that comes later does not know why
-        self._fed, self._joined_at = False, time.perf_counter()
+        self._move(Phase.JOINED)
+        self._joined_at = time.perf_counter()
         if isinstance(plan, str):
             log.info("everybody goes on in place: %s", plan, alike=True)
             self._give_up()
             return
-        knows = here.place != _NEW and here.target < 0 and self._taken == plan.step
+        knows = here.place != Place.NEW and here.target < 0 and self._taken == plan.step
         flags = exchange.gather_values(self._flags if knows else None)
         if not upstream.apart:
             self._flags = next((each for each in flags if isinstance(each, dict)), {})
@@ -263,8 +291,7 @@ class StageAlone:
         )
         self.plan = plan
         if self._begins:
-            upstream.forget()
-            upstream.silent = True
+            upstream.silence()
 
     @property
     def _begins(self) -> bool:
@@ -273,8 +300,8 @@ class StageAlone:
 
     def begun(self, run: FitSession) -> None:
         """Take what this rank's stage repeats steps from, once it has loaded a generation. Collective, with `_recover` elsewhere."""
-        self.run, self._place = run, _ELSEWHERE
-        self._log.on = self._possible
+        self.run, self._place = run, Place.ELSEWHERE
+        self._log.keeps = self._possible
         run.may_wait(within_steps=self._possible)
         if self.plan is None:
             self._taken, self._has_generation = self._trainer.global_step, False
@@ -297,14 +324,19 @@ class StageAlone:
 
         Those wait for this rank, some of them in collectives of its stage; it cannot tell them by any collective.
         """
-        if not (self._fed and self._is_own(error)) or isinstance(error, Rewind):
+        if self._phase is not Phase.REPEATING or not self._is_own(error) or isinstance(error, Rewind):
             return error
         log.error("this stage does not come to the step that failed as it did before: %s", error)
-        self._may = self._fed = False  # it would not come there the next time either
+        self._may = False  # it would not come there the next time either
+        self._move(Phase.TRAINING)
         self._supervisor.call_off(f"does not repeat its steps exactly: {error}")
         return dist.DistError(str(error))
 
     # -- private
+
+    def _move(self, phase: Phase) -> None:
+        assert phase in _MOVES[self._phase], f"{self._phase} to {phase}"
+        self._phase = phase
 
     @property
     def _possible(self) -> bool:
@@ -321,7 +353,8 @@ class StageAlone:
         return self._may
 
     def _give_up(self) -> None:
-        self.plan, self._fed = None, False
+        self.plan = None
+        self._move(Phase.TRAINING)
         self._log.forget()
 
     def _feed(self, first: int | None) -> None:
@@ -348,21 +381,21 @@ class StageAlone:
         if self._log.apart:
             self._live = live = Segment(groups, self._segment)
             self._log.join(live.before, live.behind)
-            self._fed = True
+        self._move(Phase.REPEATING if self._log.apart else Phase.WAITING)
 
     def _meet(self) -> None:
         """Wait until all stages are at the same step. Collective, of all ranks."""
-        self._fed = False
+        self._move(Phase.TRAINING)
         Exchange(self._strategy.groups).all_agree(True)
 
-    def _stepping(self, *args: Any, **options: Any) -> Any:
+    def take_step(self, take: Callable[[], Any]) -> Any:
         """Take an optimizer step, as often as it takes."""
         step, run = self._trainer.global_step, self.run
         if run is None:
-            return self._step(*args, **options)
-        if not self._log.on:
+            return take()
+        if not self._log.keeps:
             run.together()
-            return self._step(*args, **options)
+            return take()
         if self._accesses is None:
             self._accesses = DataAccess(self._module.parameters())
         attempt = StepUndo(self._trainer, self._module, run, self.batch, self._accesses)
@@ -371,10 +404,10 @@ class StageAlone:
         self._attempt, self._taken = attempt, step
         try:
             while True:
-                self._place = _WITHIN
+                self._place = Place.WITHIN_STEP
                 try:
                     self._begin_attempt(run, step)
-                    return self._step(*args, **options)
+                    return take()
                 except _Again:
                     attempt.undo()
                 except Exception as error:
@@ -385,7 +418,7 @@ class StageAlone:
                 run.attempt_again()
                 self._supervisor.beat(step)
         finally:
-            self._place = _ELSEWHERE
+            self._place = Place.ELSEWHERE
 
     def _begin_attempt(self, run: FitSession, step: int) -> None:
         run.raise_broken()
@@ -410,11 +443,12 @@ class StageAlone:
                 self._keep_nothing(run)
         self._log.begin_step(step)
 
-    def _committing(self) -> None:
-        if self._place != _WITHIN:
-            self._flags = self._commit()
+    def commit(self, agree: Callable[[], dict[str, int]]) -> None:
+        """Agree that the step is taken; one that not all ranks have come to is done again."""
+        if self._place is not Place.WITHIN_STEP:
+            self._flags = agree()
             return
-        self._place = _AT_COMMIT
+        self._place = Place.AT_COMMIT
         if not self._log.apart and self._attempt is not None and (edits := self._attempt.edits()):
             log.warning(
                 "if a rank fails, all stages recover: %s, which could not be undone. Do it in hooks between steps",
@@ -423,7 +457,7 @@ class StageAlone:
             assert self.run is not None
             self._keep_nothing(self.run)
         try:
-            self._flags = self._commit()
+            self._flags = agree()
             if self._log.apart:
                 self._log.require_exact()
                 assert self._live is not None
@@ -513,6 +547,6 @@ class StageAlone:
         self._has_said_size = True
 
     def _keep_nothing(self, run: FitSession) -> None:
-        self._log.on = self._may = False
-        self._log.forget()
+        self._may = False
+        self._log.keep(keeps=False)
         run.may_wait(within_steps=False)
