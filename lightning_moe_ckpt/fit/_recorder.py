@@ -134,7 +134,8 @@ class BoundaryRecorder:
         """
         start, self._start, self._original, self._passed = self._start, None, None, False
         if self._data.expected is not None:
-            self._data.compare(batch, known=self._settings.explains_batches)
+            gone = (f"generator `{name}` is not there" for name in self._not_held if name.startswith("loader"))
+            self._data.compare(batch, known=self._settings.explains_batches or ", ".join(gone))
         if self._resume is not None:
             self._restore_random(self._resume["random"]["after_fetch"])
             self._resume = None

@@ -478,6 +478,7 @@ class FitSession:
                 *(self._trainer.global_step, dense, dense),
             )
         if not self._trained:
+            self._settings.say()
             finish_with_averages(self._trainer, self._module)
             self._recorder.restore_end()
 
@@ -506,7 +507,9 @@ class FitSession:
             config,
             policy=policy,
             module=module,
-            schema=StateSchema.of(self._optimizer, in_parts=policy.cuts),
+            schema=StateSchema.of(
+                self._optimizer, in_parts=policy.cuts, default_dtype=_trainer.dtype_of_steps(trainer, module)
+            ),
             groups=_trainer.groups_of(trainer.strategy),
             autocast_dtype=_AUTOCAST.get(str(trainer.precision)),
             may_skip=_limits.may_leave_out(trainer, module, own_callbacks),

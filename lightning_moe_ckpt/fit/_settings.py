@@ -73,11 +73,11 @@ _REPLAYED = (*_CLIPPING, _ACCUMULATE, "batch_size")
 _ARGUMENTS = (
     *_REPLAYED[:3],
     *("max_epochs", "min_epochs", "max_steps", "min_steps", "val_check_interval", "check_val_every_n_epoch"),
-    *("limit_train_batches", "limit_val_batches", "overfit_batches", "reload_dataloaders_every_n_epochs"),
-    "log_every_n_steps",
+    *("limit_val_batches", "reload_dataloaders_every_n_epochs", "log_every_n_steps"),
 )
 _YOURS: dict[str, _Yours] = {
     **{name: _Yours(attrgetter(name)) for name in _ARGUMENTS},
+    **{name: _Yours(attrgetter(name), "batches") for name in ("limit_train_batches", "overfit_batches")},
     "max_time": _Yours(_trainer.max_time),
     "detect_anomaly": _Yours(_trainer.detects_anomaly),
     "deterministic": _Yours(lambda _: torch.are_deterministic_algorithms_enabled(), "losses"),
@@ -215,7 +215,7 @@ class Settings:
         self._used |= {name: self._stored[name] for name in kept}
 
     def _compare(self, mine: Mapping[str, Any]) -> None:
-        for name in self._stored.keys() & mine.keys():
+        for name in sorted(self._stored.keys() & mine.keys()):
             was, now = self._stored[name], mine[name]
             tuned = self._tuned and name in ("optimizer.lr", "batch_size")
             if repr(was) != repr(now) and not tuned and (name != "seed" or now is not None):  # 1 is no 1.0
@@ -258,11 +258,16 @@ class Settings:
             ConfigurationError: the loader cannot give batches of the stored size, and a replay needs some.
         """
         found = {name: setting.read(self._trainer) for name, setting in _OF_LOADERS.items()}
+        again = None if self._start is None else self._start["loads"].get("training", {}).get("again")
+        later = 0 if again is None else self._trainer.current_epoch - again["epoch"]
+        if later < 0:
+            return  # those with which the run began: it has asked for others since, and so does this start if it trains
         if self._resized is not None:
             self._resized.remove()
             self._resized = None
         if self._start is not None and "batch_size" not in self._mine:
-            self._compare(found)
+            # By the epoch, data sets may have other lengths.
+            self._compare(found if later == 0 else {name: each for name, each in found.items() if name != "items"})
         self._mine |= found
         kept = (
             {"batch_size": self._stored["batch_size"]}
@@ -273,6 +278,10 @@ class Settings:
             self._used, self._written = {**self._used, **found, **kept}, None
         if kept:
             self._resize()
+        self.say()
+
+    def say(self) -> None:
+        """Say what differs, if that was not said."""
         if self._start is not None and self._differ:
             log.warning("%s", self._table(), alike=True)
         self._start = None

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.journal._codec import Constant
 
 RngState: TypeAlias = dict[str, Any]
@@ -207,30 +206,18 @@ def restore_rng(
     A rank that moved to another local device takes the state of its old device along.
 
     Returns:
-        Names in `held` that were captured and are not there now, or are of another kind.
-
-    Raises:
-        IdentityMismatch: the generators of loaders are not those that were captured.
+        Names in `generators` or `held` that were captured and are not there now, or are of another kind.
     """
-    generators = generators or {}
-    if "generators" in state and set(generators) != set(state["generators"]):
-        raise IdentityMismatch(
-            f"The checkpoint holds generators {sorted(state['generators'])}, this run registered {sorted(generators)}. "
-            "Register the same names as the run that wrote it."
-        )
     if "python" in state:
         random.setstate(_python_words(*state["python"]))
     if "numpy" in state:
         np.random.set_state(state["numpy"])  # noqa: NPY002  # as in `capture_rng`
     if "torch" in state:
         torch.set_rng_state(state["torch"])
-    for name, each in state.get("generators", {}).items():
-        generators[name].set_state(each)
     if "cuda" in state and torch.cuda.is_available():
         _restore_cuda(state["cuda"], state["cuda_current"])
-    held = held or {}
-    # Old journals do not have this entry.
-    return [name for name, each in state.get("held", {}).items() if not restore_held(held.get(name), each)]
+    both = ((state.get("generators", {}), generators or {}), (state.get("held", {}), held or {}))
+    return [name for then, now in both for name, each in then.items() if not restore_held(now.get(name), each)]
 
 
 def restore_held(generator: HeldGenerator | None, state: Any) -> bool:

@@ -43,8 +43,8 @@ class StateEntry:
 
 _IDENTITY = ("params", "param_names")
 _NOT_PROBED = {*_IDENTITY, "lr", "initial_lr", "weight_decay"}
-Layout = Callable[[Group, torch.dtype], tuple[StateEntry, ...]]
-"""All entries that a parameter of a dtype can have with a group's options."""
+Layout = Callable[[Group, torch.dtype, torch.dtype], tuple[StateEntry, ...]]
+"""All entries that a parameter of a dtype can have with a group's options, and torch's default type where the optimizer steps."""
 
 
 @cache
@@ -59,14 +59,14 @@ def _sgd_entries(dtype: torch.dtype) -> tuple[StateEntry, ...]:
     return (StateEntry("momentum_buffer", dtype, per_element=True),)
 
 
-def _adam(group: Group, dtype: torch.dtype) -> tuple[StateEntry, ...]:
+def _adam(group: Group, dtype: torch.dtype, default: torch.dtype) -> tuple[StateEntry, ...]:
     """Return the step count and the moments of Adam and AdamW: single, foreach and fused, with or without amsgrad."""
     # Same as torch.optim.optimizer._get_scalar_dtype, which is private.
-    wide = not group.get("fused") and torch.get_default_dtype() is torch.float64
+    wide = not group.get("fused") and default is torch.float64
     return _adam_entries(dtype, torch.float64 if wide else torch.float32, bool(group.get("amsgrad")))
 
 
-def _sgd(group: Group, dtype: torch.dtype) -> tuple[StateEntry, ...]:
+def _sgd(group: Group, dtype: torch.dtype, _default: torch.dtype) -> tuple[StateEntry, ...]:
     """Return the momentum buffer, if there is momentum.
 
     Before the first step there is no buffer. That differs from a zero buffer: the first step ignores dampening.
@@ -114,7 +114,7 @@ def register_optimizer(
     layout, others = _layouts[like], dict(dtypes or {})
     # Once for all parameters alike, which share the list.
     typed = cache(lambda found: tuple(replace(each, dtype=others.get(each.key, each.dtype)) for each in found))
-    _layouts[cls] = (lambda group, dtype: typed(layout(group, dtype))) if others else layout
+    _layouts[cls] = (lambda *facts: typed(layout(*facts))) if others else layout
 
 
 _PROBE_SHAPE = (3, 4)
@@ -176,24 +176,27 @@ def _probed(optimizer: Optimizer, group: Group, *, nudge: float) -> list[Tensor]
 class StateSchema:
     """Layout of and access to one optimizer's state. Make it with `StateSchema.of`."""
 
-    def __init__(self, optimizer: Optimizer, layout: Layout) -> None:
+    def __init__(self, optimizer: Optimizer, layout: Layout, default_dtype: torch.dtype) -> None:
         self.optimizer = optimizer
-        self._layout = layout
+        self._layout, self._default = layout, default_dtype
         self._groups: dict[int, Group] = {}
         self._grouped: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, optimizer: Optimizer, *, in_parts: bool = False) -> StateSchema:
+    def of(
+        cls, optimizer: Optimizer, *, in_parts: bool = False, default_dtype: torch.dtype | None = None
+    ) -> StateSchema:
         """Return the schema of a torch optimizer.
 
         Args:
             optimizer: of a known or registered class.
             in_parts: whether parts of a tensor may be restored from different steps; a registered class is tried then.
+            default_dtype: torch's default type where the optimizer steps; `None` for what it is now.
 
         Raises:
             UnsupportedOptimizer: its state cannot be captured exactly slice by slice; the message says why.
         """
-        schema = cls(optimizer, _layout_of(optimizer))
+        schema = cls(optimizer, _layout_of(optimizer), default_dtype or torch.get_default_dtype())
         if in_parts:
             schema.expect_elementwise()
         return schema
@@ -213,7 +216,7 @@ class StateSchema:
     def entries(self, param: Tensor) -> tuple[StateEntry, ...]:
         """Return all state entries that `param` can have, in a fixed order; none if it is in no group."""
         group = self._group(param)
-        return () if group is None else self._layout(group, param.dtype)
+        return () if group is None else self._layout(group, param.dtype, self._default)
 
     def adam_group(self, param: Tensor) -> Group | None:
         """Return the options of the group of `param` if the optimizer is torch's Adam or AdamW, else `None`.
@@ -281,7 +284,7 @@ class StateSchema:
             entry.key: torch.zeros_like(param.detach(), dtype=entry.dtype, memory_format=torch.preserve_format)
             if entry.per_element
             else torch.zeros((), dtype=entry.dtype, device=device)
-            for entry in self._layout(group, param.dtype)
+            for entry in self.entries(param)
         }
         if created:
             self.optimizer.state[param] = created
@@ -295,7 +298,7 @@ class StateSchema:
         lines = [type(self.optimizer).__qualname__]
         for group in self.optimizer.param_groups:
             lines.append(f"group of {len(group['params'])}")
-            lines += [str(self._layout(group, param.dtype)) for param in group["params"]]
+            lines += [str(self._layout(group, param.dtype, self._default)) for param in group["params"]]
         return xxh3_128_hexdigest("\n".join(lines).encode())
 
     def _group(self, param: Tensor) -> Group | None:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -76,6 +77,12 @@ def use_clipping(trainer: Trainer, value: float | None, algorithm: str | None) -
 def batches_done(trainer: Trainer) -> int:
     """Return how many batches of the epoch at hand have been trained on."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def dtype_of_steps(trainer: Trainer, module: LightningModule) -> torch.dtype:
+    """Return torch's default type where the optimizer steps; in manual optimization that is the type of the precision's own context."""
+    with nullcontext() if module.automatic_optimization else trainer.precision_plugin.train_step_context():
+        return torch.get_default_dtype()
 
 
 def max_time(trainer: Trainer) -> float | None:

@@ -126,7 +126,8 @@ class Node:
     def _look_at(self, space: Mapping[str, Any], graph: Graph) -> None:
         for name, value in space.items():
             place = f"{self.name}.{name}"
-            if name not in (self.left_out or ()) and not graph.is_untouched(place):
+            noted = name.startswith("__pl_")  # by Lightning, which makes loaders and batch samplers anew from it
+            if not (noted or name in (self.left_out or ()) or graph.is_untouched(place)):
                 self.now[f".{name}"] = graph.describe(value, place, self, f".{name}")
 
     def cannot_look(self, error: Exception) -> bool:
