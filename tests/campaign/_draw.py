@@ -79,10 +79,8 @@ def draw(seed: int) -> Case:
         if setup is not None:
             setup = _further(random.Random(-1 - seed), setup)
             kills = tuple(_kill(rng, setup) for _ in range(rng.choice([1, 1, 2, 2, 3, 4])))
-            return Case(
-                _stuttering(random.Random(f"store {seed}"), _comes_again(setup, kills)),
-                _stops(random.Random(-2 - seed), setup, kills),
-            )
+            kills = _stops(random.Random(-2 - seed), setup, kills)
+            return Case(_stuttering(random.Random(f"store {seed}"), _comes_again(setup, kills)), kills)
 
 
 def _stuttering(rng: random.Random, setup: Drawn) -> Drawn:
@@ -99,8 +97,11 @@ def _stops(rng: random.Random, setup: Drawn, kills: Sequence[Kill]) -> tuple[Kil
 
 
 def _comes_again(setup: Drawn, kills: Sequence[Kill]) -> Drawn:
-    """Without hooks that edit at the end of an epoch where `max_steps` may cut it short and a kill strike behind the last save."""
-    if "max_steps" not in dict(setup.trainer) or all(kill.phase != "random_time" for kill in kills):
+    """Without hooks that edit at the end of an epoch where `max_steps` may cut it short and a kill strike behind the last save, or a
+    signal that lets the run finish: what they edit there is documented to be no part of a longer run.
+    """
+    late = any(kill.phase == "random_time" or kill.signal == signal.SIGTERM for kill in kills)
+    if "max_steps" not in dict(setup.trainer) or not late:
         return setup
     return replace(setup, hooks=tuple(hook for hook in setup.hooks if hook not in {"edits", "clears"}))
 
