@@ -74,10 +74,11 @@ class Exchange:
 
     @contextmanager
     def raise_together(self, error: type[CheckpointError] = ConfigurationError) -> Iterator[None]:
-        """Raise on all ranks if the context fails on one rank, so that no rank waits for it. Collective.
+        """If the body raises a `CheckpointError` on any rank, raise `error` on all ranks. Other exceptions are not caught: they leave
+        the other ranks waiting in the exchange. Collective.
 
         Args:
-            error: the error to raise on every rank, with the reasons of the ranks that failed.
+            error: class of what is raised, with the reasons of all ranks that failed.
         """
         failed: CheckpointError | None = None
         try:

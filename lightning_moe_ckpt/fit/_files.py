@@ -215,7 +215,7 @@ class LightningResume:
 
 
 def _listed(callback: ModelCheckpoint) -> list[str]:
-    """Return the checkpoint files in the callback's folder; only on the first rank, which alone writes files."""
+    """Return the paths of the checkpoint files in the callback's folder as this rank sees it; empty if there is no folder."""
     folder = callback.dirpath
     if folder is None or not callback._fs.exists(folder):
         return []

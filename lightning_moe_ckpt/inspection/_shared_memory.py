@@ -37,7 +37,7 @@ _SETTLED_SECONDS = 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leftover:
-    """What belongs together in shared memory: a ring or replica with its markers, markers alone, or a folder."""
+    """Files in shared memory that belong together, in use or not: a ring or replica with its markers, markers alone, or a folder."""
 
     path: str
     what: str
@@ -52,10 +52,10 @@ class Leftover:
     age_seconds: float
     """Since its last change."""
     held_by: tuple[int, ...]
-    """Processes; 0 stands for one in another container."""
+    """Processes that have locked, opened or mapped one of the files; 0 stands for one in another container."""
     files: tuple[str, ...]
     why_kept: str = ""
-    """Why it is not cleared without `--force`; empty if it is."""
+    """Why `--clear` leaves the files without `--force`; empty if it removes them."""
 
 
 def answer(*, tag: str | None, clear: bool, force: bool, dry_run: bool) -> Answer:

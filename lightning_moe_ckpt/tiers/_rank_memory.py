@@ -148,7 +148,8 @@ class RankMemory:
         small: Sequence[SlotClass] = (),
         experts: Mapping[str, int] = MappingProxyType({}),
     ) -> SegmentRing:
-        """Return the ring to use from now on: a claimed one if it fits, else a new one; without room, the previous one.
+        """Put a ring into use and return it: one claimed of an earlier incarnation if its size fits, else a new one. Rings of earlier
+        incarnations are given up if there is no room beside them.
 
         Args:
             slot_nbytes: bytes of the largest segment.
@@ -158,7 +159,8 @@ class RankMemory:
             experts: operators of which the newest copy is kept, see `SegmentRing.experts`.
 
         Raises:
-            ConfigurationError: there is no room; the message says how many bytes are missing.
+            ConfigurationError: there is no room all the same; the message says how many bytes are missing. `ring` is the previous one
+                then, whose memory may have been given up: see `renew`.
         """
         claimed = next((ring for ring in self._kept if _suits(ring, slot_nbytes, num_slots, small)), None)
         before, self.ring = self.ring, None
