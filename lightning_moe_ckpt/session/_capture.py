@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.process import Beside, StallMeter
 from lightning_moe_ckpt.session._edits import PassEdits
 from lightning_moe_ckpt.session._lane import Window
-from lightning_moe_ckpt.session._tiers import Tiers
+from lightning_moe_ckpt.session._tiers import Tiers, TiersVote
 from lightning_moe_ckpt.snapshot import (
     BoundaryCapture,
     BufferChanged,
@@ -45,13 +46,25 @@ from lightning_moe_ckpt.tiers import Misses, SegmentRing, Slot
 
 log = rank_logger(__name__)
 
-_VOTES = 5
-"""Integers in the exchange before a window, ahead of those of the tiers and of plans."""
-JOURNAL_NBYTES, SPOILED = 1, 2
-"""Places of what a journal lacked, and of whether the window before was spoiled."""
-
 FLUSH_TIMEOUT = timedelta(seconds=30)
 """How long training waits for slots that a transfer still reads, before it goes on without a window."""
+
+
+class WindowVote(NamedTuple):
+    """What one rank tells the others before a window, ahead of its tiers and of plans."""
+
+    has_room: int
+    """Whether it could begin one."""
+    journal_nbytes: int
+    """Bytes that a journal lacked; 0 if all had room."""
+    spoiled: int
+    """Whether it has not taken all of the window before."""
+    fits: int
+    """Whether the plan that follows fits into the memory that it has."""
+    unnamed: int
+    """Whether that memory has lost its name."""
+    follows: int = 0
+    """Whether the boundary at hand is a difference to the one before."""
 
 
 class CaptureSession:
@@ -77,7 +90,7 @@ class CaptureSession:
     ) -> None:
         self._name, self._exchange, self._engine, self._gradients = name, exchange, engine, gradients
         self._tiers, self._stalls, self._make_ring, self._renew_ring = tiers, stalls, make_ring, renew_ring
-        self._plans, self._arrivals, self._journal_nbytes, self._num_votes = plans, Arrivals(), 0, _VOTES
+        self._plans, self._arrivals, self._journal_nbytes = plans, Arrivals(), 0
         self.failures: list[str] = []
         """Why windows were spoiled; read and cleared by the owner, which reports them."""
         self._given_up: GenerationId | None = None
@@ -174,22 +187,20 @@ class CaptureSession:
             following = plans.take_next() if plans is not None else None  # the same on all ranks
         inputs = plans.inputs() if plans is not None else []
         with self._stalls.measure("exchange"):
-            votes = self._exchange.gather([*self._votes(step, following), *self._tiers.votes(), *inputs])
-        room, journals, _, fits, unnamed, *_ = zip(*votes, strict=True)
-        behind = self._num_votes + self._tiers.num_votes
+            votes, of_tiers, of_plans = self._gather(self._vote(step, following), inputs)
         if plans is not None:
-            plans.agreed([vote[behind:] for vote in votes])
+            plans.agreed(of_plans)
         self._close_last_window(votes)
-        self._hear([vote[self._num_votes : behind] for vote in votes])
-        following, grown = self._grow_journal(max(journals), following)
+        self._hear(of_tiers)
+        following, grown = self._grow_journal(max(vote.journal_nbytes for vote in votes), following)
         if following is not None and use is not None:
-            self._follow(following, use, fits=all(fits))
-        why_not = self._restore_names() if not grown or any(unnamed) else None
+            self._follow(following, use, fits=all(vote.fits for vote in votes))
+        why_not = self._restore_names() if not grown or any(vote.unnamed for vote in votes) else None
         whole = dense or self._tiers.wants_whole(self._name(step), self._layout)
         self.whole_at = step if whole else None
         if whole:
             return False
-        if why_not is None and not all(room):
+        if why_not is None and not all(vote.has_room for vote in votes):
             why_not = self._make_room()
         if why_not is not None:
             self.windows_skipped += 1
@@ -346,7 +357,8 @@ class CaptureSession:
 
     def hear(self, *, filling: GenerationId | None = None) -> None:
         """Exchange what tiers hold. Collective; `filling` as in `Tiers.agreed`."""
-        self._hear(self._exchange.gather(self._tiers.votes()), filling=filling)
+        own = self._tiers.vote()
+        self._hear([own.read(row) for row in self._exchange.gather(own.row())], filling=filling)
 
     def abort_window(self) -> None:
         """Forget the window being filled; every rank does so at the same boundary."""
@@ -375,14 +387,27 @@ class CaptureSession:
             with self._stalls.measure_both("fence"), suppress(CheckpointError):  # reported by the fence
                 self._engine.fence(ticket)
 
-    def _votes(self, step: int, following: WindowLayout | None) -> list[int]:
-        """Return this rank's integers for the exchange before a window."""
+    def _gather(
+        self, own: WindowVote, inputs: Sequence[int]
+    ) -> tuple[list[WindowVote], list[TiersVote], list[list[int]]]:
+        """Return the votes of all ranks, those of their tiers, and what they give for plans. Collective."""
+        tiers = self._tiers.vote()
+        behind = len(own) + len(told := tiers.row())
+        rows = self._exchange.gather([*own, *told, *inputs])
+        return (
+            [WindowVote(*row[: len(own)]) for row in rows],
+            [tiers.read(row[len(own) : behind]) for row in rows],
+            [row[behind:] for row in rows],
+        )
+
+    def _vote(self, step: int, following: WindowLayout | None) -> WindowVote:
+        """Return what this rank tells the others before a window."""
         assert self._layout is not None
         assert self._ring is not None
         fits = following is None or self._fits(following)
         window = max(len(self._layout.steps), len(following.steps) if following is not None and fits else 0)
         room, named = self._ring.can_begin(window), self._ring.is_named
-        return [int(room and named), self._journal_nbytes, int(self._spoiled_last), int(fits), int(not named)]
+        return WindowVote(int(room and named), self._journal_nbytes, int(self._spoiled_last), int(fits), int(not named))
 
     def _follow(self, following: WindowLayout, use: Callable[[WindowLayout], None], *, fits: bool) -> None:
         """Put a plan in force, in a larger ring if need be; the one before stays where there is no memory. Collective."""
@@ -404,9 +429,9 @@ class CaptureSession:
             self._tiers.offer(self._complete)  # of partial ones the next is newer and has what tiers lack most
         self._tiers.open(self._window)
 
-    def _close_last_window(self, votes: Sequence[Sequence[int]]) -> None:
+    def _close_last_window(self, votes: Sequence[WindowVote]) -> None:
         """Close the previous window: it is sealed everywhere, or of no use and the one before stays."""
-        spoiled = [rank for rank, vote in enumerate(votes) if vote[SPOILED]]
+        spoiled = [rank for rank, vote in enumerate(votes) if vote.spoiled]
         newest, self._newest = self._newest, None
         why, self._why, self._spoiled_last = self._why, "", False
         if spoiled and newest is not None and self._complete is not None:
@@ -420,7 +445,7 @@ class CaptureSession:
         elif newest is not None:
             self.misses.taken(newest.step)
 
-    def _hear(self, votes: Sequence[Sequence[int]], *, filling: GenerationId | None = None) -> None:
+    def _hear(self, votes: Sequence[TiersVote], *, filling: GenerationId | None = None) -> None:
         """Give the votes of all ranks to the tiers. A generation that memory has given up is not offered any more."""
         freed = self._tiers.agreed(votes, filling=filling)
         if self._complete is not None and self._complete.generation in freed:

@@ -23,7 +23,7 @@ from lightning_moe_ckpt.errors import CheckpointError, RingFull
 from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.native import CopyEngine
 from lightning_moe_ckpt.policies import Chains
-from lightning_moe_ckpt.session._capture import FLUSH_TIMEOUT, JOURNAL_NBYTES, SPOILED, CaptureSession
+from lightning_moe_ckpt.session._capture import FLUSH_TIMEOUT, CaptureSession, WindowVote
 from lightning_moe_ckpt.session._lane import Window
 from lightning_moe_ckpt.snapshot import (
     DifferentialRecorder,
@@ -59,7 +59,6 @@ class ChainCapture(CaptureSession):
             )
         self._chains = chains
         self._recorder = DifferentialRecorder(view, error_feedback=chains.error_feedback)
-        self._num_votes += 1
         self._differential: WindowLayout | None = None
         """Of differences, cut as `_cut_as` is."""
         self._cut_as: WindowLayout | None = None
@@ -71,25 +70,24 @@ class ChainCapture(CaptureSession):
     # -- whether
 
     @override
-    def _votes(self, step: int, following: WindowLayout | None) -> list[int]:
+    def _vote(self, step: int, following: WindowLayout | None) -> WindowVote:
         assert self._ring is not None
         if self._cut_as is not self._layout and self._layout is not None:
             self._cut_as, self._differential = self._layout, self._plans.differential(self._layout)
         lost = self._tiers.lost_chain and step - self._base >= self._chains.batch
         due = following is not None or lost or step - self._base >= self._chains.every_n_steps
         self._link = self._recorder.boundary() and self._last == step - 1 and not due
-        votes = super()._votes(step, following)
-        votes[0] = int(self._has_room() and self._ring.is_named)
-        return [*votes, int(self._link)]
+        has_room = self._has_room() and self._ring.is_named
+        return super()._vote(step, following)._replace(has_room=int(has_room), follows=int(self._link))
 
     @override
-    def _close_last_window(self, votes: Sequence[Sequence[int]]) -> None:
+    def _close_last_window(self, votes: Sequence[WindowVote]) -> None:
         """Decide besides whether the boundary at hand, which is voted on, is a difference."""
         super()._close_last_window(votes)
-        spoiled, grown = any(vote[SPOILED] for vote in votes), any(vote[JOURNAL_NBYTES] for vote in votes)
+        spoiled, grown = any(vote.spoiled for vote in votes), any(vote.journal_nbytes for vote in votes)
         if spoiled:
             self._tiers.not_taken(self._name(self._first))
-        self._link = all(vote[self._num_votes - 1] for vote in votes) and not (spoiled or grown)
+        self._link = all(vote.follows for vote in votes) and not (spoiled or grown)
 
     def _has_room(self) -> bool:
         """Return whether this rank has room, having dropped what storage has."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightning_moe_ckpt.snapshot import WindowLayout
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SealedSegment, SegmentRing, SkipCounter, TierWorker
-
-VOTES = 4
-"""Integers per tier in the exchange before a window."""
 
 _OUTSTANDING = 32
 """Generations per tier that ranks still speak of; as many fit into one integer of the exchange with ease."""
@@ -41,6 +39,19 @@ class Window:
     """When it began, as its markers in all tiers state."""
 
 
+class LaneVote(NamedTuple):
+    """What one rank tells the others of a tier, before a window."""
+
+    idle: int
+    """Whether it can take a generation."""
+    holds: int
+    """Of the outstanding generations, a bit for each that it has."""
+    gave_up: int
+    """The same of those that it will never have."""
+    lost_base: int
+    """Whether nothing can be built on what it has."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Lane:
     """One worker, and the facts that all ranks know of it."""
@@ -64,23 +75,23 @@ class Lane:
     gathered: list[Window] = field(default_factory=list)
     """Differences that it gets together, pinned, oldest first."""
 
-    def votes(self, *, rests: bool) -> list[int]:
+    def vote(self, *, rests: bool) -> LaneVote:
         # First: what went wrong with a generation is known when the worker is idle again.
         idle = self.worker.idle and not rests
         holds = gave_up = 0
         for index, each in enumerate(self.given):
             holds |= self.worker.holds(each) << index
             gave_up |= self.worker.gave_up(each) << index
-        return [int(idle), holds, gave_up, int(self.worker.lost_base)]
+        return LaneVote(int(idle), holds, gave_up, int(self.worker.lost_base))
 
     def agreed(
-        self, votes: Sequence[Sequence[int]], filling: GenerationId | None
+        self, votes: Sequence[LaneVote], filling: GenerationId | None
     ) -> tuple[list[GenerationId], list[GenerationId]]:
         """Take all votes; return the generations that became complete everywhere, and those given up, oldest first."""
         self.idle, common, lacking = True, -1, 0
-        for idle, holds, gave_up, lost in votes:
-            self.idle, common, lacking = self.idle and bool(idle), common & holds, lacking | gave_up
-            if lost:
+        for vote in votes:
+            self.idle, common, lacking = self.idle and bool(vote.idle), common & vote.holds, lacking | vote.gave_up
+            if vote.lost_base:
                 self.base = None
         complete = [each for index, each in enumerate(self.given) if common >> index & 1]
         given_up = [each for index, each in enumerate(self.given) if each != filling and lacking >> index & 1]

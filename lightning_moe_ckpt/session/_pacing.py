@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from lightning_moe_ckpt._logging import rank_logger
 
@@ -61,8 +61,6 @@ _FACTOR_LONG = 6.0
 _MARKS = 64
 """Past states of the account that are remembered at most."""
 _PPM = 1_000_000
-_VOTES = 6
-"""Integers in the exchange, ahead of two for each tier."""
 
 
 class Paced(Protocol):
@@ -101,6 +99,30 @@ class Costs:
     """That checkpoints have cost more than they may have so far."""
     tiers: tuple[tuple[float, float], ...] = ()
     """By tier: what a generation costs by longer steps, and for how long it keeps the tier at work."""
+
+
+class PacingVote(NamedTuple):
+    """What one rank tells the others of its `Costs`, before a window; microseconds."""
+
+    is_due: int
+    """Whether it has measured for long enough."""
+    is_known: int
+    step: int
+    base: int
+    window: int
+    owed: int
+    tiers: tuple[int, ...]
+    """Two for each tier."""
+
+    def row(self) -> list[int]:
+        """Return it as integers."""
+        return [*self[:-1], *self.tiers]
+
+    @classmethod
+    def of(cls, row: Sequence[int]) -> PacingVote:
+        """Return what a `row` says."""
+        due, known, step, base, window, owed, *tiers = row
+        return cls(due, known, step, base, window, owed, tuple(tiers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,13 +427,10 @@ class Governor:
 
     # -- deciding
 
-    @property
-    def num_votes(self) -> int:
-        """Number of integers in `votes`."""
-        return 0 if self._target is None else _VOTES + 2 * len(self._workers)
-
-    def votes(self) -> list[int]:
-        """Return this rank's integers for the exchange; zeros unless it is time for a decision."""
+    def vote(self) -> PacingVote | None:
+        """Return what this rank tells the others, nothing but zeros unless it is time for a decision; `None` without a target."""
+        if self._target is None:
+            return None
         # By steps, which all ranks have taken alike; whether that was long enough they tell each other.
         self._asked = self._steps >= self._least_steps and self._steps - self._decided >= min(
             _DECISION_STEPS, self._least_steps
@@ -419,25 +438,24 @@ class Governor:
         if self._asked:
             self._mark()
         if not self._asked or self._seconds < self._least_seconds:
-            return [0] * self.num_votes
+            return PacingVote(0, 0, 0, 0, 0, 0, (0, 0) * len(self._workers))
         costs = self.costs()
-        own = [costs.step, costs.base, costs.window, costs.owed, *(each for tier in costs.tiers for each in tier)]
-        return [1, int(costs.known), *(round(each * _PPM) for each in own)][: self.num_votes]
+        step, base, window, owed = (round(each * _PPM) for each in (costs.step, costs.base, costs.window, costs.owed))
+        tiers = tuple(round(each * _PPM) for tier in costs.tiers for each in tier)
+        return PacingVote(1, int(costs.known), step, base, window, owed, tiers)
 
-    def agreed(self, rows: Sequence[Sequence[int]]) -> None:
+    def agreed(self, votes: Sequence[PacingVote]) -> None:
         """Take the votes of all ranks, and decide."""
-        if self._target is None or not self._asked or not all(row[0] for row in rows):
+        if self._target is None or not self._asked or not all(vote.is_due for vote in votes):
             return
         self._decided = self._steps
-        step, base, window, owed, *tiers = [
-            max(column) / _PPM for column in zip(*(row[2:] for row in rows), strict=True)
-        ]
+        tiers = [max(column) / _PPM for column in zip(*(vote.tiers for vote in votes), strict=True)]
         costs = Costs(
-            known=all(row[1] for row in rows),
-            step=max(step, 1 / _PPM),
-            base=base,
-            window=window,
-            owed=owed,
+            known=all(vote.is_known for vote in votes),
+            step=max(1, *(vote.step for vote in votes)) / _PPM,
+            base=max(vote.base for vote in votes) / _PPM,
+            window=max(vote.window for vote in votes) / _PPM,
+            owed=max(vote.owed for vote in votes) / _PPM,
             tiers=tuple(zip(tiers[::2], tiers[1::2], strict=True)),
         )
         self._decide(costs, self._target)

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from itertools import chain
+from typing import NamedTuple, Protocol
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
@@ -30,8 +31,8 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, Fenced
 from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.recovery import RestoreSource
-from lightning_moe_ckpt.session._lane import VOTES, Lane, Window
-from lightning_moe_ckpt.session._pacing import Governor
+from lightning_moe_ckpt.session._lane import Lane, LaneVote, Window
+from lightning_moe_ckpt.session._pacing import Governor, PacingVote
 from lightning_moe_ckpt.snapshot import WindowLayout
 from lightning_moe_ckpt.storage import BadCopies, Commit, GenerationId, RankMarker, RunStore
 from lightning_moe_ckpt.tiers import (
@@ -85,6 +86,24 @@ class TierWatcher(Protocol):
         """Whether a good one is left of each of these operators; the same on all ranks."""
 
 
+class TiersVote(NamedTuple):
+    """What one rank tells the others of all tiers, before a window."""
+
+    lanes: tuple[LaneVote, ...]
+    pacing: PacingVote | None
+    """Missing where there is no target."""
+
+    def row(self) -> list[int]:
+        """Return it as integers."""
+        return [*chain.from_iterable(self.lanes), *(() if self.pacing is None else self.pacing.row())]
+
+    def read(self, row: Sequence[int]) -> TiersVote:
+        """Return what the row of another rank says, whose vote has as many integers as this one."""
+        size = len(LaneVote._fields)
+        lanes = [LaneVote(*row[size * index : size * (index + 1)]) for index in range(len(self.lanes))]
+        return TiersVote(tuple(lanes), None if self.pacing is None else PacingVote.of(row[size * len(lanes) :]))
+
+
 class Tiers:
     """The workers of one incarnation, one per tier, in the same order on all ranks."""
 
@@ -107,33 +126,27 @@ class Tiers:
 
     # -- the exchange before a window
 
-    @property
-    def num_votes(self) -> int:
-        """Number of integers in `votes`."""
-        return VOTES * len(self._lanes) + self.governor.num_votes
-
-    def votes(self) -> list[int]:
-        """Return this rank's integers for the exchange."""
+    def vote(self) -> TiersVote:
+        """Return what this rank tells the others."""
         resting = self.governor.resting
-        own = [vote for lane in self._lanes for vote in lane.votes(rests=lane.worker.name in resting)]
-        return own + self.governor.votes()
+        own = tuple(lane.vote(rests=lane.worker.name in resting) for lane in self._lanes)
+        return TiersVote(own, self.governor.vote())
 
-    def agreed(self, votes: Sequence[Sequence[int]], *, filling: GenerationId | None = None) -> set[GenerationId]:
+    def agreed(self, votes: Sequence[TiersVote], *, filling: GenerationId | None = None) -> set[GenerationId]:
         """Take the votes of all ranks: tiers hear what is complete everywhere, and may recycle what is older, and what
         never will be.
 
         Args:
-            votes: integers of all ranks.
+            votes: of all ranks.
             filling: the generation of the window under way, which runs to its end whatever tiers make of it.
 
         Returns:
             Generations that a tier that takes every one has given up: their memory is not theirs any more.
         """
         freed: set[GenerationId] = set()
-        self.governor.agreed([vote[VOTES * len(self._lanes) :] for vote in votes])
+        self.governor.agreed([vote.pacing for vote in votes if vote.pacing is not None])
         for index, lane in enumerate(self._lanes):
-            own = [vote[VOTES * index : VOTES * (index + 1)] for vote in votes]
-            complete, given_up = lane.agreed(own, filling)
+            complete, given_up = lane.agreed([vote.lanes[index] for vote in votes], filling)
             for generation in given_up:  # first: what is kept of the complete ones does not count these
                 self._give_up(lane.worker, generation)
             freed |= set(given_up) if lane.worker.takes_every else set()

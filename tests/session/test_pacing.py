@@ -81,7 +81,7 @@ def train(ranks: Sequence[Rank], steps: int, *, window: int = 4) -> list[float]:
             rank.governor.stepped(rank.in_hooks, window)
         if step - last >= max(window, ranks[0].governor.gap_steps):
             last = step
-            votes = [rank.governor.votes() for rank in ranks]
+            votes = [vote for rank in ranks if (vote := rank.governor.vote()) is not None]
             for rank in ranks:
                 rank.governor.agreed(votes)
                 rank.governor.opened()

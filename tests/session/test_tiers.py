@@ -110,10 +110,9 @@ class Rank:
 
 
 def vote(ranks: list[Rank]) -> None:
-    votes = [rank.tiers.votes() for rank in ranks]
-    assert {len(each) for each in votes} == {ranks[0].tiers.num_votes}
+    rows = [rank.tiers.vote().row() for rank in ranks]
     for rank in ranks:
-        rank.tiers.agreed(votes)
+        rank.tiers.agreed([rank.tiers.vote().read(row) for row in rows])
 
 
 def window(ranks: list[Rank], step: int) -> None:
@@ -202,9 +201,9 @@ def test_a_generation_that_goes_wrong_while_its_window_is_filled_is_given_up_beh
         window(ranks, step)
     for step in (1, 2):
         ranks[1].host.end(step, complete=False)
-    votes = [rank.tiers.votes() for rank in ranks]
+    votes = [rank.tiers.vote() for rank in ranks]
     assert [rank.tiers.agreed(votes, filling=generation(2)) for rank in ranks] == [{generation(1)}] * 2
-    votes = [rank.tiers.votes() for rank in ranks]
+    votes = [rank.tiers.vote() for rank in ranks]
     assert [rank.tiers.agreed(votes) for rank in ranks] == [{generation(2)}] * 2
     assert [rank.host.given_up for rank in ranks] == [[1, 2]] * 2
 
