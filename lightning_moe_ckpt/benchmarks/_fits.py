@@ -17,6 +17,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,12 +29,12 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.moe import MoELayer
@@ -41,7 +42,7 @@ from lightning_moe_ckpt.process import compute_alone
 from lightning_moe_ckpt.storage import Backend, RecordEntry, RecordRows, SegmentLayout, TensorSpec, dtype_code
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.testing._backends import StorageCall, WatchedBackend
-from lightning_moe_ckpt.testing._records import Record, read_lines
+from lightning_moe_ckpt.testing._records import JsonLines, Record, read_lines
 from lightning_moe_ckpt.tiers import shared_directory
 from lightning_moe_ckpt.tiers._skips import SkipCounter
 
@@ -172,6 +173,31 @@ def own_memory(folder: str | Path, *, lost: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     Path(folder).mkdir(parents=True, exist_ok=True)
     os.environ["MOE_CKPT_SHARED_MEMORY"] = str(folder)
+
+
+class StepLines(Callback):
+    """Write down, in `lines`, when a fit begins and when each step is done, by the clock that the processes of a machine share."""
+
+    lines: JsonLines
+    first_step = 0
+    """Added to `global_step`."""
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        write_line(self.lines, "begin", step=self.first_step + trainer.global_step, pid=os.getpid())
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        write_line(self.lines, "step", step=self.first_step + trainer.global_step, **self.values())
+
+    def values(self) -> dict[str, Any]:
+        """Return what a step's line has besides."""
+        return {}
+
+
+def write_line(lines: JsonLines, what: str, **values: Any) -> None:
+    """Append a line with the time."""
+    lines.write({"what": what, "at": time.monotonic(), **values})
 
 
 def lines_of(path: str | Path, *kinds: str) -> list[Record]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from lightning_moe_ckpt.benchmarks._benchmark import Goal, Progress, rounds_of, 
 from lightning_moe_ckpt.benchmarks._fits import bench_folders
 from lightning_moe_ckpt.benchmarks._in_place_fit import REPLICA, SIZE, WINDOW
 from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.testing._attempts import free_port
 from lightning_moe_ckpt.testing._records import Record, read_lines
 
 LAUNCHERS = {
@@ -218,7 +218,7 @@ def _commands(
         module, *arguments = script
         what = ["--nproc-per-node", str(num_ranks), "-m", module, str(folder), str(memory), *arguments]
         return [([*python, *options, *what], {})]
-    port = _free_port()
+    port = free_port()
     lighthouse = [sys.executable, "-c", _LIGHTHOUSE, f"[::]:{port}"]
     replica = [
         *(*python, "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "1", "--max-restarts", "1000"),
@@ -228,18 +228,12 @@ def _commands(
         (lighthouse, {}),
         *(
             (
-                [each.format(port=_free_port()) for each in replica],
+                [each.format(port=free_port()) for each in replica],
                 {REPLICA: str(rank), "TORCHFT_LIGHTHOUSE": f"http://localhost:{port}"},
             )
             for rank in range(num_ranks)
         ),
     ]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
 
 
 class FailingJob:
@@ -265,20 +259,22 @@ class FailingJob:
             after_steps: steps of this turn before that.
             alone: whether the others stay in the step that they are in.
         """
+        torchft = self._launcher == "torchft"
         self._await("a spare", self._has_spare)
         (self._folder / "turn").touch()
         first = self._newest() if self._begun(0.0) else 0
         self._await("steps", lambda: self._begun(0.0) and self._newest() >= first + after_steps)
-        if self._launcher == "torchft":  # a replica that was late to join is there again
+        if torchft:  # a replica that was late to join is there again
             self._await(
                 "all replicas", lambda: all(lines[-1].get("ranks") == self._num_ranks for lines in self.lines())
             )
         pid = [line["pid"] for line in self.lines()[rank] if line["what"] == "begin"][-1]
         at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        read = self._read_torchft if self._launcher == "torchft" else partial(self._read, alone=alone)
-        self._await("the first new step", lambda: read(at, rank) is not None)
-        failure = read(at, rank)
+
+        read = self._read_torchft if torchft else partial(failure_of, alone=alone)
+        self._await("the first new step", lambda: read(self.lines(), at, rank) is not None)
+        failure = read(self.lines(), at, rank)
         assert failure is not None
         (self._folder / "turn").unlink()
         self._spares_used += 1
@@ -324,36 +320,8 @@ class FailingJob:
                 )
             time.sleep(_LOOK_SECONDS)
 
-    def _read(self, at: float, killed: int, *, alone: bool) -> Failure | None:
-        """Return what a kill has cost; None until that is known."""
-        begun, before, after, noticed = 0.0, [], [], []
-        for rank, lines in enumerate(self.lines()):
-            begins = [line["at"] for line in lines if line["what"] == "begin" and line["at"] > at]
-            if not begins and (rank == killed or not alone):
-                return None
-            start = begins[0] if begins else at
-            begun = max(begun, start)
-            steps = [line for line in lines if line["what"] == "step"]
-            before.append([line for line in steps if line["at"] < start])
-            after.append([line for line in steps if line["at"] > start])
-            if rank != killed:
-                noticed += [line["at"] for line in lines if line["what"] == "noticed" and line["at"] > at][:1]
-        lost = max(line["step"] for lines in before for line in lines)
-        if not all(any(line["step"] > lost for line in lines) for lines in after):
-            return None
-        new = max(next(line["at"] for line in lines if line["step"] > lost) for lines in after)
-        again = [line for lines in after for line in lines if line["step"] <= lost]
-        return Failure(
-            noticed_seconds=max(noticed) - at if len(noticed) == self._num_ranks - 1 else None,
-            begin_seconds=begun - at,
-            rerun_seconds=max(line["at"] for line in again) - begun if again else 0.0,
-            rerun_steps=len({line["step"] for line in again}),
-            total_seconds=new - at,
-            step_seconds=_step_seconds(before[killed]),
-        )
-
-    def _read_torchft(self, at: float, killed: int) -> Failure | None:
-        lines = [[line for line in each if line["what"] == "step"] for each in self.lines()]
+    def _read_torchft(self, ranks: list[list[Record]], at: float, killed: int) -> Failure | None:
+        lines = [[line for line in each if line["what"] == "step"] for each in ranks]
         lost = max(line["step"] for each in lines for line in each if line["at"] < at)
         # A step that had been added up when the other died is still finished.
         new = [[line["at"] for line in each if line["at"] > at and line["step"] > lost + 1] for each in lines]
@@ -370,6 +338,42 @@ class FailingJob:
             total_seconds=max(each[0] for each in others) - at,
             step_seconds=_step_seconds([line for line in lines[killed] if line["at"] < at]),
         )
+
+
+def failure_of(ranks: Sequence[Sequence[Record]], at: float, killed: int, *, alone: bool = False) -> Failure | None:
+    """Return what a kill has cost; None until that is known.
+
+    Args:
+        ranks: lines that `StepLines` of each rank has written.
+        at: time of the kill.
+        killed: who died.
+        alone: whether the others stay in the step that they are in.
+    """
+    begun, before, after, noticed = 0.0, [], [], []
+    for rank, lines in enumerate(ranks):
+        begins = [line["at"] for line in lines if line["what"] == "begin" and line["at"] > at]
+        if not begins and (rank == killed or not alone):
+            return None
+        start = begins[0] if begins else at
+        begun = max(begun, start)
+        steps = [line for line in lines if line["what"] == "step"]
+        before.append([line for line in steps if line["at"] < start])
+        after.append([line for line in steps if line["at"] > start])
+        if rank != killed:
+            noticed += [line["at"] for line in lines if line["what"] == "noticed" and line["at"] > at][:1]
+    lost = max(line["step"] for lines in before for line in lines)
+    if not all(any(line["step"] > lost for line in lines) for lines in after):
+        return None
+    new = max(next(line["at"] for line in lines if line["step"] > lost) for lines in after)
+    again = [line for lines in after for line in lines if line["step"] <= lost]
+    return Failure(
+        noticed_seconds=max(noticed) - at if noticed and len(noticed) == len(ranks) - 1 else None,
+        begin_seconds=begun - at,
+        rerun_seconds=max(line["at"] for line in again) - begun if again else 0.0,
+        rerun_steps=len({line["step"] for line in again}),
+        total_seconds=new - at,
+        step_seconds=_step_seconds(before[killed]),
+    )
 
 
 def _step_seconds(steps: Sequence[Record]) -> float:

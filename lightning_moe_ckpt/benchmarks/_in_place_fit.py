@@ -2,7 +2,7 @@
 
 python -m lightning_moe_ckpt.benchmarks._in_place_fit FOLDER MEMORY {lightning,torchft}
 
-Steps are taken while FOLDER/turn is there. Times are of the monotonic clock, which the processes of a machine share.
+Steps are taken while FOLDER/turn is there.
 
 Source of the training with torchft: its `train_ddp.py` at version 0.2.0, with the defaults of that script.
 """
@@ -20,11 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks._fits import BenchModel, ModelSize, bench_trainer, own_memory, quiet_lightning
+from lightning_moe_ckpt.benchmarks._fits import (
+    BenchModel,
+    ModelSize,
+    StepLines,
+    bench_trainer,
+    own_memory,
+    quiet_lightning,
+    write_line,
+)
 from lightning_moe_ckpt.benchmarks._fits import random_tokens as tokens_of
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.launch._wire import SPARE
@@ -38,8 +46,8 @@ _NUM_BATCHES = 500
 _LOOK_SECONDS = 0.002
 
 
-class TurnLines(Callback):
-    """Write what happens, and take steps in turns only.
+class TurnLines(StepLines):
+    """Write down what happens, and take steps in turns only.
 
     Args:
         folder: of the turn and the lines.
@@ -55,16 +63,8 @@ class TurnLines(Callback):
         logging.getLogger("lightning_moe_ckpt.fit.in_place._in_place").handlers = [heard]
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        write(self.lines, "begin", pid=os.getpid(), step=trainer.global_step)
-
-    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         await_turn(self._folder)
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        write(self.lines, "step", step=trainer.global_step)
 
 
 class _Heard(logging.Handler):
@@ -76,7 +76,7 @@ class _Heard(logging.Handler):
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        write(self._lines, "noticed")
+        write_line(self._lines, "noticed")
 
 
 def await_turn(folder: Path) -> None:
@@ -85,15 +85,10 @@ def await_turn(folder: Path) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def write(lines: JsonLines, what: str, **values: Any) -> None:
-    """Append a line with the time."""
-    lines.write({"what": what, "at": time.monotonic(), **values})
-
-
 def note_spare(folder: Path) -> None:
     """Say so if this is a spare: all is imported, and the strategy asks for the rank."""
     if SPARE in os.environ:
-        write(JsonLines(folder / "spares"), "ready", pid=os.getpid())
+        write_line(JsonLines(folder / "spares"), "ready", pid=os.getpid())
 
 
 def train(folder: Path) -> None:
@@ -142,7 +137,7 @@ def train_with_torchft(folder: Path) -> None:
     )
     model: Any = torchft.DistributedDataParallel(manager, inner)
     optimizer: Any = torchft.Optimizer(manager, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    write(lines, "begin", pid=os.getpid(), step=manager.current_step())
+    write_line(lines, "begin", pid=os.getpid(), step=manager.current_step())
     while True:
         for (tokens_BT,) in tokens_of(SIZE, _NUM_BATCHES):
             await_turn(folder)
@@ -151,7 +146,7 @@ def train_with_torchft(folder: Path) -> None:
             model(tokens_BT).backward()
             optimizer.step()
             if manager.current_step() > before:
-                write(lines, "step", step=manager.current_step(), ranks=manager.num_participants())
+                write_line(lines, "step", step=manager.current_step(), ranks=manager.num_participants())
 
 
 def main() -> None:

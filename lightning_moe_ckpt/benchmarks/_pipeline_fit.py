@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._fits import bench_trainer, own_memory, quiet_lightning
-from lightning_moe_ckpt.benchmarks._in_place_fit import TurnLines, note_spare, write
+from lightning_moe_ckpt.benchmarks._in_place_fit import TurnLines, note_spare
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.strategy import MoEStrategy
 
@@ -100,9 +100,9 @@ class _SleepLines(TurnLines):
     """Lines of steps with the seconds in gradients of weights too, which replay leaves out of what is frozen."""
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        write(self.lines, "step", step=trainer.global_step, slept=_Slow.slept)
-        _Slow.slept = 0.0
+    def values(self) -> dict[str, Any]:
+        slept, _Slow.slept = _Slow.slept, 0.0
+        return {"slept": slept}
 
 
 class _LooksAtGradients(Callback):

@@ -44,15 +44,18 @@ from lightning_moe_ckpt.benchmarks._fits import (
     ModelSize,
     TurnTaker,
     bench_folders,
+    lines_of,
     made_up_layout,
     records_of,
 )
-from lightning_moe_ckpt.benchmarks._recovery_fit import RecoveryFit, RecoveryLoss, RecoverySystem, read_times
+from lightning_moe_ckpt.benchmarks._in_place import failure_of
+from lightning_moe_ckpt.benchmarks._recovery_fit import RecoveryFit, RecoveryLoss, RecoverySystem
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import GenerationId, check_places, digest_of
 from lightning_moe_ckpt.testing import AttemptFailed, AttemptResult, Kill, run_attempts
 from lightning_moe_ckpt.testing._attempts import attempt_path
+from lightning_moe_ckpt.testing._records import read_lines
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_name
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile
 
@@ -115,15 +118,13 @@ class Recovery:
     begin_seconds: float
     """Time from the SIGKILL until a new process runs the user's code: noticing the death, ending the others, a fork."""
     ready_seconds: float
-    """Time from the SIGKILL until the state was there; after the fork come process group, model, Trainer, and the restore."""
+    """Time from the SIGKILL until the state was there on all ranks; after the fork come process group, model, Trainer, and the restore."""
     restore_seconds: float | None
     """Part of `ready_seconds` that the checkpoint callback took; unknown for other systems."""
     lost_tokens: int
     """Tokens whose updates are in no weights any more, each as often as it was routed; 0 where restarts are exact."""
-    start_seconds: float
-    """Time from there to the first batch."""
     rerun_seconds: float
-    """Time from the first batch until the step of the kill was done again."""
+    """Time from there until the slowest rank had done the step of the kill again."""
     total_seconds: float
     """Time from the SIGKILL to the end of the first new step."""
     restored_from: list[dict[str, int]]
@@ -220,7 +221,7 @@ def _size(options: SimpleNamespace) -> ModelSize:
 
 
 def _read(attempts: Sequence[AttemptResult], step: int, num_steps: int) -> Recovery:
-    """Return times of the rank that was killed; every rank waits for the slowest in each step.
+    """Return what the kill of the last rank has cost.
 
     Args:
         attempts: the one that was killed, and the next.
@@ -228,30 +229,31 @@ def _read(attempts: Sequence[AttemptResult], step: int, num_steps: int) -> Recov
         num_steps: before it, a whole number of checkpoint intervals, over which costs are averaged.
     """
     killed, resumed = attempts
-    rank = killed.world_size - 1
+    rank, ranks = killed.world_size - 1, range(killed.world_size)
     (at,) = (line["at"] for line in killed.records(rank, "killed"))
-    ranks = range(killed.world_size)
-    times = [read_times(attempt_path(killed.workdir, killed.index, each, "times")) for each in ranks]
-    before, costs = times[rank]["done"], [each["costs"] for each in times]
-    last = min(max(each) for each in costs)  # a rank may not have got to its line
-    spent = [[b - a for a, b in zip(each[last - num_steps], each[last], strict=True)] for each in costs]
+    paths = [[attempt_path(each.workdir, each.index, own, "times") for each in attempts] for own in ranks]
+    failure = failure_of([[line for path in own for line in read_lines(path)] for own in paths], at, rank)
+    assert failure is not None
+    before = [{line["step"]: line for line in lines_of(first, "step")} for first, _ in paths]
+    last = min(map(max, before))  # a rank may not have got to its line
+    spent = [
+        [b - a for a, b in zip(each[last - num_steps]["costs"], each[last]["costs"], strict=True)] for each in before
+    ]
+    steady = sorted(line["at"] for line in before[rank].values())[-max(2, 2 * step // 3) :]
     own = resumed.returned(rank)
-    done = {int(number): seconds for number, seconds in own["done"].items()}
-    steady = sorted(before.values())[-max(2, 2 * step // 3) :]
     return Recovery(
         killed_at=step,
-        rollback_steps=step - own["from"],
+        rollback_steps=failure.rerun_steps,
         step_seconds=statistics.fmean(later - earlier for earlier, later in pairwise(steady)),
         hook_seconds=spent[rank][0] / num_steps,
         saved_nbytes=sum(nbytes for _, nbytes in spent) / num_steps,
         begin_seconds=own["begun"] - at,
-        ready_seconds=own["ready"] - at,
+        ready_seconds=failure.begin_seconds,
         restore_seconds=own["restore_seconds"],
         lost_tokens=own["lost_tokens"],
-        start_seconds=own["started"] - own["ready"],
-        rerun_seconds=done[step] - own["started"] if own["from"] < step else 0.0,
-        total_seconds=done[step + 1] - at,
-        restored_from=[resumed.returned(each)["restored_from"] for each in range(resumed.world_size)],
+        rerun_seconds=failure.rerun_seconds,
+        total_seconds=failure.total_seconds,
+        restored_from=[resumed.returned(each)["restored_from"] for each in ranks],
     )
 
 

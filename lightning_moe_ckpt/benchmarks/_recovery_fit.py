@@ -1,8 +1,4 @@
-"""Run one attempt of a fit that is killed or resumed, and note the times at which it got to each step.
-
-Times are of the monotonic clock, which the processes of one machine share, so a kill in one attempt and a step in the next
-can be subtracted.
-"""
+"""Run one attempt of a fit that is killed or resumed, and note the times at which it got to each step."""
 
 from __future__ import annotations
 
@@ -12,15 +8,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, seed_everything
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     ModelSize,
+    StepLines,
     bench_trainer,
-    lines_of,
     own_memory,
     quiet_lightning,
     random_tokens,
@@ -60,15 +56,14 @@ class RecoveryFit:
     """Argument of the Trainer, which warns of kernels that are not."""
 
     def __call__(self, attempt: Attempt) -> dict[str, Any]:
-        """Run an attempt; return the times of steps on this rank, and what the callback says about its restore."""
+        """Run an attempt; return when it began, and what the callback says about its restore."""
         begun, is_killed = time.monotonic(), attempt.rank == attempt.world_size - 1
         loses_memory = self.loss == "cluster" or (self.loss == "node" and is_killed)
         own_memory(f"{self.memory}/node{attempt.rank}", lost=attempt.index > 0 and loses_memory)
         folder = Path(attempt.url.removeprefix("file://"))
         first = newest_step(folder) if self.system == "dcp" else 0
         checkpoint = self._checkpoint(attempt, folder, first)
-        path = attempt.records.with_suffix(".times")
-        times = StepTimes(path, first, checkpoint)
+        times = StepTimes(attempt.records.with_suffix(".times"), first, checkpoint)
         with quiet_lightning():
             trainer = bench_trainer(
                 accelerator=self.accelerator,
@@ -82,7 +77,7 @@ class RecoveryFit:
             seed_everything(attempt.seed, verbose=False)  # another in every attempt: what is not restored shows
             data = random_tokens(self.size, attempt.world_size * (self.max_steps + 1))
             trainer.fit(model, data, ckpt_path=self._ckpt_path(folder))
-        return {"begun": begun, **read_times(path), **_report(checkpoint)}
+        return {"begun": begun, **_report(checkpoint)}
 
     def _checkpoint(self, attempt: Attempt, folder: Path, first: int) -> Callback | None:
         if self.system == "sparse":
@@ -111,47 +106,21 @@ def newest_step(folder: Path) -> int:
     return max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)
 
 
-class StepTimes(Callback):
-    """Append a line at every step.
+class StepTimes(StepLines):
+    """Append a line at every step, with what checkpoints have cost so far.
 
     Args:
         path: file of the lines.
         first_step: added to `global_step`.
-        checkpoint: asked at every step for what it has cost so far.
+        checkpoint: asked for that.
     """
 
     def __init__(self, path: Path, first_step: int, checkpoint: Callback | None) -> None:
-        self._first, self._checkpoint, self._lines = first_step, checkpoint, JsonLines(path)
-        self._started = False
+        self.first_step, self._checkpoint, self.lines = first_step, checkpoint, JsonLines(path)
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write("ready", trainer)
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        if not self._started:
-            self._started = True
-            self._write("started", trainer)
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        self._write("step", trainer, _costs(self._checkpoint))
-
-    def _write(self, what: str, trainer: Trainer, costs: tuple[float, int] | None = None) -> None:
-        step = self._first + trainer.global_step
-        self._lines.write({"what": what, "step": step, "at": time.monotonic(), "costs": costs})
-
-
-def read_times(path: Path) -> dict[str, Any]:
-    """Return when the state was there, when and at which step the first batch was, and when each step was done.
-
-    Also, by step, what checkpoints had cost by then: seconds of the training thread, and bytes.
-    """
-    ready, started = lines_of(path, "ready", "started")
-    steps = {line["step"]: line for line in lines_of(path, "step")}
-    done, costs = ({step: line[key] for step, line in steps.items()} for key in ("at", "costs"))
-    return {"ready": ready["at"], "started": started["at"], "from": started["step"], "done": done, "costs": costs}
+    def values(self) -> dict[str, Any]:
+        return {"costs": _costs(self._checkpoint)}
 
 
 def _costs(checkpoint: Callback | None) -> tuple[float, int]:

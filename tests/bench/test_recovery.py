@@ -97,7 +97,7 @@ def test_sparse_checkpoints_and_lightnings_own_are_killed_and_resumed() -> None:
     ((status, out),) = run_world(1, work, process_group=False, timeout=timedelta(minutes=4))
     assert status == 0
     *rows, host = json.loads(out)["recovery"]
-    assert (host["nbytes"], len(host["seconds"])) == (10**6, 2)
+    assert (host["nbytes"], len(host["seconds"])) == (2**20, 2)
     assert min(host["seconds"]) > 0
     figures = [RecoveryFigure(**row) for row in rows]
     assert [(figure.system, figure.loss) for figure in figures] == [c for c in CASES if c[0] in ("sparse", "lightning")]
