@@ -33,7 +33,7 @@ from lightning_moe_ckpt.snapshot import _writer
 
 MAX_LINES, MAX_MODULES = 69_000, 320
 MAX_SESSION_MODULES, MAX_SESSION_IMPORTS = 12, 17  # two of them are the logger and the units
-MAX_HOMONYMS = 8
+MAX_HOMONYMS = 6
 MAX_OLD_WORDS = 5
 MAX_DOWN, MAX_UP = (25, 14), (24, 13)
 """Functions and modules that a record passes."""

@@ -25,7 +25,7 @@ from torchmetrics import Metric
 
 from lightning_moe_ckpt.fit.loaders._loaders import data_owners, loader_generators, loader_objects, loads_again
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of, datamodule_of
-from lightning_moe_ckpt.fit.objects._generators import Places, generators_at, places_of
+from lightning_moe_ckpt.fit.objects._generators import GeneratorPlaces, generators_at, places_of
 from lightning_moe_ckpt.fit.objects._kinds import CONTENT, metrics_own
 from lightning_moe_ckpt.fit.objects._users import in_state, is_library, names_of_loaders
 from lightning_moe_ckpt.fit.objects._values import Values, is_of_values, unnumbered
@@ -217,7 +217,7 @@ class HeldGenerators:
 
     def __init__(self, trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> None:
         self._trainer, self._module, self._skip = trainer, module, skip
-        self._places: Places = {}
+        self._places: GeneratorPlaces = {}
 
     def look(self) -> None:
         """Search for generators; call again after loaders were made."""

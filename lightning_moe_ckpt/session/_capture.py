@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,7 +28,8 @@ from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.process import Beside, StallMeter
 from lightning_moe_ckpt.session._edits import PassEdits
 from lightning_moe_ckpt.session._lane import Window
-from lightning_moe_ckpt.session._tiers import Tiers, TiersVote
+from lightning_moe_ckpt.session._tiers import Tiers
+from lightning_moe_ckpt.session._votes import TiersVote, WindowVote, gather_votes
 from lightning_moe_ckpt.snapshot import (
     BoundaryCapture,
     BufferChanged,
@@ -48,23 +48,6 @@ log = rank_logger(__name__)
 
 FLUSH_TIMEOUT = timedelta(seconds=30)
 """How long training waits for slots that a transfer still reads, before it goes on without a window."""
-
-
-class WindowVote(NamedTuple):
-    """What one rank tells the others before a window, ahead of its tiers and of plans."""
-
-    has_room: int
-    """Whether it could begin one."""
-    journal_nbytes: int
-    """Bytes that a journal lacked; 0 if all had room."""
-    spoiled: int
-    """Whether it has not taken all of the window before."""
-    fits: int
-    """Whether the plan that follows fits into the memory that it has."""
-    unnamed: int
-    """Whether that memory has lost its name."""
-    follows: int = 0
-    """Whether the boundary at hand is a difference to the one before."""
 
 
 class CaptureSession:
@@ -187,7 +170,9 @@ class CaptureSession:
             following = plans.take_next() if plans is not None else None  # the same on all ranks
         inputs = plans.inputs() if plans is not None else []
         with self._stalls.measure("exchange"):
-            votes, of_tiers, of_plans = self._gather(self._vote(step, following), inputs)
+            votes, of_tiers, of_plans = gather_votes(
+                self._exchange, self._vote(step, following), self._tiers.vote(), inputs
+            )
         if plans is not None:
             plans.agreed(of_plans)
         self._close_last_window(votes)
@@ -386,19 +371,6 @@ class CaptureSession:
         if ticket is not None and not ticket.done:
             with self._stalls.measure_both("fence"), suppress(CheckpointError):  # reported by the fence
                 self._engine.fence(ticket)
-
-    def _gather(
-        self, own: WindowVote, inputs: Sequence[int]
-    ) -> tuple[list[WindowVote], list[TiersVote], list[list[int]]]:
-        """Return the votes of all ranks, those of their tiers, and what they give for plans. Collective."""
-        tiers = self._tiers.vote()
-        behind = len(own) + len(told := tiers.row())
-        rows = self._exchange.gather([*own, *told, *inputs])
-        return (
-            [WindowVote(*row[: len(own)]) for row in rows],
-            [tiers.read(row[len(own) : behind]) for row in rows],
-            [row[behind:] for row in rows],
-        )
 
     def _vote(self, step: int, following: WindowLayout | None) -> WindowVote:
         """Return what this rank tells the others before a window."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from lightning_moe_ckpt.session._votes import LaneVote
 from lightning_moe_ckpt.snapshot import WindowLayout
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SealedSegment, SegmentRing, SkipCounter, TierWorker
@@ -37,19 +37,6 @@ class Window:
     """Whether storage gets a difference with what was gathered before it, or waits for more."""
     unix_time: int = field(default_factory=lambda: int(time.time()))
     """When it began, as its markers in all tiers state."""
-
-
-class LaneVote(NamedTuple):
-    """What one rank tells the others of a tier, before a window."""
-
-    idle: int
-    """Whether it can take a generation."""
-    holds: int
-    """Of the outstanding generations, a bit for each that it has."""
-    gave_up: int
-    """The same of those that it will never have."""
-    lost_base: int
-    """Whether nothing can be built on what it has."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -30,9 +30,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.session._votes import PacingVote
 
 log = rank_logger(__name__)
 
@@ -99,30 +100,6 @@ class Costs:
     """That checkpoints have cost more than they may have so far."""
     tiers: tuple[tuple[float, float], ...] = ()
     """By tier: what a generation costs by longer steps, and for how long it keeps the tier at work."""
-
-
-class PacingVote(NamedTuple):
-    """What one rank tells the others of its `Costs`, before a window; microseconds."""
-
-    is_due: int
-    """Whether it has measured for long enough."""
-    is_known: int
-    step: int
-    base: int
-    window: int
-    owed: int
-    tiers: tuple[int, ...]
-    """Two for each tier."""
-
-    def row(self) -> list[int]:
-        """Return it as integers."""
-        return [*self[:-1], *self.tiers]
-
-    @classmethod
-    def of(cls, row: Sequence[int]) -> PacingVote:
-        """Return what a `row` says."""
-        due, known, step, base, window, owed, *tiers = row
-        return cls(due, known, step, base, window, owed, tuple(tiers))
 
 
 @dataclass(frozen=True, kw_only=True)

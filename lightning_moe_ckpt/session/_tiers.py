@@ -22,8 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
@@ -31,8 +30,9 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, Fenced
 from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.recovery import RestoreSource
-from lightning_moe_ckpt.session._lane import Lane, LaneVote, Window
-from lightning_moe_ckpt.session._pacing import Governor, PacingVote
+from lightning_moe_ckpt.session._lane import Lane, Window
+from lightning_moe_ckpt.session._pacing import Governor
+from lightning_moe_ckpt.session._votes import TiersVote
 from lightning_moe_ckpt.snapshot import WindowLayout
 from lightning_moe_ckpt.storage import BadCopies, Commit, GenerationId, RankMarker, RunStore
 from lightning_moe_ckpt.tiers import (
@@ -84,24 +84,6 @@ class TierWatcher(Protocol):
     @property
     def all_have_copies(self) -> bool:
         """Whether a good one is left of each of these operators; the same on all ranks."""
-
-
-class TiersVote(NamedTuple):
-    """What one rank tells the others of all tiers, before a window."""
-
-    lanes: tuple[LaneVote, ...]
-    pacing: PacingVote | None
-    """Missing where there is no target."""
-
-    def row(self) -> list[int]:
-        """Return it as integers."""
-        return [*chain.from_iterable(self.lanes), *(() if self.pacing is None else self.pacing.row())]
-
-    def read(self, row: Sequence[int]) -> TiersVote:
-        """Return what the row of another rank says, whose vote has as many integers as this one."""
-        size = len(LaneVote._fields)
-        lanes = [LaneVote(*row[size * index : size * (index + 1)]) for index in range(len(self.lanes))]
-        return TiersVote(tuple(lanes), None if self.pacing is None else PacingVote.of(row[size * len(lanes) :]))
 
 
 class Tiers:

@@ -49,7 +49,7 @@ from lightning_moe_ckpt.snapshot import DataAccess
 log = rank_logger(__name__)
 
 
-class Place(IntEnum):
+class StepPosition(IntEnum):
     """Where a rank is when another one fails."""
 
     NEW = 0
@@ -59,7 +59,7 @@ class Place(IntEnum):
     ELSEWHERE = 3
 
 
-class Phase(Enum):
+class RecoveryState(Enum):
     """How far this rank's stage, and the others, are in a recovery of single stages."""
 
     TRAINING = auto()
@@ -73,10 +73,15 @@ class Phase(Enum):
 
 
 _MOVES = {
-    Phase.TRAINING: {Phase.JOINED},
-    Phase.JOINED: {Phase.JOINED, Phase.REPEATING, Phase.WAITING, Phase.TRAINING},
-    Phase.REPEATING: {Phase.JOINED, Phase.TRAINING},
-    Phase.WAITING: {Phase.JOINED, Phase.TRAINING},
+    RecoveryState.TRAINING: {RecoveryState.JOINED},
+    RecoveryState.JOINED: {
+        RecoveryState.JOINED,
+        RecoveryState.REPEATING,
+        RecoveryState.WAITING,
+        RecoveryState.TRAINING,
+    },
+    RecoveryState.REPEATING: {RecoveryState.JOINED, RecoveryState.TRAINING},
+    RecoveryState.WAITING: {RecoveryState.JOINED, RecoveryState.TRAINING},
 }
 """`decide` moves to JOINED, `_feed` from there, `_meet` back to TRAINING; `_give_up` and `ended` do where all go on in place."""
 
@@ -149,7 +154,7 @@ class Decision:
         size, count = groups.stage_size, groups.num_stages
         stages = [rows[stage * size : (stage + 1) * size] for stage in range(count)]
         segments = {range(row.first, row.stop) for row in rows if row.target >= 0}
-        failed = {stage for stage in range(count) if any(row.place == Place.NEW for row in stages[stage])}
+        failed = {stage for stage in range(count) if any(row.place == StepPosition.NEW for row in stages[stage])}
         while True:
             healthy = [row for stage in range(count) if stage not in failed for row in stages[stage] if row.target < 0]
             # What ranks know that go back does not count. One that stays and knows a step to be taken has come to the next
@@ -163,7 +168,7 @@ class Decision:
             "this run does not let a stage recover alone": not all(row.possible for row in rows),
             "no rank is new": not failed,
             "all stages failed together": not healthy,
-            "other stages were not inside a step": any(row.place == Place.ELSEWHERE for row in healthy),
+            "other stages were not inside a step": any(row.place == StepPosition.ELSEWHERE for row in healthy),
             "there is no generation yet": not all(row.has_generation for row in healthy),
             "stages were not in the same step": not _are_at(healthy, step),
         }
@@ -200,7 +205,7 @@ def _going(segment: range, stages: Sequence[Sequence[Where]], failed: Collection
 
 def _are_at(rows: Iterable[Where], taken: int) -> bool:
     """Whether all are in one step, or at the commit before it, of which others know that it succeeded."""
-    return all(row.taken == taken or (row.taken, row.place) == (taken - 1, Place.AT_COMMIT) for row in rows)
+    return all(row.taken == taken or (row.taken, row.place) == (taken - 1, StepPosition.AT_COMMIT) for row in rows)
 
 
 class StageAlone:
@@ -239,8 +244,8 @@ class StageAlone:
         """Of the newest failure; `None` where everybody goes on in place."""
         self._may: bool | None = None
         """Whether a stage may recover alone in this run; `None` until it is known, and false for good."""
-        self._phase = Phase.TRAINING
-        self._place, self._taken, self._has_generation = Place.ELSEWHERE, -1, False
+        self._state = RecoveryState.TRAINING
+        self._place, self._taken, self._has_generation = StepPosition.ELSEWHERE, -1, False
         self._has_said_size = False
         self._joined_at = 0.0
         self._attempt: StepUndo | None = None
@@ -265,22 +270,22 @@ class StageAlone:
     def decide(self) -> None:
         """Agree on what to do about the failure for which groups were made anew. Collective."""
         exchange, upstream = Exchange(self._strategy.groups), self._log
-        between = upstream.silent or (upstream.apart and self._place is Place.ELSEWHERE)
+        between = upstream.silent or (upstream.apart and self._place is StepPosition.ELSEWHERE)
         here = Where(int(self._possible), self._place, self._taken, int(self._has_generation))
         if self.run is None or between:
-            here = here._replace(place=Place.NEW)
+            here = here._replace(place=StepPosition.NEW)
         elif upstream.apart:
             here = here._replace(target=self._target, first=self._segment.start, stop=self._segment.stop)
         rows = [Where(*row) for row in exchange.gather(here)]
         plan = Decision.of(rows, self._strategy.groups)
         self._may = all(row.possible for row in rows)  # for good: a process that comes later does not know why
-        self._move(Phase.JOINED)
+        self._move(RecoveryState.JOINED)
         self._joined_at = time.perf_counter()
         if isinstance(plan, str):
             log.info("everybody goes on in place: %s", plan, alike=True)
             self._give_up()
             return
-        knows = here.place != Place.NEW and here.target < 0 and self._taken == plan.step
+        knows = here.place != StepPosition.NEW and here.target < 0 and self._taken == plan.step
         flags = exchange.gather_values(self._flags if knows else None)
         if not upstream.apart:
             self._flags = next((each for each in flags if isinstance(each, dict)), {})
@@ -300,7 +305,7 @@ class StageAlone:
 
     def begun(self, run: FitSession) -> None:
         """Take what this rank's stage repeats steps from, once it has loaded a generation. Collective, with `_recover` elsewhere."""
-        self.run, self._place = run, Place.ELSEWHERE
+        self.run, self._place = run, StepPosition.ELSEWHERE
         self._log.keeps = self._possible
         run.may_wait(within_steps=self._possible)
         if self.plan is None:
@@ -324,19 +329,19 @@ class StageAlone:
 
         Those wait for this rank, some of them in collectives of its stage; it cannot tell them by any collective.
         """
-        if self._phase is not Phase.REPEATING or not self._is_own(error) or isinstance(error, Rewind):
+        if self._state is not RecoveryState.REPEATING or not self._is_own(error) or isinstance(error, Rewind):
             return error
         log.error("this stage does not come to the step that failed as it did before: %s", error)
         self._may = False  # it would not come there the next time either
-        self._move(Phase.TRAINING)
+        self._move(RecoveryState.TRAINING)
         self._supervisor.call_off(f"does not repeat its steps exactly: {error}")
         return dist.DistError(str(error))
 
     # -- private
 
-    def _move(self, phase: Phase) -> None:
-        assert phase in _MOVES[self._phase], f"{self._phase} to {phase}"
-        self._phase = phase
+    def _move(self, state: RecoveryState) -> None:
+        assert state in _MOVES[self._state], f"{self._state} to {state}"
+        self._state = state
 
     @property
     def _possible(self) -> bool:
@@ -354,7 +359,7 @@ class StageAlone:
 
     def _give_up(self) -> None:
         self.plan = None
-        self._move(Phase.TRAINING)
+        self._move(RecoveryState.TRAINING)
         self._log.forget()
 
     def _feed(self, first: int | None) -> None:
@@ -381,11 +386,11 @@ class StageAlone:
         if self._log.apart:
             self._live = live = Segment(groups, self._segment)
             self._log.join(live.before, live.behind)
-        self._move(Phase.REPEATING if self._log.apart else Phase.WAITING)
+        self._move(RecoveryState.REPEATING if self._log.apart else RecoveryState.WAITING)
 
     def _meet(self) -> None:
         """Wait until all stages are at the same step. Collective, of all ranks."""
-        self._move(Phase.TRAINING)
+        self._move(RecoveryState.TRAINING)
         Exchange(self._strategy.groups).all_agree(True)
 
     def take_step(self, take: Callable[[], Any]) -> Any:
@@ -404,7 +409,7 @@ class StageAlone:
         self._attempt, self._taken = attempt, step
         try:
             while True:
-                self._place = Place.WITHIN_STEP
+                self._place = StepPosition.WITHIN_STEP
                 try:
                     self._begin_attempt(run, step)
                     return take()
@@ -418,7 +423,7 @@ class StageAlone:
                 run.attempt_again()
                 self._supervisor.beat(step)
         finally:
-            self._place = Place.ELSEWHERE
+            self._place = StepPosition.ELSEWHERE
 
     def _begin_attempt(self, run: FitSession, step: int) -> None:
         run.raise_broken()
@@ -445,10 +450,10 @@ class StageAlone:
 
     def commit(self, agree: Callable[[], dict[str, int]]) -> None:
         """Agree that the step is taken; one that not all ranks have come to is done again."""
-        if self._place is not Place.WITHIN_STEP:
+        if self._place is not StepPosition.WITHIN_STEP:
             self._flags = agree()
             return
-        self._place = Place.AT_COMMIT
+        self._place = StepPosition.AT_COMMIT
         if not self._log.apart and self._attempt is not None and (edits := self._attempt.edits()):
             log.warning(
                 "if a rank fails, all stages recover: %s, which could not be undone. Do it in hooks between steps",

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from lightning_moe_ckpt.fit.objects._users import names_of_loaders
 from lightning_moe_ckpt.journal import HeldGenerator
 
-Places: TypeAlias = "dict[str, tuple[Any, Any]]"
+GeneratorPlaces: TypeAlias = "dict[str, tuple[Any, Any]]"
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH = 6
@@ -45,7 +45,7 @@ def held_by(objects: Mapping[str, object]) -> dict[str, HeldGenerator]:
     return generators_at(places_of(objects.items(), set()))
 
 
-def places_of(roots: Iterable[tuple[str, object]], seen: set[int]) -> Places:
+def places_of(roots: Iterable[tuple[str, object]], seen: set[int]) -> GeneratorPlaces:
     """Return where objects hold generators: containers and keys, by names that begin with the objects' names.
 
     Args:
@@ -55,7 +55,7 @@ def places_of(roots: Iterable[tuple[str, object]], seen: set[int]) -> Places:
     return {place: at for name, each in roots for place, at in _places(name, each, seen, _DEPTH)}
 
 
-def generators_at(places: Places) -> dict[str, HeldGenerator]:
+def generators_at(places: GeneratorPlaces) -> dict[str, HeldGenerator]:
     """Return the generators that are still in their places."""
     found = {}
     for name, (namespace, key) in places.items():
