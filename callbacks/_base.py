@@ -64,8 +64,8 @@ class ReplayHooks(Callback):
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if (replay := self._run.session.repeats.replay) is not None:
-            replay.frozen.fill_gradients()
+        if (frozen := self._run.session.repeats.frozen) is not None:
+            frozen.fill_gradients()
 
     @override
     def on_before_optimizer_step(

@@ -34,7 +34,7 @@ from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.parallel._elastic import is_of_collective
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import clocked
-from lightning_moe_ckpt.session import CheckpointSession, Report
+from lightning_moe_ckpt.session import CheckpointSession, Repeats, Report
 from lightning_moe_ckpt.tiers import SessionConfig
 
 log = rank_logger(__name__)
@@ -173,9 +173,7 @@ class FitSession:
 
     def renew(self) -> int | None:
         """Open another session beside ranks that load what it finds, and return the step from which they go on. Collective."""
-        repeats = self.session.repeats
-        self.session, self._suspended = self._open(), False
-        self.session.repeats = repeats
+        self.session, self._suspended = self._open(self.session.repeats), False
         self.clock = self.session.clock
         start = self.session.begin(stay=True)
         self.session.alone = True
@@ -391,9 +389,9 @@ class FitSession:
             except Exception as error:  # noqa: BLE001  # raised again unless another rank has failed
                 self._put_off(error)
         outcome = self.session.repeats.outcome(self._step + 1)
-        replay = self.session.repeats.replay
+        frozen = self.session.repeats.frozen
         self._clip.override = None if outcome is None else outcome["grad_norm"]
-        self._clip.clipped = None if replay is None else replay.frozen.drop_gradients
+        self._clip.clipped = None if frozen is None else frozen.drop_gradients
         self.session.forward_begins(self._last_step)
 
     @clocked
@@ -407,8 +405,8 @@ class FitSession:
     @clocked
     def batch_end(self, outputs: Any) -> None:
         self._half_a_step = not self._stepped
-        if self.session.repeats.replay is not None:
-            self.session.repeats.replay.frozen.give_back_gradients()
+        if (frozen := self.session.repeats.frozen) is not None:
+            frozen.give_back_gradients()
         if isinstance(outputs, dict) and isinstance(outputs.get("loss"), torch.Tensor):
             self._losses.append(outputs["loss"].detach().clone())
 
@@ -500,7 +498,11 @@ class FitSession:
             self._trainer.strategy.on_phase = self.session.bubbles.enter
 
     def _opened(
-        self, config: SessionConfig, policy: Policy, own_callbacks: tuple[type[Callback], ...]
+        self,
+        config: SessionConfig,
+        policy: Policy,
+        own_callbacks: tuple[type[Callback], ...],
+        repeats: Repeats | None = None,
     ) -> CheckpointSession:
         trainer, module = self._trainer, self._module
         return CheckpointSession(
@@ -517,12 +519,13 @@ class FitSession:
             extra=_trainer.checkpoint_extra(trainer, module),
             averages=averages_of(trainer),
             as_user=lambda start: self._trains.restore(start["trained"]),
+            repeats=repeats,
         )
 
     def _training_step(self, step: Callable[[], Any]) -> Any:
         """Run the user's step; once more in replay, with nothing left out, if it asks for a gradient that is."""
-        replay = self.session.repeats.replay
-        if replay is None or not replay.frozen.leaves_out:
+        frozen = self.session.repeats.frozen
+        if frozen is None or not frozen.leaves_out:
             return step()
         buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         random = capture_rng()
@@ -532,7 +535,7 @@ class FitSession:
             if _UNUSED not in str(error):
                 raise
             log.info("the step asks for gradients of frozen parts (%s): they are computed from here on", error)
-        replay.frozen.leave_nothing_out()
+        frozen.leave_nothing_out()
         restore_rng(random)
         with torch.no_grad():
             for name, buffer in self._module.named_buffers():

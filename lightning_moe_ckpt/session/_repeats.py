@@ -10,7 +10,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.native import CopyEngine
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.recovery import Replay
+from lightning_moe_ckpt.recovery import Frozen, Replay
 from lightning_moe_ckpt.session._report import made
 from lightning_moe_ckpt.snapshot import WindowLayout
 
@@ -42,6 +42,11 @@ class Repeats:
                 each.groups, each.engine = groups, engine
         if self.replay is not None:
             self.layout = layout
+
+    @property
+    def frozen(self) -> Frozen | None:
+        """What does not train yet; `None` if everything is active."""
+        return None if self.replay is None else self.replay.frozen
 
     def outcome(self, step: int) -> Journal | None:
         """Return the original run's outcome of the step that ends at boundary `step`, while replaying it."""

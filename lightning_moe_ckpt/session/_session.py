@@ -54,7 +54,8 @@ class CheckpointSession:
 
     With `may_skip`, `requires_grad` may be toggled in replay, unless a compiler makes other programs, of other
     rounding, where modules are watched or frozen (`compiled`). `extra` is what the trainer adds to checkpoints of its
-    own, for exports; what cannot be stored is left out. `averages` are those that callbacks keep of the module.
+    own, for exports; what cannot be stored is left out. `averages` are those that callbacks keep of the module. `repeats` are those of
+    a session before this one, in the midst of which this one is opened.
     """
 
     @collections_paused()
@@ -72,6 +73,7 @@ class CheckpointSession:
         extra: Mapping[str, object] | None = None,
         averages: Averages | None = None,
         as_user: Callable[[Journal], None] = lambda _: None,
+        repeats: Repeats | None = None,
     ) -> None:
         self._as_user = as_user
         self._extra, self._autocast_dtype, self._may_skip = dict(extra or {}), autocast_dtype, may_skip and not compiled
@@ -101,7 +103,7 @@ class CheckpointSession:
         self._engine = create_engine(device)
         self.bubbles = Bubbles(self._engine, device)
         self._found: RestoreSource | None = None
-        self.repeats = Repeats()
+        self.repeats = Repeats() if repeats is None else repeats
         self.alone = False
         """Whether nothing is taken, as a pipeline stage repeats steps that others have taken, or they wait for one that does."""
         self._steps = 0
