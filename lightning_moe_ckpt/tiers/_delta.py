@@ -1,21 +1,21 @@
-"""Encode a segment by gradients: a holder of the previous boundary's segment rebuilds this one, byte for byte.
+"""Encode a segment by gradients: a holder of the previous boundary's segment rebuilds this segment, byte for byte.
 
-The optimizer takes one step between two boundaries. For a part whose state is in both segments, only the gradient of
-that step is sent, as the optimizer consumed it, with the settings of the step. The receiver repeats the step on the
-parameter and moments of the previous segment. A part without gradient was not stepped, and nothing is sent for it. All
-other tensors are sent whole, and so are parts that the previous segment lacks or has without state.
+The optimizer takes one step between two boundaries. For a part whose state is in both segments, only the step's
+gradient is sent, as the optimizer consumed it, with the step's settings. The receiver repeats the step on the parameter
+and moments in the previous segment. A part without gradient was not stepped, and nothing is sent for it. All other
+tensors are sent whole, and so are parts without state in the previous segment.
 
 ```text
 recipe   encoding of each part, settings of the step, difference of the headers, a digest of all this
 payload  whole tensors, in runs, in the order of the file; then gradients, each at a multiple of 64 bytes
 ```
 
-Invariant: only the marker's digest of the whole segment decides whether a rebuilt segment is right, and a copy with
-another digest is refused: the processor of another node may round differently, and users may edit weights.
+Invariant: only the marker's digest of the whole segment decides whether a rebuilt segment is right. A copy with another
+digest is refused: another node's processor may round differently, and users may edit weights.
 
-Gradients that were rounded to bfloat16 lead to slightly different bytes, and the error grows with every step. Of such a
-segment, tensors that are sent whole and the gradients are checked by digests; its marker describes the rebuilt bytes.
-In an *audit* the whole segment is sent too, and the receiver reports how far the rebuilt state is from it.
+Gradients rounded to bfloat16 lead to slightly different bytes, and the error grows with every step. In such a segment
+digests check the gradients and the tensors sent whole; its marker describes the rebuilt bytes. In an *audit* the whole
+segment is sent too, and the receiver reports the rebuilt state's distance from it.
 
 Source: MOETION (2024), Sec. 5.2, Algorithm 3.
 """
@@ -56,9 +56,9 @@ _LENGTHS = struct.Struct("<III")
 _DIGEST_NBYTES = 16
 _MAX_SETTINGS = 256 - STEPPED
 _MAX_DOCUMENT_NBYTES = 2**17
-"""Most bytes of the settings of a step, of which there are fewer than 256."""
+"""Most bytes of a recipe's document, which lists fewer than 256 settings."""
 _BLOCK_NUMEL = 2**16
-"""Elements that are copied and stepped at a time, so that they are still in the cache when they are stepped."""
+"""Elements copied and stepped at a time: few enough to be in the cache still for the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,37 +80,37 @@ class StepSettings:
 
 @dataclass(frozen=True, slots=True)
 class PartGradient:
-    """Describe the optimizer step of one part of a segment."""
+    """Optimizer step of one part of a segment."""
 
     offset: int
-    """Offset of its gradient in `Gradients.area`; a multiple of `GRADIENT_ALIGN`."""
+    """Offset of the part's gradient in `Gradients.area`; a multiple of `GRADIENT_ALIGN`."""
     settings: StepSettings | None
     """Settings of the step; `None` if the part had no gradient, and so no step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Gradients that an optimizer step consumed, by part of the segment after it."""
+    """Gradients consumed by an optimizer step, by part of the segment after the step."""
 
     area: Tensor
     """Memory of the gradients, uint8."""
     dtype: torch.dtype
     """float32, or bfloat16 where rounding is allowed."""
     parts: Mapping[str, PartGradient]
-    """Parts by the prefix of their tensors' names; a part that is missing here is sent whole."""
+    """Parts by the prefix of their tensors' names; a part missing here is sent whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Facts of the previous segment that the sender keeps instead of its bytes."""
+    """Facts about the previous segment, kept by the sender in place of the segment's bytes."""
 
     header: bytes
     present: bytes
-    """One byte per part: whether the optimizer had state."""
+    """One byte per part: 1 if the optimizer had state, else 0."""
 
     @classmethod
     def of(cls, segment_U8: Tensor) -> Baseline:
-        """Return the facts of a segment whose bytes are final."""
+        """Return the facts about a segment with final bytes."""
         segment = segment_U8.numpy()
         header = SegmentLayout.header_in(segment.data)
         return cls(header, index_of(header).present(segment))
@@ -118,13 +118,13 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class EncodedDelta:
-    """Message that is sent in place of a segment."""
+    """Message sent in place of a segment."""
 
     recipe: bytes
     payload: Sequence[Tensor]
-    """uint8 views of the segment, then of gradients; nothing is copied."""
+    """uint8 views of the segment, then of the gradients; nothing is copied."""
     exact: bool = True
-    """Whether the receiver gets exactly the bytes of the segment."""
+    """Whether the receiver gets exactly the segment's bytes."""
 
     @property
     def payload_nbytes(self) -> int:
@@ -138,8 +138,8 @@ def encode_delta(
     """Encode a segment by the optimizer step that led to it.
 
     Args:
-        base: facts of the previous boundary's segment, which the receiver has.
-        segment_U8: all bytes of the file; neither they nor the gradients may change until all is sent.
+        base: facts about the previous boundary's segment, which the receiver has.
+        segment_U8: all bytes of the file; neither the segment nor the gradients may change until all is sent.
         gradients: gradients of the step.
         audit: whether the whole segment is sent too.
         mirrored: run of the segment that the receiver has from elsewhere.
@@ -162,13 +162,13 @@ def encode_delta(
 
 
 class DeltaDecoder:
-    """Rebuild one segment from the previous one, in place, while its payload arrives.
+    """Rebuild one segment from the previous one, in place, while the payload arrives.
 
     Args:
-        recipe: the recipe that `encode_delta` returned.
+        recipe: the recipe returned by `encode_delta`.
         base_U8: memory that begins with the previous segment.
         out_U8: memory for the segment and the gradients behind it, as large as the sender's.
-        mirrored: run of it that is filled already, and not sent.
+        mirrored: run of `out_U8` that is filled already, and not sent.
 
     Raises:
         Corrupt: the recipe is damaged, or was made for another previous segment.
@@ -184,8 +184,8 @@ class DeltaDecoder:
         self._received = self._num_stepped = 0
         self._digest = xxhash.xxh3_128()
         self.drift: tuple[float, ...] = (0.0, 0.0) if self.plan.whole else ()
-        """In an audit the largest difference of a tensor of the rebuilt state, relative to its largest element: of parameters
-        and of moments. Empty otherwise."""
+        """Largest differences found by an audit, in parameters and in moments, each relative to its tensor's largest
+        element. Empty without an audit."""
         if max(codes, default=0) >= STEPPED + len(self._settings) or out_U8.numel() < self.plan.nbytes:
             raise wrong_delta()
         self.plan.layout.write_header(out_U8)
@@ -204,7 +204,7 @@ class DeltaDecoder:
         return self._received == self.plan.payload_nbytes
 
     def expect_gradients(self) -> None:
-        """Raise `Corrupt` unless the gradients have the sender's digest, which is given if no other digest covers them."""
+        """Raise `Corrupt` if the gradients differ from the recipe's digest, which only rounded gradients have."""
         if self._wanted is not None and self._digest.hexdigest() != self._wanted:
             raise Corrupt("gradients are not those that were sent. The next generation comes whole.")
 
@@ -214,7 +214,7 @@ class DeltaDecoder:
         return self._out[: self.plan.layout.nbytes]
 
     def place(self, offset: int, nbytes: int) -> Tensor:
-        """Return the memory for the next bytes of the payload; uint8, shape `[nbytes]`.
+        """Return the memory for the payload's next bytes; uint8, shape `[nbytes]`.
 
         Raises:
             Corrupt: these are not the next bytes, or they do not belong in one place.
@@ -252,7 +252,7 @@ class DeltaDecoder:
             self.drift = max(self.drift[0], param), max(self.drift[1], *moments)
 
     def _count(self, part: SteppedPart) -> int:
-        """Write and return the step's number. Raises `Corrupt` if the previous segment has no step before it."""
+        """Return the step's number, and write it except in an audit. Raises `Corrupt` if the previous one is no count."""
         (source, destination), nbytes = part.step, part.step_dtype.itemsize
         before = self._base[source : source + nbytes].view(part.step_dtype)
         if not self.plan.whole:
@@ -263,7 +263,7 @@ class DeltaDecoder:
         return int(number)
 
     def _moved(self, source: int, destination: int, first: int, last: int) -> Tensor:
-        """Copy elements of the previous segment's state to their new place and return the copy."""
+        """Return a copy of elements of the previous segment's state: in their new place, in an audit in fresh memory."""
         base = _floats(self._base, source, first, last)
         return base.clone() if self.plan.whole else _floats(self._out, destination, first, last).copy_(base)
 
@@ -274,7 +274,7 @@ def _floats(memory_U8: Tensor, offset: int, first: int, last: int) -> Tensor:
 
 
 def _with_block(peak: tuple[float, float], found: Tensor, wanted: Tensor) -> tuple[float, float]:
-    """Return the largest difference and the largest value of a tensor with one more block of it."""
+    """Return a tensor's largest difference and largest value so far, with one more block."""
     return max(peak[0], float((found - wanted).abs().max())), max(peak[1], float(wanted.abs().max()))
 
 
@@ -329,7 +329,7 @@ def _pack(document: bytes, codes: bytes, compressed: bytes) -> bytes:
 
 
 def _unpack(recipe: bytes, most: int) -> tuple[bytes, bytes, bytes]:
-    """Return document, codes of parts and header; a segment has at most `most` bytes, and so at most as many parts."""
+    """Return document, part codes and header. Codes are limited to `most` bytes, those of a segment. Raises `Corrupt`."""
     body, digest = recipe[:-_DIGEST_NBYTES], recipe[-_DIGEST_NBYTES:]
     if len(body) < _LENGTHS.size or xxhash.xxh3_128_digest(body) != digest:
         raise Corrupt("the recipe of a delta is not the one that was sent. The next generation comes whole.")
@@ -339,7 +339,7 @@ def _unpack(recipe: bytes, most: int) -> tuple[bytes, bytes, bytes]:
 
 
 def _read(document: bytes) -> tuple[list[StepSettings], torch.dtype, str | None, bool]:
-    """Return settings, dtype and digest of gradients, and whether the whole segment is sent too. Raises `Corrupt`."""
+    """Return settings, the gradients' dtype and digest, and whether the whole segment is sent too. Raises `Corrupt`."""
     try:
         found = json.loads(document)
         settings = [StepSettings(**each) for each in found["settings"]]

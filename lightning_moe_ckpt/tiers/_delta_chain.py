@@ -1,12 +1,12 @@
 """Decide what the peer tier sends in place of whole segments, and when.
 
-A delta is of the newest generation that every holder said to have whole, and leads from its boundary to the next one. A
-generation that was skipped, failed or was not taken ends that: the next one goes whole. So does the one after a copy
-that was rebuilt and had other bytes than its owner's. If the first delta after that is refused again, nothing but whole
-segments is sent from there on: the processors of two nodes, or an optimizer on a GPU, may round otherwise.
+A delta leads from the newest generation that every holder has whole to the next boundary. After a generation that was
+skipped, failed or not taken, the next generation is sent whole; so it is after a rebuilt copy with other bytes than its
+owner's. If the first delta after that is refused again, only whole segments are sent from there on: two nodes'
+processors, or an optimizer on a GPU, may round differently.
 
-With gradients rounded to bfloat16 copies are only near to their owner's state. Every so many generations an audit sends
-both, says how near, and leaves the copy exact.
+With gradients rounded to bfloat16, copies only come close to their owner's state. After a fixed number of generations
+an audit sends both, reports the difference, and leaves the copy exact.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from lightning_moe_ckpt.tiers._sealed import SealedSegment
 log = rank_logger(__name__)
 
 _STRIKES = 2
-"""Deltas refused without one that was right in between, after which no more are sent."""
+"""Deltas refused without an accepted delta in between, after which no more are sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaFigures:
-    """Cost of copies on other nodes in bytes, on this rank and per copy; generations that every holder has."""
+    """Cost of this rank's copies on other nodes, in bytes per copy; counts generations that every holder has."""
 
     generations: int = 0
-    """Sent as gradients of a step."""
+    """Generations sent as a step's gradients."""
     nbytes: int = 0
-    """Sent for them, all in all."""
+    """Bytes sent for `generations`."""
     segments_nbytes: int = 0
-    """Bytes of their segments and markers, which sending them whole would have taken."""
+    """Bytes of their segments and markers, the cost of sending them whole."""
     whole_generations: int = 0
-    """Sent as they are."""
+    """Generations sent whole."""
     whole_nbytes: int = 0
     refused: int = 0
-    """Generations of gradients that did not lead a holder to this rank's bytes."""
+    """Generations sent as gradients from which a holder rebuilt other bytes than this rank's."""
     audits: int = 0
-    """Generations sent in both ways, which count as whole ones, to see what rounding gradients has done."""
+    """Generations sent both ways to measure the rounding error; counted as whole."""
     drift: float = 0.0
-    """Largest difference in parameters that they have found, relative to the largest element of a tensor."""
+    """Largest difference in parameters found by audits, relative to a tensor's largest element."""
     drift_moments: float = 0.0
-    """Largest difference in the optimizer's moments."""
+    """Largest difference in the optimizer's moments, relative to a tensor's largest element."""
 
     @property
     def share(self) -> float:
-        """Bytes of deltas relative to what they stand for; 0 if none was sent."""
+        """Bytes of deltas relative to the segments replaced; 0 before the first delta."""
         return self.nbytes / self.segments_nbytes if self.segments_nbytes else 0.0
 
 
@@ -66,12 +66,12 @@ class _Sent:
     marker: bytes = b""
     by_delta: bool = False
     exact: bool = True
-    """Whether holders have this rank's bytes then."""
+    """Whether holders have this rank's bytes after it."""
     audit: bool = False
 
 
 class DeltaChain:
-    """Follow the generations of one rank, as its holders have them. The thread that sends uses it.
+    """Track the generations of one rank as its holders have them. Only the sending thread uses it.
 
     Args:
         deltas: how gradients are sent.
@@ -87,21 +87,21 @@ class DeltaChain:
 
     @property
     def newest(self) -> GenerationId | None:
-        """Return the newest generation that every holder has whole."""
+        """Return the newest generation that every holder has whole; `None` before the first."""
         return None if self._newest is None else self._newest.generation
 
     @property
     def marker(self) -> bytes | None:
-        """Return the marker of `newest`, if what is being sent is encoded as a difference from it."""
+        """Return the marker of `newest` if the segment under way is sent as a delta from it, else `None`."""
         return self._newest.marker if self._newest and self._sending and self._sending.by_delta else None
 
     def encode(self, segment: SealedSegment, view_U8: Tensor, mirrored: Run | None = None) -> EncodedDelta | None:
-        """Return the delta for the segment that is sent next and is digested; `None` if it has to be sent as it is.
+        """Return the delta for the next segment, which is digested; `None` if the segment has to be sent whole.
 
         Args:
             segment: the segment, as the tier takes it.
-            view_U8: all its bytes.
-            mirrored: run of it that holders have filled.
+            view_U8: all bytes of the segment.
+            mirrored: run of the segment that holders have filled.
         """
         sending = _Sent(generation=segment.generation, baseline=Baseline.of(view_U8), nbytes=view_U8.numel())
         self._sending = sending
@@ -117,7 +117,7 @@ class DeltaChain:
         return delta
 
     def offered(self, refusal: str | None) -> bool:
-        """Note the holders' answer to a delta; return whether it can be sent."""
+        """Note the holders' answer to a delta; return whether the delta can be sent."""
         assert self._sending is not None
         if refusal is not None:
             log.info("%s is sent whole: %s", self._sending.generation, refusal)
@@ -125,12 +125,12 @@ class DeltaChain:
         return refusal is None
 
     def whole(self, marker: RankMarker, nbytes: int, drift: Sequence[float] = ()) -> None:
-        """Note that every holder has what was sent.
+        """Note that every holder has the generation under way whole.
 
         Args:
-            marker: this rank's marker of it.
+            marker: this rank's marker of the generation.
             nbytes: bytes sent per holder.
-            drift: differences that an audit has found, of parameters and of moments.
+            drift: differences found by an audit, in parameters and in moments; empty without an audit.
         """
         sent = self._sending
         assert sent is not None
@@ -162,7 +162,7 @@ class DeltaChain:
         )
 
     def refused(self, reason: str) -> None:
-        """Note that a holder has something else than what was sent."""
+        """Count a delta from which a holder rebuilt other bytes. At `_STRIKES` in a row warn and send no more."""
         sent, self._sending = self._sending, None
         if sent is None or not sent.by_delta:
             return
@@ -180,6 +180,6 @@ class DeltaChain:
 
 
 def _follows(base: GenerationId, segment: SealedSegment) -> bool:
-    """Return whether one step lies between them, and nothing else of either generation."""
+    """Return whether exactly one step lies between the base and the segment, its generation's only boundary."""
     one = segment.step == segment.generation.step == base.step + 1
     return one and segment.generation.incarnation == base.incarnation

@@ -1,6 +1,6 @@
-"""Plan how a delta encodes the bytes of a segment: a pure function of two headers and one code per part.
+"""Plan how a delta encodes a segment's bytes: a pure function of two headers and one code per part.
 
-Sender and receiver make the same plan, so a recipe names no offsets. Plans are cached, since they are equal while the same
+Sender and receiver make the same plan, so a recipe names no offsets. Plans are cached: they are equal while the same
 experts are taken.
 """
 
@@ -22,7 +22,7 @@ GRADIENT_ALIGN = 64
 """Bytes on which every gradient starts, in memory and on the wire."""
 
 LITERAL, UNCHANGED, STEPPED = range(3)
-"""Codes of a part: sent whole, not sent, or sent as its gradient. Codes above `STEPPED` mean further settings."""
+"""Codes of a part: sent whole, not sent, or sent as its gradient. Codes above `STEPPED` select further settings."""
 
 Run = tuple[int, int]
 """First byte, and the byte after the last."""
@@ -34,38 +34,38 @@ _REMEMBERED = 16
 
 
 def gradient_nbytes(numel: int, dtype: torch.dtype) -> int:
-    """Return the bytes that a gradient takes, with padding to the next one."""
+    """Return the bytes of a gradient, with padding to the next gradient."""
     return aligned_gradient(numel * dtype.itemsize)
 
 
 def aligned_gradient(nbytes: int) -> int:
-    """Return `nbytes` rounded up to where a gradient may start."""
+    """Return `nbytes` rounded up to a multiple of `GRADIENT_ALIGN`."""
     return nbytes + -nbytes % GRADIENT_ALIGN
 
 
 class SegmentIndex:
-    """Index of the parts of a segment, by its header; `index_of` makes and caches it."""
+    """Index of a segment's parts, from the segment's header; `index_of` makes and caches it."""
 
     def __init__(self, header: bytes) -> None:
         self.layout = SegmentLayout.of_header(header)
         self.prefixes = [name.removesuffix("/param") for name in self.layout.spans if name.endswith("/param")]
-        """Prefix of the names of each part's tensors, in the order of the file."""
+        """Prefix of each part's tensor names, in the order of the file."""
         self.position = {prefix: index for index, prefix in enumerate(self.prefixes)}
         present = [self.layout.spans.get(f"{prefix}/{_PRESENT}") for prefix in self.prefixes]
         self._has_flag = np.array([span is not None for span in present], dtype=np.bool_)
         self._flags = np.array([span.offset if span is not None else 0 for span in present], dtype=np.int64)
 
     def present(self, segment: NDArray[np.uint8]) -> bytes:
-        """Return one byte per part: whether the optimizer had state; 0 where the segment does not say."""
+        """Return one byte per part: nonzero if the optimizer had state; 0 if the segment does not say."""
         return np.where(self._has_flag, segment[self._flags], 0).astype(np.uint8).tobytes()
 
     def spans(self, prefix: str) -> dict[str, Span]:
-        """Return the tensors of a part that a delta can encode, by the name after the prefix."""
+        """Return the part's tensors that a delta can encode, by the name after the prefix."""
         found = {key: self.layout.spans.get(f"{prefix}/{key}") for key in _KNOWN}
         return {key: span for key, span in found.items() if span is not None}
 
     def can_step(self, prefix: str) -> bool:
-        """Return whether the part has all tensors that a step of Adam reads, in the supported dtype."""
+        """Return whether the part has all tensors read by a step of Adam, in the supported dtype."""
         spans = self.spans(prefix)
         needed = [spans.get(key) for key in _KNOWN[:-1]]
         state = [spans[key].dtype for key in _REPLAYED if key in spans]
@@ -85,7 +85,7 @@ def same_part(base: SegmentIndex, index: SegmentIndex, prefix: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SteppedPart:
-    """A part that is sent as its gradient."""
+    """A part sent as its gradient."""
 
     prefix: str
     settings: int
@@ -97,9 +97,9 @@ class SteppedPart:
     """Offsets of the step count, in the previous segment and in this one."""
     step_dtype: torch.dtype
     gradient: int
-    """Offset of the gradient behind the segment."""
+    """Offset of the gradient in the gradients behind the segment."""
     end: int
-    """Bytes of the payload after which its gradient is complete."""
+    """Bytes of the payload after which the gradient is complete."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +108,9 @@ class DeltaPlan:
 
     layout: SegmentLayout
     literal: Sequence[Run]
-    """Runs of the segment that are sent whole, in the order of the payload."""
+    """Runs of the segment sent whole, in the order of the payload."""
     literal_names: frozenset[str]
-    """Names of the tensors in these runs."""
+    """Names of the tensors in `literal`, and of those in the mirrored run."""
     kept: Sequence[tuple[int, int, int]]
     """Unchanged runs: offset in the previous segment, offset in this one, bytes."""
     stepped: Sequence[SteppedPart]
@@ -132,7 +132,7 @@ class DeltaPlan:
         return aligned_gradient(self.layout.nbytes)
 
     def place(self, offset: int, nbytes: int) -> Run:
-        """Return where bytes of the payload go. Raises `Corrupt` unless they go to one place."""
+        """Return the place of the payload's bytes in memory. Raises `Corrupt` unless they go to one run."""
         index = bisect_right(self.places, (offset, self.nbytes, 0)) - 1
         if index >= 0:
             begin, place, size = self.places[index]
@@ -145,15 +145,15 @@ class DeltaPlan:
 def plan_delta(
     base_header: bytes, header: bytes, codes: bytes, dtype: torch.dtype, *, whole: bool, mirrored: Run | None = None
 ) -> DeltaPlan:
-    """Plan where every byte of a segment comes from.
+    """Plan the origin of every byte of a segment.
 
     Args:
         base_header: header of the previous segment.
         header: header of the segment.
         codes: code of each part's encoding, in the order of the file.
-        dtype: type of the gradients.
+        dtype: dtype of the gradients.
         whole: whether the whole segment is sent too.
-        mirrored: run of the segment that the receiver has; parts in it have the code for being sent whole, and are not.
+        mirrored: run of the segment that the receiver has; its parts have the code `LITERAL`, and are not sent.
 
     Raises:
         Corrupt: the codes do not fit the two headers.
@@ -209,7 +209,7 @@ def _runs(layout: SegmentLayout, names: frozenset[str]) -> Iterator[Run]:
 
 
 def _without(runs: Sequence[Run], hole: Run) -> Iterator[Run]:
-    """Yield what is left of runs outside of another."""
+    """Yield the runs without the bytes in `hole`."""
     for start, stop in runs:
         for left, right in ((start, min(stop, hole[0])), (max(start, hole[1]), stop)):
             if left < right and hole[0] < hole[1]:

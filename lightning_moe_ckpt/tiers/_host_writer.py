@@ -1,7 +1,7 @@
-"""Keep sealed segments where they are: the tier that survives the process.
+"""Keep sealed segments in place: the tier that survives the process.
 
-The bytes are in named shared memory already. What is left to do is to wait for the copies, to digest, and to put the
-marker beside the ring that a restarted process looks for.
+The bytes are in named shared memory already. This tier waits for the copies, digests, and puts the marker beside the
+ring, where a restarted process looks for it.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from lightning_moe_ckpt.tiers._writer import Announced, TierWorker, WriteJob
 log = rank_logger(__name__)
 
 _DENSE_GENERATIONS = 3
-"""Bytes of a ring in snapshots of everything, roughly: snapshot, persist and recovery each hold one."""
+"""Dense generations for which a ring has room, roughly: snapshot, persist and recovery each hold one."""
 
 _LAG = 2
-"""Boundaries that may pass until all ranks know that a generation is complete, where windows follow each other."""
+"""Boundaries until all ranks know that a generation is complete, where windows follow each other."""
 
 _BASES_IN_LINE = 1
-"""Windows of everything that storage may still have to read beside the one that it reads, where differences follow on them."""
+"""Windows of everything that storage may still have to read besides the current one, where differences follow them."""
 
 RING_HEADROOM = 0.25
-"""By how much segments of a later plan may exceed those of the first one."""
+"""Share by which a later plan's segments may exceed the first plan's."""
 
 _LAST_SECONDS = 2.0
-"""How long the end of an incarnation is held up for what is sealed and not digested yet."""
+"""Seconds that an incarnation's end waits for sealed segments to be digested."""
 
 
 def claim_memory(
     claim: MemoryClaim, rank: int, resumed: GenerationId | None, *, dense_nbytes: int, older: bool = False
 ) -> RankMemory:
-    """Return this rank's shared memory, with what earlier incarnations left in it of the generation that is resumed from.
+    """Claim and return this rank's shared memory, with the earlier incarnations' copy of `resumed`.
 
     Args:
         claim: claim of this incarnation.
         rank: this rank.
-        resumed: the generation that is resumed from; `None` for a fresh start.
+        resumed: the generation resumed from; `None` for a fresh start.
         dense_nbytes: bytes of a snapshot of everything on this rank.
-        older: whether generations before that one are kept too, since it does not have the whole state.
+        older: whether generations before `resumed` are kept too, since `resumed` lacks some of the state.
 
     Raises:
         ConfigurationError: there is no room for a ring; the message says how many bytes are missing.
@@ -63,7 +63,7 @@ def claim_memory(
     memory = RankMemory(claim.tag, rank, url=claim.url)
     memory.claim(resumed, older=older, offered=claim.offered)
     memory.saw(claim.seen)
-    # How large a ring must be exactly is known with the first plan.
+    # The first plan decides the ring's exact size.
     expect_room(shared_directory(), _DENSE_GENERATIONS * dense_nbytes - memory.nbytes)
     return memory
 
@@ -73,7 +73,7 @@ class Rings:
 
     def __init__(self, memory: RankMemory, engine: CopyEngine) -> None:
         self._memory, self._engine = memory, engine
-        self._registered: ref[Tensor] | None = None  # holds on to nobody's memory
+        self._registered: ref[Tensor] | None = None  # weak: the memory must go with the ring
 
     def make(
         self,
@@ -91,11 +91,11 @@ class Rings:
         Args:
             slot_nbytes: bytes of the largest segment.
             window: segments per generation.
-            readers: tiers that read from it at their own pace.
+            readers: tiers that read from the ring at their own pace.
             back_to_back: whether the next window begins as soon as one is full.
-            links: differences between windows of everything: the bytes of one, and how many it keeps.
-            experts: operators of which the newest copy is kept, with their bytes.
-            copies: of each of them that there is room for.
+            links: differences between windows of everything: bytes of the largest, and how many the ring keeps.
+            experts: bytes of the operators whose newest copy is kept, by name.
+            copies: copies of each such operator that fit.
 
         Raises:
             ConfigurationError: there is no room; the message says how many bytes are missing.
@@ -112,8 +112,8 @@ class Rings:
         return self._register(self._memory.make(slot_nbytes, slots, small=small, experts=experts))
 
     def renew(self) -> SegmentRing:
-        """Return another one of the same size, see `RankMemory.renew`. Copies to the one before must be done."""
-        self._unregister()  # which would keep its memory
+        """Replace the ring by another of the same size, see `RankMemory.renew`. Copies to the old ring must be done."""
+        self._unregister()  # a registered ring would keep its memory
         return self._register(self._memory.renew())
 
     def _register(self, ring: SegmentRing) -> SegmentRing:
@@ -129,7 +129,7 @@ class Rings:
 
 
 class HostWorker(TierWorker):
-    """Publish the generations of one rank in its own memory: every one, in the ring that was in use when it began."""
+    """Publish every generation of one rank in its own memory, in the ring in use at the generation's begin."""
 
     takes_every = True
 

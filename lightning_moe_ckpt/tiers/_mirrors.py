@@ -1,18 +1,19 @@
-"""Do not send what the other node holds anyway: data-parallel replicas take it from their own state.
+"""Skip sending state that the other node holds anyway: data-parallel replicas copy it from their own memory.
 
-Every part of a record is written by one of the ranks that hold it. Where the rank that keeps copies of another's segments
-holds the same parameters and optimizer state (all ranks hold what is not sharded, those of one data-parallel group the same
-experts), it captures the owner's parts of them beside its own, at the same boundary. Such a *mirror* has the bytes that the
-owner's segment has there, so only the rest is sent: header, buffers and journal, and experts that the holder does not have.
+Every part of a record is written by one of the ranks that hold the part. A holder of copies may have the owner's
+parameters and optimizer state itself: all ranks hold unsharded state, and the ranks of a data-parallel group hold the
+same experts. Then the holder captures the owner's parts beside its own, at the same boundary. Such a *mirror* equals
+the owner's segment there, so only the rest is sent: header, buffers, journal, and experts that the holder does not
+have.
 
-A copy that was put together like this is byte for byte the owner's: it is published only if its digest is that in the owner's
-marker. So restores, and what survives the loss of a node, are as with copies that were sent whole. If replicas turn out to
-differ, or a holder has no mirror, the owner sends everything.
+A copy put together like this is byte for byte the owner's: it is published only if its digest is in the owner's marker.
+So restores, and survival of a node's loss, are as with copies sent whole. If replicas turn out to differ, or a holder
+has no mirror, the owner sends everything.
 
-Captures take `replicas` times the mirrored bytes more on every rank, and nothing of that passes the network. MOETION lets every
-node keep all that is replicated; here it is kept `replicas + 1` times, on different nodes, however many there are.
+Captures take `replicas` times the mirrored bytes more on every rank, and none of these bytes passes the network.
+MOETION lets every node keep all replicated state; here `replicas + 1` nodes keep it, however many there are.
 
-Source: MOETION (arXiv 2412.15411v1), Sec. 5.1; PEC (2024), Sec. 3.2, for what is cut among ranks.
+Source: MOETION (arXiv 2412.15411v1), Sec. 5.1; PEC (2024), Sec. 3.2, for the parts cut among ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ log = rank_logger(__name__)
 _PROBE_NBYTES = 4 * 2**20
 _PROBE_TAG = 70
 _PAYS = 2.0
-"""By how much copies from own state must be faster than the network: training may wait for them, and not for the network."""
+"""Least ratio of local copy speed to network speed: training may wait for local copies, and never for the network."""
 
 _CLOSE_TIMEOUT = 5.0
 """Seconds for a copy under way to end."""
@@ -49,14 +50,14 @@ _CLOSE_TIMEOUT = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Mirroring:
-    """What one rank captures for others, and what others capture for it."""
+    """State that one rank captures for other ranks, and that other ranks capture for it."""
 
     owners: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """By owner, groups of ranks (as `ParallelGroups.ranks` names them) whose records are captured for it."""
+    """Groups of ranks, as named by `ParallelGroups.ranks`, whose records are captured, by owner."""
     groups: frozenset[str] = frozenset()
-    """Those whose records all holders of this rank's copies capture."""
+    """Groups whose records all holders of this rank's copies capture."""
     everything: bool = False
-    """Whether that is all parameters and optimizer state, on all ranks."""
+    """Whether, on all ranks, the captured records are all parameters and optimizer state."""
 
     def __bool__(self) -> bool:
         return bool(self.owners or self.groups)
@@ -64,20 +65,20 @@ class Mirroring:
 
 @dataclass(frozen=True, kw_only=True)
 class RedundancyFigures:
-    """Bytes of copies on other nodes, of this rank and per copy."""
+    """Bytes of this rank's copies on other nodes, per copy."""
 
     nbytes_sent: int = 0
     nbytes_mirrored: int = 0
-    """Not sent, since holders took them from their own state."""
+    """Bytes not sent, because holders copied them from their own state."""
 
     @property
     def share(self) -> float:
-        """Part that was not sent; 0 if there are no copies."""
+        """Share of the bytes that was not sent; 0 without copies."""
         return self.nbytes_mirrored / max(1, self.nbytes_sent + self.nbytes_mirrored)
 
 
 def mirroring_of(placement: ReplicaPlacement, rank: int, ep_size: int, num_stages: int = 1) -> Mirroring:
-    """Return what `rank` mirrors under a placement; pure, so that owners and holders agree."""
+    """Return the mirroring of `rank` under a placement; pure, so that owners and holders agree."""
     stage_size = len(placement.holders) // num_stages
 
     def common(owner: int) -> frozenset[str]:
@@ -99,7 +100,7 @@ def mirroring_of(placement: ReplicaPlacement, rank: int, ep_size: int, num_stage
 def mirrors_pay(
     group: dist.ProcessGroup, placement: ReplicaPlacement, exchange: Exchange, device: torch.device, replicas: int
 ) -> bool:
-    """Measure whether ranks copy from their own state so much faster than holders receive that mirrors pay. Collective."""
+    """Measure whether ranks copy own state so much faster than the network that mirrors pay. Collective."""
     wire = _wire_rate(group, placement, exchange.rank)
     # A rank without holders or owners has no wire to measure; it leaves the decision to the others.
     own = [int(wire) or 2**62, int(measure_bandwidth(_PROBE_NBYTES, device))]
@@ -114,7 +115,7 @@ def mirrors_pay(
 
 
 def _wire_rate(group: dist.ProcessGroup, placement: ReplicaPlacement, rank: int) -> float:
-    """Return bytes per second to the holders and from the owners of this rank, all at once."""
+    """Return bytes per second of this rank's transfers to all holders and from all owners at once; 0 without any."""
     payload, seconds = torch.zeros(_PROBE_NBYTES, dtype=torch.uint8), 0.0
     holders, owners = placement.holders[rank], placement.owners(rank)
     for _ in range(2):  # the first round also pays for connections
@@ -129,16 +130,16 @@ def _wire_rate(group: dist.ProcessGroup, placement: ReplicaPlacement, rank: int)
 
 
 class MirrorStore:
-    """Captured mirrors, until the copies that they are part of have them.
+    """Captured mirrors, until the copies that need them have them.
 
-    The training thread brings segments, threads that receive copies take from them, and whoever releases a generation's memory
-    ends it here before.
+    The training thread adds segments, receiving threads copy from them, and whoever releases a generation's memory
+    calls `end` before.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._segments: dict[GenerationId, dict[int, SealedSegment]] = {}
-        """Of generations under way or kept, by boundary."""
+        """Segments of generations under way or kept, by boundary."""
         self._newest: GenerationId | None = None
         self._readers: Counter[GenerationId] = Counter()
         self._closed = False
@@ -150,14 +151,14 @@ class MirrorStore:
             self._changed.notify_all()
 
     def add(self, segment: SealedSegment) -> None:
-        """Note a segment of a generation that has begun; of others it is of no use."""
+        """Add a segment of a generation that has begun; ignored for any other generation."""
         with self._changed:
             if segment.generation in self._segments:
                 self._segments[segment.generation][segment.step] = segment
                 self._changed.notify_all()
 
     def end(self, generation: GenerationId) -> None:
-        """Forget a generation; its memory is not read any more once this returns. Repeating this is allowed."""
+        """Forget a generation; nothing reads its memory once this returns. Repeating this is allowed."""
         with self._changed:
             self._segments.pop(generation, None)
             self._changed.notify_all()
@@ -165,7 +166,7 @@ class MirrorStore:
             del self._readers[generation]
 
     def close(self) -> None:
-        """Let nobody wait any more, and forget everything."""
+        """Wake all waiting threads, and forget everything."""
         with self._changed:
             self._closed = True
             self._segments.clear()
@@ -173,13 +174,13 @@ class MirrorStore:
             self._changed.wait_for(lambda: not self._readers.total(), _CLOSE_TIMEOUT)
 
     def copy(self, owner: int, generation: GenerationId, step: int, out_U8: Tensor) -> str | None:
-        """Fill memory with the mirror of a segment of another rank, and wait for it if it is still to be captured.
+        """Fill memory with the mirror of another rank's segment; wait if the mirror is still to be captured.
 
-        All ranks begin the same generations in the same order, so whoever is asked early gets there, gives the generation up, or
-        goes on to a later one.
+        All ranks begin the same generations in the same order. So a rank asked early will reach the generation, give it
+        up, or go on to a later one.
 
         Returns:
-            Why there is none; `None` if there is.
+            The reason why there is no mirror; `None` if the memory is filled.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_decided(generation, step))
@@ -211,5 +212,5 @@ class MirrorStore:
 
 
 def nbytes_of(run: Sequence[int] | None) -> int:
-    """Return the bytes of a run."""
+    """Return the bytes of a run; 0 for `None`."""
     return 0 if run is None else run[1] - run[0]

@@ -1,17 +1,17 @@
-"""Receive replicas: one thread per owner takes that rank's segments into memory of this node, in segment rings.
+"""Receive replicas: one thread per owner takes the owner's segments into memory of this node, in segment rings.
 
-Bytes arrive where they stay, in slots of the owner's replica ring. A generation is published, so that a later process
-finds it, only when every segment has the digest in the owner's marker; then its owner hears of it. A replica that is
-incomplete, because its owner died or gave it up, is therefore never taken for a complete one. Neither is one that was
-rebuilt from gradients to other bytes than the owner's, except from rounded gradients, which the owner asks for.
+Bytes arrive at their final place, in slots of the owner's replica ring. A generation is published, for a later process
+to find, only when every segment has the digest in the owner's marker; then the owner hears of it. So a replica left
+incomplete by its owner's death is never taken for a complete one. Neither is a replica rebuilt to other bytes than the
+owner's, except from rounded gradients, which the owner asks for.
 
-There is room for one generation more than is kept. Usually one is kept, which is complete on all ranks; the other is being
-received. The owner says which one is kept when it begins the next, because only then does every rank know of it. If a holder
-gave up the older replica as soon as it had a newer one, and a node died while other holders had only the older one, no
-generation would be left. If an owner begins a generation before all ranks know of the previous one, there is room for that
-one too: the newer may be rebuilt from it. Differences stay with the base that they follow on, in slots of their own; where
-room is needed before, the oldest go, which their owner has given up, since storage has them. A plan that needs more memory
-gets a new ring; the old one stays until the new one has the generations to keep.
+There is room for one generation more than is kept. Usually one is kept, complete on all ranks, while another is being
+received. The owner names the kept generation when it begins the next, because only then does every rank know of it. If
+a holder gave up the older replica as soon as it had a newer one, and a node died while other holders had only the
+older, no generation would be left. If an owner begins a generation before all ranks know of the previous one, there is
+room for both: the newer may be rebuilt from the previous. Differences stay with their base, in slots of their own; if
+room is needed earlier, the oldest go: their owner has given them up, since storage has them. A plan that needs more
+memory gets a new ring; the old ring stays until the new one has the generations to keep.
 
 Source: TierCheck (arXiv 2605.17821), Sec. 3.4, Fig. 5.
 """
@@ -51,18 +51,18 @@ from lightning_moe_ckpt.tiers._ring_state import Slot
 log = rank_logger(__name__)
 
 COPIES = 2
-"""Generations that there is room for if one is kept."""
+"""Generations that fit if one is kept."""
 
 
 class ReplicaStore:
-    """Keep the replicas of one owner. One thread uses it after `allocate`.
+    """Keep the replicas of one owner. One thread uses the store after `allocate`.
 
     Args:
         memory: memory of the owner's replicas on this node.
         resumed: the generation that this process resumed from; an earlier process's replica of it stays.
         keep: generations to keep besides the one being received.
         ahead: whether a generation may begin before all ranks know of the previous one.
-        chained: whether generations may be differences to the one before.
+        chained: whether generations may be differences to the previous generation.
         offered: see `RankMemory.claim`.
     """
 
@@ -81,14 +81,15 @@ class ReplicaStore:
         memory.claim(resumed, older=keep > 1 or chained, offered=offered)
         self._links: Sequence[SlotClass] = ()
         self._link_nbytes: int | None = None
-        """Bytes of a slot for the generation being received, if that is a difference; `_base` is what those follow on."""
+        """Slot bytes for the generation being received if it is a difference that follows `_base`, else `None`."""
         self._slot: Slot | None = None
         self._generation: GenerationId | None = None
 
     def allocate(
         self, slot_nbytes: int, num_segments: int, *, keep: int | None = None, links: Sequence[SlotClass] = ()
     ) -> int:
-        """Reserve memory for generations of `num_segments` segments of up to `slot_nbytes`, and for differences; return its bytes.
+        """Reserve memory for differences and for generations of `num_segments` segments of up to `slot_nbytes`; return
+        its bytes.
 
         Raises:
             ConfigurationError: not enough room; the message says how many bytes are missing.
@@ -106,9 +107,9 @@ class ReplicaStore:
         slot_nbytes: int,
         is_link: bool = False,
     ) -> None:
-        """Make room for a generation: give up all others but `base`, `keep` and those that are kept with `keep`.
+        """Make room for a generation: give up all but `base`, `keep` and the generations kept with `keep`.
 
-        Of differences those are kept that follow on `keep`, but for the oldest if there is no room.
+        Differences that follow `keep` stay, except the oldest if there is no room.
 
         Raises:
             ConfigurationError: the generation needs more memory than there is.
@@ -117,7 +118,7 @@ class ReplicaStore:
             self.memory.renew()
         self.reclaim(keep=keep, base=base)
         if self._chained and not is_link:
-            if self._base not in {keep, None}:  # some rank does not have it
+            if self._base not in {keep, None}:  # some rank lacks the base
                 self._ring.discard(self._base)
             self._base = generation
         ring = self._ring
@@ -134,7 +135,7 @@ class ReplicaStore:
         self._generation, self._link_nbytes = generation, slot_nbytes if is_link else None
 
     def reclaim(self, *, keep: GenerationId | None, base: GenerationId | None = None) -> None:
-        """Give up every complete replica but `base`, `keep` and those that are kept with `keep`."""
+        """Give up every complete replica but `base`, `keep` and the generations kept with `keep`."""
         if keep is not None:
             self.memory.complete_everywhere(keep)
         for each in [] if self._chained else self._ring.published:
@@ -142,7 +143,7 @@ class ReplicaStore:
                 self._ring.discard(each)
 
     def slot(self, step: int) -> Tensor:
-        """Return uint8 memory for the segment of boundary `step` and gradients behind it; the previous segment is complete."""
+        """Return uint8 memory for boundary `step`'s segment and gradients; the previous segment is complete."""
         assert self._generation is not None
         if self._slot is None or self._slot.step != step:
             self._seal()
@@ -150,7 +151,7 @@ class ReplicaStore:
         return self._slot.view
 
     def whole(self, generation: GenerationId, step: int) -> Tensor | None:
-        """Return memory that begins with a segment of a complete replica, which is valid while that is kept; `None` if gone."""
+        """Return memory that begins with a kept replica's segment, valid while it is kept; `None` if gone."""
         return self.memory.view(generation, step)
 
     def publish(self, marker: RankMarker) -> None:
@@ -201,18 +202,18 @@ class _Incoming:
     generation: GenerationId
     num_segments: int
     base: GenerationId | None
-    """Generation that deltas are based on."""
+    """Generation that deltas start from."""
     segments: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
-    """Bytes and digest of segments that have arrived, by step."""
+    """Bytes and digest of the segments received so far, by step."""
     step: int = -1
     out: Tensor | None = None
     """Memory of the current segment."""
     left: int = 0
-    """Bytes of it that are still to come, if it is not delta-encoded."""
+    """Bytes of `out` still to come, if the segment is not delta-encoded."""
     filled: tuple[int, Run] | None = None
-    """Boundary, and run of its segment that is filled from this rank's own state."""
+    """Boundary, and run of the boundary's segment filled from this rank's own state."""
     decoder: DeltaDecoder | None = None
-    """Rebuilds the current segment if it is delta-encoded."""
+    """Decoder of the current segment if it is delta-encoded."""
 
     def place(self, offset: int, nbytes: int) -> Tensor | None:
         """Return the memory for the next bytes; `None` if none are due."""
@@ -222,7 +223,7 @@ class _Incoming:
         return self.out[offset : offset + nbytes] if self.out is not None and fits else None
 
     def mirrored(self, step: int, run: Run) -> Run | None:
-        """Return the run that is not sent of a segment, if there is one. Raises `Corrupt` if it is not filled."""
+        """Return a segment's run that is not sent; `None` if all is sent. Raises `Corrupt` if the run is not filled."""
         if run == (0, 0):
             return None
         if self.filled != (step, run):
@@ -239,11 +240,11 @@ class _Incoming:
 
     @property
     def drift(self) -> tuple[float, ...]:
-        """Return the differences that an audit has found; see `DeltaDecoder.drift`."""
+        """Return the differences found by an audit; see `DeltaDecoder.drift`."""
         return () if self.decoder is None else self.decoder.drift
 
     def as_kept(self, marker: RankMarker) -> RankMarker:
-        """Return the marker for the replica. Raises `Corrupt` if its bytes are not those that were sent."""
+        """Return the marker for the replica. Raises `Corrupt` if the received bytes are not the sent ones."""
         if self.decoder is None:
             return marker
         self.decoder.expect_gradients()
@@ -255,7 +256,7 @@ class _Incoming:
 class ReplicaReceiver:
     """Receive and keep the replicas of one owner, on a thread of its own; `max_chunk` is the owner's.
 
-    `mirrors` has what this rank has captured for it.
+    `mirrors` has this rank's captures of the owner's state.
     """
 
     def __init__(
@@ -367,7 +368,7 @@ class ReplicaReceiver:
         self._wire.send(Message(MessageKind.READY))
 
     def _slot(self, incoming: _Incoming, step: int, kind: MessageKind) -> Tensor:
-        """Return memory for the next announced segment; the previous one must be complete."""
+        """Return memory for the next announced segment; the previous segment must be complete."""
         begun = incoming.step not in {-1, step, *incoming.segments}
         if begun or step in incoming.segments or len(incoming.segments) >= incoming.num_segments:
             raise self._unexpected(kind)
@@ -375,7 +376,7 @@ class ReplicaReceiver:
         return self._store.slot(step)
 
     def _base(self, incoming: _Incoming) -> Tensor:
-        """Return the segment that the current one is rebuilt from. Raises `Corrupt`."""
+        """Return the segment from which the current one is rebuilt. Raises `Corrupt`."""
         base = incoming.base
         known = self._newest is not None and self._newest[0] == base
         found = self._store.whole(base, base.step) if base is not None and known else None
@@ -441,7 +442,7 @@ class ReplicaReceiver:
 
 
 def _is_as_marked(out_U8: Tensor, digest: str, marker: RankMarker, step: int) -> bool:
-    """Return whether the bytes of a step have the digests in the marker."""
+    """Return whether a step's bytes have the marker's digests."""
     files = [entry for entry in marker.segments if entry.step == step]
     if out_U8.numel() != sum(entry.nbytes for entry in files):
         return False
@@ -452,10 +453,10 @@ def _is_as_marked(out_U8: Tensor, digest: str, marker: RankMarker, step: int) ->
 
 
 def _rounded_marker(marker: RankMarker, segment_U8: Tensor, literal: frozenset[str]) -> RankMarker:
-    """Return the marker for a replica that was rebuilt from rounded gradients, but for the `literal` tensors.
+    """Return the marker for a replica rebuilt from rounded gradients, except for the `literal` tensors.
 
     Raises:
-        Corrupt: a tensor that was sent whole differs from the owner's.
+        Corrupt: a tensor sent whole differs from the owner's.
     """
     (entry,) = marker.segments
     view, records = segment_U8.numpy().data, []

@@ -1,13 +1,13 @@
 """Send replicas: one generation after the other from its owner to every holder.
 
-All holders get the same chunks at the same time, directly from the memory of the segments. A holder that is lost or
-refuses a generation is left out, and the others get theirs: half the replicas are better than none, but the generation
+All holders get the same chunks at the same time, directly from the segments' memory. A holder that is lost or refuses a
+generation is left out, and the other holders get theirs: half the replicas are better than none, but the generation
 does not count as replicated. One thread uses a stream. It blocks while a holder is slow; training does not.
 
-A transfer that runs as fast as the network lets it takes bandwidth and memory traffic from the training it protects.
-Each step of training therefore sends an equal part of the rest: `ceil(bytes left / steps left)`. Slow steps leave more for
-those after them. Once the steps are used up, or something waits for the transfer, the rest goes at once. A transfer that
-begins before the previous one has ended waits for it; its steps pass meanwhile.
+A transfer at full network speed takes bandwidth and memory traffic from the training that it protects. Each training
+step therefore sends an equal part of the rest: `ceil(bytes left / steps left)`. Slow steps leave more for later steps.
+Once the steps are used up, or something waits for the transfer, the rest goes at once. A transfer begun before the
+previous one has ended waits for it; its steps pass meanwhile.
 
 Source: TierCheck (arXiv 2605.17821), Sec. 3.2, asymmetric transmission scheduling.
 """
@@ -76,14 +76,14 @@ class Pacer:
         self._transfers: deque[_Transfer] = deque()
         """Transfers in order; the first one is under way."""
         self._dealt_at, self._allowance, self._spent = -1, 0, 0
-        """Step of the newest allowance, bytes per replica that it grants, and those that were taken."""
+        """Step of the newest allowance, bytes per replica that it grants, and bytes taken from it."""
         self.waited_seconds = 0.0
         """Seconds for which the sending thread was not allowed to send."""
 
     # -- from the training thread
 
     def step(self) -> None:
-        """Count a step of training that has ended, in constant time."""
+        """Count a finished training step, in constant time."""
         with self._changed:
             self._now += 1
             self._changed.notify_all()
@@ -96,21 +96,22 @@ class Pacer:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Make `take` ask its `wanted` again."""
+        """Make `take` call its `wanted` again."""
         with self._changed:
             self._changed.notify_all()
 
     def begin(self, *, num_segments: int, num_steps: int, name: Hashable = None) -> None:
-        """Begin a transfer of `num_segments` segments of about equal size, which has `num_steps` steps from now on.
+        """Begin a transfer of `num_segments` segments of about equal size, to be spread over the next `num_steps`
+        steps.
 
-        It waits behind transfers that have not ended. It replaces one of the same name.
+        The transfer waits behind unfinished transfers, and replaces any of the same name.
         """
         self.end(name)
         with self._changed:
             self._transfers.append(_Transfer(name=name, deadline=self._now + num_steps, announced=num_segments))
 
     def expect(self, nbytes: int, name: Hashable = None) -> None:
-        """Add an available segment to a transfer that has not ended; later ones count with the mean size."""
+        """Add an available segment to an unfinished transfer; segments still to come count with the mean size."""
         with self._changed:
             for transfer in self._transfers:
                 if transfer.name == name:
@@ -128,19 +129,19 @@ class Pacer:
             self._transfers = deque(each for each in self._transfers if each.name != name)
 
     def more(self, nbytes: int) -> None:
-        """Note that the current transfer takes so many bytes more than was expected."""
+        """Add `nbytes` to the current transfer, which takes more than expected."""
         with self._changed:
             self._transfers[0].known += nbytes
             self._dealt_at = -1
 
     def resize(self, nbytes: int) -> None:
-        """Set the bytes that the available segments of the current transfer take."""
+        """Set the bytes that the current transfer's available segments take."""
         with self._changed:
             self._transfers[0].known = nbytes
             self._dealt_at = -1
 
     def take(self, most: int, wanted: Callable[[], bool]) -> int:
-        """Wait until bytes may be sent, and return how many of `most`; 0 once `wanted` says that they are not any more."""
+        """Wait until bytes may be sent, and return how many of `most`; 0 once `wanted` returns false."""
         assert most > 0, "nothing to send"
         with self._changed:
             transfer = self._transfers[0]
@@ -156,7 +157,7 @@ class Pacer:
             return 0
 
     def _left(self) -> int:
-        """Return the bytes left in this step; the caller holds the lock."""
+        """Return the bytes that this step may still send; the caller holds the lock."""
         transfer = self._transfers[0]
         if self._dealt_at != self._now:
             steps_left = max(1, transfer.deadline - self._now)
@@ -166,16 +167,16 @@ class Pacer:
 
 
 class NotReplicated(StorageError):
-    """A holder does not have the generation; the message says which one, and why."""
+    """A holder does not have the generation; the message names the holder and the reason."""
 
     def __init__(self, message: str, *, refused: bool) -> None:
         super().__init__(message)
         self.refused = refused
-        """Whether a holder that is alive has refused it."""
+        """Whether a living holder has refused the generation."""
 
 
 class ReplicaStream:
-    """Send the segments of this rank to its holders, in messages of at most `max_chunk` bytes that `pacer` grants."""
+    """Send this rank's segments to its holders, in messages of at most `max_chunk` bytes granted by `pacer`."""
 
     def __init__(self, group: dist.ProcessGroup, holders: Sequence[int], *, max_chunk: int, pacer: Pacer) -> None:
         self._wires = [Wire(group, holder, to_holder=True, max_chunk=max_chunk) for holder in holders]
@@ -200,18 +201,18 @@ class ReplicaStream:
         slot_nbytes: int,
         is_link: bool = False,
     ) -> None:
-        """Announce a generation, and wait until every holder has made room for it or has refused it.
+        """Announce a generation, and wait until every holder has made room or has refused.
 
         Args:
-            generation: its name.
-            keep: the generation that is complete on all ranks; holders may give up the owner's other ones but for `base`.
-            base: the generation that deltas may be based on; other ranks may not know yet whether it is complete.
-            num_segments: number of its segments.
-            slot_nbytes: bytes of the largest of them.
-            is_link: whether it is a difference to the generation before.
+            generation: the generation to send.
+            keep: the generation complete on all ranks; holders may give up all others of this owner except `base`.
+            base: the generation that deltas may start from; other ranks may not know yet whether it is complete.
+            num_segments: segments of the generation.
+            slot_nbytes: bytes of the largest segment.
+            is_link: whether the generation is a difference to the generation before.
 
         Raises:
-            NotReplicated: no holder takes it.
+            NotReplicated: no holder takes the generation.
         """
         self._missing = dict(self._lost)
         names = (*numbers_of(generation), *numbers_of(keep), *numbers_of(base))
@@ -224,9 +225,9 @@ class ReplicaStream:
 
         Args:
             step: the boundary.
-            view_U8: its bytes.
-            wanted: whether it is still.
-            mirrored: run that every holder has filled, see `fill`, and that does not begin the segment.
+            view_U8: bytes of the segment.
+            wanted: returns whether the segment is still wanted.
+            mirrored: run that every holder has filled, see `fill`; it does not begin the segment.
 
         Raises:
             NotReplicated: no holder is left.
@@ -237,7 +238,7 @@ class ReplicaStream:
         return self._send_chunks([each for each in parts if each[1].numel()], wanted)
 
     def fill(self, step: int, run: Run) -> str | None:
-        """Ask every holder to fill a run of the segment of boundary `step` from what it has captured itself.
+        """Ask every holder to fill a run of boundary `step`'s segment from the holder's own captures.
 
         Returns:
             The reason of a refusal, after which the run must be sent; `None` if all have filled it.
@@ -268,17 +269,17 @@ class ReplicaStream:
         return self._send_chunks(list(zip(begins, delta.payload, strict=False)), wanted)
 
     def finish(self, marker: bytes, *, like: bytes | None = None) -> tuple[float, ...]:
-        """Send the marker and wait until every holder has checked its copy against it.
+        """Send the marker and wait until every holder has checked its copy.
 
         Args:
-            marker: the marker of the segments that were sent.
-            like: the marker of `base`; must be given if and only if a delta was sent.
+            marker: marker of the segments that were sent.
+            like: marker of `base`; given if and only if a delta was sent.
 
         Returns:
-            After an audit the largest differences of parameters and of moments, over all holders; else empty.
+            After an audit the largest differences in parameters and in moments, over all holders; else empty.
 
         Raises:
-            NotReplicated: a holder has no complete replica, or one that differs from the others'.
+            NotReplicated: a holder has no complete replica, or has other bytes than another holder.
         """
         payload = as_payload(marker if like is None else compress(marker, like))
         self._tell(Message(MessageKind.MARKER, (payload.numel(), int(like is not None))), payload)
@@ -308,7 +309,7 @@ class ReplicaStream:
         return [wire for wire in self._wires if wire.peer not in self._missing]
 
     def _tell(self, message: Message, payload: Tensor | None = None) -> None:
-        """Send a message to all holders at once, then wait for the slowest one."""
+        """Send a message to all holders at once, then wait for the slowest."""
         under_way = []
         for wire in self._active:
             with self._losing(wire):
@@ -323,7 +324,7 @@ class ReplicaStream:
         return "; ".join(refused.values()) or None
 
     def _send_chunks(self, views: Sequence[tuple[int, Tensor]], wanted: Callable[[], bool]) -> bool:
-        """Send views, each with its place, in chunks, none of which has bytes of two views."""
+        """Send views, each with its place, in chunks; no chunk has bytes of two views."""
         for position, view_U8 in views:
             sent = 0
             while sent < view_U8.numel():
@@ -337,7 +338,7 @@ class ReplicaStream:
         return True
 
     def _hear(self, wanted: MessageKind) -> tuple[dict[int, str], list[tuple[int, ...]]]:
-        """Receive one answer per holder: reasons of refusals by rank, and numbers of the others."""
+        """Receive one answer per holder: reasons of refusals by rank, and the numbers in the other answers."""
         refused, answers = {}, []
         for wire in self._active:
             with self._losing(wire):
@@ -357,7 +358,7 @@ class ReplicaStream:
 
     @contextmanager
     def _losing(self, wire: Wire) -> Iterator[None]:
-        """Leave a holder out for good if it is lost in this context; the others go on."""
+        """Leave a holder out for good if it is lost in this context; the other holders go on."""
         try:
             yield
         except PeerLost as error:
@@ -374,10 +375,10 @@ class Replication:
     """Own the sending stream of this rank and the receivers of other ranks' segments.
 
     Args:
-        group: gloo group of all ranks that is used for nothing else; see `Wire`.
+        group: gloo group of all ranks, used for nothing else; see `Wire`.
         run_id: name of the run.
-        tag: tag of its memory at its place.
-        url: URL of the run; memory of replaced runs is found by it.
+        tag: tag of the run's memory at its place.
+        url: URL of the run; identifies memory of replaced runs.
         holders: ranks that keep replicas of this rank's segments; may be empty.
         owners: ranks whose replicas this rank keeps; may be empty.
         max_chunk: bytes of one message, the same on all ranks.
@@ -427,9 +428,9 @@ class Replication:
         """Reserve memory for every replica that this rank will keep.
 
         Args:
-            slot_nbytes: bytes of the largest segment of each rank, by rank.
+            slot_nbytes: bytes of each rank's largest segment, by rank.
             num_segments: segments of a generation, on all ranks.
-            links: differences that are kept besides, of each rank.
+            links: further slots for differences, by rank; may be empty.
             keep: generations that holders keep, the same on all ranks; `None` leaves the number.
 
         Raises:
@@ -448,7 +449,7 @@ class Replication:
             receiver.start()
 
     def end(self, timeout: float) -> None:
-        """End the receivers, `timeout` s after the owners' last messages were due. Ours was sent, or will never be."""
+        """Wait `timeout` s for the owners' last messages, then end the receivers. Send our own last message before."""
         deadline = time.monotonic() + timeout
         for receiver in self.receivers if self.started else []:
             if not receiver.join(max(0.0, deadline - time.monotonic())):
@@ -457,7 +458,7 @@ class Replication:
                 receiver.join(1.0)
 
     def close(self, timeout: float, *, unlink: bool) -> None:
-        """End the receivers, then release the memory; with `unlink` no later process finds it. Closing twice is allowed."""
+        """End the receivers, then release the memory, and its names if `unlink`. Closing twice is allowed."""
         self.end(timeout)
         for memory in self.memories:
             memory.close(unlink=unlink)

@@ -1,8 +1,8 @@
-"""Exchange messages between an owner of segments and a holder of replicas, by point-to-point operations of gloo.
+"""Exchange messages between an owner of segments and a holder of replicas, by gloo's point-to-point operations.
 
 Every message is a header of fixed size, followed by exactly as many bytes as the header says. gloo moves a message when
-both sides have asked for it, so nothing is buffered on the way: a holder receives into the
-memory that keeps the bytes, and a slow holder holds up the sender's thread without using more memory.
+both sides have asked for it, so nothing is buffered on the way: a holder receives into the memory that keeps the bytes,
+and a slow holder holds up the sender's thread without using more memory.
 
 ```text
 owner                                                 holder
@@ -20,14 +20,14 @@ ABANDON                                ->             (instead of any other mess
 CLOSE                                  ->             (the last one; no answer)
 ```
 
-Headers of segments and markers of generations that follow each other hold the same names, sizes and offsets. What differs
-are digests, a few numbers and, where other experts are taken, some rows. So they are sent by their differences from what the
-holder has (`compress`), line by line: an equal line takes a few bytes, one of equal length is sent as what differs in place,
-any other is compressed with the older one as its dictionary.
+Segment headers and markers of consecutive generations have the same names, sizes and offsets. Only digests, a few
+numbers and, after a change of experts, some rows differ. So they are sent as differences from the holder's version
+(`compress`), line by line: an equal line takes a few bytes, a line of equal length is sent as its changes in place, and
+any other line is compressed with the older line as dictionary.
 
-A peer that dies closes its connections: current and later operations with it raise `PeerLost`. A header that is not valid
-in this protocol raises it too. Every number from a peer is checked against a bound before use:
-only `receive_bytes` allocates memory by such a number; all other memory exists before.
+A peer that dies closes its connections: current and later operations with the peer raise `PeerLost`. So does a header
+that is not valid in this protocol. Every number from a peer is checked against a bound before use: only `receive_bytes`
+allocates memory by such a number; all other memory exists before.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.storage import GenerationId
 
 _MAGIC = 0x4D6F45_0005
-"""Begins every header: the protocol and its version, 5, in which generations may be differences."""
+"""First number of every header: the protocol and its version, 5, in which generations may be differences."""
 _NUM_FIELDS = 16
 """Integers of 8 bytes in a header."""
 MAX_REASON_NBYTES = 2**16
-"""Most bytes of the reason of a refusal."""
+"""Most bytes of a refusal's reason."""
 _TO_HOLDER, _TO_OWNER = 71, 72
 """Tags by direction: two ranks may each hold replicas of the other."""
 _FOREVER = timedelta(days=3650)
-"""Stands for no timeout: gloo takes a timeout for the peer's death and closes all connections of the group, but the next
-generation may be hours away."""
+"""Timeout that never passes: after a real timeout gloo takes the peer for dead and closes all connections of the group,
+and the next generation may be hours away."""
 _GLOO_PLACE = re.compile(r"\[/[^\]]*\]")
-"""Matches the place in gloo's source with which its messages begin."""
+"""Place in gloo's source, at the beginning of gloo's messages."""
 _AT_ONCE = timedelta(milliseconds=1)
 _SAME, _IN_PLACE, _ANEW = range(3)
-"""Encodings of a line by an older one."""
+"""Encodings of a line relative to the older line."""
 _LINE = struct.Struct("<BII")
-"""Encoding of a line, its bytes, and the bytes that encode it."""
+"""Encoding of a line, the line's bytes, and the encoded bytes."""
 _DICTIONARY_NBYTES = 2**15
 """Bytes of a dictionary that zlib can use."""
 
@@ -95,14 +95,14 @@ _LENGTHS = {
     MessageKind.BEGIN: (12,), MessageKind.SEGMENT: (4,), MessageKind.DELTA: (4,), MessageKind.MIRROR: (3,), MessageKind.CHUNK: (2,), MessageKind.MARKER: (2,), MessageKind.REFUSED: (1,),
     MessageKind.WHOLE: (2, 4),
 }  # fmt: skip
-"""Allowed counts of numbers by kind; other kinds have none."""
+"""Allowed counts of numbers by kind; all other kinds have no number."""
 _SIGNED = {MessageKind.BEGIN, MessageKind.WHOLE}
-"""Kinds whose numbers may be negative: in place of a generation, or in a digest."""
+"""Kinds with possibly negative numbers: in place of a generation, or in a digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Contents of a header besides its fixed part."""
+    """Variable contents of a header."""
 
     kind: MessageKind
     numbers: tuple[int, ...] = ()
@@ -114,7 +114,7 @@ class Message:
 
     @classmethod
     def from_header(cls, header: Tensor) -> Message:
-        """Parse a header. Raises `PeerLost` if it is not valid in this protocol."""
+        """Parse a header. Raises `PeerLost` if the header is not valid in this protocol."""
         magic, kind, length, *numbers = header.tolist()
         if magic != _MAGIC or kind not in set(MessageKind) or not 0 <= length <= len(numbers):
             raise PeerLost(
@@ -130,18 +130,18 @@ class Message:
 
 
 NUMBERS = 3
-"""Number of integers that a generation takes in a header."""
+"""Integers per generation in a header."""
 
 
 def numbers_of(generation: GenerationId | None) -> tuple[int, int, int]:
-    """Return the integers for a generation, or for none."""
+    """Return the integers for a generation; three times -1 for `None`."""
     if generation is None:
         return -1, -1, -1
     return generation.step, generation.incarnation, int(generation.nonce, 16)
 
 
 def generation_of(numbers: Sequence[int]) -> GenerationId | None:
-    """Return the generation that `numbers_of` encoded. Raises `PeerLost` if the integers are not valid."""
+    """Return the generation encoded by `numbers_of`. Raises `PeerLost` if the integers are not valid."""
     step, incarnation, nonce = numbers
     if max(numbers) < 0:
         return None
@@ -151,12 +151,12 @@ def generation_of(numbers: Sequence[int]) -> GenerationId | None:
 
 
 def numbers_of_copy(digest: str, drift: Sequence[float]) -> tuple[int, ...]:
-    """Return the integers for a segment's digest and the differences that an audit has found."""
+    """Return the integers for a segment's digest and the differences found by an audit."""
     return struct.unpack(f">qq{len(drift)}q", bytes.fromhex(digest) + struct.pack(f">{len(drift)}d", *drift))
 
 
 def copy_of(numbers: Sequence[int]) -> tuple[str, tuple[float, ...]]:
-    """Return digest and differences that `numbers_of_copy` encoded."""
+    """Return digest and differences encoded by `numbers_of_copy`."""
     data = struct.pack(f">{len(numbers)}q", *numbers)
     return data[:16].hex(), struct.unpack(f">{len(numbers) - 2}d", data[16:])
 
@@ -165,7 +165,7 @@ class Wire:
     """Send messages to one peer and receive its answers, or the reverse. One thread uses it.
 
     Args:
-        group: gloo group that is used for these messages only.
+        group: gloo group used for these messages only.
         peer: rank of the other side.
         to_holder: whether this side owns the segments.
         max_chunk: most bytes of one operation.
@@ -180,7 +180,7 @@ class Wire:
 
         Args:
             message: the header to send.
-            payload: uint8, contiguous; the bytes that the message announces.
+            payload: uint8, contiguous; the bytes announced by the message.
         """
         header = message.to_header()
         works = [self._operate(header, self._out, receive=False)]
@@ -199,12 +199,12 @@ class Wire:
         return Message.from_header(header)
 
     def receive_into(self, out: Tensor) -> None:
-        """Fill `out`, uint8 and contiguous, with the bytes that the last message announced."""
+        """Fill `out`, uint8 and contiguous, with the bytes announced by the last message."""
         for part in torch.split(out, self.max_chunk):
             self.wait_for(self._operate(part, self._in, receive=True))
 
     def receive_bytes(self, nbytes: int, most: int) -> bytes:
-        """Return the bytes that the last message announced. Raises `PeerLost`, and allocates nothing, if there are over `most`."""
+        """Return the bytes announced by the last message. Raises `PeerLost`, and allocates nothing, over `most`."""
         if nbytes > most:
             raise PeerLost(f"rank {self.peer} announces {nbytes} bytes where {most} are the most.")
         out = torch.empty(nbytes, dtype=torch.uint8)
@@ -236,7 +236,7 @@ class Sending:
 
     def __init__(self, wire: Wire, works: Sequence[dist.Work], header: Tensor) -> None:
         self._wire, self._works = wire, works
-        self._header = header  # gloo reads it until the end
+        self._header = header  # gloo reads the header until the end
 
     def wait(self) -> None:
         """Wait until the peer has the whole message. Raises `PeerLost`."""
@@ -252,11 +252,11 @@ def as_payload(data: bytes) -> Tensor:
 def cut(group: dist.ProcessGroup, peer: int) -> None:
     """Close this process's connections of `group`, so that all current operations raise `PeerLost`, here and at peers.
 
-    It is for ends that cannot wait for other ranks. The group cannot be used afterwards.
+    For a process that ends and cannot wait for other ranks. The group cannot be used afterwards.
     """
     try:
         group.recv([torch.empty(1, dtype=torch.uint8)], peer, _TO_OWNER + 1).wait(_AT_ONCE)
-    except RuntimeError:  # the timeout, which is what closes them, or closed already
+    except RuntimeError:  # the timeout, which closes the connections; or they were closed already
         return
 
 
@@ -264,7 +264,7 @@ def cut(group: dist.ProcessGroup, peer: int) -> None:
 
 
 def compress(data: bytes, like: bytes) -> bytes:
-    """Encode `data` for somebody who has `like`."""
+    """Encode `data` for a receiver that has `like`."""
     parts = []
     for line, older in zip(data.split(b"\n"), _older_lines(like), strict=False):
         kind, encoded = _encode(line, older)
@@ -273,10 +273,10 @@ def compress(data: bytes, like: bytes) -> bytes:
 
 
 def decompress(encoded: bytes, like: bytes, most: int) -> bytes:
-    """Return what `compress` encoded for somebody who has `like`.
+    """Return the bytes that `compress` encoded relative to `like`.
 
     Raises:
-        Corrupt: the bytes are damaged, belong to another `like`, or encode more than `most` bytes, which are not made then.
+        Corrupt: the bytes are damaged, belong to another `like`, or encode more than `most` bytes; no more are decoded.
     """
     older, lines, position = _older_lines(like), list[bytes](), 0
     while position < len(encoded):
@@ -293,7 +293,7 @@ def decompress(encoded: bytes, like: bytes, most: int) -> bytes:
 
 
 def inflate(data: bytes, most: int, *, dictionary: bytes = b"") -> bytes:
-    """Decompress `data`. Raises `Corrupt` if it is damaged, or has more than `most` bytes, which are not made then."""
+    """Decompress `data`. Raises `Corrupt` if it is damaged or has more than `most` bytes; no more are made."""
     stream = zlib.decompressobj(zdict=dictionary)
     try:
         found = stream.decompress(data, most + 1)
@@ -305,7 +305,7 @@ def inflate(data: bytes, most: int, *, dictionary: bytes = b"") -> bytes:
 
 
 def _older_lines(like: bytes) -> Iterator[bytes]:
-    """Yield the lines of `like`, then empty ones without end."""
+    """Yield the lines of `like`, then empty lines without end."""
     return chain(like.split(b"\n"), repeat(b""))
 
 

@@ -1,22 +1,23 @@
 """Copy this rank's generations to memory of other nodes, at the pace of the steps.
 
-The peer tier takes a generation when it is idle on all ranks: the one that begins, whose segments then travel as they are
-sealed, or the newest complete one that passed it by. Each gets as many steps as lie between two generations. Training waits
-for a transfer only where the next generation would have no slots without those that it still reads.
+The peer tier takes a generation when it is idle on all ranks: the generation that begins, whose segments then travel as
+they are sealed, or the newest complete one that passed it by. Each generation gets as many steps as lie between two
+generations. Training waits for a transfer only if the next generation has no slots without those still being read.
 
-Copies alone bring nobody back: when a node dies, those who live need the same generation in their own memory. So what
-is complete on all ranks in this tier keeps its slots in the ring until a newer generation is, however far the host tier
-has got. (TierCheck, arXiv 2605.17821, Sec. 3.4, Fig. 5, across two tiers.)
+Copies alone bring nobody back: when a node dies, the surviving ranks need the same generation in their own memory. So a
+generation complete on all ranks in this tier keeps its slots in the ring until a newer generation is, however far the
+host tier has got. (TierCheck, arXiv 2605.17821, Sec. 3.4, Fig. 5, across two tiers.)
 
-Where generations are differences (`Chains`), every one is taken, and waits behind the base that it follows on, which is spread
-over a few steps. Who lives has what came before a base until that is complete here (`session/_tiers.py`).
+Where generations are differences (`Chains`), every generation is taken, and waits behind its base, which is spread over
+a few steps. Surviving ranks have the state before a base until the base is complete here (`session/_tiers.py`).
 
-Where generations may be delta-encoded (`_delta_chain`), one is taken while the one before is still under way: it has to
-be of the very next boundary. All ranks then know only one window later that a generation is complete everywhere.
+Where generations may be delta-encoded (`_delta_chain`), the next generation is taken while the previous one is still
+under way: the next must be of the very next boundary. All ranks then know only one window later that a generation is
+complete everywhere.
 
-The worker's thread sends, one thread per owner receives, and the training thread only counts steps. Both sides end with the
-owner's last message. If it does not come in time, because the owner is stuck or training ended here only, this side
-closes its connections, so that no thread wakes up while the interpreter ends.
+The worker's thread sends, one thread per owner receives, and the training thread only counts steps. Both sides end with
+the owner's last message. If that message does not come in time, because the owner is stuck or training ended here only,
+this side closes its connections, so that no thread wakes up while the interpreter ends.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ from lightning_moe_ckpt.tiers._writer import Announced, Released, TierWorker, Wr
 log = rank_logger(__name__)
 
 _STRIKES = 2
-"""Generations refused without one that was right in between, after which holders take nothing from their own state."""
+"""Refused generations without an accepted one in between, after which holders take nothing from their own state."""
 _RING_GENERATIONS = 2
-"""Generations of a ring beside those that it keeps, roughly: one captured, one read. And so many more differences than it
-holders have room for, who are told later of what may go."""
+"""Generations of a ring besides the kept ones, roughly: one captured, one read. Also differences that a ring keeps
+beyond the holders' room, since holders hear later of those that may go."""
 _BASE_STEPS = 8
 """Steps over which a base is spread at most."""
 _GOODBYE = timedelta(seconds=5)
-"""How long the end waits for the goodbyes of those whose copies are kept here: they come at once or not at all."""
+"""Longest wait at the end for the last messages of owners of copies kept here: they come at once or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,30 +81,30 @@ class PeerRoom:
     """Memory that holders of copies reserve for one rank."""
 
     slot_nbytes: int
-    """Bytes of its largest segment."""
+    """Bytes of the rank's largest segment."""
     keep: int
-    """Generations that are kept; the same for all ranks."""
+    """Generations kept; the same for all ranks."""
 
 
 class PeerPlan(Protocol):
-    """Say what is sent to other nodes, and kept there."""
+    """Facts of the plan about copies on other nodes."""
 
     chains: Chains | None
-    """How generations are differences to the one before, if they are; the same on all ranks."""
+    """Plan of differences between generations, if any; the same on all ranks."""
 
     @property
     def generations_kept(self) -> int:
-        """Generations of every rank, as far as that is known before the first plan; the same on all ranks."""
+        """Generations kept of every rank, as known before the first plan; the same on all ranks."""
 
     @property
     def peer_audiences(self) -> frozenset[Audience]:
-        """Files that copies have."""
+        """Audiences of the files that copies have."""
 
     def peer_room(self) -> PeerRoom | None:
-        """Return what holders reserve for this rank, once there is a plan; `None` for slots as the ring has them."""
+        """Return the memory that holders reserve for this rank, given a plan; `None` for slots as in the ring."""
 
     def deltas(self) -> Deltas | None:
-        """Return how gradients may be sent in place of segments, if at all; the same on all ranks. Collective."""
+        """Return how gradients may replace segments; `None` for never. The same on all ranks. Collective."""
 
 
 class PeerWorker(TierWorker):
@@ -112,11 +113,11 @@ class PeerWorker(TierWorker):
     Args:
         replication: sends and keeps copies; ended with the worker.
         markers: makes this rank's markers.
-        resumed: the generation this incarnation began from; copies of it stay until a newer one is complete everywhere.
+        resumed: the generation this incarnation began from; its copies stay until a newer one is complete everywhere.
         keep: generations that holders keep.
-        room: what holders reserve, once there is a plan; `None` for a slot of the ring.
-        deltas: how gradients may be sent; of use if the replication has generations ahead.
-        chains: how generations are differences to the one before, if they are.
+        room: returns the memory that holders reserve, once there is a plan; `None` for a slot of the ring.
+        deltas: how gradients may be sent; used if the replication sends ahead.
+        chains: plan of differences between generations, if any.
     """
 
     paced = True
@@ -136,29 +137,29 @@ class PeerWorker(TierWorker):
         self._room = room
         self._waited = 0.0
         self._wire = 0
-        """Bytes that the newest generation took, per copy: of gradients fewer than those of its segments."""
+        """Bytes per copy of the newest generation, sent or mirrored; sent gradients are smaller than segments."""
         self._replication, self._keep, self._num_kept = replication, resumed, keep
         self._sending: GenerationId | None = None
         self._held: dict[GenerationId, Released] = {}
-        """Generations whose copies are complete here, and how to give back their slots."""
+        """Callbacks that give back slots, by generation whose copies are complete."""
         self._chains, self.takes_links = chains, chains is not None
         self._base: GenerationId | None = None
-        """That which differences follow on now, if no rank has given it up."""
+        """Base of the current differences; `None` before the first, and once any rank has given it up."""
         self._period_steps = 1
         self._slot_nbytes = self._link_nbytes = 0
         self._begun: GenerationId | None = None
         self._follows = False
-        """Whether the generation begun last is of the boundary behind that of the one before."""
+        """Whether the newest generation is of the boundary right after the previous generation's."""
         self._chain = DeltaChain(deltas or Deltas())
         self._nbytes_before = self._nbytes_mirrored = 0
-        """Sent before the generation under way, and not sent of it since holders have it."""
+        """Bytes sent before the generation under way, and its bytes not sent since holders have them."""
         self._figures, self._strikes = RedundancyFigures(), 0
 
     # -- called from the training thread
 
     @override
     def planned(self, exchange: Exchange, ring: SegmentRing, num_segments: int, spare_nbytes: int = 0) -> None:
-        """Reserve memory for the copies kept here and begin to receive, with the first plan.
+        """Reserve memory for the copies kept here and begin to receive, with the first plan. Collective.
 
         Holders follow a later plan by themselves, when its first generation comes.
         """
@@ -217,7 +218,7 @@ class PeerWorker(TierWorker):
         num_segments = announced.num_segments
         num_steps = max(num_segments, self._period_steps)
         undecided = before if self._replication.ahead else self._base
-        # What some rank failed to replicate is of no use.
+        # A generation that some rank failed to replicate cannot be restored from copies.
         self._give_back(lambda held: held not in {self._keep, undecided})
         if (chains := self._chains) is not None:
             num_steps = 1 if announced.follows else max(1, min(chains.batch, chains.every_n_steps // 2, _BASE_STEPS))
@@ -236,7 +237,7 @@ class PeerWorker(TierWorker):
     @override
     def abandon(self, generation: GenerationId) -> None:
         super().abandon(generation)
-        self._replication.mirrors.end(generation)  # whoever waits for what is still to be captured waits in vain
+        self._replication.mirrors.end(generation)  # a holder waiting for a capture still to come would wait in vain
         self._replication.pacer.wake()
 
     @override
@@ -245,7 +246,7 @@ class PeerWorker(TierWorker):
             if self._base is None or generation < self._base:
                 return
             generation = self._base
-        self._keep = generation  # holders hear of it with the next generation, which is when they need the room
+        self._keep = generation  # holders hear of it with the next generation, when they need the room
         self._give_back(lambda held: held < generation)
 
     @override
@@ -267,7 +268,7 @@ class PeerWorker(TierWorker):
         self._closing.set()
         self._replication.mirrors.close()
         self._replication.pacer.wake()
-        super().close()  # what is held stays held: this incarnation may end because another rank died, and it is for the next
+        super().close()  # held slots stay: this incarnation may end because another rank died, and the next needs them
         self._replication.end(_GOODBYE.total_seconds())
 
     def _give_back(self, which: Callable[[GenerationId], bool]) -> None:
@@ -278,7 +279,7 @@ class PeerWorker(TierWorker):
             on_released(held)
 
     def _run(self, segment: SealedSegment) -> Run | None:
-        """Return the run of a segment that holders are to fill themselves."""
+        """Return the run of a segment for holders to fill themselves; `None` if all is sent."""
         return segment.mirrored if self._strikes < _STRIKES else None
 
     # -- the thread
@@ -308,7 +309,7 @@ class PeerWorker(TierWorker):
         return entries
 
     def _filled(self, segment: SealedSegment) -> Run | None:
-        """Let holders fill the run of a segment that they have in common with this rank, and return it; `None` if one cannot."""
+        """Let holders fill the run of a segment shared with this rank, and return it; `None` if all is sent."""
         run = self._run(segment)
         if run is None:
             return None
@@ -320,7 +321,7 @@ class PeerWorker(TierWorker):
         return None
 
     def _send_delta(self, job: WriteJob, segment: SealedSegment, view_U8: Tensor, run: Run | None) -> bool:
-        """Send a segment as a delta; return `False` if that cannot be done, and nothing was sent."""
+        """Send a segment as a delta; return `False`, with nothing sent, if that cannot be done."""
         stream, delta = self._replication.stream, self._chain.encode(segment, view_U8, run)
         if delta is None or not self._chain.offered(stream.offer(segment.step, delta, mirrored=run)):
             return False
@@ -365,7 +366,7 @@ class PeerWorker(TierWorker):
         )
 
     def _refused(self, reason: str) -> None:
-        """Note that a holder has other bytes than this rank, in what may come from its own state."""
+        """Count a refused copy with bytes from the holder's own state; at `_STRIKES` in a row warn, and send all."""
         if not self._nbytes_mirrored:
             return
         self._strikes += 1
@@ -399,18 +400,18 @@ def join_peers(
     plan: PeerPlan,
     device: torch.device,
 ) -> list[PeerWorker]:
-    """Return the worker of this rank's part in the peer tier; none if no rank keeps copies of others. Collective.
+    """Return this rank's worker in the peer tier, as a list; empty if no rank keeps copies of others. Collective.
 
     Args:
-        config: how many copies there are, and where.
+        config: number and place of copies.
         claim: claim of this incarnation on memory.
         markers: makes this rank's markers.
         exchange: exchange between the ranks.
         groups: this rank's place.
         dense_nbytes: bytes of a snapshot of everything on this rank.
-        resumed: the generation that this incarnation goes on from.
+        resumed: the generation that this incarnation resumed from.
         plan: what is sent and kept.
-        device: where the state is that is captured.
+        device: device of the captured state.
 
     Raises:
         ConfigurationError: on every rank: there are too few nodes, or the memory of one has no room.
@@ -424,7 +425,7 @@ def join_peers(
         return []
     here = [rank for rank, each in enumerate(domains) if each.node == domains[groups.rank].node]
     held_nbytes, keep = sum(map(placement.held_nbytes, here)), plan.generations_kept
-    with exchange.raise_together():  # what the ranks of this node reserve, as far as it is known before the first plan
+    with exchange.raise_together():  # the memory that this node's ranks reserve, as known before the first plan
         expect_room(shared_directory(), COPIES * held_nbytes)
     if exchange.is_coordinator:
         log.info("%s", survival_summary(placement))
@@ -461,7 +462,7 @@ def join_peers(
 
 
 def _domains(given: Sequence[FailureDomain] | None, exchange: Exchange, groups: ParallelGroups) -> list[FailureDomain]:
-    """Return the domain of every rank, as each says of itself."""
+    """Return the domain of every rank: as given, or as each rank detects its own. Collective."""
     own = this_domain()
     with exchange.raise_together():
         if given is not None:

@@ -1,15 +1,15 @@
 """Choose the ranks that keep replicas of each rank's segments.
 
-A *node* is what loses its memory at once: a machine. Two containers on one machine die together, so they are one node: the
-kernel's boot id decides, not the host name. If `MOE_CKPT_SHARED_MEMORY` names a directory, processes that share it are one
-node, so the directory is part of the node's name.
+A *node* loses its memory at once: it is a machine. Two containers on one machine die together, so they are one node:
+the kernel's boot id decides, not the host name. If `MOE_CKPT_SHARED_MEMORY` names a directory, processes that share it
+are one node, so the directory is part of the node's name.
 
 MOETION's Algorithm 2 fills the data-parallel group first and then any rank with room. It does not look at nodes, and
 takes the same first peer for a whole group. Here the nodes are chosen first, in groups of `replicas + 1` that keep each
-other's replicas, so that a replica always leaves the node and, where racks allow it at equal loads, the rack. Nodes left
-over join the last group, in which each node's replicas go to the `replicas` nodes after it in a ring. A checkpoint is lost
-only if a whole group is lost, or as many neighbours in the ring: fewer sets of nodes can do harm than if replicas were
-scattered. Then a rank on each chosen node is chosen: one of the owner's data-parallel group if it has room, else the rank
+other's replicas. So a replica always leaves the node and, where racks allow it at equal loads, the rack. Nodes left
+over join the last group, in which each node's replicas go to the next `replicas` nodes in a ring. A checkpoint is lost
+only if a whole group is lost, or as many neighbours in the ring: fewer sets of nodes can do harm than with scattered
+replicas. Then a rank on each chosen node is chosen: one of the owner's data-parallel group with room, else the rank
 with least to keep.
 
 Invariant: the holders of an owner are on different nodes, none of them the owner's.
@@ -38,12 +38,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, kw_only=True)
 class FailureDomain:
-    """Node and rack that a rank runs on."""
+    """Node and rack of one rank."""
 
     node: str
-    """Ranks with equal names lose their memory together."""
+    """Name of the node; ranks with equal names lose their memory together."""
     rack: str = ""
-    """Nodes with equal names may be lost together (rack, switch, power); empty if unknown."""
+    """Name of the rack, switch or power supply, whose nodes may be lost together; empty if unknown."""
     host: str = field(default="", compare=False)
     """Host name, for messages."""
 
@@ -74,7 +74,8 @@ def _found_node(directory: str | None) -> str:
 
 
 def _slurm_switch(variables: Mapping[str, str]) -> str:
-    """Return `top.leaf` of `SLURM_TOPOLOGY_ADDR=top.leaf.node`; SLURM's pattern, such as `switch.switch.node`, names the parts.
+    """Return `top.leaf` of `SLURM_TOPOLOGY_ADDR=top.leaf.node`; SLURM's pattern, as in `switch.switch.node`, names the
+    parts.
 
     Node names may have dots, so the number of parts is taken from the pattern.
     """
@@ -86,7 +87,7 @@ def _slurm_switch(variables: Mapping[str, str]) -> str:
 
 
 def expect_domains(given: Sequence[FailureDomain], world_size: int) -> tuple[FailureDomain, ...]:
-    """Return the domains that a user gave. Raises `ConfigurationError` unless there is one per rank."""
+    """Return the domains given by a user. Raises `ConfigurationError` unless there is one per rank."""
     if len(given) != world_size:
         raise ConfigurationError(
             f"`failure_domains` names {len(given)} ranks, the run has {world_size}. Name each rank's node, by rank, or "
@@ -101,9 +102,9 @@ class ReplicaPlacement:
 
     domains: tuple[FailureDomain, ...]
     nbytes: tuple[int, ...]
-    """Bytes of one replica of a rank."""
+    """Bytes of one replica of each rank."""
     holders: tuple[tuple[int, ...], ...]
-    """Ranks that are sent a replica, each on another node than the owner and than the others."""
+    """Ranks that are sent a replica, on different nodes, none of them the owner's."""
 
     @property
     def num_nodes(self) -> int:
@@ -120,11 +121,11 @@ class ReplicaPlacement:
         return tuple(owner for owner, sent in enumerate(self.holders) if holder in sent)
 
     def held_nbytes(self, holder: int) -> int:
-        """Return the bytes of one generation that `holder` receives and keeps for others."""
+        """Return the bytes per generation that `holder` receives and keeps for others."""
         return sum(self.nbytes[owner] for owner in self.owners(holder))
 
     def leaves_rack(self, owner: int) -> bool:
-        """Return whether a replica is in another rack than the owner."""
+        """Return whether any replica of `owner` is in another rack."""
         return any(self.domains[holder].rack != self.domains[owner].rack for holder in self.holders[owner])
 
 
@@ -135,7 +136,7 @@ def place_replicas(
 
     Args:
         domains: node and rack of every rank.
-        data_parallel: the ranks of each group that holds the same experts; every rank is in one.
+        data_parallel: the ranks of each group with the same experts; every rank is in one group.
         nbytes: bytes of one replica of each rank.
         replicas: replicas of each rank besides its own copy.
 
@@ -171,13 +172,13 @@ class _Node:
 
     rack: str
     ranks: tuple[int, ...]
-    """Its ranks, ascending."""
+    """Ranks on this node, ascending."""
     kinds: Mapping[int, int]
-    """Number of its ranks in each data-parallel group."""
+    """Ranks on this node in each data-parallel group, as counts."""
 
 
 def _nodes(domains: Sequence[FailureDomain], group_of: Mapping[int, int]) -> list[_Node]:
-    """Return the nodes in the order of their lowest ranks."""
+    """Return the nodes in the order of their lowest ranks. Raises `ConfigurationError` if one node is in two racks."""
     ranks: dict[str, list[int]] = {}
     for rank, domain in enumerate(domains):
         ranks.setdefault(domain.node, []).append(rank)
@@ -219,11 +220,11 @@ def _assign(
 
 
 def _partners(nodes: Sequence[_Node], replicas: int) -> list[tuple[int, ...]]:
-    """Return the nodes that keep the replicas of each node, by their indices, nearest in the ring first.
+    """Return the nodes that keep each node's replicas, by their indices, nearest in the ring first.
 
     Guarantees, for `replicas + 1` dividing the number of nodes: every node keeps the copies of exactly `replicas`
     others. If in addition no rack has more nodes than there are groups, the nodes of a group are in different racks.
-    With fewer racks than that, nodes are spread over them as evenly as can be.
+    With fewer racks, nodes are spread over them as evenly as can be.
     """
     found: list[tuple[int, ...]] = [()] * len(nodes)
     for ring in _groups(nodes, replicas + 1):
@@ -244,7 +245,7 @@ def _groups(nodes: Sequence[_Node], size: int) -> list[list[int]]:
 def _take_group(
     nodes: Sequence[_Node], left: list[int], size: int, share: Mapping[str, int], groups_after: int
 ) -> list[int]:
-    """Remove the next group from `left`."""
+    """Return the next group of `size` nodes, and remove them from `left`."""
     per_rack = Counter(nodes[i].rack for i in left)
     due = {rack: count - groups_after * share[rack] for rack, count in per_rack.items()}
     group: list[int] = []
@@ -271,12 +272,12 @@ def _take_group(
 
 
 def _in_common(a: _Node, b: _Node) -> int:
-    """Return the number of ranks of `a` that can have a holder of their own data-parallel group on `b`."""
+    """Return the number of ranks of `a` that can have a holder on `b` in their own data-parallel group."""
     return sum(min(count, b.kinds.get(kind, 0)) for kind, count in a.kinds.items())
 
 
 def _alternate(nodes: Sequence[_Node], members: Sequence[int]) -> list[int]:
-    """Return `members` in an order in which neighbours are of different racks as far as possible."""
+    """Return `members` ordered so that neighbours are in different racks as far as possible."""
     seen: Counter[str] = Counter()
     order = []
     for i in members:

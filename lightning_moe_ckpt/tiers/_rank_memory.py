@@ -1,13 +1,13 @@
-"""Manage the rings of one rank: the one in use, and older ones until it holds a complete generation.
+"""Manage the rings of one rank: the ring in use, and older rings until it holds a complete generation.
 
-A new process finds the rings of the previous one. The ring of a dead process is claimed in place and used again if it
-fits. The ring of a process that is still alive (stopped, or of a job that was started twice) stays that process's. It
-may be read, and only its name is removed, so that its owner keeps its pages. A ring that does not fit, or that a
-larger one has replaced, is kept too. All of these go once a generation in the ring in use is complete on all ranks:
-if the process is killed before that, in the middle of replay, the next one finds them again.
+A new process finds the previous process's rings. The ring of a dead process is claimed in place and used again if it
+fits. The ring of a living process (stopped, or of a job started twice) stays that process's: it may be read, and only
+its name is removed, so that its owner keeps its pages. A ring that does not fit, or was replaced by a larger ring, is
+kept too. All of these go once a generation in the ring in use is complete on all ranks: if the process is killed
+before, in the middle of replay, the next process finds them again.
 
-A claimed ring keeps only the generation that was resumed from. The others are older, or belong to a time line that the
-new process has left. Older ones are kept too if only several generations together have the whole state.
+A claimed ring keeps only the generation resumed from. Any other is older, or belongs to a time line that the new
+process has left. Older generations are kept too if only several together have the whole state.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ from lightning_moe_ckpt.tiers._shm import (
 log = rank_logger(__name__)
 
 _WASTE = 1.25
-"""A claimed ring is used again if it has at most this many times the bytes that are needed."""
+"""Largest ratio of a claimed ring's bytes to the bytes needed for the ring to be used again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryClaim:
-    """How a process finds the memory of its run, and what it knows of storage when it begins."""
+    """Identity of a run's memory, and facts about storage at the start of the process."""
 
     tag: str
     """Tag of the run at its place."""
     run_id: str
-    """Name of the run, which does not depend on its place."""
+    """Name of the run, independent of its place."""
     url: str
     """URL of the run, as in `RunStore.place`."""
     offered: frozenset[GenerationId] = frozenset()
-    """Generations in memory that do not descend from storage's history; users may ask for them at the next start."""
+    """Generations in memory outside storage's history; users may ask for them at the next start."""
     seen: GenerationId | None = None
     """Newest commit."""
 
@@ -75,9 +75,9 @@ class RankMemory:
     Args:
         tag: tag of the run at its place.
         rank: rank whose segments the memory holds.
-        url: URL of the run; memory of replaced runs is found by it.
+        url: URL of the run; identifies memory of replaced runs.
         directory: directory of shared memory; default as in `shared_directory`.
-        kind: `ring` for segments that the rank captures itself, `replica` for those that this process keeps for it.
+        kind: `ring` for the rank's own captures, `replica` for segments that this process keeps for the rank.
     """
 
     def __init__(
@@ -90,30 +90,30 @@ class RankMemory:
         """Ring in use."""
         self._kept: list[SegmentRing] = []
         self._offered: list[SegmentRing] = []
-        """Rings whose generations do not descend from storage's history. They are not used, and kept while there is room."""
+        """Unused rings with generations outside storage's history, kept while there is room."""
         self._seen: GenerationId | None = None
         self._foreign: list[tuple[Path, FileId]] = []
-        """Memory of processes that are alive: names, and the files that they led to."""
+        """Memory of living processes: names, and the files that they led to."""
         self._moved_are_removed = False
 
     @property
     def published(self) -> list[GenerationId]:
-        """Return the generations that a later process would find here."""
+        """Generations that a later process would find here."""
         return [generation for ring in self._all() for generation in ring.published]
 
     @property
     def copies(self) -> dict[str, GenerationId]:
-        """Return the newest generation with a full record that a later process would find here, by operator."""
+        """Newest generation with a full record that a later process would find here, by operator."""
         markers = sorted((each for ring in self._all() for each in ring.markers), key=lambda each: each.generation)
         return {record.operator: each.generation for each in markers for _, record in full_records(each)}
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all rings that this process owns."""
+        """Bytes of all rings that this process owns."""
         return sum(ring.nbytes for ring in (*self._all(), *self._offered))
 
     def saw(self, committed: GenerationId | None) -> None:
-        """Note the newest commit, which later published markers state. From any thread."""
+        """Note the newest commit, to be stated in later markers. From any thread."""
         self._seen = committed
         for ring in self._all():
             ring.seen = committed
@@ -123,12 +123,13 @@ class RankMemory:
     def claim(
         self, resumed: GenerationId | None, *, older: bool = False, offered: Collection[GenerationId] = ()
     ) -> None:
-        """Take over the memory of earlier processes of this rank, once it is known what this one resumes from.
+        """Take over the memory of earlier processes of this rank, once the generation to resume from is known.
 
         Args:
             resumed: generation to keep until a newer one is complete; all others go. `None` keeps none.
-            older: whether earlier generations are kept too, since `resumed` does not have the whole state.
-            offered: generations of another history that users may still ask for; a ring with one is not changed.
+            older: whether earlier generations are kept too, since `resumed` lacks some of the state.
+            offered: generations of another history that users may still ask for; a ring with such a generation is not
+                changed.
         """
         self._remove_replaced_runs()
         for path, name in memory_files(self._directory, self._tag):
@@ -148,19 +149,19 @@ class RankMemory:
         small: Sequence[SlotClass] = (),
         experts: Mapping[str, int] = MappingProxyType({}),
     ) -> SegmentRing:
-        """Put a ring into use and return it: one claimed of an earlier incarnation if its size fits, else a new one. Rings of earlier
-        incarnations are given up if there is no room beside them.
+        """Put a ring into use and return it: an earlier incarnation's if the size fits, else a new ring. If there is no room
+        beside them, earlier incarnations' rings are given up.
 
         Args:
             slot_nbytes: bytes of the largest segment.
             num_slots: see `slots_needed`.
-            keep: number of generations to keep that are complete on all ranks.
+            keep: complete generations to keep.
             small: further slots.
-            experts: operators of which the newest copy is kept, see `SegmentRing.experts`.
+            experts: operators whose newest copy is kept, see `SegmentRing.experts`.
 
         Raises:
-            ConfigurationError: there is no room all the same; the message says how many bytes are missing. `ring` is the previous one
-                then, whose memory may have been given up: see `renew`.
+            ConfigurationError: there is no room even so; the message says how many bytes are missing. `ring` is the
+                previous ring again; its memory may have been given up, see `renew`.
         """
         claimed = next((ring for ring in self._kept if _suits(ring, slot_nbytes, num_slots, small)), None)
         before, self.ring = self.ring, None
@@ -173,19 +174,20 @@ class RankMemory:
         try:
             self.ring = claimed if claimed is not None else self._create(slot_nbytes, num_slots, small)
         except ConfigurationError:
-            # Its memory may have been given up for a second attempt: then it has no name, and `renew` makes it again.
+            # The memory may have been given up for a second attempt: then it has no name, and `renew` makes it again.
             self._kept, self.ring = [ring for ring in self._kept if ring is not before], before
             raise
         self.ring.keep, self.ring.seen, self.ring.experts = keep, self._seen, experts
         return self.ring
 
     def renew(self) -> SegmentRing:
-        """Return a new ring of the same size in place of the one in use, whose name is gone: no later process would find it.
+        """Return a new ring of the same size for the ring in use, whose name is gone: no later process would find it.
 
-        Current readers of the old ring may go on; its memory is released with the last of them.
+        Current readers of the old ring may go on; its memory is released with the last reader.
 
         Raises:
-            ConfigurationError: there is no room yet, or a later start of the run has removed the name. Call it again later.
+            ConfigurationError: there is no room yet, so call again later; or a later start of the run has taken it
+                over.
         """
         lost = self.ring
         assert lost is not None
@@ -208,13 +210,13 @@ class RankMemory:
         return self.ring
 
     def view(self, generation: GenerationId, step: int) -> Tensor | None:
-        """Return memory that begins with a segment of a published generation; `None` if it is not here."""
+        """Return memory that begins with a published generation's segment; `None` if the generation is not here."""
         return next((view for ring in self._all() if (view := ring.view(generation, step)) is not None), None)
 
     # -- completion
 
     def complete_everywhere(self, generation: GenerationId) -> None:
-        """Drop older generations and rings that are not in use: all ranks hold `generation` in memory."""
+        """Drop older generations and unused rings: all ranks hold `generation` in memory."""
         for ring in self._all():
             if generation in ring.complete:
                 ring.complete_everywhere(generation)
@@ -247,7 +249,7 @@ class RankMemory:
             self._remove_dead()
 
     def unlink(self) -> None:
-        """Remove all names of this rank without logging: for the last moment of a process, from any thread."""
+        """Remove all names of this rank without logging: for a process's last moment, from any thread."""
         for ring in self._all():
             ring.unlink()
 
@@ -262,7 +264,7 @@ class RankMemory:
     def _claim(
         self, path: Path, resumed: GenerationId | None, *, older: bool, offered: Collection[GenerationId]
     ) -> None:
-        """Take over a file. Raises `FileNotFoundError` if it is gone meanwhile."""
+        """Take over a file. Raises `FileNotFoundError` if the file is gone meanwhile."""
         found = file_id(path)
         try:
             ring = SegmentRing.adopt(path)
@@ -289,7 +291,7 @@ class RankMemory:
         self._kept.append(ring)
 
     def _expect_no_successor(self) -> None:
-        """Raise if a later start of the run has a ring of this rank, and so does not need ours."""
+        """Raise `ConfigurationError` if a later start of the run has a ring of this rank, and so does not need ours."""
         for path, name in memory_files(self._directory):
             if self._is_own(name) and is_owned_elsewhere(path):
                 raise ConfigurationError(
@@ -310,7 +312,7 @@ class RankMemory:
         return self._create_beside(slot_nbytes, num_slots, small)
 
     def _create_beside(self, slot_nbytes: int, num_slots: int, small: Sequence[SlotClass]) -> SegmentRing:
-        """Create a ring under a name that no other memory still needs."""
+        """Create a ring under a name that is not in use."""
         taken = {path.name for path in listing(self._directory)}  # by any process
         for turn in itertools.count():
             name = shared_name(self._tag, self.rank, self._kind, turn=turn)
@@ -332,7 +334,7 @@ class RankMemory:
         self._remove_foreign()
 
     def _remove_foreign(self) -> None:
-        """Remove names of living processes' memory, unless they lead to another file now, which is a later process's."""
+        """Remove the names of living processes' memory, unless a name leads to another file now: a later process's."""
         foreign, self._foreign = self._foreign, []
         for path, found in foreign:
             with contextlib.suppress(FileNotFoundError):
@@ -340,16 +342,18 @@ class RankMemory:
                     _remove(path)
 
     def _remove_dead(self) -> None:
-        """Remove memory of a process of this rank that ran beside this one and was killed."""
+        """Remove memory of a process of this rank that ran beside this process and was killed."""
         for path, name in memory_files(self._directory):
             ring = _adopted(path) if self._is_own(name) else None
             if ring is not None:
                 ring.close(unlink=True)
 
     def _remove_moved(self, generation: GenerationId) -> None:
-        """Remove memory of ranks of this run that are on other nodes now; once per process, since they moved before it.
+        """Remove memory of this run's ranks that are on other nodes now; once per process, since ranks move only
+        between starts.
 
-        All ranks hold `generation` in memory of this kind, so dead files with older generations only are not needed.
+        All ranks hold `generation` in memory of this kind, so a dead process's file with older generations only is not
+        needed.
         """
         if self._moved_are_removed:
             return
@@ -368,7 +372,7 @@ class RankMemory:
                     ring.close(unlink=older)
 
     def _remove_replaced_runs(self) -> None:
-        """Remove memory of dead processes of other runs under the same URL, which cannot be resumed any more."""
+        """Remove memory of other runs' dead processes under the same URL: those runs cannot be resumed any more."""
         for path, name in memory_files(self._directory):
             replaced = name.tag != self._tag and _origin(path) == self._origin
             if replaced and (ring := _adopted(path)) is not None:
@@ -377,11 +381,11 @@ class RankMemory:
 
 
 def log_unused_memory(claim: MemoryClaim, rank: int, resumed: GenerationId | None) -> None:
-    """Log what memory of a rank of this run, on this node, its process cannot use, and why.
+    """Log the memory of this run's rank, on this node, that the rank's process cannot use, and why.
 
-    It is under a name that the run no longer has, before its log was repaired: then `RankMemory.claim` removes it once its
-    owner is dead. Or the run has it at another place: a copy of the run's folder, whose job may be alive, or this folder
-    before it was moved.
+    Either its name is from before the run's log was repaired: then its file goes at a start once its owner is dead. Or
+    it was taken at another place: by a copy of the run's folder, whose job may be alive, or by this folder before it
+    was moved.
     """
     origin = digest_of(claim.url.encode())
     for path, name in memory_files(shared_directory()):

@@ -1,7 +1,6 @@
-"""Read generations back: from shared memory of this node, its own and copies kept for others, and from storage.
+"""Read generations back: from this node's shared memory, own or kept for others, and from storage.
 
-Memory is read by `pread`, not through a mapping, so that a file that shrinks or goes meanwhile gives an error and not a
-SIGBUS.
+Memory is read by `pread`, not through a mapping: a file that shrinks or goes meanwhile gives an error and not a SIGBUS.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ log = rank_logger(__name__)
 T = TypeVar("T")
 
 Places = Mapping[str, Sequence[tuple[int, int, int]]]
-"""Which bytes of each file, by key, are where: from, to, and the first byte behind the ring's header."""
+"""Extents in a ring by file key: first byte of the file, end, and position behind the ring's header."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +52,9 @@ class _Place:
     header: RingHeader
     marker: Path
     status: tuple[int, int, int]
-    """Inode, size and modification time of the marker's file when it was parsed."""
+    """Inode, size and modification time of the marker's file at parsing."""
     places: Places
-    """From the parsed marker."""
+    """Extents from the parsed marker."""
 
 
 class HostTier:
@@ -85,11 +84,11 @@ class HostTier:
         return sorted(self._places, reverse=True)
 
     def read_marker(self, holding: Holding) -> RankMarker:
-        """Return the marker of a copy. Raises `Corrupt` if it is not what was written, `KeyMissing` if it is gone."""
+        """Return a copy's marker. Raises `Corrupt` if the marker is damaged, `KeyMissing` if the copy is gone."""
         return self._of(holding, lambda place: _read_marker(place.marker, place.header).marker)
 
     def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of a segment from `offset` on, unchecked. Raises `StorageError`, `KeyMissing`."""
+        """Fill `out` with a segment's bytes from `offset` on, unchecked. Raises `StorageError`, `KeyMissing`."""
         place, places = self._of(holding, lambda place: (place, _current_places(place)))
         end = offset + out.nbytes
         held = [a - first for first, stop, a in places.get(entry.key, ()) if first <= offset and end <= stop]
@@ -98,7 +97,7 @@ class HostTier:
         _read_fully(self._open(place.memory), RING_HEADER_NBYTES + held[0] + offset, out, place.memory)
 
     def close(self) -> None:
-        """Release what was opened for reading; nothing is deleted."""
+        """Close all files opened for reading; nothing is deleted."""
         self._places = {}
         while self._descriptors:
             close_shared(self._descriptors.popitem()[1])
@@ -111,7 +110,7 @@ class HostTier:
         except FileNotFoundError:
             return  # gone meanwhile
         except (Corrupt, OSError) as error:
-            self._skipped(path, error, logging.INFO)  # its process may have died while making it
+            self._skipped(path, error, logging.INFO)  # its process may have died while making the ring
             return
         for file in marker_paths(path):
             try:
@@ -128,13 +127,13 @@ class HostTier:
             self._places[holding] = place
 
     def _skipped(self, path: Path, error: Exception, level: int) -> None:
-        """Say, once per file, that it cannot be read."""
+        """Log, once per file, that a file cannot be read."""
         if path not in self._told:
             self._told.add(path)
             log.log(level, "%s is skipped: %s Other copies are looked for, in memory and in storage.", path, error)
 
     def _of(self, holding: Holding, look: Callable[[_Place], T]) -> T:
-        """Return the result of `look` at the location of a copy."""
+        """Return `look`'s result for a copy's location. Raises `KeyMissing` if the copy is gone."""
         place = self._places.get(holding)
         if place is None:
             raise KeyMissing(f"{self._directory}: no memory of {holding}.")
@@ -150,7 +149,7 @@ class HostTier:
         return read_header(bytes(page), os.fstat(descriptor).st_size, str(path))
 
     def _open(self, path: Path) -> int:
-        with self._lock:  # two threads must not open it twice: only one descriptor would be closed
+        with self._lock:  # two threads must not open a file twice: only one descriptor would be closed
             if path not in self._descriptors:
                 self._descriptors[path] = open_shared(path)
             return self._descriptors[path]
@@ -162,18 +161,18 @@ def _status(path: Path) -> tuple[int, int, int]:
 
 
 def _current_places(place: _Place) -> Places:
-    """Return where files are; the marker is parsed again only if it was replaced."""
+    """Return the files' extents; the marker is parsed again only if it was replaced."""
     if _status(place.marker) == place.status:
         return place.places
     return _read_marker(place.marker, place.header).places(place.header)
 
 
 class _OtherRingError(Corrupt):
-    """A marker of a ring that had the file's name before."""
+    """A marker of an earlier ring under the same file name."""
 
 
 def _read_marker(path: Path, header: RingHeader) -> MemoryMarker:
-    """Read a marker beside a ring. Raises `Corrupt`, also if it belongs to another ring."""
+    """Read a marker beside a ring. Raises `Corrupt`, also if the marker belongs to another ring."""
     marker = MemoryMarker.from_bytes(read_shared(path), str(path))
     if marker.ring != header.nonce:
         raise _OtherRingError(f"{path}: speaks of a ring that is not there any more.")
@@ -219,7 +218,7 @@ class ObjectTier:
 
     Args:
         store: store of the run, on any rank.
-        commits: commits that may be restored, as the coordinator found them.
+        commits: commits that may be restored, as found by the coordinator.
     """
 
     name = STORAGE
@@ -229,7 +228,7 @@ class ObjectTier:
         self._commits = {commit.generation: commit for commit in commits}
 
     def holdings(self) -> list[Holding]:
-        """Return one copy per rank and commit, newest first. No bytes are read, and a rank's share of them is not known."""
+        """Return one copy per rank and commit, newest first. No bytes are read; `nbytes` is an equal share per rank."""
         return [
             Holding(
                 generation=generation,
@@ -242,7 +241,7 @@ class ObjectTier:
         ]
 
     def read_marker(self, holding: Holding) -> RankMarker:
-        """Return the marker whose digest the manifest has. Raises `Corrupt` if it differs, `KeyMissing` if it is gone."""
+        """Return the marker. Raises `Corrupt` unless it has the manifest's digest, `KeyMissing` if it is gone."""
         commit = self._commits.get(holding.generation)
         if commit is None:
             raise KeyMissing(f"{self._store.url}: no commit of {holding}.")
