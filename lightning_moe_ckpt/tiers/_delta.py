@@ -252,7 +252,7 @@ class DeltaDecoder:
             self.drift = max(self.drift[0], param), max(self.drift[1], *moments)
 
     def _count(self, part: SteppedPart) -> int:
-        """Return the step's number, and write it except in an audit. Raises `Corrupt` if the previous one is no count."""
+        """Return the step's number, written except in an audit. Raises `Corrupt` if the previous is no count."""
         (source, destination), nbytes = part.step, part.step_dtype.itemsize
         before = self._base[source : source + nbytes].view(part.step_dtype)
         if not self.plan.whole:
@@ -263,7 +263,7 @@ class DeltaDecoder:
         return int(number)
 
     def _moved(self, source: int, destination: int, first: int, last: int) -> Tensor:
-        """Return a copy of elements of the previous segment's state: in their new place, in an audit in fresh memory."""
+        """Return copied elements of the previous segment's state: in their new place, or fresh in an audit."""
         base = _floats(self._base, source, first, last)
         return base.clone() if self.plan.whole else _floats(self._out, destination, first, last).copy_(base)
 
@@ -329,7 +329,7 @@ def _pack(document: bytes, codes: bytes, compressed: bytes) -> bytes:
 
 
 def _unpack(recipe: bytes, most: int) -> tuple[bytes, bytes, bytes]:
-    """Return document, part codes and header. Codes are limited to `most` bytes, those of a segment. Raises `Corrupt`."""
+    """Return document, part codes and header. A segment of `most` bytes has no more parts. Raises `Corrupt`."""
     body, digest = recipe[:-_DIGEST_NBYTES], recipe[-_DIGEST_NBYTES:]
     if len(body) < _LENGTHS.size or xxhash.xxh3_128_digest(body) != digest:
         raise Corrupt("the recipe of a delta is not the one that was sent. The next generation comes whole.")
