@@ -68,8 +68,8 @@ log = rank_logger(__name__)
 _STRIKES = 2
 """Refused generations without an accepted one in between, after which holders take nothing from their own state."""
 _RING_GENERATIONS = 2
-"""Generations of a ring besides the kept ones, roughly: one captured, one read. Also differences that a ring keeps
-beyond the holders' room, since holders hear later of those that may go."""
+"""Generations of a ring besides the kept ones, roughly: one captured, one read. Also differences that holders keep beyond
+the ring's, since the owner tells them later which may go."""
 _BASE_STEPS = 8
 """Steps over which a base is spread at most."""
 _GOODBYE = timedelta(seconds=5)

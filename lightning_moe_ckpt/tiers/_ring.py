@@ -4,25 +4,26 @@ A slot is free, being filled, or sealed. A *generation* owns the slots of its se
 
 * *snapshot*: its window is open; slots are acquired, filled and sealed.
 * *persist*: pinned by a reader; its sealed segments may be read while the window is still open.
-* *recovery*: complete, and fewer than `keep` newer ones are complete on all ranks.
+* *recovery*: complete, and fewer than `keep` newer generations are complete on all ranks.
 
 ::
 
-    begin_window -> acquire, seal, ... -> finish_window -> publish -> `keep` newer ones are complete everywhere -> slots FREE
+    begin_window -> acquire, seal, ... -> finish_window -> publish -> `keep` newer ones are complete everywhere -> slots
+    FREE
                                       |               `-> give_up: some rank has not published it ---------> slots FREE
                                       `-> abort_window ----------------------------------------------------> slots FREE
 
 Invariants: a slot belongs to one generation at most; a pinned generation keeps its slots; a complete generation keeps
 its slots until `keep` newer ones, usually one, are complete on all ranks, or until some rank has given it up. A slow
-reader therefore costs slots, never bytes that are still needed. If no slot is left, `acquire` raises `RingFull`, and the
-session skips the window.
+reader therefore costs slots, never bytes that are still needed. If no slot is left, `acquire` raises `RingFull`, and
+the session skips the window.
 
-Slots for segments are equal. Behind them are smaller ones: for differences; or, where generations have only some experts,
-for experts of generations that newer ones replace (`_ring_experts`).
+Slots for segments are equal. Behind them are smaller slots: for differences; or, where generations have only some
+experts, for experts of replaced generations (`_ring_experts`).
 
-A generation is *published* by a marker: a small file beside the ring with its slots and all digests. The file
-appears whole and last, and goes before one of its slots may be filled again: while it is there, the bytes are. A
-restarted process can therefore `adopt` the ring of a dead one with all published generations (`FORMAT.md`, section 9).
+A generation is *published* by a marker: a small file beside the ring with its slots and all digests. The file appears
+whole and last, and goes before any of its slots may be filled again: while the file is there, the bytes are. A
+restarted process can therefore `adopt` a dead process's ring with all published generations (`FORMAT.md`, section 9).
 
 Threads: all methods may be called from any thread; views may be used until their slot is freed.
 """
@@ -67,10 +68,10 @@ def slots_needed(window: int, *, readers: int = 0, lag: int = 0, keep: int = 1) 
     """Return the number of slots for windows of `window` segments.
 
     Args:
-        window: segments per window; `keep` complete generations stay while the next one is filled.
-        readers: tiers that may each still be reading a generation older than that.
-        lag: slots that may be filled before all ranks know that the newer one is complete.
-        keep: number of generations to keep that are complete on all ranks.
+        window: segments per window; `keep` complete generations stay while the next is filled.
+        readers: tiers that may each still be reading a generation older than the kept ones.
+        lag: slots that may be filled before all ranks know that the newer generation is complete.
+        keep: complete generations to keep.
     """
     return (1 + keep + readers) * window + lag
 
@@ -89,13 +90,13 @@ class SegmentRing(ExpertCopies):
         small: Sequence[SlotClass] = (),
         origin: str = "",
     ) -> SegmentRing:
-        """Reserve and map memory; replaces the ring that an earlier process left under `name`.
+        """Reserve and map memory; replaces an earlier process's ring under `name`.
 
         Args:
             name: see `shared_name`.
             slot_nbytes: bytes of the largest segment; rounded up to whole pages.
             num_slots: see `slots_needed`.
-            directory: where the file goes; default `/dev/shm`.
+            directory: directory of the file; default as in `shared_directory`.
             small: further slots, whole pages.
             origin: digest of the run's URL.
 
@@ -125,10 +126,10 @@ class SegmentRing(ExpertCopies):
 
     @classmethod
     def adopt(cls, path: Path) -> SegmentRing | None:
-        """Take over the ring of a dead process in place: its published generations are complete, other slots are free.
+        """Take over a dead process's ring in place: its published generations are complete, other slots are free.
 
         Returns:
-            The ring; `None` if the process that made it is alive, stopped or not.
+            The ring; `None` if the process that made the ring is alive, stopped or not.
 
         Raises:
             FileNotFoundError: there is no ring.
@@ -148,46 +149,46 @@ class SegmentRing(ExpertCopies):
 
     @property
     def slot_nbytes(self) -> int:
-        """Return the bytes of a slot for a segment, whole pages."""
+        """Bytes of a slot for a segment, whole pages."""
         return self.header.slot_nbytes
 
     @property
     def num_slots(self) -> int:
-        """Return the number of slots for segments."""
+        """Number of slots for segments."""
         return self.header.num_slots
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the file."""
+        """Bytes of the file."""
         return self.header.nbytes
 
     @property
     def memory(self) -> Tensor:
-        """Return all slots as one uint8 tensor, e.g. to register it with a device."""
+        """All slots as one uint8 tensor, e.g. to register it with a device."""
         assert self._memory is not None, "the ring is closed"
         return self._memory
 
     @property
     def usage(self) -> str:
-        """Return a text for messages that says what takes slots."""
+        """Text for messages: slots in use, by their generation's state."""
         with self._lock:
             return self._usage()
 
     @property
     def free_slots(self) -> int:
-        """Return the number of slots that can be acquired now."""
+        """Number of slots for segments that can be acquired now."""
         return self.free()
 
     def free(self, nbytes: int | None = None) -> int:
-        """Return the number of slots for segments, or of small ones for `nbytes`, that can be acquired now."""
+        """Return the number of slots, for segments or of small ones for `nbytes`, that can be acquired now."""
         with self._lock:
             return self._slots.free(nbytes)
 
     def can_begin(self, window: int) -> bool:
-        """Return whether a window of so many segments can begin.
+        """Return whether a window of `window` segments can begin.
 
-        One slot must be free; the others may still belong to generations that go as soon as all ranks know that the
-        newest complete one is complete everywhere.
+        One slot must be free; the other slots may still belong to generations that go as soon as all ranks know that
+        the newest complete generation is complete everywhere.
         """
         with self._lock:
             complete = [entry for entry in self._generations.values() if entry.state is GenerationState.COMPLETE]
@@ -195,18 +196,18 @@ class SegmentRing(ExpertCopies):
             return (free := self._slots.free()) > 0 and free + going >= window
 
     def fits(self, slot_nbytes: int, window: int, *, link_nbytes: int = 0) -> bool:
-        """Return whether windows of `window` segments of `slot_nbytes` can follow each other here, and differences them."""
+        """Return whether windows of so many segments and bytes fit here in a row, and differences as well."""
         large = slot_nbytes <= self.slot_nbytes and slots_needed(window, keep=self.keep) <= self.num_slots
         return large and (not link_nbytes or any(each.nbytes >= link_nbytes for each in self.header.small))
 
     # -- the window being filled
 
     def begin_window(self, generation: Hashable, *, is_link: bool = False) -> None:
-        """Open a window; it takes the snapshot role. One is open at a time, and a name is used once.
+        """Open a window, in the snapshot role. Only one is open at a time, and a name is used once.
 
         Args:
-            generation: its name.
-            is_link: whether it will be a difference to the generation before, and so of no use without that.
+            generation: name of the window's generation.
+            is_link: whether the generation will be a difference to the generation before, and so of no use without it.
         """
         with self._lock:
             assert generation not in self._generations, f"{generation} was begun before"
@@ -218,9 +219,9 @@ class SegmentRing(ExpertCopies):
         """Return a slot to fill for the segment of `step`.
 
         Args:
-            generation: whose segment it is.
-            step: its boundary.
-            nbytes: of a difference, which gets a small slot.
+            generation: generation of the open window.
+            step: boundary of the segment.
+            nbytes: bytes of a difference, which gets a small slot; `None` for any other segment.
 
         Raises:
             RingFull: every slot is in use.
@@ -248,7 +249,7 @@ class SegmentRing(ExpertCopies):
             entry.slots[slot.index] = True
 
     def whole(self, generation: Hashable) -> None:
-        """Note that the open window is no difference after all: what it was being filled into is free again."""
+        """Note that the open window is no difference after all: the slots filled so far are free again."""
         with self._lock:
             entry = self._entry(generation, GenerationState.OPEN)
             entry.is_link = False
@@ -256,7 +257,7 @@ class SegmentRing(ExpertCopies):
             entry.slots, entry.steps = {}, {}
 
     def finish_window(self, generation: Hashable) -> None:
-        """Close the window, all of whose segments are sealed: the generation is complete on this rank."""
+        """Close the window, with all segments sealed: the generation is complete on this rank."""
         with self._lock:
             entry = self._entry(generation, GenerationState.OPEN)
             assert entry.slots, f"{generation} has no segment"
@@ -264,7 +265,7 @@ class SegmentRing(ExpertCopies):
             entry.state = GenerationState.COMPLETE
 
     def abort_window(self, generation: Hashable) -> None:
-        """Give up an open window. Wait for copies into its slots first; pinned slots are freed by the last `unpin`."""
+        """Give up an open window. Wait for copies into its slots first; the last `unpin` frees pinned slots."""
         with self._lock:
             self._drop(generation, self._entry(generation, GenerationState.OPEN))
 
@@ -274,7 +275,7 @@ class SegmentRing(ExpertCopies):
         """Write the marker: all its segments are in their slots, with final bytes. From any thread.
 
         Raises:
-            CheckpointError: the generation was given up meanwhile, or a later process has removed the ring's name.
+            CheckpointError: the generation was given up meanwhile, or the ring's name is gone.
             OSError: there is no room for the marker.
         """
         path = marker_path(self.path, generation)
@@ -303,9 +304,9 @@ class SegmentRing(ExpertCopies):
                 self._drop(generation, entry)
 
     def give_up(self, generation: Hashable) -> None:
-        """Drop a complete generation once its readers are done, since some rank will never hold it. Ignored if it is gone.
+        """Drop a complete generation once its readers are done: some rank will never hold it. Ignored if it is gone.
 
-        Its marker stays until the last pin is gone: the generation may still be completed by replicas of other ranks' parts.
+        Its marker stays until the last pin is gone: replicas of other ranks' parts may still complete the generation.
         """
         with self._lock:
             entry = self._generations.get(generation)
@@ -314,35 +315,36 @@ class SegmentRing(ExpertCopies):
 
     @property
     def complete(self) -> list[Hashable]:
-        """Return the complete generations, oldest first."""
+        """Complete generations, oldest first."""
         with self._lock:
             return [name for name, entry in self._generations.items() if entry.state is GenerationState.COMPLETE]
 
     @property
     def published(self) -> list[GenerationId]:
-        """Return the generations that a restarted process would find, oldest first."""
+        """Generations that a restarted process would find, oldest first."""
         with self._lock:
             held = [name for name, entry in self._generations.items() if entry.marker is not None]
         return [name for name in held if isinstance(name, GenerationId)]
 
     @property
     def markers(self) -> list[RankMarker]:
-        """Return the markers that a restarted process would find, oldest first, read from their files."""
+        """Markers that a restarted process would find, oldest first, read from their files."""
         with self._lock:
             paths = [entry.marker for entry in self._generations.values() if entry.marker is not None]
         return [found.marker for path in paths if (found := read_statement(path)) is not None]
 
     def view(self, generation: GenerationId, step: int) -> Tensor | None:
-        """Return the slot of a published generation, or `None`. The caller pins it, or knows that nothing gives it up."""
+        """Return a published generation's slot, or `None`. The caller pins it, or knows that nothing drops it."""
         with self._lock:
             entry = self._generations.get(generation)
             index = entry.steps.get(step) if entry is not None and entry.marker is not None else None
         return None if index is None else self._view(index)
 
     def complete_everywhere(self, generation: Hashable) -> None:
-        """Drop all but the `keep` newest generations up to `generation`, which is complete on all ranks; experts may stay.
+        """Drop all but the `keep` newest generations up to `generation`, which is complete on all ranks; experts may
+        stay.
 
-        Of generations that are differences, those stay that follow on what stays. Repeating this is allowed.
+        Differences stay as long as their base. Repeating this is allowed.
         """
         with self._lock:
             self._entry(generation, GenerationState.COMPLETE).everywhere = True
@@ -363,11 +365,11 @@ class SegmentRing(ExpertCopies):
             self.on_retired()
 
     def make_room(self, nbytes: int, stored: GenerationId | None) -> None:
-        """Drop the oldest differences until there is a slot for another one, as far as all ranks have them in storage too.
+        """Drop the oldest differences until a small slot is free, but only differences that storage has on all ranks.
 
         Args:
-            nbytes: of a difference.
-            stored: newest generation that storage has with all that it follows on.
+            nbytes: bytes of the next difference.
+            stored: newest generation that storage has together with all before it in its chain.
         """
         with self._lock:
             links = [(name, entry) for name, entry in self._generations.items() if entry.is_link and entry.pins == 0]
@@ -379,7 +381,7 @@ class SegmentRing(ExpertCopies):
 
     @property
     def holds_all(self) -> bool:
-        """Return whether a restarted process would find here whatever it needs beside storage."""
+        """Whether a restarted process would find here all that it needs besides storage."""
         with self._lock:
             entries = self._generations.values()
             if self.experts:
@@ -409,7 +411,8 @@ class SegmentRing(ExpertCopies):
         """Release the memory, which is unmapped with its last view. Closing twice is allowed.
 
         Args:
-            unlink: whether to remove the names too, if this process made or adopted the ring. A forked child never does.
+            unlink: whether to remove the names too, if this process made or adopted the ring. A forked child never
+                does.
         """
         self._memory = None
         self._views.clear()
@@ -419,7 +422,7 @@ class SegmentRing(ExpertCopies):
             self._file.close(unlink=unlink)
 
     def unlink(self) -> None:
-        """Remove the names without logging or waiting for a lock: for the last moment of a process."""
+        """Remove the names without logging or waiting for a lock: for a process's last moment."""
         if self._file is not None and self._file.is_mine():
             self._unlinked = True  # before looking for markers: see `_expect_name`
             for path in (*marker_files(self.path), self.path):
@@ -427,7 +430,7 @@ class SegmentRing(ExpertCopies):
 
 
 def _first_kept(complete: Sequence[Generation], keep: int) -> int:
-    """Return the place of the first generation that stays, if `keep` do and what follows on them."""
+    """Return the index of the first generation that stays if `keep` whole ones stay, with their differences."""
     for index in range(len(complete) - 1, -1, -1):
         keep -= not complete[index].is_link
         if keep == 0:

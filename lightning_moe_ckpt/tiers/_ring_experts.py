@@ -1,15 +1,15 @@
-"""Keep the newest copy of each expert, where generations have only some.
+"""Keep the newest copy of each expert, where generations have only some experts.
 
-Of a generation that newer ones replace the dense part is needed no more, but its experts may be the newest there are. Such a
-generation is *retired*. Once nobody reads it its experts are copied to small slots, its marker is replaced by one that names no
-more than these, and its slots are free. So memory has the newest copy of each expert, and beside it only what completes a
-generation that is still whole, as far as there is room for that.
+A generation replaced by newer ones does not need its dense part any more, but may have the newest copy of some experts.
+Such a generation is *retired*. Once nobody reads it, its experts are copied to small slots, its marker is replaced by a
+marker of these experts only, and its slots are free. So memory has the newest copy of each expert and, as far as there
+is room, the older copies that complete a generation that is still whole.
 
-An older copy goes before a newer one is brought to its place: until its marker names that, the newer one is in the slot of
-the retired generation, whose marker is there. So at any moment a later process finds the newest copy.
+An older copy goes before a newer copy takes its place: until a marker names the new place, the newer copy is in the
+retired generation's slot, whose marker is still there. So at any moment a later process finds the newest copy.
 
-Source: PEC/MoC (2024), Sec. 5: of each module the newest version is kept in host memory. We differ in that versions are
-taken out of whole snapshots once these are old, by a copy beside training, so that captures need no more copies than others.
+Source: PEC/MoC (2024), Sec. 5: the newest version of each module is kept in host memory. We differ: versions are taken
+out of whole snapshots once these are old, by a copy beside training, so captures need no additional copies.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from lightning_moe_ckpt.tiers._shm import remove_shared, unfinished_path, write_
 
 
 def _settled(entry: Generation) -> Collection[str]:
-    """Return the operators of a generation that is in no slot of theirs yet, and stays until they are."""
+    """Return the operators in a complete generation that will get small slots, and are kept until then."""
     if not entry.everywhere or not entry.is_whole or entry.said is None:
         return ()
     return {op for each in entry.said.marker.segments for op in RecordColumns.of(each.records).operator}
 
 
 class ExpertCopies(RingState):
-    """The part of a ring that keeps experts of retired generations."""
+    """Part of a ring that keeps experts of retired generations."""
 
     def condense(self) -> None:
-        """Bring experts of retired generations to slots of their own, and free the others; from one thread at a time.
+        """Bring experts of retired generations to small slots, and free all other slots; from one thread at a time.
 
         Raises:
-            Corrupt: a marker is not what was written.
-            OSError: there is no room for another marker. In both cases that generation is dropped.
+            Corrupt: a marker is damaged; its generation is dropped.
+            OSError: there is no room for another marker; its generation is dropped.
         """
         while True:
             with self._lock:
@@ -61,7 +61,7 @@ class ExpertCopies(RingState):
     # -- private
 
     def _condense(self, name: Any, entry: Generation) -> None:
-        """Bring the experts of a generation, which is pinned, to slots of their own."""
+        """Bring the experts of a pinned generation to small slots."""
         if entry.said is None and entry.marker is not None:
             entry.said = read_statement(entry.marker)
         if entry.said is None:
@@ -75,7 +75,7 @@ class ExpertCopies(RingState):
         placed = self._place(wanted)
         if len(placed) < len(
             wanted
-        ):  # what completes an older generation has to go: there is room for one copy of each
+        ):  # copies that complete an older generation have to go: there is room for one copy of each
             self._let_go(name, self.experts, lambda op, copies: copies[:-1] if op in operators else copies[:-2])
             missing = operators - {each.operator for each in placed}
             placed += self._place([each for each in wanted if each.operator in missing])
@@ -90,20 +90,20 @@ class ExpertCopies(RingState):
             raise
 
     def _place(self, wanted: Sequence[ExpertSlot]) -> list[ExpertSlot]:
-        """Return those for which there is a slot, with it."""
+        """Return the wanted experts that got a slot, with it."""
         with self._lock:
             slots = [self._slots.take(each.nbytes) for each in wanted]
         return [each._replace(slot=slot) for each, slot in zip(wanted, slots, strict=True) if slot is not None]
 
     def _replaced(self, _: str, copies: Sequence[Any]) -> list[Any]:
-        """Return which copies of an expert, of which the last one is new, complete no other generation that is whole."""
+        """Return an expert's copies that complete no other whole generation; the last of `copies` is new."""
         whole = [each for each, entry in self._generations.items() if entry.is_whole and each != copies[-1]]
         return [each for each, after in pairwise(copies) if not any(each <= one < after for one in whole)]
 
     def _let_go(
         self, name: Any, operators: Collection[str], which: Callable[[str, Sequence[Any]], Sequence[Any]]
     ) -> None:
-        """Free the slots of those copies of these experts that `which` says, given all, oldest first, and `name` behind them."""
+        """Free slots of these experts' copies: `which` picks from all, oldest first, with `name` last."""
         going = defaultdict[Any, set[str]](set)
         with self._lock:
             entries = dict(self._generations)
@@ -116,7 +116,7 @@ class ExpertCopies(RingState):
             self._restate(each, entries[each], left)
 
     def _restate(self, name: Hashable, entry: Generation, experts: Sequence[ExpertSlot]) -> None:
-        """Leave no more than these experts of a generation: first its marker says so, then other slots are free."""
+        """Keep only these experts of a generation: first its marker says so, then other slots are free."""
         path, said = entry.marker, entry.said
         if path is not None and said is None and experts:
             said = read_statement(path)

@@ -1,4 +1,4 @@
-"""What a ring knows: which generation has which slots, and which of them a later process would find."""
+"""Track which generation has which slots of a ring, and which slots a later process would find."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class GenerationState(Enum):
     OPEN = "open"
     COMPLETE = "complete"
     RETIRED = "retired"
-    """Newer ones replace all but its experts, which are still to be brought to slots of their own."""
+    """Replaced by newer ones except for its experts, which still have to be brought to small slots."""
     EXPERTS = "experts"
-    """Of it there are some experts."""
+    """Only some experts are left, in small slots."""
     DROPPED = "dropped"
-    """Aborted or superseded; kept only until the last pin is gone."""
+    """Aborted or replaced; kept only until the last pin is gone."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Slot:
-    """Memory of one segment, which belongs to a generation until that is freed."""
+    """Memory of one segment; belongs to a generation until that generation is freed."""
 
     index: int
     generation: Hashable
@@ -53,38 +53,38 @@ class Slot:
 
 @dataclass(slots=True)
 class Generation:
-    """What a ring knows of a generation."""
+    """State of one generation in a ring."""
 
     state: GenerationState = GenerationState.OPEN
     slots: dict[int, bool] = field(default_factory=dict)
-    """Its slots by index, and whether they are sealed."""
+    """Whether a slot is sealed, by slot index."""
     steps: dict[int, int] = field(default_factory=dict)
-    """Index of the slot, by step."""
+    """Slot index, by step."""
     pins: int = 0
     everywhere: bool = False
-    """Whether all ranks have said that they have theirs."""
+    """Whether the generation is complete on all ranks."""
     marker: Path | None = None
     """Path of the marker; `None` until the generation is published."""
     is_link: bool = False
-    """Whether it is a difference to the generation before."""
+    """Whether the generation is a difference to the generation before."""
     said: MemoryMarker | None = None
-    """What its marker says, where that is needed again."""
+    """Contents of the marker, if they are needed again."""
     experts: dict[str, ExpertSlot] = field(default_factory=dict)
-    """What is left of it, by operator."""
+    """Experts left of the generation, by operator."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether a process could resume from it."""
+        """Whether a process could resume from the generation."""
         return self.marker is not None and bool(self.slots)
 
     @property
     def is_free_to_go(self) -> bool:
-        """Whether its experts can be brought to slots of their own."""
+        """Whether its experts can be brought to small slots."""
         return self.state is GenerationState.RETIRED and self.pins == 0
 
 
 class RingState:
-    """State of a ring. Methods are called with the lock held; without a header all memory is slots of `slot_nbytes`."""
+    """State of a ring. Hooks that change it need the lock; without a header all slots have `slot_nbytes`."""
 
     def __init__(
         self,
@@ -99,26 +99,26 @@ class RingState:
         self.header = header or RingHeader(
             nonce="", slot_nbytes=slot_nbytes, num_slots=memory.numel() // slot_nbytes, origin=""
         )
-        """Says which slots there are."""
+        """Number and sizes of the slots."""
         self._memory: Tensor | None = memory
         self._lock = threading.Lock()
         self._unlinked = False
         self._slots = SlotPool(self.header)
         self.experts: Mapping[str, int] = {}
-        """Operators of which the newest copy stays, with their bytes; of generations that have them all, empty."""
+        """Bytes of the operators whose newest copy stays, by name; empty where generations have all operators."""
         self.on_retired: Callable[[], None] = lambda: None
         """Called when `condense` has something to do, from any thread."""
         self._views: dict[int, Tensor] = {}
         """Memory of slots that have been in use, by index."""
         self._generations: dict[Any, Generation] = {}  # in the order in which their windows began
         self.keep = 1
-        """Number of newest generations that stay once they are complete on all ranks."""
+        """Newest generations that stay once they are complete on all ranks."""
         self.seen: GenerationId | None = None
-        """Newest known commit, which later published markers state."""
+        """Newest known commit, to be stated in later markers."""
 
     @property
     def is_named(self) -> bool:
-        """Return whether a restarted process would find the ring; another process may have removed its name."""
+        """Whether a restarted process would find the ring; another process may have removed its name."""
         return self._file is None or self._file.is_mine()
 
     def _entry(self, generation: Hashable, *states: GenerationState) -> Generation:
@@ -134,7 +134,7 @@ class RingState:
         return entry
 
     def _expect_name(self, generation: GenerationId) -> None:
-        """Raise, and remove the new marker, if the ring's name is gone: whoever removed the name has not seen that marker."""
+        """Raise, and remove the new marker, if the ring's name is gone: the marker may have escaped its removal."""
         if self._unlinked or not self.is_named:
             self._withdraw(self._published_entry(generation))
             raise CheckpointError(
@@ -208,7 +208,7 @@ def read_header(page: bytes, nbytes: int, where: str) -> RingHeader:
 
 
 def read_statement(path: Path) -> MemoryMarker | None:
-    """Read a marker beside a ring; `None` if it is not complete."""
+    """Read a marker beside a ring; `None` if the marker is damaged or gone."""
     with contextlib.suppress(Corrupt, FileNotFoundError):
         return MemoryMarker.from_bytes(read_shared(path), str(path))
     return None

@@ -1,10 +1,10 @@
 """Read referenced files again while training goes on, to find a flipped bit while there is a second copy.
 
-Each rank reads the records in older files that its own newest marker names, referenced ones and spares, so every file has one
-reader. It reads slowly, on a thread of its own, round after round. All ranks learn of bad copies at the next
-window: the experts are taken again, and not referenced there any more.
+Each rank reads the records in older files named by its own newest marker, referenced ones and spares, so every file has
+one reader. It reads slowly, on a thread of its own, round after round. All ranks learn of bad copies at the next
+window: the experts are taken again, and their bad copies are not referenced any more.
 
-Invariant: only records that the newest marker still names are called bad. Others may be deleted at any time.
+Invariant: only records that the newest marker still names are called bad. All other records may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NBYTES_PER_SECOND = 16 * 2**20
 """Reading speed of one rank: a hundredth of a current disk's, and a TiB in less than a day."""
 _CHUNK_NBYTES = 2**20
 _PAUSE_SECONDS = 60.0
-"""Pause between two rounds, which are short if little is referenced."""
+"""Pause between two rounds; a round is short if little is referenced."""
 _JOIN_SECONDS = 4.0
 
 
@@ -41,7 +41,7 @@ class Files(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BadCopy:
-    """Copy of an operator in storage that is damaged or gone."""
+    """Damaged or missing copy of an operator in storage."""
 
     operator: str
     generation: GenerationId
@@ -67,20 +67,20 @@ class Scrubber:
         self._known: set[tuple[str, GenerationId]] = set()
         self._marker: RankMarker | None = None
         self._copies: set[tuple[str, GenerationId]] = set()
-        """Operators that the newest marker names, each with the generation whose file has it."""
+        """Operators named by the newest marker, each with the generation of the file with its copy."""
         self._closing = threading.Event()
         self._said = ""
-        """Failure of the last round, which is logged once."""
+        """Failure of the last round, logged once."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start the reading thread."""
         guard_forks()
         self._thread = threading.Thread(target=self._serve, name="moe-ckpt-scrub", daemon=True)
         self._thread.start()
 
     def take_found(self, most: int) -> list[BadCopy]:
-        """Return copies that turned out bad and were not taken yet; takes constant time."""
+        """Return at most `most` bad copies that were not taken yet; takes constant time."""
         return [self._found.popleft() for _ in range(min(most, len(self._found)))]
 
     def close(self) -> None:
@@ -92,13 +92,13 @@ class Scrubber:
             self._thread = None
 
     def round(self) -> int:
-        """Read everything that the newest marker names of older files, once.
+        """Read all records in older files that the newest marker names, once.
 
         Returns:
             Bytes read.
 
         Raises:
-            StorageError: the medium failed where that says nothing about the bytes; all other files were read.
+            StorageError: the medium failed, which says nothing about the bytes; all other files were read.
         """
         nbytes = 0
         unread: dict[str, StorageError] = {}
@@ -146,7 +146,7 @@ class Scrubber:
         return copy in self._copies
 
     def _what_is_wrong(self, file: SegmentEntry, record: RecordEntry) -> str:
-        """Return why a record is bad; empty if it is as it was written."""
+        """Return why a record is bad; empty if it is intact."""
         digest, chunk = xxhash.xxh3_128(), bytearray(min(self._pace.chunk_nbytes(_CHUNK_NBYTES), max(record.nbytes, 1)))
         try:
             for start in range(0, record.nbytes, len(chunk)):
@@ -160,7 +160,7 @@ class Scrubber:
 
 
 def _named(marker: RankMarker | None) -> Iterator[tuple[GenerationId, SegmentEntry, RecordEntry]]:
-    """Yield the records that a marker names in older files."""
+    """Yield the records in older files that a marker names."""
     for each in () if marker is None else (*marker.referenced, *marker.spares):
         for record in each.segment.records:
             yield each.generation, each.segment, record

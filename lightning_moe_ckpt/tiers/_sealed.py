@@ -1,7 +1,7 @@
-"""Describe a sealed segment, and the marker over a generation's segments, as every tier keeps them: made once.
+"""Describe a sealed segment, and the marker over a generation's segments, once for all tiers.
 
-Each tier has a thread of its own. Whichever asks first computes, the others wait for it and take the same value; so a
-copy in one tier can be checked against, and mended from, a copy in any other.
+Each tier has a thread of its own. The first thread to ask computes; the other threads wait and take the same value. So
+a copy in one tier can be checked against, and mended from, a copy in any other.
 """
 
 from __future__ import annotations
@@ -31,44 +31,44 @@ from lightning_moe_ckpt.storage import (
 from lightning_moe_ckpt.tiers._delta import Gradients
 
 _REMEMBERED = 4
-"""Markers kept for tiers that have not asked yet; a slower one has its own made again, with the same bytes."""
+"""Markers kept for tiers that have not asked yet; for a slower tier the marker is made again, with the same bytes."""
 
 
 class StepRecord(Protocol):
     """Record of the optimizer step that led to a segment."""
 
     def gradients(self) -> Gradients | None:
-        """Return the gradients of the step, once they are copied; `None` if they are not known for certain. Any thread."""
+        """Return the step's gradients, once copied; `None` if not known for certain. From any thread."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class SealedFile:
-    """A file whose bytes are final, or will be when its ticket is done."""
+    """File whose bytes are final, or will be when its ticket is done."""
 
     generation: GenerationId
     rank: int
     step: int
     view: memoryview
-    """All its bytes; not written to until the generation is released."""
+    """All bytes of the file; not written to until the generation is released."""
     records: RecordRows
-    """Entries of its records in the marker, without digests."""
+    """Entries of the file's records in the marker, without digests."""
     ticket: Ticket | None = None
     audience: Audience = "durable"
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _entry: SegmentEntry | None = field(default=None, init=False, repr=False)
 
     def wait(self) -> None:
-        """Wait until its bytes are final. Raises `CheckpointError` if the copy failed."""
+        """Wait until the bytes are final. Raises `CheckpointError` if the copy failed."""
         if self.ticket is not None:
             self.ticket.wait()
 
     def digest(self) -> None:
-        """Make `digested` ready, on a thread of its own; what goes wrong is raised by the next `digested`."""
+        """Compute the result of `digested`, on a thread of its own; an error is raised by the next `digested`."""
         with suppress(CheckpointError):
             self.digested()
 
     def digested(self) -> SegmentEntry:
-        """Return its entry in the marker; the first call waits for the copy and digests, from any thread.
+        """Return the file's entry in the marker; the first call waits for the copy and digests, from any thread.
 
         Raises:
             CheckpointError: the copy failed.
@@ -89,36 +89,36 @@ class SealedFile:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class SealedSegment:
-    """Files that one boundary has written one behind the other, the durable one first."""
+    """Files written by one boundary, one behind the other, the durable one first."""
 
     files: Sequence[SealedFile]
     view: memoryview
-    """Their bytes, all together."""
+    """Bytes of all files together."""
     step_record: StepRecord | None = None
-    """With it, who has the durable file of the boundary before can rebuild this one."""
+    """Record of the optimizer step; rebuilds this durable file from the previous boundary's."""
     mirrors: Mapping[int, memoryview] = field(default_factory=dict)
-    """Bytes that segments of other ranks have in common with the state here, by rank; see `_mirrors`."""
+    """Bytes of other ranks' segments captured from the state here, by rank; see `_mirrors`."""
     mirrored: tuple[int, int] | None = None
-    """First byte, and the byte after the last, of those that holders of copies have captured for this rank."""
+    """First byte, and the byte after the last, of the run captured by the holders of this rank's copies."""
 
     @classmethod
     def of_file(cls, file: SealedFile) -> SealedSegment:
-        """Return the segment of a boundary that has written one file."""
+        """Return the segment of a boundary with one file."""
         return cls(files=[file], view=file.view)
 
     @property
     def generation(self) -> GenerationId:
-        """Return the generation that it belongs to."""
+        """Generation of the segment."""
         return self.files[0].generation
 
     @property
     def step(self) -> int:
-        """Return its boundary."""
+        """Boundary of the segment."""
         return self.files[0].step
 
     @property
     def ticket(self) -> Ticket | None:
-        """Return the ticket of all copies."""
+        """Ticket of all copies."""
         return self.files[0].ticket
 
     def of(self, audiences: Collection[Audience]) -> SealedSegment:
@@ -127,7 +127,7 @@ class SealedSegment:
         return replace(self, files=files, view=self.view[: sum(each.view.nbytes for each in files)])
 
     def digested(self) -> list[SegmentEntry]:
-        """Return the entries of its files in the marker; see `SealedFile.digested`."""
+        """Return the files' entries in the marker; see `SealedFile.digested`."""
         return [each.digested() for each in self.files]
 
 
@@ -159,7 +159,7 @@ class Markers:
         self._module = None if module is None else ModuleLine.of(module)  # spelled once, not per generation
         self._lock = threading.Lock()
         self._made: dict[tuple[GenerationId, int, bool], RankMarker] = {}
-        """Markers by generation, number of files, and whether they refer to others."""
+        """Markers by generation, number of files, and whether they refer to other generations."""
 
     def of(
         self,
@@ -175,15 +175,15 @@ class Markers:
         """Return the marker of a generation whose segments are all digested; from any thread.
 
         Args:
-            generation: its name.
+            generation: name of the generation.
             entries: entries of all its segments, in any order.
             plan_hash: equal on all ranks, or the commit fails.
             plan_json: kept as `plan` in the marker's policy.
-            unix_time: when it was begun, seconds since 1970; the same for all tiers, however late one is.
+            unix_time: begin of the generation, seconds since 1970; the same for all tiers, however late a tier is.
             referenced: entries of older generations that complete this rank's part.
-            spares: further copies in older generations, for what turns out bad.
+            spares: further copies in older generations, used if a copy turns out bad.
         """
-        segments = tuple(sorted(entries, key=lambda entry: entry.step))  # files of one step stay as they lie
+        segments = tuple(sorted(entries, key=lambda entry: entry.step))  # stable: files of one step keep order
         with self._lock:
             key = generation, len(segments), bool(referenced or spares)
             known = self._made.get(key)
@@ -215,7 +215,7 @@ def is_partial(stored: Mapping[str, object]) -> bool:
 
 
 def is_differential(stored: Mapping[str, object]) -> bool:
-    """Return whether it holds what leads to it from the step before, as far as the plan in its marker's policy can be read."""
+    """Return whether a generation is a difference to the step before, by the plan in its marker's policy."""
     steps = _stored_plan(stored).get("steps")
     files = steps[0].get("durable") if isinstance(steps, list) and steps and isinstance(steps[0], dict) else None
     return isinstance(files, dict) and RecordKind.DELTA.value in files

@@ -1,19 +1,20 @@
 """Make and open shared memory that outlives its process: named files in `/dev/shm`, mapped into tensors.
 
 The name follows from user, run, place and rank, not from the process, so a restarted rank finds its previous file. The
-name cannot be guessed without reading the run's log, and other users' files under such a name are ignored.
-Memory is reserved when the file is made. A full tmpfs then gives an error that says how many bytes are missing,
-where a sparse file would give a SIGBUS in the middle of a copy.
+name cannot be guessed without reading the run's log, and other users' files under such a name are ignored. Memory is
+reserved when the file is made. So a full tmpfs gives an error with the number of missing bytes, where a sparse file
+would give a SIGBUS in the middle of a copy.
 
-The process that owns a file holds a record lock on it (`fcntl`). The lock ends with the process, however that ends,
-and a forked child does not inherit it. A process that gets the lock knows that the owner is dead, in whatever container
-that ran; a process stopped by a signal still has the lock. The lock is lost as soon as *any* descriptor of the file is
-closed in its process. All files are therefore opened and closed through this module, which defers such closes.
+The process that owns a file holds a record lock on it (`fcntl`). The lock ends with the process, however the process
+ends, and a forked child does not inherit the lock. A process that gets the lock knows that the owner is dead, in
+whatever container the owner ran; a process stopped by a signal still has the lock. The lock is lost as soon as *any*
+descriptor of the file is closed in its process. All files are therefore opened and closed through this module, which
+defers such closes.
 
 All users can write to the directory. Files are made exclusively, and only this user may open them, whatever the umask.
-Only ordinary files of this user are removed, and only those that no other user may open are opened or mapped: what others
-can write is no checkpoint. Anything else under one of our names, such as a link, a pipe, a folder or another user's file, is
-neither followed, waited for nor changed. It is named once, and another name is used.
+Only ordinary files of this user are removed. Only files that no other user may open are opened or mapped: a file that
+others can write is no checkpoint. Anything else under our names, such as a link, a pipe, a folder or another user's
+file, is neither followed, waited for nor changed. It is named once, and another name is used.
 
 ```text
 moe-ckpt-<uid>-<tag>-<rank>.ring             generations that the rank captured itself
@@ -23,7 +24,7 @@ moe-ckpt-<uid>-<tag>-<rank>.replica          generations kept for a rank of anot
 <any of these>.<step>.i<incarnation>-<nonce>.tmp    the marker while it is written; readers ignore it
 ```
 
-The tag names a run at a place, see `memory_tag` of the storage package.
+The tag names a run at a place, see `memory_tag` in the storage package.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ DIRECTORY_VARIABLE = "MOE_CKPT_SHARED_MEMORY"
 def shared_directory(fallback: Path | None = None) -> Path:
     """Return the directory of rings: `/dev/shm`, or `fallback` (default: the temporary directory) if there is none.
 
-    A fallback on a disk works, but the kernel then writes the ring to that disk now and then. The environment variable
-    `MOE_CKPT_SHARED_MEMORY` names another tmpfs; processes that share one are one node to the tiers.
+    A fallback on a disk works, but the kernel then writes the ring to the disk now and then. The environment variable
+    `MOE_CKPT_SHARED_MEMORY` names another tmpfs; processes that share a tmpfs are one node to the tiers.
     """
     if chosen := os.environ.get(DIRECTORY_VARIABLE):
         return Path(chosen)
@@ -80,12 +81,12 @@ def shared_directory(fallback: Path | None = None) -> Path:
 FileId = tuple[int, int]
 """Device and inode of a file."""
 _held: dict[FileId, SharedFile] = {}
-"""Files that this process has locked."""
+"""Files locked by this process."""
 
 
 @dataclass(kw_only=True, eq=False)
 class SharedFile:
-    """A file that this process owns: mapped and locked until it is closed."""
+    """File owned by this process: mapped and locked until it is closed."""
 
     path: Path
     memory: Tensor
@@ -94,17 +95,17 @@ class SharedFile:
     """Descriptor of the file; negative once it is closed."""
     pid: int = field(default_factory=os.getpid)
     deferred: list[int] = field(default_factory=list)
-    """Further descriptors of the same file, whose closing would lose the lock; whoever opens it next gets one of them."""
+    """Further descriptors of the same file, to be used again by the next opener: closing any would lose the lock."""
 
     @classmethod
     def create(cls, path: Path, nbytes: int) -> Self:
-        """Make a private file of reserved, zeroed memory; replaces our file of that name.
+        """Make a private file of reserved, zeroed memory; replaces our file of the same name.
 
-        A process that still maps the old file keeps its pages to itself until it ends.
+        A process that still maps the old file keeps its pages to itself until the process ends.
 
         Raises:
             ConfigurationError: there is not enough room; the message says how many bytes are missing.
-            FileExistsError: something under that name may not be replaced by us.
+            FileExistsError: a file under the name may not be replaced by us.
         """
         unlink_shared_file(path)
         expect_room(path.parent, nbytes)
@@ -127,11 +128,11 @@ class SharedFile:
 
     @classmethod
     def take_over(cls, path: Path) -> Self | None:
-        """Become the owner of a file whose owner is dead; `None` if the owner is alive, perhaps this process.
+        """Become the owner of a dead process's file; `None` if the owner is alive, perhaps this process.
 
         Raises:
             FileNotFoundError: there is no such file, or it is another user's.
-            Corrupt: its owner died before it had reserved any memory.
+            Corrupt: the owner died before it had reserved any memory.
         """
         descriptor = open_shared(path, os.O_RDWR)
         if _owned_here(descriptor) is not None:
@@ -184,7 +185,7 @@ class SharedFile:
 
 
 def open_shared(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file that only this user may open; close it with `close_shared`. Raises `FileNotFoundError` for anything else."""
+    """Open a file that only this user may open, for `close_shared` to close. Raises `FileNotFoundError`."""
     if not is_private_file(path):
         raise FileNotFoundError(errno.ENOENT, _NOT_PRIVATE, str(path))
     if (kept := _kept_descriptor(path, flags)) is not None:
@@ -204,7 +205,7 @@ def open_shared(path: Path, flags: int = os.O_RDONLY) -> int:
 _NOT_PRIVATE = "is no file that only this user may open"
 
 _REFUSED = {errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EPERM}
-"""Errors of the kernel on opening another user's file, a folder, a link or a socket."""
+"""Kernel errors on opening another user's file, a folder, a link or a socket."""
 
 
 def is_own_file(path: Path) -> bool:
@@ -219,7 +220,7 @@ _told: set[Path] = set()
 
 
 def is_private_file(path: Path, *, say: bool = False) -> bool:
-    """Return whether a name leads to a file that only this user may open; with `say`, anything else is named once."""
+    """Return whether a name leads to a file that only this user may open; with `say`, any other file is named once."""
     try:
         status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -255,7 +256,7 @@ _LARGEST_NBYTES = 2**30
 
 
 def read_shared(path: Path) -> bytes:
-    """Return all bytes of a small file as `open_shared` opens it. Raises `FileNotFoundError`, `Corrupt` if too large."""
+    """Return a small file's bytes. Raises `FileNotFoundError` like `open_shared`, `Corrupt` if too large."""
     descriptor = open_shared(path)
     try:
         with open(descriptor, "rb", closefd=False) as file:
@@ -268,14 +269,14 @@ def read_shared(path: Path) -> bytes:
 
 
 def write_shared(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a private file of these bytes. Raises `FileExistsError` if something under that name may not be replaced by us."""
+    """Write a private file of these bytes. Raises `FileExistsError` if an existing file may not be replaced by us."""
     remove_shared(path)
     with os.fdopen(_make_private(path, os.O_WRONLY), "wb") as file:
         file.writelines(parts)
 
 
 def remove_shared(path: Path) -> None:
-    """Remove a name if it leads to a file of this user; anything else stays. A folder that refuses is said, and is no error."""
+    """Remove a name if it leads to a file of this user. An error of the file system is logged, not raised."""
     if is_own_file(path):
         try:
             path.unlink(missing_ok=True)
@@ -289,11 +290,11 @@ _FREED_AT_ONCE_NBYTES = 2**20
 
 
 def withdraw_shared(path: Path) -> None:
-    """Remove a name as `remove_shared` does; many pages are freed by a thread: of 50 MB that takes 15 ms."""
+    """Remove a name like `remove_shared`; a thread frees a large file's pages, which takes 15 ms for 50 MB."""
     descriptor = None
     with contextlib.suppress(OSError):
         if path.lstat().st_size > _FREED_AT_ONCE_NBYTES:
-            descriptor = open_shared(path)  # pages stay until the last of name and descriptors is gone
+            descriptor = open_shared(path)  # pages stay until both the name and all descriptors are gone
     remove_shared(path)
     if descriptor is not None:
         threading.Thread(target=close_shared, args=(descriptor,), name="moe-ckpt-free", daemon=True).start()
@@ -309,7 +310,7 @@ def close_shared(descriptor: int) -> None:
 
 
 def _kept_descriptor(path: Path, flags: int) -> int | None:
-    """Return a descriptor of a file that this process owns, which nobody uses any more: with each recovery come new readers."""
+    """Return an idle descriptor of a file that this process owns, else `None`: every recovery opens its files again."""
     with contextlib.suppress(OSError):
         idle = [] if (owner := _owner(file_id(path))) is None else owner.deferred
         for descriptor in [*idle]:
@@ -331,7 +332,7 @@ def _owner(file: FileId) -> SharedFile | None:
 
 
 def is_owned_elsewhere(path: Path) -> bool:
-    """Return whether another living process owns a file, without changing it."""
+    """Return whether another living process owns a file, without changing the file."""
     try:
         descriptor = open_shared(path, os.O_RDWR)
     except OSError:
@@ -378,7 +379,7 @@ def expect_room(directory: Path, nbytes: int) -> None:
 
 
 def has_room(directory: Path, nbytes: int) -> bool:
-    """Return whether `directory` has room for so many bytes."""
+    """Return whether `directory` has room for `nbytes`."""
     return _free_nbytes(directory) >= nbytes
 
 
@@ -421,15 +422,15 @@ class MemoryName:
     tag: str
     """Tag of the run at its place."""
     owner: int
-    """Rank whose segments are in it."""
+    """Rank whose segments the file holds."""
     kind: MemoryKind
-    """`ring` if the rank itself keeps them, `replica` if another rank does."""
+    """`ring` if the rank itself keeps the segments, `replica` if another rank does."""
     turn: int = 0
-    """Tells rings of one rank apart."""
+    """Number that tells rings of one rank apart."""
 
     @classmethod
     def parse(cls, name: str) -> MemoryName | None:
-        """Return the parsed name of a file of this user; `None` for any other."""
+        """Return the parsed name of this user's memory file; `None` for any other name."""
         match = _NAME.fullmatch(name)
         if match is None or int(match[1]) != os.getuid():
             return None
@@ -442,7 +443,7 @@ class MemoryName:
 
 
 def shared_name(tag: str, rank: int, kind: MemoryKind = "ring", *, turn: int = 0) -> str:
-    """Return the file name for memory that holds one rank's segments of one run of this user; see `MemoryName`.
+    """Return the file name for memory with one rank's segments of one run of this user; see `MemoryName`.
 
     Raises:
         ValueError: `tag` has characters that a file name should not have.
@@ -453,41 +454,41 @@ def shared_name(tag: str, rank: int, kind: MemoryKind = "ring", *, turn: int = 0
 
 
 def marker_path(memory: Path, generation: GenerationId) -> Path:
-    """Return the path of the marker of a generation in a memory file."""
+    """Return the path of a generation's marker beside a memory file."""
     return memory.with_name(f"{memory.name}.{generation.step}.i{generation.incarnation}-{generation.nonce}.done")
 
 
 def unfinished_path(marker: Path) -> Path:
-    """Return the path at which a marker is written before it gets its name."""
+    """Return a marker's path while the marker is written."""
     return marker.with_suffix(".tmp")
 
 
 def marker_paths(memory: Path) -> list[Path]:
-    """Return the finished markers beside a memory file, in no order; one that others may write is named and left out."""
+    """Return the finished markers beside a memory file, in no order; one writable by others is named once."""
     named = [(path, of) for path, of in _marker_names(memory.parent) if of == memory.name and path.suffix == ".done"]
     return [path for path, _ in named if is_private_file(path, say=True)]
 
 
 def marker_files(memory: Path) -> list[Path]:
-    """Return all markers beside a memory file, finished or not; they are removed with it."""
+    """Return all markers of this user beside a memory file, finished or not; they are removed with the file."""
     return [path for path, of in _marker_names(memory.parent) if of == memory.name and is_own_file(path)]
 
 
 def memory_files(directory: Path, tag: str = "") -> list[tuple[Path, MemoryName]]:
-    """Return every memory file that only this user may open, with its parsed name; others of the run `tag` are named once."""
+    """Return the memory files that only this user may open, with names; any other of run `tag` is named once."""
     named = [(path, MemoryName.parse(path.name)) for path in listing(directory)]
     return [(path, name) for path, name in named if name is not None and is_private_file(path, say=name.tag == tag)]
 
 
 def orphaned_markers(directory: Path) -> list[tuple[Path, MemoryName]]:
-    """Return this user's markers, finished or not, whose memory file is gone."""
+    """Return this user's markers, finished or not, without their memory file."""
     there = {path.name for path in listing(directory)}
     named = [(path, MemoryName.parse(of)) for path, of in _marker_names(directory) if of not in there]
     return [(path, name) for path, name in named if name is not None and is_own_file(path)]
 
 
 def _marker_names(directory: Path) -> Iterator[tuple[Path, str]]:
-    """Yield paths with the name of a marker, each with the name of its memory."""
+    """Yield the paths of markers, each with the name of its memory file."""
     for path in listing(directory):
         if (match := _MARKER.fullmatch(path.name)) is not None:
             yield path, match[1]

@@ -1,12 +1,12 @@
-"""Count and log generations that a tier skips, and windows that give no generation.
+"""Count and log generations that a tier skips, and windows without a generation.
 
-A free tier takes the newest complete generation; generations completed while it was busy are never stored there.
-One line is logged when such a stretch begins, at its second generation since a single one is noise. Another, with the
-numbers, is logged when it is over: when eight generations in a row were taken, or at the end. That is routine where storage
-is slow, and costs only how new the newest stored generation is, so it is no warning.
+A free tier takes the newest complete generation; generations completed while it was busy are never stored there. One
+line is logged when such a stretch begins, at its second generation since a single skip is noise. Another line, with the
+numbers, is logged at the stretch's end: when eight generations in a row were taken, or at the end of training. Such
+stretches are routine where storage is slow, and only make the newest stored generation older, so they are no warning.
 
-A window that gives no generation concerns no tier. One alone is noise too; several in a row mean that a failure
-now would cost everything since then, which is an error.
+A window without a generation concerns no tier. A single one is noise too; several in a row mean that a failure now
+would cost everything since then, which is an error.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ log = rank_logger(__name__)
 _NOISE = 1
 """Skipped generations in a row that are not logged; the metric counts them."""
 _CALM = 8
-"""Generations in a row that have to be taken until a stretch is over, so that occasional skips are one stretch."""
+"""Generations taken in a row that end a stretch, so that occasional skips are one stretch."""
 NO_NOISE = 3
-"""Windows in a row without a generation from which on an error is logged."""
+"""Windows in a row without a generation that are logged as an error."""
 
 
 @dataclass(slots=True)
@@ -37,16 +37,16 @@ class _Stretch:
 
 
 class Misses:
-    """Count of windows in a row that gave no generation; the same on all ranks."""
+    """Count of windows in a row without a generation; the same on all ranks."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
-        """Windows without a generation since the newest one that gave one."""
+        """Windows since the newest generation."""
         self._newest: int | None = None
 
     @property
     def worth_a_word(self) -> int:
-        """Newest windows in a row that gave no generation; 0 while their number may be noise."""
+        """Windows in a row without a generation; 0 while their number may be noise."""
         return self.in_a_row if self.in_a_row >= NO_NOISE else 0
 
     def missed(self, step: int, cause: str) -> None:
@@ -66,7 +66,7 @@ class Misses:
         self.close()
 
     def close(self) -> None:
-        """End the row of windows, if there is one."""
+        """End the row of windows; logs it if it was logged before."""
         number, self.in_a_row = self.in_a_row, 0
         if number >= NO_NOISE:
             log.warning("checkpoints are taken again: %d windows in a row gave none", number)
@@ -86,7 +86,7 @@ class SkipCounter:
         self._stretch: _Stretch | None = None
 
     def skipped(self, generation: GenerationId, *, meant: bool = False) -> None:
-        """Count a generation that was never taken: a newer one is complete. If the tier is `meant` to rest, say nothing."""
+        """Count a generation never taken: a newer one is complete. Logs nothing if the tier is `meant` to rest."""
         if meant:
             self.total += 1
             return
@@ -103,13 +103,13 @@ class SkipCounter:
             )
 
     def taken(self) -> None:
-        """Note that the tier begins a generation."""
+        """Count a generation that the tier takes."""
         stretch = self._stretch
         if stretch is None:
             return
         stretch.num_taken, stretch.num_calm = stretch.num_taken + 1, stretch.num_calm + 1
         if stretch.num_calm == _CALM:
-            stretch.num_taken -= _CALM  # they were not taken meanwhile, but after it
+            stretch.num_taken -= _CALM  # taken after the stretch, not during it
             self.close()
 
     def close(self) -> None:

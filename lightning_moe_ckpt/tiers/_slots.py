@@ -13,10 +13,10 @@ _CLASSES = 64
 
 
 class SlotPool:
-    """Which slots are free. Not safe for threads by itself.
+    """Pool of free slots. Not thread-safe by itself.
 
     Args:
-        header: says how many there are, of which sizes.
+        header: number and sizes of the slots.
     """
 
     def __init__(self, header: RingHeader) -> None:
@@ -28,12 +28,12 @@ class SlotPool:
             first += slots
 
     def free(self, nbytes: int | None = None) -> int:
-        """Return how many slots `take` would find."""
+        """Return the number of slots that `take(nbytes)` could return."""
         found = self._class(nbytes)
         return 0 if found is None else len(self._free[found])
 
     def take(self, nbytes: int | None = None) -> int | None:
-        """Return a slot for a segment, or the smallest small one for `nbytes`; `None` if there is none.
+        """Return a slot for a segment, or the smallest small slot for `nbytes`; `None` if there is none.
 
         First in, first out: windows of equal length then find each step of the plan in the same place again.
         """
@@ -41,12 +41,12 @@ class SlotPool:
         return self._free[found].pop(0) if found is not None and self._free[found] else None
 
     def claim(self, slots: Collection[int]) -> None:
-        """Take these slots, which are free."""
+        """Take these slots, all of them free."""
         for free in self._free:
             free[:] = [index for index in free if index not in slots]
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """Note that slots are free again."""
+        """Free these slots again."""
         for index in slots:
             first = 0
             for free, (_, number) in zip(self._free, self._header.classes, strict=True):
@@ -55,7 +55,7 @@ class SlotPool:
                 first += number
 
     def _class(self, nbytes: int | None) -> int | None:
-        """Return the class for `nbytes`; that of segments where there are no small slots, `None` if none is large enough."""
+        """Return the slot class for `nbytes`: segments' class without small slots, `None` if none is large enough."""
         small = self._header.small
         if nbytes is None or not small:
             return 0
@@ -64,7 +64,7 @@ class SlotPool:
 
 
 def slot_classes(sizes: Iterable[int]) -> tuple[SlotClass, ...]:
-    """Return slots for these sizes in bytes, one for each, whole pages."""
+    """Return slots for these sizes in bytes, one slot for each, whole pages."""
     sizes, granule = list(sizes), PAGE_NBYTES
     while len(found := Counter(-(-size // granule) * granule for size in sizes if size)) > _CLASSES:
         granule *= 2

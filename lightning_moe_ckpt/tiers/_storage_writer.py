@@ -1,8 +1,8 @@
 """Make generations durable while training goes on: the tier that survives everything.
 
-Wait for the copy, digest every record and the whole file, store. After a generation's last segment comes this rank's
-marker; on the coordinator then the commit over all ranks, and retention. Complete means committed on the coordinator,
-and "my part is stored" elsewhere.
+Wait for the copy, digest every record and the whole file, store. After a generation's last segment this rank's marker
+is stored; then, on the coordinator, come the commit over all ranks, and retention. Complete means committed on the
+coordinator, and "my part is stored" on all other ranks.
 
 Invariant: a marker is stored only after every segment it names, a commit only after every marker.
 """
@@ -39,23 +39,23 @@ from lightning_moe_ckpt.tiers._writer import Base, References, TierWorker, Write
 log = rank_logger(__name__)
 
 _BASES = 4
-"""Generations of which markers are kept; what ranks have agreed on is one of the two newest."""
+"""Generations whose markers are kept; the generation agreed on by all ranks is one of the two newest."""
 
 
 class PersistWorker(TierWorker):
     """Take sealed segments of one rank and make their generations durable.
 
-    A generation with only some of the operators references the others: its markers say in which older files they are. If
-    those turn out to be gone, `lost_base` says so, and the next generation must be whole. Where experts are taken in turns,
-    markers also say where the copy before the newest one of each is.
+    A generation with only some operators references older files for the rest. If such files turn out to be gone,
+    `lost_base` is set, and the next generation must be whole. Where experts are taken in turns, markers also name the
+    last copy but one of each expert.
 
     Args:
         store: storage of the run.
         markers: makes this rank's markers.
-        retention: which committed generations stay.
+        retention: rule for the committed generations to keep.
         on_complete: see `TierWorker`.
-        commit_timeout: how long the coordinator waits for the other ranks.
-        twofold: names of operators on this rank of which two copies stay.
+        commit_timeout: the coordinator's longest wait for other ranks.
+        twofold: names of this rank's operators that keep two copies.
     """
 
     uses_references = True
@@ -76,12 +76,12 @@ class PersistWorker(TierWorker):
         self._retention = retention
         self._commit_timeout, self._twofold = commit_timeout, frozenset(twofold)
         self._bases: dict[GenerationId, RankMarker] = {}
-        """This rank's markers of the newest generations that it stored: later ones take from them what they lack."""
+        """This rank's markers of its newest stored generations; later partial generations reference their records."""
         self._agreed: GenerationId | None = None
-        """The newest of them that is known to be committed."""
+        """Newest generation known to be committed."""
 
     def build_on(self, marker: RankMarker) -> None:
-        """Let later generations be built on a committed one of an earlier incarnation, of which `marker` is this rank's."""
+        """Let later generations reference an earlier incarnation's commit; `marker` is this rank's."""
         self._bases[marker.generation] = marker
         self._agreed = marker.generation
 
@@ -90,19 +90,19 @@ class PersistWorker(TierWorker):
         self._agreed = generation
 
     def scrub(self) -> Scrubber:
-        """Begin to read again what this rank's newest generation names of older ones."""
+        """Start to read again the older records named by this rank's newest marker, and return the reader."""
         scrubber = Scrubber(self._store, lambda: self.newest_marker)
         scrubber.start()
         return scrubber
 
     @property
     def newest_marker(self) -> RankMarker | None:
-        """Return this rank's marker of the newest generation that it stored, or may build on; from any thread."""
+        """This rank's marker of the newest generation that it stored or may reference; from any thread."""
         bases = list(self._bases.items())
         return max(bases, key=lambda each: each[0])[1] if bases else None
 
     def marker_of(self, generation: GenerationId) -> RankMarker | None:
-        """Return this rank's marker of a generation, if it is one of the newest that are stored; from any thread."""
+        """Return this rank's marker of a generation; `None` unless among the newest stored. From any thread."""
         return self._bases.get(generation)
 
     @override
@@ -122,8 +122,8 @@ class PersistWorker(TierWorker):
         try:
             self._store.put_segment(job.generation, self._rank, file.step, file.view)
         finally:
-            digests.join()  # it reads the segment's memory, which is given back after this
-        # Differences that memory has one by one are stored together, in the generation of the last of them.
+            digests.join()  # the thread reads the segment's memory, which is given back after this
+        # Differences with files of their own in memory are stored together, in the generation of the last one.
         key = segment_key(job.generation, self._rank, file.step)
         return [each if each.key == key else replace(each, key=key) for each in segment.digested()]
 
@@ -141,7 +141,7 @@ class PersistWorker(TierWorker):
                 )
             return (), ()
         if len(marker.steps) != 1 or not (base.missing or self._twofold):
-            return (), ()  # of a window of several steps, which holds no states of one step
+            return (), ()  # A marker of several steps has no states of one step to reference.
         bad = job.announced.bad
         referenced = carry_forward(marker, base.missing, bad)
         gone = {record.operator for _, record in full_records(marker)} & base.missing
@@ -154,7 +154,7 @@ class PersistWorker(TierWorker):
         return referenced, carry_spares(marker, base.missing, self._twofold - base.missing, bad)
 
     def _chain(self, follows: Sequence[GenerationId]) -> tuple[ReferencedEntry, ...]:
-        """Return what differences follow on. Raises `CheckpointError` if some of it is not stored on this rank."""
+        """Return the entries of a difference's predecessors. Raises `CheckpointError` if one is not stored."""
         lacking = [each for each in follows if each not in self._bases]
         if lacking:
             raise CheckpointError(f"it follows on {lacking[0]}, which is not stored.")
@@ -169,12 +169,12 @@ class PersistWorker(TierWorker):
             try:
                 self._store.commit(marker, timeout=self._commit_timeout, cancelled=lambda: not self._wanted(job))
             except Corrupt:
-                # What the next one would reference is what this one has referenced: it would be refused for the same reason.
+                # The next generation would reference the same records, and be refused for the same reason.
                 self.lost_base = job.announced.base is not None
                 raise
             self._retain(job.generation)
         self._bases[job.generation] = marker
-        # What all ranks have may be older than many that are whole on this one: others may have failed at those.
+        # The generation agreed on may be older than many that are whole here: other ranks may have failed at those.
         agreed = {self._agreed, *job.announced.follows}
         agreed.add(None if job.announced.base is None else job.announced.base.generation)
         for oldest in sorted(self._bases.keys() - agreed)[:-_BASES]:
@@ -183,7 +183,7 @@ class PersistWorker(TierWorker):
         log.info("%s is durable: %s, read and written in %.2f s", job.generation, size_text(nbytes), job.seconds)
 
     def _retain(self, generation: GenerationId) -> None:
-        """Deleting can fail without harm to what was just committed; the next time goes on where this one stopped."""
+        """Delete old generations. A failure harms nothing that is committed; the next call goes on from there."""
         try:
             self._store.retain(self._retention)
         except CheckpointError as error:

@@ -1,9 +1,10 @@
 """Compute the probability that a placement survives the loss of k nodes or racks at once.
 
-An owner's generation is lost if its own node and those of all its holders are lost. With k of n nodes lost, all choices
-equally likely, the probability is the share of choices that contain none of these fatal sets. Sets that share no node are
-counted apart and the counts multiplied as polynomials, in integers: exact for any cluster whose nodes are in groups.
-Where that would take too long, the share is estimated from random choices with a fixed seed, with its standard error.
+An owner's generation is lost if its own node and all its holders' nodes are lost. With k of n nodes lost, all choices
+equally likely, the probability is the share of choices that contain none of these fatal sets. Sets that share no node
+are counted apart and the counts multiplied as polynomials, in integers: exact for any cluster whose nodes are in
+groups. Where that would take too long, the share is estimated from random choices with a fixed seed, with its standard
+error.
 
 For groups of m nodes Gemini (SOSP 2023, Sec. 4, Corollary 1) gives 1 - (n / m) C(n - m, k - m) / C(n, k). That is a
 lower bound: it counts a choice once per group in it, and is exact below k = 2m.
@@ -22,7 +23,7 @@ from lightning_moe_ckpt.tiers._placement import FailureDomain, ReplicaPlacement
 
 Level = Literal["node", "rack"]
 _EXACT_CHOICES = 300_000
-"""Most choices that are enumerated, which takes about a second."""
+"""Most choices to enumerate, in about a second."""
 _SAMPLES = 40_000
 """Random choices of an estimate; its standard error is at most 0.0025."""
 
@@ -47,7 +48,7 @@ def survival_probability(placement: ReplicaPlacement, lost: int, *, level: Level
 
     Args:
         placement: holders of every rank's replicas.
-        lost: number of nodes or racks that are lost at once.
+        lost: nodes or racks lost at once.
         level: whether nodes or racks are lost. All nodes of unknown rack count as one rack.
 
     Raises:
@@ -70,9 +71,9 @@ def survival_probability(placement: ReplicaPlacement, lost: int, *, level: Level
 
 
 def survival_summary(placement: ReplicaPlacement, most: int = 4) -> str:
-    """Return a line for the log on losses of up to `most` nodes, and of one rack if racks are known.
+    """Return a log line on losses of up to `most` nodes, and of one rack if racks are known.
 
-    It is about a time at which every operator has been taken since this start, and since a lost node came back.
+    The figures hold once every operator has been copied since the start, and since a lost node came back.
     """
     parts = [_words(survival_probability(placement, k)) for k in range(1, min(most, placement.num_nodes - 1) + 1)]
     if placement.num_racks > 1:
@@ -109,7 +110,7 @@ def _connected(fatal: Iterable[frozenset[int]]) -> list[tuple[list[int], list[fr
 
 
 def _exact(groups: Sequence[tuple[list[int], list[frozenset[int]]]], num_names: int, lost: int) -> float:
-    """Return the share of choices that no part is lost by, from the coefficient of x^lost in a product of polynomials."""
+    """Return the share of choices without a fatal set: the coefficient of x^lost in a product of polynomials."""
     free = num_names - sum(len(nodes) for nodes, _ in groups)
     product = [math.comb(free, j) for j in range(lost + 1)]
     for nodes, sets in groups:

@@ -1,11 +1,11 @@
 """Bring sealed segments of one rank into one tier, on a background thread, and complete their generations there.
 
-Segments travel as soon as they are sealed. Whatever fails abandons that one generation and is reported by
-`take_failures`; training never sees an exception. A generation's memory is given back by `on_released` exactly once,
-when nothing here reads it.
+Segments travel as soon as they are sealed. A failure abandons only its generation and is reported by `take_failures`;
+training never sees an exception. A generation's memory is given back by `on_released` exactly once, when nothing here
+reads it.
 
 One thread per tier: digests run at memory speed without the interpreter lock (xxhash, measured), and media have their
-own parallelism. What a tier does with a segment and with a whole generation are the two methods that it overrides.
+own parallelism. A tier overrides two methods: for a segment and for a whole generation.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ log = rank_logger(__name__)
 
 Released = Callable[[GenerationId], None]
 References = tuple[Sequence[ReferencedEntry], Sequence[ReferencedEntry]]
-"""Records of older generations that complete one, and spare copies of its own."""
+"""Records of older generations that complete a generation, and spare copies of its own records."""
 
 _CLOSE_GRACE = timedelta(seconds=2)
-"""How long `close` lets a call under way go on."""
+"""Longest time that `close` lets a call under way go on."""
 _CLOSE_TIMEOUT = timedelta(seconds=4)
-"""How long it then waits for the call to be interrupted, which may hang; the thread is a daemon."""
+"""Longest wait for the interrupted call after that; it may hang, and the thread is a daemon."""
 _MOMENT = timedelta(seconds=1)
-"""For a call to fail before the process ends: an upload that is aborted leaves nothing in the bucket."""
+"""Longest wait for a call to fail before the process ends: an aborted upload leaves nothing in the bucket."""
 
 _LEAST_SECONDS = 1e-6
 _SMOOTHING = 0.8
-"""Part of what was moved, and of its seconds, that counts a generation later."""
+"""Weight of earlier bytes and seconds in `rate`, per generation."""
 
 _REMEMBERED = 32
-"""Complete generations that `holds` knows of."""
+"""Complete generations remembered by `holds`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a generation is not in a tier, or not as it should be."""
+    """Reason why a generation is not in a tier, or not as it should be."""
 
     generation: GenerationId
     reason: str
@@ -66,68 +66,68 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
-    """Generation that completes one which has only some operators."""
+    """Generation that completes a generation with only some operators."""
 
     generation: GenerationId | None
-    """The newest one that is complete in the tier on all ranks; `None` if there is none, and this one cannot be whole."""
+    """Newest generation complete in the tier on all ranks; `None` if there is none to complete from."""
     missing: frozenset[str]
-    """Names of operators on this rank that are taken from it."""
+    """Names of this rank's operators taken from it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Announced:
-    """A generation whose segments are about to come."""
+    """Generation whose segments are about to come."""
 
     generation: GenerationId
-    """New to the worker."""
+    """Name of the generation, new to the worker."""
     plan_hash: str
-    """Equal on all ranks, or the commit fails."""
+    """Hash of the plan, equal on all ranks, or the commit fails."""
     plan_json: str
-    """Kept as `plan` in the marker's policy."""
+    """Plan as kept under `plan` in the marker's policy."""
     num_segments: int
-    """After so many the generation is finished."""
+    """Segments after which the generation is finished."""
     unix_time: int = field(default_factory=lambda: int(time.time()))
-    """When it was begun, in its marker; tiers that get it later state the same."""
+    """Begin of the generation, seconds since 1970, the same in every tier's marker."""
     on_released: Released | None = None
-    """Called once, from any thread, when the segments' memory is not read any more; not for what is held until the end."""
+    """Called once, from any thread, when nothing reads the segments' memory; never if it is held until the end."""
     base: Base | None = None
-    """Completes it, where it has only some operators."""
+    """Base of a generation with only some operators, else `None`."""
     follows: Sequence[GenerationId] = ()
-    """What it follows on, if it is differences: a generation of everything, then differences, each in the tier before it."""
+    """Generations before this difference: a generation of everything, then differences, each in the tier before it."""
     bad: BadCopies = field(default_factory=dict)
-    """Copies that turned out bad: its marker names none of them, however many operators it has."""
+    """Copies that turned out bad, and must not be named by the marker."""
 
 
 @dataclass(kw_only=True, eq=False)
 class WriteJob:
-    """A generation under way."""
+    """Generation under way in one tier."""
 
     announced: Announced
     on_released: Released | None = field(init=False)
-    """Still to be called."""
+    """Callback still to be called; `None` once it was."""
     abandoned: bool = False
     handed_over: int = 0
     num_put: int = 0
     entries: list[SegmentEntry] = field(default_factory=list)
-    """Entries of their files in the marker."""
+    """Entries of the stored files in the marker."""
     seconds: float = 0.0
-    """Time that the worker has spent on its segments."""
+    """Seconds that the worker has spent on the segments."""
 
     def __post_init__(self) -> None:
         self.on_released = self.announced.on_released
 
     @property
     def generation(self) -> GenerationId:
-        """Return its name."""
+        """Name of the generation."""
         return self.announced.generation
 
     def is_whole(self) -> bool:
-        """Return whether all its segments are here, or none will come any more."""
+        """Return whether all segments are here, or none will come any more."""
         return self.abandoned or self.handed_over == self.announced.num_segments
 
 
 class TierWorker(ABC):
-    """Bring generations of one rank into one tier, in the order in which they come.
+    """Bring generations of one rank into one tier, in the order of their begin.
 
     Args:
         name: name of the tier.
@@ -137,15 +137,15 @@ class TierWorker(ABC):
     """
 
     takes_every = False
-    """Whether every generation comes here; else the newest one that is there when no rank is busy."""
+    """Whether every generation comes here; else only the newest available when no rank is busy."""
     paced = False
-    """Whether what is under way goes on with the steps of training only, until `drain` is called."""
+    """Whether a generation under way advances only with training steps, until `drain` is called."""
     takes_links = False
-    """Whether differences come here one by one, if what they follow on has."""
+    """Whether differences come here one by one, if the generations before them have."""
     uses_references = False
-    """Whether a generation with only some operators takes the others from an older one that is complete here."""
+    """Whether a generation with only some operators references an older complete one for the rest."""
     audiences: frozenset[Audience] = frozenset(AUDIENCES)
-    """Files that it takes."""
+    """Audiences of the files that the tier takes."""
 
     def __init__(
         self,
@@ -157,15 +157,15 @@ class TierWorker(ABC):
     ) -> None:
         self.name, self.memories = name, memories
         self.fenced = False
-        """A later incarnation of the run has begun; nothing more is kept and this process should stop."""
+        """Whether a later incarnation of the run has begun; nothing more is kept and this process should stop."""
         self.lost_base = False
-        """What generations with only some operators were built on turned out to be gone, and nothing whole has begun since."""
+        """Whether the base of partial generations turned out to be gone, and no whole generation has begun since."""
         self.num_complete = self.nbytes_complete = 0
-        """Generations completed here, and this rank's bytes of them."""
+        """Generations completed here, and this rank's bytes in them."""
         self.rate: float | None = None
-        """Bytes per second that moved for the newest of them, while they were not made to wait; older ones count for less."""
+        """Bytes per second while not made to wait; recent generations count most. `None` before the first."""
         self.mirroring = Mirroring()
-        """What ranks take for each other instead of sending it."""
+        """State that ranks capture for each other instead of sending."""
         self._moved = self._moving_seconds = 0.0
         self._markers, self._on_complete = markers, on_complete
         self._jobs: dict[GenerationId, WriteJob] = {}
@@ -180,53 +180,53 @@ class TierWorker(ABC):
 
     @property
     def idle(self) -> bool:
-        """Return whether no generation is under way, so that the next one can be taken."""
+        """Whether no generation is under way, so that the next can be taken."""
         with self._changed:
             return not self._jobs
 
     @property
     def readers(self) -> int:
-        """Return the number of generations that it may still read when newer ones are complete."""
+        """Generations that the tier may still read when newer ones are complete."""
         return 0 if self.takes_every else 1
 
     @property
     def deltas(self) -> DeltaFigures | None:
-        """Return what generations took on the wire; `None` unless they may be delta-encoded."""
+        """Figures on delta-encoded generations; `None` unless the tier may delta-encode."""
         return None
 
     @property
     def redundancy(self) -> RedundancyFigures | None:
-        """Return what was sent to other nodes, and what they have anyway; `None` for other tiers."""
+        """Figures on bytes sent to other nodes and bytes already there; `None` except in the peer tier."""
         return None
 
     @property
     def wants_gradients(self) -> bool:
-        """Return whether the gradients that led to the generation begun last are of use here."""
+        """Whether the gradients that led to the newest generation are of use here."""
         return False
 
     @property
     def generations_kept(self) -> int | None:
-        """Return how many of the newest generations given to it stay here; `None` where what is needed stays."""
+        """Newest generations that stay here, as a number; `None` where another rule decides."""
         return None
 
     @property
     def newest(self) -> GenerationId | None:
-        """Return the newest generation that this incarnation completed here, on this rank."""
+        """Newest generation that this incarnation completed here, on this rank."""
         with self._changed:
             return self._complete[-1] if self._complete else None
 
     def holds(self, generation: GenerationId) -> bool:
-        """Return whether a generation of this incarnation is complete here, on this rank; the latest ones are remembered."""
+        """Return whether a generation of this incarnation is complete here; the latest are remembered."""
         with self._changed:
             return generation in self._complete
 
     def gave_up(self, generation: GenerationId) -> bool:
-        """Return whether a generation that was begun here has ended without being complete on this rank."""
+        """Return whether a begun generation has ended incomplete on this rank, as far as `holds` remembers."""
         with self._changed:
             return generation not in self._jobs and generation not in self._complete
 
     def begin(self, announced: Announced) -> None:
-        """Begin a generation, whose segments `add` brings."""
+        """Begin a generation; `add` brings its segments."""
         with self._changed:
             assert announced.generation not in self._jobs, f"{announced.generation} was begun before"
             self._jobs[announced.generation] = WriteJob(announced=announced)
@@ -235,7 +235,7 @@ class TierWorker(ABC):
         self._start_thread()
 
     def add(self, generation: GenerationId, segment: SealedSegment) -> None:
-        """Hand over what is sealed, of which the tier takes its part. Ignored if the generation has failed or was abandoned."""
+        """Hand over a sealed segment; the tier takes its part. Ignored if the generation has ended."""
         with self._changed:
             job = self._jobs.get(generation)
             if job is not None:
@@ -244,7 +244,7 @@ class TierWorker(ABC):
             self._queue.put(partial(self._take, job, segment.of(self.audiences)))
 
     def abandon(self, generation: GenerationId) -> None:
-        """Drop a generation; it is released as soon as nothing reads it. Ignored if it has ended already."""
+        """Drop a generation; its memory is released as soon as nothing reads it. Ignored if it has ended."""
         with self._changed:
             job = self._jobs.get(generation)
         if job is not None:
@@ -252,24 +252,24 @@ class TierWorker(ABC):
             self._queue.put(partial(self._take, job, None))
 
     def complete_everywhere(self, generation: GenerationId) -> None:  # noqa: B027  # not every tier keeps older ones
-        """Let go of what is older: all ranks hold `generation` here. Called once per generation."""
+        """Let go of older generations: all ranks hold `generation`. Called once per generation."""
 
     def give_up(self, generation: GenerationId) -> None:  # noqa: B027  # most tiers end what they do by themselves
-        """Let go of `generation`: some rank has, so it will never be complete here on all ranks. Called once per generation."""
+        """Let go of `generation`: some rank has, so it will never be complete everywhere. Called once."""
 
     def forget(self) -> None:
-        """Note that what this rank holds here is gone."""
+        """Forget the complete generations: this rank's copies here are gone."""
         with self._changed:
             self._complete.clear()
 
     def take_failures(self) -> list[Failure]:
-        """Return what went wrong since the last call."""
+        """Return the failures since the last call."""
         return [self._failures.popleft() for _ in range(len(self._failures))]
 
     def drain(self, timeout: float) -> bool:
-        """Wait until every generation handed over whole is complete, failed or abandoned; `False` after `timeout` s.
+        """Wait until every fully handed over generation is complete, failed or abandoned; `False` after `timeout` s.
 
-        A generation of which segments are still to come does not count: only training on could complete it.
+        A generation with segments still to come does not count: only further training could complete it.
         """
         with self._changed:
             return self._changed.wait_for(lambda: not any(map(WriteJob.is_whole, self._jobs.values())), timeout)
@@ -277,20 +277,20 @@ class TierWorker(ABC):
     def planned(  # noqa: B027  # not for every tier
         self, exchange: Exchange, ring: SegmentRing, num_segments: int, spare_nbytes: int = 0
     ) -> None:
-        """Prepare for generations of so many segments, in slots of `ring`. Collective. May raise together.
+        """Prepare for generations of `num_segments` segments, in slots of `ring`. Collective. May raise together.
 
         Args:
-            exchange: between the ranks.
-            ring: of this rank.
-            num_segments: of a generation.
+            exchange: exchange between the ranks.
+            ring: ring of this rank.
+            num_segments: segments per generation.
             spare_nbytes: bytes of a slot that are never this rank's segment.
         """
 
     def stepped(self, period_steps: int) -> None:  # noqa: B027  # of interest to paced tiers
-        """Note that a step of training has ended; generations are so many steps apart. Takes constant time."""
+        """Note a finished training step; generations are `period_steps` apart. Takes constant time."""
 
     def close(self) -> None:
-        """Abandon what is left and end the thread. Call `drain` first to keep it. Closing twice is allowed."""
+        """Abandon unfinished generations and end the thread; `drain` before keeps them. May be repeated."""
         self._closing.set()
         self._queue.put(None)
         if self._thread is not None:
@@ -303,9 +303,9 @@ class TierWorker(ABC):
             self._thread = None
 
     def cut_short(self) -> None:
-        """Make the call under way fail and clean up, if that takes but a moment: the process is about to be ended.
+        """Make the call under way fail and clean up within a moment: the process is about to be ended.
 
-        From any thread, and without logging: the thread that the process is ended over may hold the lock of the log.
+        From any thread, and without logging: the interrupted thread may hold the log's lock.
         """
         self._closing.set()
         self._queue.put(None)
@@ -318,18 +318,18 @@ class TierWorker(ABC):
 
     @abstractmethod
     def _put(self, job: WriteJob, segment: SealedSegment) -> list[SegmentEntry]:
-        """Bring a segment into the tier and return what the marker says of its files. On the thread."""
+        """Bring a segment into the tier and return its files' entries in the marker. On the thread."""
 
     @abstractmethod
     def _finish(self, job: WriteJob, marker: RankMarker) -> None:
-        """Make the generation complete, whose segments are all there. On the thread."""
+        """Complete the generation, whose segments are all there. On the thread."""
 
     def _references(self, job: WriteJob) -> References:
-        """Return what older generations hold of this rank's part. On the thread. Memory has all of it itself."""
+        """Return older generations' records of this rank's part, and spares; none for memory. On the thread."""
         return (), ()
 
     def _wire_nbytes(self, job: WriteJob) -> int:
-        """Return the bytes that a complete generation has moved. On the thread."""
+        """Return the bytes moved for a complete generation. On the thread."""
         return sum(entry.nbytes for entry in job.entries)
 
     def _take_waited(self) -> float:
@@ -337,7 +337,7 @@ class TierWorker(ABC):
         return 0.0
 
     def _interrupt(self) -> None:  # noqa: B027  # not every medium can wait
-        """Make the call under way on the thread fail soon; called from another thread."""
+        """Make the thread's call under way fail soon; called from another thread."""
 
     # -- the thread
 
@@ -355,9 +355,9 @@ class TierWorker(ABC):
             self._take(job, None)
 
     def _take(self, job: WriteJob, segment: SealedSegment | None) -> None:
-        """Bring a segment into the tier, the last one with the marker; without one, end the generation."""
+        """Bring a segment into the tier, the last segment with the marker; without a segment, end the generation."""
         if self._jobs.get(job.generation) is not job:
-            return  # it ended while this segment was waiting in the queue
+            return  # the generation ended while this segment was in the queue
         try:
             if segment is not None and self._wanted(job):
                 self._expect_not_fenced()
