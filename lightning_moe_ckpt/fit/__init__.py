@@ -1,4 +1,4 @@
-"""One `fit` of a Trainer, hook by hook: what is captured and restored beside parameters, and when.
+"""One `fit` of a Trainer, hook by hook: which state beside parameters is captured and restored, and when.
 
 Internal: may change in any version.
 """

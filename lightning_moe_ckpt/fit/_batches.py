@@ -1,13 +1,13 @@
 """Log batches with the journal, for data that cannot be read twice.
 
-By default a resumed run repositions its loaders: it fetches the same batches again, and replay trains on them. Some
-pipelines cannot give the same batches again (a queue, a service, live data). Their batches can be logged instead.
-Replay then trains on the logged batches, each with the random state that followed its fetch. It is exact up to the
-step at which the state is dense. After that, batches are whatever the pipeline gives: the run is valid, but not the same.
+By default a resumed run repositions its loaders, fetches the same batches again, and replays with these. Some pipelines
+cannot give the same batches again (a queue, a service, live data). Their batches can be logged instead. Replay then
+trains on the logged batches, each with the random state that followed its fetch, exact up to the step at which the
+state is dense. Later batches come from the pipeline: the run is valid, but not the same.
 
-A batch is logged as the loader gave it, before any hook of the module or the strategy has seen it. The batches of a step
-are part of its journal record. Every segment reserves twice the size that the first steps needed. A step that needs more
-makes its window useless. This is reported, and the next plan reserves twice what that step needed.
+A batch is logged as the loader gave it, before any hook of the module or the strategy. A step's batches are part of its
+journal record. Every segment reserves twice the size that the first steps needed. A step that needs more makes its
+window useless. This is reported, and the next plan reserves twice that step's size.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class BatchLog:
     Args:
         trainer: the trainer whose batches are logged.
         mode: `log` logs every batch, `reposition` none.
-        keep: whether replay needs batches; it needs none where every snapshot is complete.
-        original: in replay, returns the batches that the current step was trained on; else `None`.
+        keep: whether replay needs batches; false where every snapshot is complete.
+        original: in replay, returns the original batches of the current step; else `None`.
         compared: returns whether the fetched batch is compared, now or by a later process.
     """
 
@@ -64,14 +64,14 @@ class BatchLog:
             log.info("batches='log': a restart replays logged batches; later batches are whatever the pipeline gives")
 
     def take(self) -> dict[str, Any]:
-        """Return the mode in which this run treats its batches."""
+        """Return the mode."""
         return {"mode": self._mode}
 
     def follow(self, state: dict[str, Any]) -> None:
         """Do nothing: the mode does not change during a run."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Log how exact this resume is."""
+        """Log how exact this resume is. Raises `ConfigurationError` if the checkpoint has the other mode."""
         if self._mode != state["mode"]:
             raise ConfigurationError(
                 f"`batches={self._mode!r}`, but the checkpoint was written with {state['mode']!r}. "
@@ -127,17 +127,17 @@ class BatchLog:
 
 
 _WHOLE_NBYTES = 2**18
-"""A tensor up to this size counts with all its bytes, so that digesting one takes less than 0.1 ms."""
+"""Largest tensor, in bytes, that is digested whole, in less than 0.1 ms."""
 _OF_NUMPY = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool}
-"""The commonest types that numpy has too, and of which a tensor has the bytes that it shows."""
+"""The commonest types known to numpy as well, with the same bytes."""
 _BLOCKS, _BLOCK_NBYTES = 64, 2**12
-"""Of a larger tensor, this many blocks of this many bytes count, evenly spread."""
+"""Number and bytes of the blocks, evenly spread, by which a larger tensor is digested."""
 
 
 def digest_of(batch: Any) -> str:
     """Return the xxh3-64 of a batch's structure and values, the same in every process. Large tensors count in part.
 
-    Values on a device or of unknown type count by their type only: reading them could wait for the device.
+    Values on a device or of unknown type count by type only: reading them could wait for the device.
     """
     state = xxh3_64()
     _add(state, batch)

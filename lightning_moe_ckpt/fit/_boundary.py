@@ -1,4 +1,4 @@
-"""Take what a boundary has besides parameters, progress and random state, and restore it: one table says at which moments, and in which order."""
+"""Take and restore a boundary's state besides parameters, progress and random state, in the order of `_TURNS`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from lightning_moe_ckpt.operators import groups_state, load_groups_state
 
 Start = dict[str, Any]
 Moment = Literal["begin", "epoch", "metrics", "replay", "end"]
-"""A run begins to go on; its first epoch begins; its first iterator is made; a boundary of a replay; nothing is left to train."""
+"""A run resumes; its first epoch begins; its first iterator is made; a boundary is replayed; training had ended."""
 
 USERS = ("callbacks", "module", "datamodule")
-"""States of the users' own."""
+"""Entries with the users' own states."""
 ENDS = ("loops", "schedulers", "param_groups", "trained", "attributes", *USERS, "metrics", "should_stop")
-"""What hooks of an epoch's end may change that no later epoch begins with, where training ends in mid-epoch."""
+"""Entries changed by hooks at the epoch's end but not seen by a later epoch, if training ends in mid-epoch."""
 _NOTHING: Mapping[str, Any] = {}
 
 
 class BoundaryState:
-    """The state of one fit at its boundaries. Arguments are those of `BoundaryRecorder`; callbacks to `skip` are not the user's."""
+    """One fit's state at its boundaries. Arguments as of `BoundaryRecorder`; callbacks to `skip` are not the user's."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class BoundaryState:
         self.trainer, self.module, self._skip, self._parts = trainer, module, skip, parts
         self.trained, self.settings, self.moved = trained, settings, moved
         self.extras = Extras(trainer, module)
-        self._attributes: dict[str, Any] | None = None  # of the newest boundary of which they were taken
-        self._followed: Mapping[str, Any] = {}  # of the original run's boundary that was followed last
+        self._attributes: dict[str, Any] | None = None  # of the newest taken boundary
+        self._followed: Mapping[str, Any] = {}  # of the last followed boundary of the original run
 
     def take(self, *, whole: bool) -> Start:
-        """Return the state; of attributes, unless the `whole` is wanted, what has changed since the boundary before."""
+        """Return the state; attributes only as changes since the previous boundary, unless `whole`."""
         trainer = self.trainer
         return {
             "batches_done": trainer.fit_loop.epoch_loop.batch_progress.current.completed,
@@ -68,10 +68,7 @@ class BoundaryState:
         }
 
     def restore(self, moment: Moment, start: Start, here: Mapping[str, Any] = _NOTHING) -> None:
-        """Restore what has its turn at a moment.
-
-        What is equal to what is known to be `here` is not loaded again: loading runs the user's code, which may have side effects.
-        """
+        """Restore entries due at a moment, except entries equal `here`: loading runs users' code, with side effects."""
         for moments, restore in _TURNS:
             if moment in moments:
                 restore(self, start, here)
@@ -96,7 +93,7 @@ class BoundaryState:
         return {"attributes_since": changed, "attributes_gone": [name for name in last if name not in now]}
 
     def restore_users(self, start: Start, here: Mapping[str, Any]) -> None:
-        """Load what callbacks, the module and the data module have in states of their own."""
+        """Load the states of callbacks, module and data module."""
         states, known = start["callbacks"], here.get("callbacks", {})
         for callback in self._callbacks():
             key = callback.state_key
@@ -108,7 +105,7 @@ class BoundaryState:
         self.extras.restore_owners(start, here)
 
     def restore_rates(self, start: Start, here: Mapping[str, Any]) -> None:
-        """Load groups of the optimizer, and schedulers."""
+        """Load the optimizer's groups, and schedulers."""
         if _differs("param_groups", start, here) or _differs("schedulers", start, here):
             optimizer, configs = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs
             load_groups_state(optimizer, start["param_groups"])
@@ -117,7 +114,7 @@ class BoundaryState:
             load_groups_state(optimizer, start["param_groups"])  # schedulers may write an initial rate on load
 
     def restore_precision(self, start: Start, _: Mapping[str, Any]) -> None:
-        """Load the state of a gradient scaler."""
+        """Load a gradient scaler's state."""
         if start["precision"]:
             self.trainer.precision_plugin.load_state_dict(start["precision"])
 
@@ -127,16 +124,16 @@ class BoundaryState:
             (part.follow if here else part.restore)(copied(start["parts"][name]))
 
     def restore_metrics(self, start: Start, _: Mapping[str, Any]) -> None:
-        """Restore what was logged, after whatever resets it at the start of a fit."""
+        """Restore logged values, after Lightning's reset at the start of a fit."""
         metrics, mid_epoch = copied(start["metrics"]), not start["between_epochs"]
         _metrics.restore_metrics(self.trainer, self.module, metrics, mid_epoch=mid_epoch)
 
     def follow_metrics(self, start: Start, _: Mapping[str, Any]) -> None:
-        """Set what was logged to what the original run had."""
+        """Set logged values to the original run's."""
         _metrics.follow_metrics(self.trainer, self.module, copied(start["metrics"]))
 
     def restore_stop(self, start: Start, here: Mapping[str, Any]) -> None:
-        """Stop where the original run was to. Collective where a run begins to go on."""
+        """Request a stop if the original run did. Collective where a run begins to go on."""
         trainer, stops = self.trainer, start["should_stop"]
         # Time limits may have passed on some ranks only.
         trainer.should_stop = (
@@ -144,7 +141,7 @@ class BoundaryState:
         )
 
     def restore_ended(self, start: Start, _: Mapping[str, Any]) -> None:
-        """Let loops be where training ended."""
+        """Give loops their progress at training's end."""
         self.settings.restore_accumulation(start["loops"]["settings"]["accumulate_grad_batches"])
         _progress.restore_ended(self.trainer, copied(start["loops"]))
 
@@ -161,7 +158,7 @@ _TURNS: tuple[tuple[Collection[Moment], Callable[[BoundaryState, Start, Mapping[
     ({"begin", "replay", "end"}, BoundaryState.restore_users),
     # Hooks at the start of the fit have run by then. The original run called them at its own start, not here.
     ({"epoch", "replay", "end"}, lambda state, start, _: state.moved.restore(start.get("attributes", {}))),
-    # Behind whatever loads the user's code, which may set rates.
+    # Behind all entries that run the user's code, which may set rates.
     ({"begin", "epoch", "replay", "end"}, BoundaryState.restore_rates),
     ({"begin", "replay"}, BoundaryState.restore_parts),
     ({"metrics", "end"}, BoundaryState.restore_metrics),
@@ -173,4 +170,4 @@ _TURNS: tuple[tuple[Collection[Moment], Callable[[BoundaryState, Start, Mapping[
     ({"begin", "replay", "end"}, BoundaryState.restore_stop),
     ({"end"}, BoundaryState.restore_ended),
 )
-"""What is restored at which moments, in this order. Random state has moments of its own, see `BoundaryRecorder`; loops have one before all."""
+"""Moments and functions in restoring order; random state has its own moments (`BoundaryRecorder`), loops come first."""

@@ -1,10 +1,10 @@
 """Work beside Lightning's own callbacks: tuners, averages of weights, the progress bar.
 
 Tuners search for a learning rate or a batch size by trial steps in the trainer's own fit loop. Meanwhile all other
-callbacks are put aside and our taps rest. A resumed run uses the values found, since a new search may find others.
+callbacks are put aside and our taps rest. A resumed run uses the values found: a new search may find different values.
 
-Progress bars show logged numbers. They show a text only if the bar's own `get_metrics` returns it, which is meant to be
-replaced: here it is, on one bar until the fit ends. A note is not logged: it reaches neither the journal of a step nor
+Progress bars show logged numbers. They show a text only if the bar's own `get_metrics` returns it, a method meant to be
+replaced: here on one bar, until the fit ends. A note is not logged, and reaches neither a step's journal nor
 `callback_metrics`.
 """
 
@@ -37,7 +37,7 @@ _LEARNING_RATES = ("lr", "learning_rate")
 
 
 def tries_only(trainer: Trainer) -> bool:
-    """Return whether this fit is one of `Tuner`, which trains nothing."""
+    """Return whether this fit is a trial by `Tuner`, without training."""
     return any(each._early_exit for each in _finders(trainer))
 
 
@@ -48,7 +48,7 @@ def resting(trainer: Trainer) -> Callable[[], bool]:
 
 
 class Findings:
-    """Values that tuners of one fit have found, which are part of every boundary. Made before the search."""
+    """Values found by one fit's tuners, part of every boundary. Made before the search."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._module = module
@@ -105,7 +105,7 @@ def averages_of(trainer: Trainer) -> Averages:
 def finish_with_averages(trainer: Trainer, module: LightningModule) -> None:
     """Put the averages into the module, as the callbacks do at the end of training.
 
-    It is for a run that had ended before: the callbacks' hook is not called then.
+    For a run that had ended before: the callbacks' hook is not called then.
     """
     for each in averaging_callbacks(trainer):
         each._copy_average_to_current(module)
@@ -113,12 +113,12 @@ def finish_with_averages(trainer: Trainer, module: LightningModule) -> None:
 
 def averaging_callbacks(trainer: Trainer) -> list[Any]:
     """Return Lightning's callbacks that average weights."""
-    kind = getattr(callbacks, "WeightAveraging", None)  # Lightning has it from 2.6 on
+    kind = getattr(callbacks, "WeightAveraging", None)  # Lightning 2.6 and later
     return [each for each in callbacks_of(trainer) if kind is not None and isinstance(each, kind)]
 
 
 def show_epoch(trainer: Trainer, num_done: int) -> None:
-    """Let the bar show the epoch that a run resumes within: it would learn its number and its length at a start of it.
+    """Let the bar show the epoch in which a run resumes: bars learn its number and length only at its start.
 
     Args:
         trainer: its loops are where they resume.
@@ -126,7 +126,7 @@ def show_epoch(trainer: Trainer, num_done: int) -> None:
     """
     bar, module = trainer.progress_bar_callback, trainer.lightning_module
     if isinstance(bar, (TQDMProgressBar, RichProgressBar)):
-        # Where `max_steps` ends it, what Lightning gives is the steps that are left.
+        # Lightning counts only the remaining steps if `max_steps` ends the epoch.
         total = min(trainer.num_training_batches, bar.total_train_batches + num_done)
     if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
         TQDMProgressBar.on_train_epoch_start(bar, trainer, module)
@@ -140,7 +140,7 @@ def show_epoch(trainer: Trainer, num_done: int) -> None:
 
 
 class ProgressNote:
-    """Show `text()` in the trainer's progress bar, if there is one and it is not `None`, until `remove`."""
+    """Show `text()` in the trainer's progress bar, if both exist, until `remove`."""
 
     def __init__(self, trainer: Trainer, name: str, text: Callable[[], str | None]) -> None:
         self._bar, self._name = trainer.progress_bar_callback, name
@@ -151,7 +151,7 @@ class ProgressNote:
         _notes[self._bar][name] = text
 
     def remove(self) -> None:
-        """Remove the note; after the last one the bar gets its own method back."""
+        """Remove the note; after the last note the bar gets its own method back."""
         bar, self._bar = self._bar, None
         if bar is None:
             return

@@ -1,9 +1,9 @@
 """End errors of LightningCLI about our classes with a sentence of ours.
 
-LightningCLI says of a misspelt key, or of a value of a wrong type, which types it could not be, over dozens of lines, and wraps the
-reason why a constructor has refused a value. So its parser's messages get a last line that says what was meant, and a refusal of ours is raised as it was.
-Nothing here imports `lightning.pytorch.cli`, which needs jsonargparse: its parser is told when somebody else has imported it,
-before this package or after.
+For a misspelt key, or a value of a wrong type, LightningCLI lists all types tried, over dozens of lines, and it wraps a
+constructor's reason for refusing a value. So its parser's messages get a last line with the likely meaning, and our own
+errors are raised unwrapped. Nothing here imports `lightning.pytorch.cli`, which needs jsonargparse: its parser is
+changed when imported by other code, before this package or after.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WRONG = re.compile(
     rf"class_path '({_PACKAGE}[\w.]*)\.(\w+)':\s+Parser key \"(\w+)\":\n(?:(?!class_path).)*?(?:Got|Given) value: ([^\n]*)",
     re.DOTALL,
 )
-"""A class of ours, its argument and the value given, where nothing within that argument is to blame."""
+"""A class of ours, its argument and the value given, if nothing within the argument is to blame."""
 _IN_WORDS = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "text", timedelta: "a time", NoneType: "null"
 }  # fmt: skip
@@ -45,7 +45,7 @@ _CLI = "lightning.pytorch.cli"
 
 
 def explain_errors() -> None:
-    """Let LightningCLI end its errors so, now or as soon as it is imported; once."""
+    """Let LightningCLI end its errors this way, now or as soon as it is imported; once."""
     if _CLI in sys.modules:
         _explain(sys.modules[_CLI])
     elif not any(isinstance(each, _Awaiting) for each in sys.meta_path):
@@ -53,7 +53,7 @@ def explain_errors() -> None:
 
 
 class _Awaiting(MetaPathFinder):
-    """Finds no module itself; as the one of LightningCLI is imported, what follows is added, and this goes."""
+    """Finder without modules: when LightningCLI is imported, explains its errors and removes itself."""
 
     @override
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
@@ -75,7 +75,7 @@ class _Awaiting(MetaPathFinder):
 def _explain(module: ModuleType) -> None:
     parser = getattr(module, "LightningArgumentParser", None)
     if parser is None or not hasattr(parser, "error") or hasattr(parser, "explains_moe_ckpt"):
-        return  # without jsonargparse it is an empty class, and LightningCLI says what to install
+        return  # an empty class without jsonargparse; LightningCLI names the missing package
     parser.explains_moe_ckpt = True
     parser.error = _with_remedy(parser.error)
     for name in ("instantiate_classes", "instantiate"):
@@ -84,7 +84,7 @@ def _explain(module: ModuleType) -> None:
 
 
 def remedy(message: str) -> str | None:
-    """Return what was meant, if the message of a parser is about a name that this package does not have, or a value of a wrong type."""
+    """Return the likely meaning, for messages about unknown names of this package or wrong types; else `None`."""
     for module, name, option, value in _WRONG.findall(message):
         hints = _hints(getattr(importlib.import_module(module), name))
         if option in hints:
@@ -106,7 +106,7 @@ def remedy(message: str) -> str | None:
 
 
 def _hints(kind: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of the arguments of a class, those that checkpoint callbacks share among them."""
+    """Return types of a class's arguments, arguments shared by checkpoint callbacks included."""
     written = {name: each.annotation for name, each in inspect.signature(kind).parameters.items()}
     return written | {k: v for k, v in typing.get_type_hints(kind.__init__).items() if k in written}
 
@@ -152,7 +152,7 @@ def _unwrapped(instantiate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ours(error: BaseException) -> CheckpointError | None:
-    """Return the error of this package that is behind another one."""
+    """Return this package's error among an exception and its causes; `None` if there is none."""
     seen: set[int] = set()
     behind: BaseException | None = error
     while behind is not None and id(behind) not in seen:

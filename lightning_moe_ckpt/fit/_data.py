@@ -1,18 +1,18 @@
-"""Bring data to where the original run had it, and see that it gives the batch that followed there.
+"""Bring data to its position in the original run, and check that the same batch follows.
 
-Data may count: its passes in `__iter__`, its items, its epochs at their end. What loaders, and what they are made of, hold
-before an epoch's iterator is made is part of the epoch's boundaries. A restart sets it, makes the iterator, fetches what
-the epoch has consumed, and sets what they held at the boundary, so that nothing counts twice.
+Data may count: its passes in `__iter__`, its items, its epochs at their end. The attributes of loaders and their parts
+before an epoch's iterator is made are part of the epoch's boundaries. A restart sets these, makes the iterator, fetches
+the epoch's consumed batches, and sets the attributes at the boundary, so that nothing counts twice.
 
-Loaders that are not torch's and know their position (`state_dict`, `load_state_dict`) are asked for it instead. The batch that
-comes next is compared before anything trains on it: if it is another, the consumed batches are fetched after all. If
-that gives another one too, the run ends, since it would go on as another run. Settings of the data that the user has
-changed since are named, and nothing is compared then.
+Loaders that are not torch's and know their position (`state_dict`, `load_state_dict`) are asked for it instead. The
+next batch is compared before anything trains on it: if it differs, the consumed batches are fetched after all. If the
+batch still differs, the run ends: it would go on as another run. Changed settings of the data are named, and nothing
+compared.
 
-The user's code that makes loaders may count, too, or draw. A restart asks for loaders as a new process does, since what objects
-hold then is the reference for all that changes. If the run has asked again meanwhile (`reload_dataloaders_every_n_epochs`),
-it sets what objects held at that moment and asks once more. While optimizers are configured nothing has begun:
-an iterator that is made then (`trainer.estimated_stepping_batches`) is watched by `WatchedData`.
+The user's code that makes loaders may count or draw, too. A restart asks for loaders as a new process does: the state
+of objects then is the reference for all changes. If the run has asked again meanwhile
+(`reload_dataloaders_every_n_epochs`), the restart sets objects as then and asks once more. Before an epoch, while
+optimizers are configured, `WatchedData` watches an iterator (`trainer.estimated_stepping_batches`).
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _OTHER = (
 
 
 _BEGUN: dict[str, dict[str, Any]] = {
-    "training": {"begun": 0, "again": None},  # if it is in no record, while optimizers were configured
+    "training": {"begun": 0, "again": None},  # without a record: loaded while optimizers were configured
     "validation": {"begun": None, "again": None},
 }
 
 
 class WatchedData:
-    """Generators and workers of one run's loaders, watched from `setup` on: Lightning may make an iterator before `on_fit_start`.
+    """Generators and workers of loaders, watched from `setup` on: Lightning may make iterators before `on_fit_start`.
 
     Args:
         trainer, module, skip, attributes: see `MovedAttributes`.
@@ -61,7 +61,7 @@ class WatchedData:
     """
 
     random: RngState | None = None
-    """Random state before an iterator that was made while optimizers were configured; `None` if there is none."""
+    """Random state before an iterator made while optimizers were configured; `None` without such an iterator."""
     _moved: MovedAttributes | None = None
 
     def __init__(
@@ -86,10 +86,10 @@ class WatchedData:
             self.random = capture_rng(self.generators.now(), self.held.now())
 
         self.close = _positions.before_iterator(trainer, begins)
-        """Undoes the change to the trainer, in `on_fit_start`."""
+        """Function that undoes the change to the trainer, in `on_fit_start`."""
 
     def before(self, moved: MovedAttributes) -> dict[str, Any] | None:
-        """Return what data held before that iterator was made, as `moved` would have taken it; `None` if there is none."""
+        """Return data's attributes before that iterator was made, relative to `moved`; `None` without such an iterator."""
         if self._moved is None:
             return None
         moved.look_at_data()
@@ -102,13 +102,14 @@ class WatchedData:
 
 
 class DataRecord:
-    """What one run's data held, and which batch comes next.
+    """State of one run's data, and the digest of the next batch.
 
     Args:
-        trainer, moved, owners: whose loaders are recorded, the attributes of which they are a part, and states beside those.
+        trainer, moved, owners: trainer with the loaders; attributes, data's among them; states of module and data
+            module.
         take_random: returns the random state.
-        on_mismatch: what another batch than the original's does.
-        among: returns the ranks that go on together.
+        among: returns the exchange of ranks that go on together.
+        on_mismatch: answer to a batch that differs from the original's.
     """
 
     def __init__(
@@ -124,51 +125,51 @@ class DataRecord:
         self._owners, self._take_random = owners, take_random
         self._trainer, self._moved, self._on_mismatch, self._among = trainer, moved, on_mismatch, among
         self.taken: dict[str, Any] = {}
-        """What a restart has to know of the epoch under way; another object where it changes."""
+        """State of the epoch's data for a restart; replaced, not changed, by a new state."""
         self.knows = False
         """Whether loaders know their position."""
         self._own: tuple[Any, Any] = (None, None)
-        """States of the loaders' own before the last fetch but one, and before the last."""
+        """Loaders' own states before the last fetch but one, and before the last."""
         self.loads: dict[str, Any] = {}
-        """By name of a loop, in order: the epoch in which it `begun` to have loaders, if that was before the first epoch's start,
-        and what a restart needs to ask `again` as it has asked last."""
+        """Entries by loop name, in order: `begun`, the epoch of its first loaders, if before the first epoch's start,
+        and `again`, the state at its last request for loaders."""
         self._start: Mapping[str, Any] | None = None
         self._fresh: dict[str, Any] = {}
-        """States of owners before a restart gives them anything."""
+        """Owners' states before a restart changes them."""
         self._resumed: Mapping[str, Any] = {}
         self._named = ""
-        """What was named as the known cause of other batches."""
+        """Known cause of different batches, as last logged."""
         self._compares = True
         self.expected: str | None = None
-        """Digest of the batch that followed in the original run; `None` if it is not compared."""
+        """Digest of the original run's next batch; `None` if it is not compared."""
 
     def look(self) -> None:
-        """Find the loaders, of which one is about to make an iterator."""
+        """Find the loaders before one of them makes an iterator."""
         self._moved.look_at_data()
         self.knows = _positions.know_position(self._trainer)
 
     def before_iter(self) -> None:
-        """Record what data holds before the iterator of an epoch is made."""
+        """Record data's attributes before an epoch's iterator is made."""
         self._own = (None, None)
         self.taken = {"before": self._moved.take(_LOADERS), "settings": _positions.settings_of(self._trainer)}
         if any(epochs := _positions.epochs_of(self._trainer)):
             self.taken["epochs"] = epochs
 
     def before_fetch(self) -> None:
-        """Record where loaders are that know it by themselves."""
+        """Record the positions of loaders that know their position."""
         if self.knows:
             self._own = (self._own[1], _positions.own_positions(self._trainer))
             own = self._own[0 if _positions.fetches_ahead(self._trainer) else 1]
             self.taken = {**self.taken, "own": None if refusals(own) else copied(own)}
 
     def begin(self, watched: WatchedData) -> None:
-        """Record what data held before an iterator that has been made while optimizers were configured."""
+        """Record data's attributes before an iterator that was made while optimizers were configured."""
         before = watched.before(self._moved)
         if before is not None:
             self.taken = {"before": before, "settings": _positions.settings_of(self._trainer)}
 
     def load(self, name: str) -> None:
-        """Let a loop ask for loaders, if it needs any; in a restart, before its first epoch, only as the original run began."""
+        """Let a loop ask for loaders, if necessary; in a restart, before its first epoch, only as at the run's begin."""
         if self._start is not None and not self._moved.begun:
             if name == "training":
                 self._load_as_begun()
@@ -186,7 +187,7 @@ class DataRecord:
     # -- resume
 
     def resume(self, start: Mapping[str, Any]) -> None:
-        """Take what was `taken`, and the digest of the batch that followed."""
+        """Continue from a start half: the data's state and the digest of the next batch."""
         self._resumed, self.expected = start.get("data", {}), start.get("batch")
         self._start, self.loads, self._fresh = start, start["loads"], self._owners.take_owners()
 
@@ -201,7 +202,7 @@ class DataRecord:
         self._owners.restore_owners(self._start)
 
     def load_again(self, restore_random: Callable[[RngState], None]) -> None:
-        """Ask for loaders as the original run has asked last, with what objects held then; call when the first epoch begins."""
+        """Ask for loaders as in the original run's last load, with objects as then; call when the first epoch begins."""
         assert self._start is not None
         _positions.say_when_loaded(self._trainer, self._start["loops"]["settings"])
         for name, entry in self.loads.items():
@@ -215,7 +216,7 @@ class DataRecord:
         self._owners.restore_owners(self._start)
 
     def restore_before(self) -> None:
-        """Let data hold again what it held before the iterator of the epoch was made."""
+        """Restore data's attributes from before the epoch's iterator was made."""
         if "before" in self._resumed:
             self._moved.restore(self._resumed["before"], _LOADERS, forget_new=True)
             _positions.set_epochs(self._trainer, self._resumed.get("epochs", []))
@@ -223,23 +224,23 @@ class DataRecord:
         self._require_settings()
 
     def restore_after(self, attributes: Mapping[str, Any]) -> None:
-        """Let data hold again what it held at the boundary; its iterator is in its position."""
+        """Restore data's attributes at the boundary; its iterator is in position."""
         self._moved.restore(attributes, _LOADERS)
         self._own = (None, self._resumed.get("own"))
 
     def own(self) -> Any:
-        """Return the loaders' own states at the boundary; `None` if they have none, or nothing tells whether it is right."""
+        """Return loaders' own states at the boundary; `None` if there are none, or no digest can check them."""
         if self.expected is None or not self._compares or not self.knows:
             return None
         return copied(self._resumed.get("own"))
 
     def goes_on(self) -> bool:
-        """Return whether the original's batch comes next, on all ranks. It stays the next one. Collective."""
+        """Return whether the original's batch comes next, on all ranks; does not consume the batch. Collective."""
         found = _positions.next_batch(self._trainer)
         return self._among().all_agree(len(found) > 0 and digest_of(found[0]) == self.expected)
 
     def _require_settings(self) -> None:
-        """Name settings that the user has changed. Collective in a restart."""
+        """Log settings that the user has changed. Collective in a restart."""
         stored, now = self._resumed.get("settings"), _positions.settings_of(self._trainer)
         changes = _changes(stored, now) if stored else []
         self.taken = {**self.taken, "settings": now}
@@ -256,18 +257,18 @@ class DataRecord:
     # -- batches
 
     def expect(self, digest: str | None) -> None:
-        """Compare the next batch with the one of which the original run has this digest."""
+        """Compare the next batch with this digest of the original run."""
         self.expected = digest if self._compares else None
 
     def compare(self, digest: str | None, *, known: str) -> None:
-        """Compare the batch that comes next, before anything trains on it. Collective if one was expected.
+        """Compare the next batch before anything trains on it. Collective if a digest was expected.
 
         Args:
-            digest: of the batch; `None` if it is not compared.
-            known: what the user has changed that makes other batches, in words; empty if nothing.
+            digest: the batch's digest; `None` if it is not compared.
+            known: the user's changes that make other batches, in words; empty if there are none.
 
         Raises:
-            OtherData: it is another on some rank, and this ends the run.
+            OtherData: the batch differs on some rank, and `on_mismatch` is 'stop'.
         """
         expected, self.expected = self.expected, None
         if expected is None or digest is None:

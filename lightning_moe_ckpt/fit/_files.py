@@ -1,9 +1,9 @@
 """Keep Lightning's own `.ckpt` files right in a run that is killed and resumed.
 
-A killed run leaves files of steps that will be trained again, and may leave one half written. In the resumed
-run such a file must not count as existing, or `ModelCheckpoint` would avoid its name; while operators are frozen no file may
-be written, since it would hold half-frozen weights; and a torn file must not stay until it happens to be due again.
-So every rank keeps a list of what the run has written up to this boundary, which is part of the step journal.
+A killed run leaves files of steps that will be trained again, and perhaps a half-written file. In the resumed run such
+a file must not count as existing, or `ModelCheckpoint` would avoid its name; while operators are frozen no file may be
+written, since it would hold half-frozen weights; and a torn file must not stay until it is due again by chance. So
+every rank lists the files written by the run up to this boundary, as part of the step journal.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ log = rank_logger(__name__)
 FilesState = dict[str, Any]
 
 _UNSAVED = ("current_score", "_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
-"""Attributes of `ModelCheckpoint` that its `state_dict` does not restore; some versions of Lightning lack the last one."""
+"""Attributes of `ModelCheckpoint` that its `state_dict` does not restore; some versions of Lightning lack the last."""
 
 
 class CheckpointFiles:
-    """Track the checkpoint files that one trainer writes, from `on_fit_start` until `remove`."""
+    """Track one trainer's checkpoint files, from `on_fit_start` until `remove`."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._strategy = trainer, trainer.strategy
@@ -38,7 +38,7 @@ class CheckpointFiles:
         if isinstance(before, CheckpointFiles):
             before.remove()  # an earlier fit ended in replay
         self.held = False
-        """Whether files are neither written nor removed, as operators are frozen."""
+        """Whether files are neither written nor removed, because operators are frozen."""
         self._told = self._resumed = self._suspects = False
         self._saved: dict[str, bool] = {}
         """Files of this run by path; the value says whether a file has weights only."""
@@ -64,15 +64,15 @@ class CheckpointFiles:
             each.__dict__.pop("file_exists", None)
 
     def suspect(self) -> None:
-        """Look for damaged files at the next call of `dense`: whoever writes them may have died. Call on all ranks."""
+        """Look for damaged files at the next call of `dense`: their writer may have died. Call on all ranks."""
         self._suspects = True
 
     def asks_as_resumed(self) -> None:
-        """Ask alike in processes that resume and in those that never had to: which files are there, all ranks know together."""
+        """Agree with all ranks on existing files even in processes that never had to resume."""
         self._resumed = True
 
     def take(self) -> FilesState:
-        """Return the list of files written so far, and attributes that `ModelCheckpoint` leaves out of its state."""
+        """Return the files written so far, and attributes that `ModelCheckpoint` leaves out of its state."""
         return {
             "saved": dict(self._saved),
             "foreign": sorted(self._foreign),
@@ -95,12 +95,12 @@ class CheckpointFiles:
                 setattr(each, name, value)
 
     def start(self) -> FilesState:
-        """Return the files that no step of this run has written, and the folders of callbacks."""
+        """Return files not written by any step of this run, and the folders of callbacks."""
         folders = {each.state_key: {"dirpath": each.dirpath} for each in self._model_checkpoints()}
         return {"foreign": sorted(self._foreign), "folders": folders}
 
     def write_again(self, start: FilesState) -> None:
-        """Begin anew in the folders of the first begin: of the files that are there, only foreign ones count."""
+        """Begin anew in the folders of the first begin: only foreign files count as existing."""
         self._resumed, self._foreign = True, set(start["foreign"])
         for each in self._model_checkpoints():
             if each.state_key in start["folders"]:
@@ -111,7 +111,8 @@ class CheckpointFiles:
     def _repair(self) -> None:
         """Write files again that the killed run left half written.
 
-        The run was killed while it replaced a file by a newer one. The old content is lost; the file gets the current state.
+        The run was killed while it replaced a file by a newer version. The old content is lost; the file gets the
+        current state.
         """
         torn = [path for path in self._saved if _torn(path)] if self._trainer.is_global_zero else []
         upstream: Any = getattr(self._strategy, "upstream", None)
@@ -151,7 +152,7 @@ class CheckpointFiles:
 
 
 def let_best_come_first(trainer: Trainer, callback: Callback) -> None:
-    """Move `ModelCheckpoint` before our callback, since `ckpt_path="best"` asks the first callback that is a `Checkpoint`."""
+    """Move `ModelCheckpoint` before our callback: `ckpt_path="best"` asks the first callback that is a `Checkpoint`."""
     callbacks = callbacks_of(trainer)
     last = max((i for i, each in enumerate(callbacks) if isinstance(each, ModelCheckpoint)), default=-1)
     here = callbacks.index(callback)
@@ -162,9 +163,9 @@ def let_best_come_first(trainer: Trainer, callback: Callback) -> None:
 
 
 def keep_folder(callback: Callback, state: dict[str, Any], trainer: Trainer) -> None:
-    """Let a `ModelCheckpoint` without a given folder go on writing to the folder of the resumed run.
+    """Let a `ModelCheckpoint` without a given folder go on writing to the resumed run's folder.
 
-    By default it uses the logger's folder, which is new in every process.
+    Its default is the logger's folder, which is new in every process.
     """
     if not isinstance(callback, ModelCheckpoint) or "dirpath" not in state:
         return
@@ -174,10 +175,10 @@ def keep_folder(callback: Callback, state: dict[str, Any], trainer: Trainer) -> 
 
 
 class LightningResume:
-    """Skip Lightning's own resume if our checkpoints have something to resume from.
+    """Skip Lightning's own resume if our checkpoints have a step to resume from.
 
-    `ckpt_path`, or the file that `OnExceptionCheckpoint` makes Lightning look for, is older than our newest step and may be
-    damaged. Lightning reads it before it is known whether our checkpoints have something, so this is made in `setup`.
+    `ckpt_path`, or the file that `OnExceptionCheckpoint` makes Lightning look for, is older than our newest step and
+    may be damaged. Lightning reads the file before our checkpoints are known, so this is made in `setup`.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -197,7 +198,7 @@ class LightningResume:
         """Raise or drop the error of Lightning's read; call before Lightning restores loops and optimizers.
 
         Raises:
-            Exception: reading the file failed, and nothing else is resumed from.
+            Exception: reading the file failed, and there is no other step to resume from.
         """
         if not resumed:
             if self._error is not None:
@@ -215,7 +216,7 @@ class LightningResume:
 
 
 def _listed(callback: ModelCheckpoint) -> list[str]:
-    """Return the paths of the checkpoint files in the callback's folder as this rank sees it; empty if there is no folder."""
+    """Return paths of checkpoint files in the callback's folder, as seen by this rank; empty without a folder."""
     folder = callback.dirpath
     if folder is None or not callback._fs.exists(folder):
         return []

@@ -1,4 +1,4 @@
-"""Refuse what no run can resume with, before it trains, and name what prevents an exact resume, once."""
+"""Refuse fits that no run can resume, before they train, and name causes of an inexact resume, once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def inexact_reasons(trainer: Trainer, module: LightningModule, *, replays: bool)
 
     Args:
         trainer: the trainer in training, with hooks on its model registered.
-        module: the module that it trains.
+        module: the trained module.
         replays: whether a resume repeats steps with part of the model frozen.
     """
     found = [*_of_reduction(trainer), *_of_kernels(module), *_of_copies(trainer), *_of_clocks(trainer)]
@@ -40,11 +40,11 @@ def inexact_reasons(trainer: Trainer, module: LightningModule, *, replays: bool)
 
 
 def gradients_are_seen(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> bool:
-    """Return whether code of the user is called when gradients are there, which then has to find all of them.
+    """Return whether the user's code is called when gradients exist, and so has to find all of them.
 
     Args:
-        trainer: has the callbacks.
-        module: what it trains.
+        trainer: trainer with the callbacks.
+        module: the trained module.
         skip: callbacks that are not the user's.
     """
     hooks = ("on_after_backward", "on_before_optimizer_step")
@@ -58,7 +58,7 @@ def gradients_are_seen(trainer: Trainer, module: LightningModule, skip: tuple[ty
 
 
 def may_leave_out(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> bool:
-    """Return whether gradients may stay away; `DistributedDataParallel` would wait for them for ever. Arguments as above."""
+    """Return whether gradients may be omitted; `DistributedDataParallel` would wait for ever. Arguments as above."""
     return not gradients_are_seen(trainer, module, skip) and not isinstance(trainer.model, DistributedDataParallel)
 
 
@@ -73,7 +73,7 @@ def _of_replay(module: LightningModule) -> Iterator[str]:
 
 def _of_reduction(trainer: Trainer) -> Iterator[str]:
     if trainer.world_size < 3:
-        return  # a sum of two does not depend on the order
+        return  # a sum of two terms does not depend on the order
     if isinstance(trainer.model, DistributedDataParallel) and not _has_ordered_hook(trainer.model):
         yield (
             "DistributedDataParallel sums gradients of three or more ranks in an order that changes when a process "
@@ -102,7 +102,9 @@ def _of_copies(trainer: Trainer) -> Iterator[str]:
     known = averaging_callbacks(trainer)
     for callback in callbacks_of(trainer):
         kept = [name for name, value in vars(callback).items() if _has_weights(value)]
-        if kept and callback not in known and is_library(type(callback)):  # what the user's keep is restored, or named
+        if (
+            kept and callback not in known and is_library(type(callback))
+        ):  # weights of the user's callbacks are restored, or named
             yield f"callback `{type(callback).__qualname__}` keeps weights in {kept}, which no checkpoint holds"
 
 
@@ -122,7 +124,7 @@ def _of_loaders(trainer: Trainer) -> Iterator[str]:
 
 
 def _has_weights(value: object) -> bool:
-    """Return whether a value holds a module other than the trained one, to which callbacks may keep a reference."""
+    """Return whether a value holds another module than the trained module, to which callbacks may keep a reference."""
     if not isinstance(value, torch.nn.Module) or isinstance(value, LightningModule | Metric):
         return False
     return next(value.parameters(), None) is not None
@@ -136,11 +138,11 @@ _UNSUPPORTED: dict[type[Callback], str] = {
     ModelPruning: "ModelPruning puts other parameters and masks in the place of the model's while it trains; a run that "
     "resumes after that has none of them. Prune when training has ended.",
 }
-"""Callbacks of Lightning that no run can resume with, and why."""
+"""Callbacks of Lightning with which no run can resume, and why."""
 
 
 def refuse_unsupported(trainer: Trainer, policy: Policy) -> None:
-    """Raise `ConfigurationError` for what this trainer has and no run under `policy` can resume with."""
+    """Raise `ConfigurationError` for parts of this trainer with which no run under `policy` can resume."""
     if len(trainer.optimizers) != 1:
         raise ConfigurationError(
             f"Found {len(trainer.optimizers)} optimizers, can capture exactly one. "
@@ -173,7 +175,7 @@ def refuse_unsupported(trainer: Trainer, policy: Policy) -> None:
 
 
 def warn_if_short(trainer: Trainer, least_steps: int) -> None:
-    """Warn where training ends before there is any checkpoint but those of its start and end."""
+    """Warn if training ends before any checkpoint except those of its start and end."""
     if 0 < trainer.max_steps < least_steps:
         log.warning(
             "checkpoints need %d steps and this fit ends at step %d: only its start and its end are stored, and what "

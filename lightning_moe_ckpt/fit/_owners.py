@@ -1,9 +1,9 @@
 """Follow the attributes of a run's own objects: module, data module, callbacks, loaders and data sets.
 
-A value is a callback's counter, a data set's difficulty, or the mode, dropout or temperature of a part of the model.
-Nothing says which attributes are part of a run. Attributes that have not changed since training began are not: the
-user's code makes them again. What has changed goes into the journal and is made that again after a restart, once all hooks
-of training's start have run, see `objects._values`. What cannot be stored is named in the log once.
+Examples are a callback's counter, a data set's difficulty, or the mode, dropout or temperature of a part of the model.
+Nothing says which attributes are part of a run. Attributes unchanged since training began are not: the user's code
+makes them again. Changed attributes go into the journal and are set again after a restart, once all hooks of training's
+start have run, see `objects._values`. Attributes that cannot be stored are named in the log once.
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ from lightning_moe_ckpt.fit.objects._values import Values, is_of_values, unnumbe
 from lightning_moe_ckpt.journal import HeldGenerator
 
 _OF_DATA = ("loader", "validation")
-"""Beginnings of names of loaders and what they are made of."""
+"""First parts of the names of loaders and their parts."""
 OF_OTHERS = ("module", "datamodule", "callback")
-"""Beginnings of all other names."""
+"""First parts of all other names."""
 
 
 class MovedAttributes:
-    """Track changes of what the user's objects of one run hold: module, data module, callbacks, loaders and data.
+    """Track changed attributes of one run's user objects; make before hooks of the fit's start run.
 
-    Callbacks in `skip` are not the user's; what `kept` names, as (module, attribute), is recorded elsewhere. For `most_nbytes`,
-    `untouched` and `speaks` see `Values`. `carried` is what fits of this process add to: a later one begins with what earlier ones
-    have changed, which a later process does not. Make it before hooks of the fit's start run.
+    Args:
+        trainer, module: trainer and module of the run.
+        skip: callbacks that are not the user's.
+        kept: attributes recorded elsewhere, as (module, attribute).
+        most_nbytes, untouched, speaks: see `Values`.
+        carried: entries changed by earlier fits of this process; later processes begin without; extended here.
     """
 
     def __init__(
@@ -65,10 +68,10 @@ class MovedAttributes:
         self._limits: dict[str, Any] = {"most_nbytes": most_nbytes, "untouched": untouched}
         self._values = Values(**self._limits, speaks=speaks)
         self.others: tuple[str, ...] = ()
-        """Beginnings of names of what the run that is resumed did not have: it goes on from what it holds."""
+        """First parts of names that the resumed run did not have: these objects keep their values."""
         self._held: dict[str, object] = {}
         self._in_states: dict[str, frozenset[str]] = {}
-        """Names of attributes that owners' own states have."""
+        """Names of attributes that are part of owners' own states."""
         self._always = {*self._carried}
         """Entries that may differ in each process as its first epoch begins."""
         self._before: Values | None = self._probe()
@@ -79,10 +82,10 @@ class MovedAttributes:
         return self._before is None
 
     def look(self) -> None:
-        """Find the objects when an epoch begins; what they are at the first epoch's start is the reference."""
+        """Find the objects when an epoch begins; their state at the first epoch's start is the reference."""
         if self._before is not None:
-            # What hooks have made of restored weights, or of a state that an owner has loaded, a later process would make of others.
-            # Other values are its own affair.
+            # Hooks may derive values from restored weights, or from states of owners; a later process would derive others.
+            # All other values every process makes alike.
             loaded = tuple(f"{name}." for name, each in self._roots() if _loads_state(each))
             for name, text in self._before.take().items():
                 if is_of_values(text) or name.startswith(loaded):
@@ -94,24 +97,24 @@ class MovedAttributes:
         self._hold()
 
     def look_at_data(self) -> None:
-        """Find what Lightning has loaded: what it is before anybody has seen it is the reference."""
+        """Find Lightning's newly loaded data; its state before any use is the reference."""
         kept = {name: each for name, each in self._held.items() if not name.startswith(_OF_DATA)}
         self._held = {**kept, **dict(self._data_roots())}
         self._hold()
 
     def sanity_check_begins(self) -> None:
-        """Remember values: a run that resumes has no sanity check, so what that changes has changed in training."""
+        """Remember values: a resumed run has no sanity check, so its changes count as training's."""
         self._insane = self._probe()
 
     def sanity_check_ends(self) -> None:
-        """Keep what it has changed, and what it has made."""
+        """Keep the sanity check's changes, and objects made by it."""
         self._always |= _always_of(self._insane.take())
         self._insane.close()
 
     def take(self, of: tuple[str, ...] | None = None) -> dict[str, Any]:
-        """Return what has changed, by name; only what owners have whose names begin with one `of` these, if given.
+        """Return changed attributes by name; with `of`, only of owners with names that begin with one of its items.
 
-        Of loaders that Lightning is about to replace nothing is taken.
+        Loaders that Lightning is about to replace are left out.
         """
         taken = self._values.take(of)
         if taken and loads_again(self._trainer):
@@ -119,11 +122,11 @@ class MovedAttributes:
         return taken
 
     def restore(self, moved: Mapping[str, Any], of: tuple[str, ...] | None = None, *, forget_new: bool = False) -> None:
-        """Make everything what `take` said, see `Values.restore`."""
+        """Set attributes to the result of `take`, see `Values.restore`."""
         self._values.restore(moved, of, forget_new=forget_new, but=self.others)
 
     def close(self) -> None:
-        """Let go of what watches objects."""
+        """Stop watching objects."""
         if self.begun:
             self._carried |= _always_of(self._values.take())
         for each in (self._values, self._before):
@@ -168,7 +171,7 @@ class MovedAttributes:
 
 
 def _always_of(found: Mapping[str, Any]) -> set[str]:
-    """Return the names of what has changed, and of what holds objects that were made."""
+    """Return names of changed entries, and of entries with newly made objects."""
     made = {f"{unnumbered(name.removesuffix(CONTENT))}#" for name in found if re.search(r"#\d+\{\}$", name)}
     return {*map(unnumbered, found), *made}
 
@@ -187,7 +190,7 @@ def _not_users(owner: object) -> frozenset[str]:
         kind: Any = type(owner)
         return frozenset(own | _set_by_library(kind))
     if is_library(type(owner)) and not isinstance(owner, nn.Module) and type(owner) is not DataLoader:
-        # Data of other packages: it counts in numbers, and builds its other parts by itself. A list or a range has no attributes.
+        # Other packages' data sets count in numbers, and build all else themselves. Lists and ranges have no attributes.
         held = getattr(owner, "__dict__", {})
         return frozenset(own | {name for name, value in held.items() if type(value) not in (bool, int, float)})
     return frozenset(own if not isinstance(owner, Metric) else own | metrics_own() | owner._defaults.keys())
@@ -195,7 +198,7 @@ def _not_users(owner: object) -> frozenset[str]:
 
 @functools.cache
 def _set_by_library(kind: type) -> frozenset[str]:
-    """Return the names of attributes that classes of a library with a state of their own set in those that inherit from them."""
+    """Return names of attributes that library classes with a state of their own set in subclasses' instances."""
     bases = [each for each in kind.__mro__ if is_library(each) and each not in (Callback, LightningDataModule)]
     if not any("state_dict" in vars(base) for base in bases):
         return frozenset()
@@ -206,14 +209,14 @@ def _set_by_library(kind: type) -> frozenset[str]:
 
 
 def _loads_state(owner: object) -> bool:
-    """Return whether a module, data module or callback has a state of its own beside what is journalled."""
+    """Return whether a module, data module or callback has a state of its own beside the journal."""
     if isinstance(owner, Callback | LightningDataModule):
         return bool(is_overridden("state_dict", owner))
     return isinstance(owner, LightningModule) and bool(is_overridden("on_load_checkpoint", owner))
 
 
 class HeldGenerators:
-    """Find the generators that the module, data module, loaders and callbacks of one run hold, those in `skip` apart."""
+    """Find generators held by one run's module, data module, loaders and callbacks, except callbacks in `skip`."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> None:
         self._trainer, self._module, self._skip = trainer, module, skip
@@ -225,7 +228,7 @@ class HeldGenerators:
         self._places = places_of(self._roots(), seen)
 
     def now(self) -> dict[str, HeldGenerator]:
-        """Return the generators that are still in their places, by name."""
+        """Return generators that are still in their places, by name."""
         return generators_at(self._places)
 
     def _roots(self) -> Iterator[tuple[str, object]]:

@@ -1,18 +1,18 @@
-"""Record the state of a boundary besides parameters, at the moments at which a resumed run has to restore it.
+"""Record a boundary's state besides parameters, at the moments at which a resumed run has to restore it.
 
-A boundary is the state between two batches, or between two epochs. Its *start* half is taken when everything that
-follows the optimizer step has run: validation, schedulers, epoch end. Random state is taken at six moments. Iterators,
-samplers, workers and user hooks draw from it in between, and a new process draws at other moments than a running one:
+A boundary is the state between two batches, or between two epochs. Its *start half* is taken when everything behind the
+optimizer step has run: validation, schedulers, epoch end. Random state is taken at six moments. Iterators, samplers,
+workers and user hooks draw in between, and a new process draws at other moments than a running process:
 
-    before the epoch's hooks -> before the iterator is made -> before the first fetch -> before the fetch before this one
-    -> before this fetch -> after it
+    before the epoch's hooks -> before the iterator is made -> before the first fetch -> before the previous fetch
+    -> before this fetch -> after this fetch
 
 A resumed process passes the same moments and restores the recorded state at each.
 
-Boundaries that nothing is taken of are passed over: their start half is taken only if the process stops there. Of the
-random state before fetches only the first of an epoch is taken then, where no fetch can influence a later one.
-Boundaries in the middle of a window are only ever replayed, which follows what hooks decided and draws by itself: of
-them progress and random state are taken only if the process stops there, too.
+Boundaries without a snapshot are passed over: their start half is taken only if the process stops there. Where no fetch
+can influence a later fetch, only the random state before the epoch's first fetch is taken. Boundaries inside a window
+are only ever replayed. Replay follows the stored decisions of hooks and draws by itself, so there, too, progress and
+random state are taken only if the process stops.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from lightning_moe_ckpt.journal import UNFIT, HeldGenerator, RngState, capture_r
 log = rank_logger(__name__)
 
 _MOMENTS = ("epoch", "iter", "first_fetch", "last_fetch", "fetch")
-"""Moments at which random state is taken, before the fetch of a batch has ended."""
+"""Moments at which random state is taken, up to the end of a batch's fetch."""
 
 
 class BoundaryRecorder:
-    """Build the start halves of boundaries at moments of the fit loop and, in a resumed run, restore one.
+    """Build boundaries' start halves at moments of the fit loop and, in a resumed run, restore one of them.
 
     Args:
-        trainer, module: what is trained; the trainer's loops report the moments.
-        skip_callbacks: callbacks whose state is not part of the journal (our own).
+        trainer, module: the fit's trainer and its module; the trainer's loops report the moments.
+        skip_callbacks: callbacks without state in the journal (our own).
         parts: further state of a boundary, by name.
         trained: the state of `requires_grad` and optimizer groups.
-        settings: what the fit is asked for.
-        layers: attributes that one of the parts records, as (name of a module, attribute).
+        settings: settings of this start and of the stored run.
+        layers: attributes recorded by one of the parts, as (name of a module, attribute).
         on_mismatch, among: see `DataRecord`.
-        watched: what of data is watched since `setup`.
+        watched: generators and workers of loaders, watched since `setup`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class BoundaryRecorder:
         self._trainer, self._module = trainer, module
         self._skip = skip_callbacks
         self._random: RngState | None = None
-        """The newest that was taken."""
+        """Newest random state."""
         self._moments: dict[str, RngState | None] = dict.fromkeys(_MOMENTS)
         self._awaiting_first_fetch = True
         self._fetches = FetchLog()
@@ -88,14 +88,14 @@ class BoundaryRecorder:
         self._start: Start | None = None
         self._wanted = self._needed = True
         self._passed = False
-        """Whether this is a boundary of which no start half was taken, and nothing has followed it yet."""
-        self._replayed_only = False  # no run will resume from this boundary
+        """Whether this boundary has no start half and nothing has followed it yet."""
+        self._replayed_only = False  # no run resumes from this boundary
         self._independent: bool | None = None  # no fetch of this epoch can influence a later one
         self._before_epoch_only = False  # the process is between two epochs
         self._not_fetched = 0
-        """Batches that the epoch counts and its iterator has not given: Lightning resumes in mid-epoch with the first batch."""
+        """Batches counted by the epoch but never fetched: Lightning resumes in mid-epoch with the first batch."""
         self._resume: Start | None = None
-        self._seen: RngState | None = None  # after a batch was fetched to be compared, which is fetched again
+        self._seen: RngState | None = None  # random state after fetching a batch only to compare it
         self._original: Start | None = None
         self._mid_epoch = False
         self._metrics_due = False
@@ -112,10 +112,11 @@ class BoundaryRecorder:
         """Ask for the start half of the boundary after the optimizer step that just happened.
 
         Args:
-            original: the start half of the original run, if the step was replayed. It overrides what validation and other
-                hooks decide here, since they see weights that are frozen or loaded too early.
-            needed: whether something is taken of this boundary; otherwise only a stop will ask for its start half.
-            replayed_only: whether only a stop will ask for what a run needs to resume from it.
+            original: the original run's start half, if the step was replayed. It overrides decisions of validation and
+                other
+                hooks, because they see weights that are frozen or loaded too early.
+            needed: whether a snapshot is taken of this boundary; otherwise only a stop asks for its start half.
+            replayed_only: whether only a stop asks for the fields from which a run resumes.
         """
         self._wanted, self._start, self._original = True, None, original
         self._needed, self._passed = needed or original is not None, False
@@ -123,14 +124,14 @@ class BoundaryRecorder:
 
     @property
     def compares_batch(self) -> bool:
-        """Whether a digest of the next batch is needed, to check that a resumed run goes on with the original's data."""
+        """Whether the next batch's digest is needed, to compare a resumed run's data with the original's."""
         return self._start is not None or self._data.expected is not None
 
     def complete_start(self, batch: str | None) -> Start | None:
-        """Return the finished start half, if one was asked for; call first in `on_train_batch_start`.
+        """Return the finished start half, or `None` if none was asked for; call first in `on_train_batch_start`.
 
         Args:
-            batch: digest of the batch; `None` if it is not compared.
+            batch: the batch's digest; `None` if the batch is not compared.
         """
         start, self._start, self._original, self._passed = self._start, None, None, False
         if self._data.expected is not None:
@@ -156,7 +157,7 @@ class BoundaryRecorder:
 
     @staticmethod
     def next_batch_begun(start: Start) -> bool:
-        """Whether hooks at the start of the next epoch had run when the state of this boundary was taken."""
+        """Whether hooks at the next epoch's start had run before this boundary's state was taken."""
         return start["random"]["fetch"] is not None
 
     def take_end(self) -> Start:
@@ -167,7 +168,7 @@ class BoundaryRecorder:
         return start
 
     def take_after(self, start: Start) -> Start:
-        """Return what hooks have made since `start` was taken, in mid-epoch, where training ends: values on the host."""
+        """Return state changed by hooks since `start`, where training ends in mid-epoch: values on the host."""
         end = self._take(between_epochs=True)
         found = {name: end[name] for name in ENDS if differs(start[name], end[name])} | {
             "random": {"fetch": self._take_random()}
@@ -175,7 +176,7 @@ class BoundaryRecorder:
         return pytree.tree_map(lambda each: each.cpu() if isinstance(each, Tensor) else each, found)  # type: ignore[no-any-return]
 
     def restore_end(self) -> None:
-        """Restore everything as training had left it, if the run that is resumed was at its end: no later moment comes."""
+        """Restore the state at training's end, if the resumed run had ended: no later moment comes."""
         if self._resume is not None:
             loaded = {name: self._resume[name] for name in USERS}
             self._resume = {**self._resume, **self._resume.get("end", {})}
@@ -197,52 +198,52 @@ class BoundaryRecorder:
     def take_stopped(self) -> Start:
         """Return the start half of the boundary at which this process is stopped before training ends.
 
-        Call it if `between_steps`, before an epoch or a fetch. Later moments have not come: a process that goes on from here
-        draws in the same order by itself.
+        Call before an epoch or a fetch, if `between_steps`. Later moments have not come: a process that goes on draws
+        likewise.
         """
         if self._passed or (self._start is not None and "loops" not in self._start):
             if self._independent:
                 self._take_fetch()  # nothing has been drawn since it was due
             self._passed, self._start = False, self._take(between_epochs=False)
         assert self._start is not None
-        self._trained.take_left_over(self._start["trained"])  # no next step will find out about it
+        self._trained.take_left_over(self._start["trained"])  # no next step will look for them
         come, data = {**self._moments, "workers": self._workers.take()}, self._data.taken
         if self._before_epoch_only:
             come, data = self._between_epochs(self._moments["epoch"]), {}
-        # In this order, which is part of the bytes of segments.
+        # The order of entries is part of a segment's bytes.
         return {**self._start, "random": {"epoch": come["epoch"], "after_fetch": None, **come}, "data": data}
 
     def _between_epochs(self, random: RngState | None) -> dict[str, Any]:
         return {**dict.fromkeys(_MOMENTS), "epoch": random, "workers": self._workers.end()}
 
     def attributes(self) -> dict[str, Any]:
-        """Return plain attributes of the user's objects that have changed."""
+        """Return changed plain attributes of the user's objects."""
         return self._moved.take()
 
     def restore_attributes(self, moved: Mapping[str, Any]) -> None:
-        """Set them to what `attributes` returned, and delete those that are new since."""
+        """Set the attributes returned by `attributes`, and delete attributes that are new since."""
         self._moved.restore(moved, forget_new=True)
 
     def generators(self) -> list[HeldGenerator]:
-        """Return the generators that the user's objects hold."""
+        """Return the generators held by the user's objects."""
         return [*self._held.now().values()]
 
     # -- moments, called by the fit
 
     def begin(self) -> None:
-        """Begin with nothing that was stored."""
+        """Begin without a stored boundary."""
         self._moments["iter"] = self._watched.random
         self._data.begin(self._watched)
 
     def sanity_check(self, *, begins: bool) -> None:
-        """Note what the validation before training changes in the user's objects."""
+        """Note changes by the validation before training in the user's objects."""
         (self._moved.sanity_check_begins if begins else self._moved.sanity_check_ends)()
 
     def before_epoch(self) -> None:
         """Record the moment between two epochs, before `on_train_epoch_start`."""
         self._moved.look()
         if self._resume is not None and not self._mid_epoch and not self._resume["between_epochs"]:
-            self._resume = None  # the data ended where the run was resumed, before its limit, and so did the epoch
+            self._resume = None  # the data, and with them the epoch, ended at the resumed boundary, before the limit
         if self._resume is not None:
             self._data.load_again(self._restore_random)
         self._held.look()
@@ -254,7 +255,7 @@ class BoundaryRecorder:
                 self._settings.begin(mid_epoch=False)
         inside = self._resume is None and _progress.resumes_inside(self._trainer)  # from a file: no epoch begins
         self._moments["epoch"], self._before_epoch_only = self._take_random(), not inside
-        # Needed or not: the state before an epoch cannot be taken later. It is taken again where a fetch has found the data's end.
+        # Even if not needed: this state cannot be taken later. It is taken again if a fetch has found the data's end.
         if (self._wanted or self._passed or self._start is not None) and not inside:
             self._wanted = self._passed = False
             self._begin_start(between_epochs=True)
@@ -283,17 +284,17 @@ class BoundaryRecorder:
         self._data.before_iter()
 
     def after_iter(self) -> None:
-        """Make the iterator once more if it is in the wrong place: loaders were told their position."""
+        """Make the iterator again if the original's batch does not come next, after loaders were told their position."""
         if self._resume is not None and self._data.own() is not None and not self._goes_on():
             self._before_skipping()
             _positions.make_iterator(self._trainer)
 
     def before_fetch_ahead(self) -> None:
-        """Record where loaders are before a fetch while their iterator is made."""
+        """Record positions of loaders before a fetch while their iterator is made."""
         self._data.before_fetch()
 
     def before_validation(self) -> None:
-        """Record the moment before loaders of validation make iterators."""
+        """Record the moment before validation's loaders make iterators."""
         self._data.look()
         self._workers.before_validation()
 
@@ -303,7 +304,7 @@ class BoundaryRecorder:
         self._moved.close()
 
     def before_fetch(self) -> None:
-        """Record the moment between two batches, when everything that follows the last optimizer step has run."""
+        """Record the moment between two batches, when everything behind the last optimizer step has run."""
         if self._resume is not None:
             self._restore_random(self._resume["random"]["fetch"])
         if self._independent is None:
@@ -357,7 +358,7 @@ class BoundaryRecorder:
         fetch, last = self._take_random(), self._moments["fetch"]
         if self._awaiting_first_fetch:
             self._moments["first_fetch"] = fetch
-        # Where nothing depends on it, any will do, and the first is in every journal. It is right if there is one fetch.
+        # Independent fetches accept any state: the first is in every journal, and exact if there is one fetch.
         self._moments |= {"last_fetch": self._moments["first_fetch"] if self._independent else last, "fetch": fetch}
 
     def _begin_start(self, *, between_epochs: bool, resumed: bool = True) -> None:
@@ -420,7 +421,7 @@ class BoundaryRecorder:
         random = self._resume["random"]
         self._moments |= {name: random[name] for name in ("epoch", "iter", "first_fetch")}
         self._moments["fetch"], self._awaiting_first_fetch = random["last_fetch"], False
-        # Logged batches are replayed from the log, and fetching again cannot reach the ones that follow.
+        # Logged batches are replayed from the log: fetching again cannot reach the batches behind them.
         num_batches = 0 if self._resume["parts"]["batches"]["mode"] == "log" else self._resume["batches_done"]
         self._not_fetched = self._resume.get("not_fetched", 0)
         num_batches = max(0, num_batches - self._not_fetched)

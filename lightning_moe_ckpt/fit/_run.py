@@ -1,7 +1,4 @@
-"""Connect the hooks of one `fit` to the checkpointing of one process.
-
-Two callbacks call it: `Replay`, which runs first, and `CheckpointCallback`, which runs last.
-"""
+"""Connect one `fit`'s hooks, called by `Replay` (first) and `CheckpointCallback` (last), to a process's checkpoints."""
 
 from __future__ import annotations
 
@@ -40,38 +37,38 @@ from lightning_moe_ckpt.tiers import SessionConfig
 log = rank_logger(__name__)
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-"""Low precisions that forward casts to; otherwise it uses parameters as they are."""
+"""Low precisions to which forward casts; with any other, parameters are used as they are."""
 
 _UNUSED = "not have been used in the graph"
-"""Of the error that `torch.autograd.grad` raises for a parameter that a module saw without a gradient."""
+"""Text of `torch.autograd.grad`'s error for a parameter without a gradient that a module saw."""
 
 
 class FitSession:
     """Forward one trainer's hooks to the recorder of boundaries and to the process's `CheckpointSession`.
 
     Args:
-        config, policy: where checkpoints live and how to resume; what is taken at which step.
-        trainer, module: in `on_fit_start`, so parameters are on their device and the optimizer exists.
-        own_callbacks: callback classes whose state is not part of the journal.
+        config, policy: where checkpoints live and how to resume; snapshots of each step.
+        trainer, module: as in `on_fit_start`: parameters are on their device and the optimizer exists.
+        own_callbacks: callback classes without state in the journal.
         watched: see `BoundaryRecorder`.
         stop_grace, batches, on_change, on_mismatch: see `CheckpointArguments`.
     """
 
     resumed = False
-    """Whether it goes on with what an earlier process, or this one, has trained."""
+    """Whether this fit continues training of an earlier process, or of this process."""
     _neighbours: Neighbours | None = None
     _last_step: int | None = None
-    """With which training is planned to end, once it is known."""
+    """Step at which training is planned to end; `None` until known."""
     _gradients_of: dict[str, Any] | None = None
-    """Start half of the boundary that was loaded, until the next batch begins."""
+    """Start half of the loaded boundary, until the next batch begins."""
     may_begin_with_gradients = False
-    """Whether the coming step may begin with gradients that the boundary at hand does not have."""
+    """Whether the coming step may begin with gradients that the boundary at hand lacks."""
     _last: dict[str, Any] | None = None
-    """Start half of the boundary with which training ends, once it is taken."""
+    """Start half of the boundary at which training ends, once taken."""
     _waits = _suspended = False
     _reported: Report
     _broken: Exception | None = None
-    """What kept the session from going on between two steps."""
+    """Exception by which the session failed between two steps; the next step raises it."""
 
     def __init__(
         self,
@@ -126,7 +123,7 @@ class FitSession:
             trainer,
             stop_grace,
             any_rank=lambda flag: self.session.any_rank(flag),  # noqa: PLW0108
-            before_exit=lambda: self.session.leave_nothing_behind(),  # noqa: PLW0108  # another one after a recovery
+            before_exit=lambda: self.session.leave_nothing_behind(),  # noqa: PLW0108  # `session` is replaced by a recovery
         )
         self._note = ProgressNote(trainer, "no_checkpoint", self._missed)
         self._validation_began = time.perf_counter()
@@ -144,7 +141,7 @@ class FitSession:
             self._step, self._num_groups = self._trainer.global_step, self._trains.num_groups
             self._gradients_of = start
             if not self._recorder.next_batch_begun(start):
-                self.session.repeats.waive_reconciling()  # hooks before the next batch have not run yet; they will run once
+                self.session.repeats.waive_reconciling()  # hooks before the next batch run once, later
         self._files.held |= self.session.replaying
         self.resumed = start is not None
         announce(self._trainer, self.session.report(), self._url, replaying=self.session.replaying)
@@ -158,13 +155,13 @@ class FitSession:
         self.session.alone = self._files.held = True
 
     def together(self) -> None:
-        """Go on as ever, all stages in one step: its hooks write files, if all are dense, and damaged ones are looked for, on all or none."""
+        """Go on as ever, all stages in one step: write files, if dense, and look for torn ones, on all ranks or none."""
         if self.session.alone:
             self.session.alone, self._files.held = False, self.session.replaying
             self._files.suspect()
 
     def suspend(self) -> None:
-        """Give the session up, whose groups are gone; the state of training stays, and so does memory."""
+        """Close the session, because its groups are gone; the state of training and the memory stay."""
         if not self._suspended:
             self._reported = self.report()  # a closed engine has no figures
             self._suspended, self._broken = True, None
@@ -172,7 +169,7 @@ class FitSession:
             self.session.close(keep_memory=True, keep_frozen=True)
 
     def renew(self) -> int | None:
-        """Open another session beside ranks that load what it finds, and return the step from which they go on. Collective."""
+        """Open another session, and return the step from which ranks go on; `None` without a generation. Collective."""
         self.session, self._suspended = self._open(self.session.repeats), False
         self.clock = self.session.clock
         start = self.session.begin(stay=True)
@@ -185,11 +182,11 @@ class FitSession:
         self.session.forward_begins(self._last_step)
 
     def generators(self) -> list[HeldGenerator]:
-        """Return the random generators that the user's objects hold."""
+        """Return the random generators held by the user's objects."""
         return self._recorder.generators()
 
     def hold_attempt(self) -> Callable[[], None]:
-        """Return a function that puts back what layers, attributes and logs are now."""
+        """Return a function that restores the present state of layers, attributes and logs."""
         layers, moved, logged = self._layers.take(), self._recorder.attributes(), self._logs.hold()
 
         def put_back() -> None:
@@ -201,7 +198,7 @@ class FitSession:
         return put_back
 
     def raise_broken(self) -> None:
-        """Raise what kept the session from going on between two steps, because another rank has failed."""
+        """Raise the exception by which the session failed between two steps beside another rank's failure, if any."""
         if self._broken is not None:
             raise self._broken
 
@@ -212,7 +209,7 @@ class FitSession:
             self._files.asks_as_resumed()
 
     def _put_off(self, error: Exception) -> None:
-        """Keep an error of what asks all ranks between two steps for the next step, where healthy stages can wait; raise any other."""
+        """Keep a collective's error for the next step, where healthy stages can wait; raise any other error."""
         if not (self._waits and is_of_collective(error)):
             raise error
         self._broken = error
@@ -225,20 +222,20 @@ class FitSession:
         return replace(self.session.report(), upstream_log_nbytes=0 if upstream is None else upstream.nbytes)
 
     def failed(self, error: BaseException) -> None:
-        """Say which other rank has died, if that is what ends the fit."""
+        """Log which other rank has died, if its death ends the fit."""
         say_who_is_gone(self._neighbours, self.session.newest_step, error)
 
     def start_of_run(self) -> dict[str, Any]:
-        """Return what a fit that begins anew in place has to know of its first begin: files and folders."""
+        """Return files and folders of this fit's first begin, for a fit that begins anew in place."""
         return {"files": self._files.start(), "logs": self._logs.start()}
 
     def begin_anew(self, start: Mapping[str, Any]) -> None:
-        """Write the same files, rows and folders again as at the first begin of this fit, of which nothing else is left."""
+        """Write files, rows and folders of this fit's first begin again: nothing else of that begin is left."""
         self._files.write_again(start["files"])
         self._logs.restore(start["logs"])
 
     def leave(self) -> None:
-        """Close after a step that another rank's failure has aborted, without waiting for anyone; memory stays."""
+        """Close after a step aborted by another rank's failure, without waiting for any rank; memory stays."""
         self._files.remove()
         self.close(keep_memory=True)
 
@@ -248,7 +245,7 @@ class FitSession:
         Args:
             keep_memory: see `CheckpointSession.close`.
         """
-        if not self.session.replaying:  # in replay the weights are incomplete, so that nobody may save them
+        if not self.session.replaying:  # in replay the weights are incomplete: no callback may save them
             self._files.remove()
         self._logs.remove()
         self._batches.remove()
@@ -266,7 +263,7 @@ class FitSession:
             else:
                 self.session.close(keep_memory=keep_memory)
         finally:
-            self._stops.close()  # last, so that its time limit also covers a close that hangs
+            self._stops.close()  # last: the time limit also covers a close that hangs
 
     # -- between batches
 
@@ -276,7 +273,9 @@ class FitSession:
         self._disturbed = True  # hooks at the end and start of an epoch may change weights, through `.data` too
         self.session.repeats.freeze()
         self._release_files()
-        if not loads_again(self._trainer):  # what that draws is known before the next fetch
+        if not loads_again(
+            self._trainer
+        ):  # after a reload, the stop waits for the next fetch: only then are its draws recorded
             self._stop_if_agreed()
 
     @clocked
@@ -298,7 +297,7 @@ class FitSession:
 
     @clocked
     def before_epoch_end(self) -> None:
-        """Take the last state, if training ends in mid-epoch, before hooks of the epoch's end: a longer run goes on from here."""
+        """Take the last state before the epoch's end hooks, if training ends in mid-epoch: a longer run resumes here."""
         if _progress.ends_in_mid_epoch(self._trainer) and self._recorder.between_steps:
             self._recorder.before_fetch()
             self._last = self._recorder.take_stopped()
@@ -309,7 +308,7 @@ class FitSession:
         """Take the boundary after all hooks on the batch, the module's own included, since they may edit the state.
 
         Replay loads the snapshot of its next step only here. The snapshot contains the edits of those hooks: loaded
-        earlier, it would be edited twice.
+        earlier, the state would be edited twice.
         """
         self._told_to_stop = self._trainer.should_stop
         if not self._stepped:
@@ -378,7 +377,7 @@ class FitSession:
         self._stops.batch_begins()
         start = self._recorder.complete_start(self._batches.take_digest())
         disturbed, self._disturbed = self._disturbed, False
-        # The step begins with what this makes of the state, so that its failure cannot be put off.
+        # Reconciling changes the state with which the step begins, so its failure cannot be put off.
         self.session.reconcile(disturbed=disturbed)
         if self._gradients_of is not None:
             self._restore_gradients()
@@ -411,7 +410,7 @@ class FitSession:
             self._losses.append(outputs["loss"].detach().clone())
 
     def validation_begins(self) -> None:
-        # Validation may swap weights through `.data` and back (averages), which no version counter sees.
+        # Validation may swap weights through `.data` and back (averages), unseen by version counters.
         self._disturbed, self._validation_began = True, time.perf_counter()
         if self._trainer.sanity_checking:
             self._recorder.sanity_check(begins=True)
@@ -430,7 +429,7 @@ class FitSession:
 
     @clocked
     def before_backward(self) -> None:
-        """Give up the boundary at hand if the coming step begins with gradients that it does not have; the next ones will."""
+        """Give up this boundary if the coming step begins with gradients that it lacks; later boundaries store them."""
         self.may_begin_with_gradients, why_not = False, ""
         if found := self._trains.left_over():
             told = len(found), found[0]
@@ -447,7 +446,7 @@ class FitSession:
 
     @clocked
     def end(self) -> None:
-        """Take the last state of training, before other hooks: one may replace the weights by averaged ones."""
+        """Take the last state of training before other hooks, which may replace the weights by averages."""
         self._release_files()
         if self._last is None:
             self._say_half_a_step()
@@ -457,7 +456,7 @@ class FitSession:
         self.session.end(self._step, self._last)
 
     def _say_half_a_step(self) -> None:
-        """Warn where batches after the last step are lost: they are in gradients only, which no snapshot has."""
+        """Warn if batches after the last step are lost: they are in gradients only, and no snapshot has these."""
         stored = self.session.report().generations.get("storage") == self._step
         if self.session.dense_possible and self._half_a_step and not stored:
             log.warning(
@@ -481,7 +480,7 @@ class FitSession:
             self._recorder.restore_end()
 
     def after_run(self) -> None:
-        """Leave the process after training ended by itself, if a signal asked for it meanwhile."""
+        """Leave the process after training has ended, if a signal asked for it meanwhile."""
         if self._stops.agreed_at_end():
             self._stops.leave(self._step, "training had ended")
 
@@ -523,7 +522,7 @@ class FitSession:
         )
 
     def _training_step(self, step: Callable[[], Any]) -> Any:
-        """Run the user's step; once more in replay, with nothing left out, if it asks for a gradient that is."""
+        """Run the user's step; in replay, run it once more with all gradients if it asks for an omitted gradient."""
         frozen = self.session.repeats.frozen
         if frozen is None or not frozen.leaves_out:
             return step()
@@ -544,7 +543,7 @@ class FitSession:
         return step()
 
     def _release_files(self) -> None:
-        """Release held files once the next batch begins, not when replay ends: validation in between is not the original's."""
+        """Release held files once the next batch begins, not at replay's end: validation in between differs."""
         if self._files.held and not self.session.replaying and not self.session.alone:
             self._files.dense()
 

@@ -1,12 +1,12 @@
-"""Say what a start does, and which of its settings it takes from the script and which from the stored run.
+"""Log a start's decision, and which settings come from the script and which from the stored run.
 
-There is one table of settings, each with its rule. *Yours is used*: how long, how often, on what and with how much of it the script
-trains (`_YOURS`). *Stored is used*: what the optimizer and its schedulers go on with, unless `on_change="mine"` (`_of_optimizer`).
-*Refused*: what has no meaning for stored state. That is another list of schedulers here; models, optimizers, precisions and ranks
-are compared before, by `Identity`.
+One table has all settings, each with its rule. *Yours is used*: length, frequency, data and parallelism of the script's
+training (`_YOURS`). *Stored is used*: the optimizer's and schedulers' values, unless `on_change="mine"`
+(`_of_optimizer`). *Refused*: settings without meaning for stored state, here another list of schedulers; models,
+optimizers, precisions and ranks are compared before, by `Identity`.
 
-Invariant: steps that are replayed are trained as the stored run trained them, so that the state resumed from is that run's. What is
-yours comes into force between that step and the next, before the boundary is taken: its journal has what follows it.
+Invariant: replayed steps are trained as the stored run trained them, so that the state resumed from is that run's. Your
+settings come into force behind the last replayed step, before the boundary is taken: its journal includes them.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ log = rank_logger(__name__)
 OnChange = Literal["stored", "mine"]
 
 _SEED = "PL_GLOBAL_SEED"
-"""Where `seed_everything` notes the seed."""
+"""Environment variable in which `seed_everything` notes the seed."""
 _POSITION = {
     *("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "T_cur", "base_lrs"),
     *("best", "num_bad_epochs", "cooldown_counter", "mode_worse"),
 }
-"""Entries of a scheduler's state that are no arguments of it."""
+"""Entries of a scheduler's state that are not its arguments."""
 
 
 @dataclass(frozen=True)
 class _Yours:
-    """A setting of which the script's value is used."""
+    """A setting for which the script's value is used."""
 
     read: Callable[[Trainer], object]
     explains: Literal["nothing", "losses", "batches"] = "nothing"
-    """What may come out different because of it where a step is trained again."""
+    """Results that may differ because of this setting when a step is trained again."""
     note: str = ""
 
 
@@ -69,7 +69,7 @@ def _of_loaders(name: str, note: str = "") -> _Yours:
 
 _CLIPPING, _ACCUMULATE = ("gradient_clip_val", "gradient_clip_algorithm"), "accumulate_grad_batches"
 _REPLAYED = (*_CLIPPING, _ACCUMULATE, "batch_size")
-"""What a replay takes from the stored run."""
+"""Settings that a replay takes from the stored run."""
 _ARGUMENTS = (
     *_REPLAYED[:3],
     *("max_epochs", "min_epochs", "max_steps", "min_steps", "val_check_interval", "check_val_every_n_epoch"),
@@ -102,11 +102,11 @@ _OF_LOADERS: dict[str, _Yours] = {
     "items": _of_loaders("items"),
 }
 _RULES = {**_YOURS, **_OF_LOADERS}
-"""All settings of which the script's value is used; of any other it is the stored one."""
+"""All settings for which the script's value is used; for any other, the stored value is."""
 
 
 def _of_optimizer(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    """Yield fields of the optimizer's groups, and arguments of schedulers, of which the stored value is used."""
+    """Yield fields of the optimizer's groups and arguments of schedulers, for which the stored value is used."""
     groups: Sequence[Mapping[str, Any]] = trainer.optimizers[0].param_groups
     for field in dict.fromkeys(field for group in groups for field in group):
         if field not in ("params", "param_names", "initial_lr"):
@@ -126,7 +126,7 @@ def _arguments(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Any
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that a journal can store and that shows what was set."""
+    """Return a value that a journal can store and that shows the setting."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Tensor):
@@ -141,14 +141,14 @@ def _plain(value: Any) -> Any:
 
 
 class Settings:
-    """What one fit is asked for, what the stored run was, and which is in force. Made in `on_fit_start`, before anything is restored.
+    """One fit's own settings, the stored run's, and the settings in force; made in `on_fit_start`, before any restore.
 
     Args:
-        trainer: has the settings.
+        trainer: trainer with the settings.
         own: callbacks that are not the user's.
-        on_change: whose fields of the optimizer and arguments of schedulers are used, where they differ.
+        on_change: whose optimizer fields and scheduler arguments are used where they differ.
         logged: whether a replay trains on batches from the journal.
-        replay: returns what is replayed, if steps are.
+        replay: returns the replay under way, or `None`.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Settings:
         self._mine = {name: _plain(setting.read(trainer)) for name, setting in _YOURS.items()}
         self._mine |= {"callbacks": [type(each).__qualname__ for each in users], "seed": os.environ.get(_SEED)}
         self._mine |= dict(_of_optimizer(trainer))
-        # Tuners look for a value, whatever was asked for.
+        # Tuners search for a value, whatever the script says.
         self._tuned = any(isinstance(each, BatchSizeFinder | LearningRateFinder) for each in users)
         self._schedulers = [type(each.scheduler).__qualname__ for each in trainer.lr_scheduler_configs]
         self._fresh = groups_state(trainer.optimizers[0]), self._states()
@@ -177,14 +177,14 @@ class Settings:
         self._start: dict[str, Any] | None = None
         self._step = 0
         self._differ: dict[str, tuple[Any, Any]] = {}
-        """Stored and own value of what differs."""
+        """Stored and own value of each setting that differs."""
         self._resized: _loaders.Resized | None = None
         self.pending = False
-        """Whether something of yours is not in force yet."""
+        """Whether some of your settings are not in force yet."""
         self._settled = False
 
     def take(self) -> Written:
-        """Return what is in force, for the journal of a boundary from which a run may resume."""
+        """Return the settings in force, for the journal of a boundary from which a run may resume."""
         if self._written is None:
             self._written = written({**self._used, "schedulers": self._schedulers})
         return self._written
@@ -192,14 +192,14 @@ class Settings:
     # -- a run is resumed
 
     def resume(self, start: dict[str, Any], step: int) -> None:
-        """Compare with what the stored run had, before it is restored.
+        """Compare with the stored run's settings, before these are restored.
 
         Args:
-            start: its start half.
+            start: the stored run's start half.
             step: the step whose state is resumed from.
 
         Raises:
-            IdentityMismatch: its schedulers are not this start's.
+            IdentityMismatch: the stored run had other schedulers than this start.
         """
         self._stored, self._start, self._step = dict(start.get("settings", {})), start, step
         was = self._stored.pop("schedulers", [f"{len(start['schedulers'])} of them"])
@@ -218,11 +218,11 @@ class Settings:
         for name in sorted(self._stored.keys() & mine.keys()):
             was, now = self._stored[name], mine[name]
             tuned = self._tuned and name in ("optimizer.lr", "batch_size")
-            if repr(was) != repr(now) and not tuned and (name != "seed" or now is not None):  # 1 is no 1.0
+            if repr(was) != repr(now) and not tuned and (name != "seed" or now is not None):  # `repr` tells 1 from 1.0
                 self._differ[name] = was, now
 
     def begin(self, *, mid_epoch: bool) -> None:
-        """Put what is used into force as the first epoch of a resumed run begins, when hooks at its start have run."""
+        """Put the chosen settings into force when a resumed run's first epoch begins and hooks at its start have run."""
         if self.pending and self._replay() is not None:
             self._use_clipping(self._stored)
             self._use_accumulation(self._stored)
@@ -230,9 +230,9 @@ class Settings:
             self.settle(mid_epoch=mid_epoch)
 
     def settle(self, *, mid_epoch: bool) -> None:
-        """Put what is yours into force once nothing is replayed; call if `pending`, between two steps, before their boundary is taken.
+        """Put your settings into force, unless steps are replayed; call if `pending`, before the boundary of a step.
 
-        Lightning counts from the start of an epoch which batches it accumulates, so that waits for a place where yours begin.
+        Lightning accumulates batches by their number in the epoch, so accumulation waits for a multiple of your value.
         """
         if self._replay() is not None:
             return
@@ -252,21 +252,21 @@ class Settings:
         self._used |= {name: self._mine[name] for name in mine} | waits
 
     def loaders_made(self) -> None:
-        """Look at the loaders of a new epoch; in a resumed run, say once what differs, and let a replay have the stored batches.
+        """Look at a new epoch's loaders; in a resumed run, log differences once, and give a replay the stored size.
 
         Raises:
-            ConfigurationError: the loader cannot give batches of the stored size, and a replay needs some.
+            ConfigurationError: a replay needs batches of the stored size, and the loader cannot give them.
         """
         found = {name: setting.read(self._trainer) for name, setting in _OF_LOADERS.items()}
         again = None if self._start is None else self._start["loads"].get("training", {}).get("again")
         later = 0 if again is None else self._trainer.current_epoch - again["epoch"]
         if later < 0:
-            return  # those with which the run began: it has asked for others since, and so does this start if it trains
+            return  # the run's first loaders: the run has asked for new loaders since, and so does this start if it trains
         if self._resized is not None:
             self._resized.remove()
             self._resized = None
         if self._start is not None and "batch_size" not in self._mine:
-            # By the epoch, data sets may have other lengths.
+            # A later epoch's data sets may have other lengths.
             self._compare(found if later == 0 else {name: each for name, each in found.items() if name != "items"})
         self._mine |= found
         kept = (
@@ -281,13 +281,13 @@ class Settings:
         self.say()
 
     def say(self) -> None:
-        """Say what differs, if that was not said."""
+        """Log the differences, unless already logged."""
         if self._start is not None and self._differ:
             log.warning("%s", self._table(), alike=True)
         self._start = None
 
     def close(self) -> None:
-        """Give the trainer and its loader back what is yours, if the fit ends before that was in force."""
+        """Give the trainer and its loader your settings, if the fit ends before they came into force."""
         if self.pending:
             self._use_clipping(self._mine)
             self._use_accumulation(self._mine)
@@ -298,12 +298,12 @@ class Settings:
 
     @property
     def explains_batches(self) -> str:
-        """What is known to give other batches than the stored run's from here on, in words; empty if nothing is."""
+        """Known causes of other batches than the stored run's from here on, in words; empty if there are none."""
         return self._explains("batches")
 
     @property
     def explains_losses(self) -> str:
-        """What is known to give other losses in replay, in words; empty if nothing is."""
+        """Known causes of other losses in replay, in words; empty if there are none."""
         return self._explains("losses") or self._explains("batches")
 
     def _explains(self, what: str) -> str:
@@ -317,13 +317,13 @@ class Settings:
 
     @property
     def added_callbacks(self) -> tuple[str, ...]:
-        """Names of callbacks that the stored run did not have, as attributes know them."""
+        """Names, as in attributes, of callbacks that the stored run did not have."""
         was, now = self._differ.get("callbacks", ((), ()))
         counts = [(name, now[: at + 1].count(name)) for at, name in enumerate(now)]
         return tuple(f"callback.{name}{f'#{n}' * (n > 1)}" for name, n in counts if n > was.count(name))
 
     def restore_accumulation(self, stored: int) -> None:
-        """Set what a callback had set, unless the user asks for another value."""
+        """Set a callback's accumulation again, unless the user asks for another value."""
         if _ACCUMULATE not in self._differ:
             self._trainer.accumulate_grad_batches = stored
 
@@ -337,12 +337,12 @@ class Settings:
             _trainer.use_clipping(self._trainer, *(values[name] for name in _CLIPPING))
 
     def _use_accumulation(self, values: Mapping[str, Any]) -> None:
-        # Any other value is a callback's, which sets it in every epoch: it is state.
+        # Any other value was set by a callback, as it does in every epoch: the value is state.
         if self._trainer.accumulate_grad_batches in self._differ.get(_ACCUMULATE, ()):
             self._trainer.accumulate_grad_batches = values[_ACCUMULATE]
 
     def _resize(self) -> None:
-        """Let the loader have batches of the stored size up to where yours is used; without a replay, as they are passed over."""
+        """Give batches the stored size up to the place where yours begins, to replay or only to pass over them."""
         (was, now), replay, trainer = self._differ["batch_size"], self._replay(), self._trainer
         if self._logged:
             return
@@ -366,8 +366,9 @@ class Settings:
     def _use_own_rates(self) -> None:
         """Use the script's fields of groups and arguments of schedulers where they differ.
 
-        Where rates are among them, schedulers of the script begin anew and are stepped as often as the stored ones were: rates are those
-        that the script's would have here. One that follows a metric keeps what it has seen, and rates their ratio to the first.
+        If rates are among these, the script's schedulers begin anew and take as many steps as the stored ones: rates
+        are those that the script would have here. A scheduler that follows a metric keeps its history, and rates their
+        ratio to the first.
         """
         optimizer, schedulers = self._trainer.optimizers[0], [c.scheduler for c in self._trainer.lr_scheduler_configs]
         stored, states, (fresh, fresh_states) = groups_state(optimizer), self._states(), self._fresh
@@ -422,13 +423,13 @@ class Settings:
 
 
 def _step_again(scheduler: Any, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
-    """Bring a scheduler with the arguments of `own`, its state when it was made, to the position of `stored`."""
+    """Bring a scheduler with the arguments of `own`, its state when made, to the position of `stored`."""
     if isinstance(scheduler, ReduceLROnPlateau):
         scheduler.load_state_dict({**copied(dict(own)), **{name: stored[name] for name in _POSITION if name in stored}})
         return
     scheduler.load_state_dict(copied(dict(own)))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no step of the optimizer comes in between
+        warnings.simplefilter("ignore")  # torch warns without optimizer steps in between
         for _ in range(_position(stored) - _position(own)):
             scheduler.step()
 
@@ -445,7 +446,7 @@ def _text(value: Any) -> str:
 
 
 def announce(trainer: Trainer, report: Report, url: str, *, replaying: bool) -> None:
-    """Say once, on rank 0, whether a run begins, goes on, or has nothing left to do; call when it is restored."""
+    """Log once, on rank 0, whether a run begins, goes on, or has nothing left to do; call when it is restored."""
     step = report.resumed_from
     why = _progress.finished_because(trainer) if step is not None and not replaying else None
     if why is not None:
@@ -464,4 +465,4 @@ def announce(trainer: Trainer, report: Report, url: str, *, replaying: bool) -> 
     if log.isEnabledFor(logging.INFO) and log.logger.hasHandlers():
         log.info("%s", said, alike=True)
     else:
-        rank_zero_info(said)  # whoever has not set up logging sees what Lightning says
+        rank_zero_info(said)  # without logging set up, users see Lightning's messages

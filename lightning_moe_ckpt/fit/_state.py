@@ -1,8 +1,8 @@
-"""Take the state of a run outside of parameters, buffers and loops: users' state, what trains, attributes of MoE layers.
+"""Take a run's state outside of parameters, buffers and loops: users' state, trained parameters, MoE attributes.
 
-Users attach state to callbacks, to the module's `on_save_checkpoint` and to the data module. All of it is optional and of
-any type. State that the journal cannot store exactly is left out, and a warning names it once: it starts anew after a
-restart, while the rest of the run is restored.
+Users attach state to callbacks, to the module's `on_save_checkpoint` and to the data module. All this state is optional
+and of any type. State that the journal cannot store exactly is left out, and a warning names it once: it starts anew
+after a restart, while the rest of the run is restored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_moe_ckpt.operators import MoELayerSpec
 log = rank_logger(__name__)
 
 _GIVEN = ("state_dict", "epoch", "global_step")
-"""Keys of Lightning's checkpoint that a module's hook may expect to find; they are not stored as its state."""
+"""Keys of Lightning's checkpoint that a module's hook may expect; not stored as its state."""
 
 
 class JournalPart(Protocol):
@@ -47,7 +47,7 @@ class JournalPart(Protocol):
 
 
 class Extras:
-    """Take users' state, and remember which of it cannot be stored."""
+    """Take users' state, and remember parts that cannot be stored."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer, self._module = trainer, module
@@ -65,11 +65,11 @@ class Extras:
         return {key: copied(state) for key, state in states.items() if state and self._storable(key, state)}
 
     def take_owners(self) -> dict[str, Any]:
-        """Return what the module's `on_save_checkpoint` adds to a checkpoint, and the data module's `state_dict`."""
+        """Return additions of the module's `on_save_checkpoint` to a checkpoint, and the data module's `state_dict`."""
         return {"module": self._take_module(self._module), "datamodule": self._take_datamodule()}
 
     def restore_owners(self, wanted: Mapping[str, Any], here: Mapping[str, Any] | None = None) -> None:
-        """Give them what `take_owners` has returned, but for what is so `here`, by default now: loading runs the user's code."""
+        """Load the result of `take_owners`, except states equal to `here` (default: now): loading runs users' code."""
         here, names = self.take_owners() if here is None else here, ("module", "datamodule")
         module, datamodule = (copied(wanted[each]) if differs(wanted[each], here.get(each)) else {} for each in names)
         if module:
@@ -119,7 +119,7 @@ class Extras:
 
 
 def require_storable(states: Mapping[str, object]) -> None:
-    """Raise if some of `states`, on which training depends, cannot be stored exactly.
+    """Require that all `states`, on which training depends, can be stored exactly.
 
     Raises:
         ConfigurationError: some values cannot be stored; the message names them.
@@ -138,7 +138,7 @@ _ATOMS = {type(None), bool, int, float, str, bytes, Constant, Written}
 
 
 def copied(value: Any) -> Any:
-    """Return a deep copy with tensors detached, so that no journal shares memory that training changes later."""
+    """Return a deep copy with tensors detached, so that no journal shares memory with training."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
@@ -150,14 +150,14 @@ def copied(value: Any) -> Any:
 
 
 class Trained:
-    """Take and restore what the user lets train: `requires_grad` of every parameter, and groups added to the optimizer.
+    """Take and restore the user's choice of trained parameters: `requires_grad`, and groups added to the optimizer.
 
-    Gradients of one step are nothing to the next, unless the user zeroes them in some other way than Lightning's: which parameters have
-    a gradient is taken then, since the optimizer skips parameters without one, but moves parameters whose gradient is zero. So are the
-    gradients of parameters that a step was once seen to begin with a gradient of, see `left_over`.
+    Usually no step uses the previous step's gradients. If the user zeroes in another way than Lightning's, it is
+    recorded which parameters have a gradient: the optimizer skips parameters without, but moves parameters with a zero
+    gradient. So are the gradients of parameters with which a step was once seen to begin, see `left_over`.
 
-    The optimizer is as the user configured it, with the groups that every process of the run begins with. Where the module
-    is `staged`, forward and backward are one, and nobody can look in between.
+    The optimizer is as configured by the user, with the groups with which every process of the run begins. In a
+    `staged` module, forward and backward are one call, and nothing can look in between.
     """
 
     def __init__(self, module: LightningModule, optimizer: Optimizer, *, staged: bool) -> None:
@@ -169,7 +169,7 @@ class Trained:
             or type(optimizer).zero_grad is not Optimizer.zero_grad
         )
         self.looks = self._may_keep and not staged
-        """Whether a step may begin with what is left of the last one's gradients."""
+        """Whether a step may begin with the previous step's gradients."""
         self._kept: set[str] = set()
         self._guessed: set[str] = set()
         self._num_configured = len(optimizer.param_groups)
@@ -181,19 +181,19 @@ class Trained:
         self._owned_names = [name for _, name, _ in owned]
         self._told = False
         self._order: tuple[Any, dict[str, Written]] = (None, {})
-        """What tells whether another parameter has state than before, and the order in which they got it."""
+        """Number and last key of the optimizer's states when the order was last read, and the unusual order then."""
 
     @property
     def num_groups(self) -> int:
-        """Number of groups that the optimizer has now."""
+        """Present number of the optimizer's groups."""
         return len(self._optimizer.param_groups)
 
     def begin(self) -> None:
-        """Store what a fit before this one has left too, until it is known whether the first step begins with it."""
+        """Include gradients left by an earlier fit, until it is known whether the first step begins with them."""
         self._guessed = set(self.left_over())
 
     def left_over(self) -> list[str]:
-        """Return the parameters that begin a step with a gradient, as none was known to do; call before its first backward pass."""
+        """Return newly found parameters with a gradient at a step's begin; call before its first backward pass."""
         if not self.looks:
             return []
         graded = {name: param.grad for name, param in self._params.items() if param.grad is not None}
@@ -217,7 +217,7 @@ class Trained:
         }
 
     def take_left_over(self, taken: dict[str, Any]) -> None:
-        """Add the gradients that the next step may begin with to what was `taken`, which has those that were known to be kept."""
+        """Add to `taken` gradients with which the next step may begin and which were not known to be kept."""
         if left := {name: copied(self._params[name].grad) for name in self.left_over()}:
             taken["kept"] = {**taken.get("kept", {}), **left}
 
@@ -234,7 +234,7 @@ class Trained:
         return list(chain.from_iterable(group["params"] for group in self._optimizer.param_groups))
 
     def _take_order(self) -> dict[str, Written]:
-        """Return the places of parameters in the order of the optimizer's state, and the keys of its groups, where these are not the usual ones."""
+        """Return the order of the optimizer's state, as places of parameters, and of groups' keys, each if unusual."""
         state, groups = self._optimizer.state, self._optimizer.param_groups
         seen = len(state), next(reversed(state), None)
         if self._order[0] is None or seen[0] != self._order[0][0] or seen[1] is not self._order[0][1]:
@@ -247,14 +247,14 @@ class Trained:
         return self._order[1]
 
     def restore_order(self, state: Mapping[str, Any]) -> None:
-        """Put the optimizer's state and the keys of its groups in the order of `state`; there may be less or more of them in replay."""
+        """Bring the optimizer's state and groups' keys into stored order; in replay entries may be missing or new."""
         now, params, groups = self._optimizer.state, dict(enumerate(self._in_groups())), self._optimizer.param_groups
         _put_in_order(now, [params[at] for at in state.get("order", params) if params.get(at) in now])
         for group, keys in zip(groups, state.get("keys", [["params"]] * len(groups)), strict=False):
             _put_in_order(group, [key for key in keys if key in group])
 
     def restore_gradients(self, state: Mapping[str, Any]) -> None:
-        """Restore what the next step begins with; call when its batch begins, and whatever has loaded state again has done so."""
+        """Restore gradients with which the next step begins; call when its batch begins, after all loading of state."""
         self.restore_order(state)
         for param, graded in zip(self._params.values(), state.get("gradients", b""), strict=False):
             if not graded:
@@ -267,9 +267,9 @@ class Trained:
             self._params[name].grad = torch.empty_like(self._params[name]).copy_(value)
 
     def unfit(self) -> str:
-        """Return why no restart could go on from here, which is logged once; nothing if one can.
+        """Return why no restart could go on from here, which is logged once; empty if a restart can.
 
-        Replaced parameters are no part of what is stored, and a restart would have the old ones.
+        Replaced parameters are not part of the stored state, and a restart would have the old ones.
         """
         groups = [group["params"] for group in self._optimizer.param_groups]
         now = list(chain.from_iterable(groups[: self._num_configured]))
@@ -300,7 +300,7 @@ class Trained:
 
 
 def _put_in_order(entries: dict[Any, Any], first: Sequence[Any]) -> None:
-    """Have a dictionary begin with these keys, in place."""
+    """Move these keys to a dictionary's front, in place."""
     if not all(map(is_, entries, first)):
         items = {key: entries[key] for key in first} | dict(entries)
         entries.clear()
@@ -308,11 +308,11 @@ def _put_in_order(entries: dict[Any, Any], first: Sequence[Any]) -> None:
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Types that show the bits of elements of as many bytes."""
+"""Integer types by the bytes of an element."""
 
 
 def _are_something(gradients: Sequence[Tensor]) -> list[bool]:
-    """Return whether adding to each is another thing than to begin with zero, as it is to a negative zero; waits once for a device."""
+    """Return whether each gradient changes a sum, as even a negative zero does; waits once for a device."""
     dense = (each if each.layout is torch.strided else each.detach().coalesce().values() for each in gradients)
     counts = [_bits(each).count_nonzero() for each in dense]
     together = torch.stack([each.to(counts[0].device) for each in counts]) if counts else torch.empty(0)
@@ -331,7 +331,7 @@ def _unwrapped(value: object) -> object:
 class LayerState:
     """Take and restore live capacity and plain attributes of all MoE layers, through the views in their specs.
 
-    With them goes what modules of any kind return from `get_extra_state`, such as the scales of fp8 layers.
+    Includes the result of `get_extra_state` of modules of any kind, such as the scales of fp8 layers.
 
     Raises:
         ConfigurationError: a layer has state that cannot be stored exactly.
@@ -349,7 +349,7 @@ class LayerState:
 
     @property
     def attributes(self) -> set[tuple[str, str]]:
-        """Plain attributes that are taken, as (name of a module, attribute)."""
+        """Plain attributes in the state, as (name of a module, attribute)."""
         return {
             place for each in (*self._capacity.values(), *self._extra.values()) for place in getattr(each, "places", ())
         }
@@ -375,11 +375,11 @@ class LayerState:
                 self._modules[fqn].set_extra_state(BytesIO(value) if isinstance(value, bytes) else value)
 
     def follow(self, state: Mapping[str, Any]) -> None:
-        """Write `state` into the layers in replay, where frozen routers may have led it astray."""
+        """Write `state` into the layers in replay, where frozen routers may have led them astray."""
         self.restore(state)
 
     def drop_graphs(self) -> None:
-        """Detach tensors that layers hold with an autograd graph."""
+        """Detach layers' tensors with an autograd graph."""
         for fqn, name in self._graphs:
             owner = self._module.get_submodule(fqn)
             value = getattr(owner, name, None)

@@ -1,13 +1,12 @@
 """Stop a fit on SIGTERM: all ranks leave at the same boundary and store a dense generation of it if possible.
 
 Lightning's handler broadcasts from inside the signal handler, which hangs if another rank did not get the signal, and
-before every batch rank 0 broadcasts whether it did. Its exception ends the process with status 0. Here the handler only sets a
-flag, and the status says what happened; the exception's class stays, so that user code and Lightning's own callbacks
-recognise it. Under `MoEStrategy` the flag is part of the exchange of every optimizer step. Other strategies with several
-ranks need a small exchange before every batch. No rank waits for a peer that is gone: see `StopSignal`.
+before every batch rank 0 broadcasts whether it did. Its exception ends the process with status 0. Here the handler only
+sets a flag, and the status tells the cause; the exception's class stays, so that user code and Lightning's own
+callbacks recognise it. Under `MoEStrategy` the flag is part of every optimizer step's exchange. Other strategies with
+several ranks need a small exchange before every batch. No rank waits for a dead peer: see `StopSignal`.
 
-Where a peer is gone, one sentence says which rank has died and from where training goes on, before the tracebacks of aborted
-collectives.
+One sentence names dead ranks and where training goes on, before the tracebacks of aborted collectives.
 """
 
 from __future__ import annotations
@@ -81,11 +80,11 @@ class Stops:
         """Note that the main thread makes progress."""
         self._signal.beat()
         if self._signal.requested and self._reducer is not None:
-            self._reducer.flags[_FLAG] = 1  # again, where a recovery has made another one
+            self._reducer.flags[_FLAG] = 1  # again: a recovery replaces the reducer
         self._leave_if_late()
 
     def grace(self) -> float:
-        """Return the seconds that are left for saving."""
+        """Return the seconds left for saving."""
         return self._signal.allow_grace()
 
     def leave(self, step: int, why: str) -> NoReturn:
@@ -106,7 +105,7 @@ class Stops:
 
     @property
     def _reducer(self) -> GradientReducer | None:
-        """Whose exchange tells all ranks; another one after a recovery."""
+        """Reducer whose exchange carries the flag, a new reducer after a recovery; `None` if no reducer does."""
         return self._strategy.reducer if self._rides else None
 
     def _received(self) -> None:
@@ -131,14 +130,14 @@ _ITERATORS = {
     "torch.utils.data.dataloader": "_MultiProcessingDataLoaderIter",
     "torchdata.stateful_dataloader.stateful_dataloader": "_StatefulMultiProcessingDataLoaderIter",
 }
-"""Who starts workers, by module."""
+"""Classes that start workers, by module."""
 
 
 class SigtermTap:
-    """Replace Lightning's SIGTERM handler by a listener for one fit; construct it before `on_train_start`.
+    """Replace Lightning's SIGTERM handler by a listener for one fit; construct before `on_train_start`.
 
-    Lightning installs what it finds under the handler's name once `on_fit_start` has run, together with the handlers
-    that the user had installed before, and puts the originals back when it tears down.
+    Lightning looks its handler up by name once `on_fit_start` has run, installs it with the handlers that the user had
+    installed before, and puts the originals back when it tears down.
     """
 
     def __init__(self, trainer: Trainer, listener: Callable[[], None]) -> None:
@@ -154,7 +153,7 @@ class SigtermTap:
             return
         launcher = self._trainer.strategy.launcher
         if launcher is not None:
-            launcher.kill(signum)  # the processes that Lightning has started itself
+            launcher.kill(signum)  # processes started by Lightning itself
         self._listener()
 
     def give_up_evaluation(self) -> None:
@@ -172,9 +171,9 @@ def _nothing() -> None:
 
 
 class ShieldedWorkers:
-    """Let workers of loaders made until `remove` outlive signals to the group; who needs them ends them or dies, and they follow.
+    """Let loaders' workers made until `remove` outlive signals to the group; their parent ends them, by killing.
 
-    Workers notice by themselves that their parent is gone, within seconds. What their parent ends, it kills.
+    Workers notice their parent's death by themselves, within seconds.
     """
 
     def __init__(self) -> None:
@@ -184,7 +183,7 @@ class ShieldedWorkers:
             iterator.__init__ = _shielding(original)
 
     def remove(self) -> None:
-        """Restore torch's own iterators; workers that live on stay as they are."""
+        """Restore torch's own iterators; living workers stay as they are."""
         for iterator, original in self._patched:
             iterator.__init__ = original
         self._patched = []
@@ -194,7 +193,7 @@ def _shielding(original: Callable[..., None]) -> Callable[..., None]:
     def init(iterator: Any, loader: Any, *args: Any, **options: Any) -> None:
         user = loader.worker_init_fn
         loader.worker_init_fn = _Shield(user)
-        # A worker inherits what is blocked, until it has its handlers, and so does a server that forks them.
+        # Workers, and a server that forks them, inherit blocked signals until handlers are installed.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
         try:
             original(iterator, loader, *args, **options)
@@ -208,7 +207,7 @@ def _shielding(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _kill(iterator: weakref.ref[Any], kill: Callable[[], None]) -> None:
-    """End a worker that does not end by itself, of which torch is not to raise an error then."""
+    """End a worker that does not end by itself, without torch raising an error."""
     owner = iterator()
     if owner is not None and owner._worker_pids_set:
         owner._worker_pids_set = False
@@ -230,7 +229,7 @@ class _Shield:
                 os._exit(128 + signum)
 
         for each in _OF_GROUPS:
-            signal.signal(each, received)  # programs that a worker starts would inherit `SIG_IGN`
+            signal.signal(each, received)  # a worker's child programs would inherit `SIG_IGN`
             signal.siginterrupt(each, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUPS)
         if self.then is not None:
@@ -238,7 +237,7 @@ class _Shield:
 
 
 def name_status(exception: BaseException, status: int) -> None:
-    """Set the exit status of an exception with which Lightning left validation; without one it would mean success."""
+    """Set the exit status of the exception with which Lightning left validation; none would mean success."""
     if isinstance(exception, SIGTERMException) and exception.code is None:
         exception.code = status
 
@@ -246,16 +245,16 @@ def name_status(exception: BaseException, status: int) -> None:
 log = rank_logger(__name__)
 
 _LOOK_SECONDS = 1.0
-"""How long a process that broke its connections may take to be gone."""
+"""Seconds that a process that broke its connections may take to be gone."""
 
 
 def say_who_is_gone(neighbours: Neighbours | None, newest_step: int | None, error: BaseException) -> None:
-    """Log it, once per node, if `error` is that of a collective whose peer is gone.
+    """Log dead ranks, once per node, if `error` is a collective's and a peer is gone.
 
     Args:
         neighbours: the ranks' processes; `None` before they were known.
-        newest_step: boundary that all ranks have; `None` if there is none yet.
-        error: what ends this fit.
+        newest_step: newest boundary that all ranks have; `None` if there is none yet.
+        error: exception that ends this fit.
     """
     if neighbours is None or not is_of_collective(error):
         return

@@ -1,10 +1,10 @@
-"""Keep buffers equal to those of the stage's first rank, as DistributedDataParallel does, but sending only what changed.
+"""Keep buffers equal to the stage's first rank, as DistributedDataParallel does, but send only changed buffers.
 
-Statistics such as those of batch normalisation are computed from each rank's own tokens. They are made equal when an
-optimizer step reduces gradients, so that at every step boundary all ranks of a stage hold the same buffers.
+Each rank computes statistics such as batch normalisation's from its own tokens. Buffers are made equal when an
+optimizer step reduces gradients, so that at every step boundary all ranks of a stage hold the same values.
 
-What changed is known by tensor version counters, but for normalisation layers: their kernels update running
-statistics without counting, so in training those always count as changed.
+Changes are known from tensor version counters, except in normalisation layers: their kernels update running statistics
+without counting, so in training these always count as changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PREFIX = "buffer/"
 
 
 class BufferSync:
-    """Keep the buffers of a module equal; call `votes` before and `apply` after the gradient reduction's exchange.
+    """Keep a module's buffers equal; call `votes` before and `apply` after the gradient reduction's exchange.
 
     Args:
         module: the module with the buffers.
@@ -39,11 +39,11 @@ class BufferSync:
 
     @property
     def flags(self) -> list[str]:
-        """Names of the flags that take part in the exchange."""
+        """Names of the flags in the exchange."""
         return [_PREFIX + name for name in self._owners]
 
     def votes(self) -> dict[str, int]:
-        """Return flags of the buffers that changed on this rank since the last `apply`."""
+        """Return flags of buffers changed on this rank since the last `apply`."""
         now = self._versions()
         return {
             _PREFIX + name: int(_is_uncounted(owner) or now[name] != self._seen[name])
@@ -51,7 +51,7 @@ class BufferSync:
         }
 
     def apply(self, agreed: Mapping[str, int]) -> None:
-        """Take the first rank's value of every buffer that changed on any rank of the stage. Collective."""
+        """Take the first rank's value of every buffer changed on any rank of the stage. Collective."""
         changed = [self._buffer(name) for name in self._owners if agreed[_PREFIX + name]]
         if changed:
             broadcast_tensors(changed, self._groups.groups["stage"], self._groups.ranks("stage")[0])

@@ -1,15 +1,16 @@
 """Run batches through the stages of a pipeline, with schedules of torch.distributed.pipelining.
 
-A batch is cut into micro-batches. The schedule runs forward and backward of them all; what is gradient accumulation
-elsewhere is inside it, so the loss is divided by their number, and scaled for low precision, where the schedule computes it.
+A batch is cut into micro-batches. The schedule runs forward and backward of them all, which includes gradient
+accumulation, so each loss is divided by their number, and scaled for low precision, where the schedule computes it.
 Auxiliary losses of inner stages enter by an identity on the stage's output: its backward gives them their gradient.
 
-torch would find out the shapes of activations by running every stage once more, with all that this changes: buffers, counters
-of tokens, random state. A resumed process would then differ from one that was never interrupted. Here a copy of each stage
-runs once, and torch is told the shapes.
+To find the shapes of activations, torch would run every stage once more and change buffers, counters of tokens and
+random state. A resumed process would then differ from an uninterrupted run. Here a copy of each stage runs once, and
+torch is told the shapes.
 
-A stage that repeats steps runs its micro-batches in the order of the schedule, but without neighbours: see `UpstreamLog`. What a
-backward computes again (activation checkpointing) changes statistics of batch normalisation, which depend on that order.
+A stage that repeats steps runs its micro-batches in the schedule's order, but without neighbours: see `UpstreamLog`.
+Recomputation in backward (activation checkpointing) changes batch normalisation's statistics, which depend on that
+order.
 
 Source: GPipe (2019), Sec. 2.3; PipeDream-Flush in Narayanan et al. (2021), Sec. 2.2 (1F1B).
 """
@@ -47,23 +48,23 @@ ScheduleName = Literal["1f1b", "gpipe"]
 SCHEDULES: dict[str, type[Schedule1F1B | ScheduleGPipe]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 Border = list[list[Any]]
-"""Shape and type of each tensor that one stage hands to the next."""
+"""Shape and type of each tensor from one stage to the next."""
 
 
 class Pipeline:
-    """This rank's stage, and the schedules that run it.
+    """This rank's stage, and its schedules.
 
     Args:
         module: the LightningModule.
-        stage: its part on this rank.
+        stage: this rank's part of the module.
         groups: this rank's place.
-        micro_batches: number into which a batch is cut.
+        micro_batches: number of parts into which a batch is cut.
         schedule: order of forwards and backwards.
-        forward_context: makes the context of a forward, such as autocast.
-        scale: multiplies a loss as the precision asks for it.
-        device: of the stage.
-        upstream: keeps what crosses the stage's borders.
-        metrics: of the module.
+        forward_context: makes a forward's context, such as autocast.
+        scale: scales a loss for the precision.
+        device: the stage's device.
+        upstream: log of tensors that cross the stage's borders.
+        metrics: the module's metrics.
         enter: called where training comes to another phase.
     """
 
@@ -96,12 +97,12 @@ class Pipeline:
         self._reducer: GradientReducer | None = None
 
     def train(self, batch: Any, reducer: GradientReducer) -> Tensor:
-        """Run forward and backward of a batch, and return its mean loss, the same on all stages. Collective."""
+        """Run a batch forward and backward, and return its mean loss, the same on all stages. Collective."""
         self._reducer = reducer
         return self._run(batch, training=True)
 
     def evaluate(self, batch: Any) -> Tensor:
-        """Run forward of a batch, and return its mean loss, the same on all stages. Collective."""
+        """Run a batch forward, and return its mean loss, the same on all stages. Collective."""
         return self._run(batch, training=False)
 
     # -- private
@@ -119,7 +120,7 @@ class Pipeline:
         return loss.to(self._device)
 
     def _repeat(self, inputs: Sequence[Tensor], target: Tensor, *, training: bool) -> None:
-        """Run all micro-batches of a batch that was run before in the same order, fed by what came from other stages then."""
+        """Run all micro-batches of a batch again in the same order, fed with the other stages' recorded tensors."""
         cut, targets = [each.chunk(self._micro_batches) for each in inputs], target.chunk(self._micro_batches)
         given = list(zip(*cut, strict=True)) if self._groups.stage == 0 else [None] * self._micro_batches
         ahead = self._micro_batches if self._schedule == "gpipe" else self._groups.num_stages - self._groups.stage
@@ -134,7 +135,7 @@ class Pipeline:
     def _forward_again(
         self, given: Sequence[Tensor] | None, target: Tensor, *, training: bool
     ) -> tuple[Sequence[Tensor], Any]:
-        """Return a micro-batch's inputs, and its loss or what the next stage gets."""
+        """Return a micro-batch's inputs, and its loss or the tensors for the next stage."""
         if given is None:
             given = self._upstream.take("down")
             if training:
@@ -190,7 +191,7 @@ class Pipeline:
         return self._runners[training]
 
     def _shapes(self, inputs: Sequence[Tensor]) -> list[Border]:
-        """Return what crosses each border, the first of which is before stage 0. Collective over the pipeline."""
+        """Return shapes and types at each border, the first before stage 0. Collective over the pipeline."""
         borders = [_border(each.chunk(self._micro_batches)[0] for each in inputs)]
         for stage in range(self._groups.num_stages):
             own: Border | None = None
@@ -209,7 +210,7 @@ class Pipeline:
         return borders
 
     def _inject(self, output: Any) -> Any:
-        """Let the auxiliary loss of the micro-batch just run have a gradient, where there is one."""
+        """Give the auxiliary loss of the micro-batch just run a gradient, if there is such a loss."""
         hook = getattr(self._hooks, "stage_auxiliary_loss", None)
         auxiliary = None if hook is None else hook()
         if auxiliary is None:
@@ -233,16 +234,16 @@ class Pipeline:
         return self._scale(loss / self._micro_batches)
 
     def _backward_begins(self, *, last: bool) -> None:
-        """Collect gradients over micro-batches; what the last one completes is reduced while it goes on."""
+        """Collect gradients over micro-batches; gradients complete in the last one are reduced meanwhile."""
         assert self._reducer is not None
         self._scale(
             torch.zeros((), device=self._device)
-        )  # inner stages unscale too, and have no loss that tells them by what
+        )  # inner stages unscale too, and have no loss to initialise the scale
         self._reducer.prepare(sync=last)
 
 
 def _ignore(_: PipelinePhase) -> None:
-    """Nobody copies while it is only looked at."""
+    """Evaluation has no phases: nothing copies in its gaps."""
 
 
 class _Runner:
@@ -279,23 +280,20 @@ class _Runner:
 
 
 class _Stage(PipelineStage):
-    """A stage that says when the backward of a micro-batch begins, and whether it is the last, and what crosses its borders.
-
-    It says too when it computes, and when it waits.
-    """
+    """A stage that reports begins of backwards (and the last), tensors across its borders, and computing or waiting."""
 
     backward_begins: Callable[..., None]
     upstream: UpstreamLog
     enter: Callable[[PipelinePhase], None]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what sends activations, which are kept."""
+        """Return operations that send activations, and log the activations."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         self.upstream.sent("down", [op.tensor for op in ops])
         return ops
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what sends gradients, which are kept."""
+        """Return operations that send gradients, and log the gradients."""
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         self.upstream.sent("up", [op.tensor for op in ops])
         return ops
@@ -313,7 +311,7 @@ class _Stage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
-        """Run the backward of one micro-batch."""
+        """Run one micro-batch's backward."""
         if self.has_backward:
             self.backward_begins(last=last_backward)
         self.enter(PipelinePhase.OPERATION)
@@ -322,7 +320,7 @@ class _Stage(PipelineStage):
         return found
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        """Run the forward of one micro-batch."""
+        """Run one micro-batch's forward."""
         self.enter(PipelinePhase.OPERATION)
         found = super().forward_one_chunk(*args, **options)
         self.enter(PipelinePhase.GAP)
@@ -330,7 +328,7 @@ class _Stage(PipelineStage):
 
 
 class _Forward(nn.Module):
-    """What torch runs as a stage. It is part of no model, so it changes no names."""
+    """Module that torch runs as a stage. It is part of no model, so it changes no names."""
 
     def __init__(
         self,
@@ -343,13 +341,13 @@ class _Forward(nn.Module):
         self.stage, self._context, self._inject = stage, context, inject
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Return the stage's output, with its auxiliary loss behind it."""
+        """Return the stage's output, with its auxiliary loss attached."""
         output = self.run(self.stage, *inputs)
         with self._context():
             return self._inject(output)
 
     def run(self, stage: nn.Module, *inputs: Tensor) -> Any:
-        """Return the output of a stage."""
+        """Return a stage's output."""
         with self._context():
             output = stage(*inputs)
         whole = tuple(each.contiguous() for each in _tensors(output))
@@ -367,7 +365,7 @@ class _WithAuxiliary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of both."""
+        """Return the gradients of output and auxiliary loss."""
         dtype, shape, device = ctx.like
         return grad, torch.ones(shape, dtype=dtype, device=device)
 
@@ -394,13 +392,13 @@ def _shown(border: Border) -> str:
 
 
 def _trial(stage: nn.Module) -> nn.Module:
-    """Return a stage with the same parameters that leaves no trace: buffers, counters and attributes are copies, without hooks.
+    """Return a stage for a trial without traces: same parameters, copied buffers, counters and attributes, no hooks.
 
     Raises:
-        ConfigurationError: something in the stage cannot be copied.
+        ConfigurationError: a part of the stage cannot be copied.
     """
     shared = [*stage.parameters(), *(each for module in stage.modules() for each in vars(module).values())]
-    # An auxiliary loss of the batch before has a graph, and such a tensor has no copy.
+    # The previous batch's auxiliary loss has a graph, and tensors with a graph cannot be copied.
     memo = {
         id(each): each
         for each in shared

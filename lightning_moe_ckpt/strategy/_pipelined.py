@@ -1,7 +1,7 @@
-"""Take the steps of a trainer with pipeline stages; without them the user's own.
+"""Take the steps of a trainer with pipeline stages; without stages, the user's own.
 
 Lightning runs `training_step`, sets gradients to zero, and runs backward. A schedule runs forward and backward of all
-micro-batches together, so it is the step, gradients are set to zero before it, and `backward` has only the reduction left.
+micro-batches together, so the schedule is the step, gradients are zeroed before it, and `backward` only reduces.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ _NEEDED = {
     "scale_grads": "scale_grads" in signature(ScheduleGPipe.__init__).parameters,
     "eval": hasattr(ScheduleGPipe, "eval"),
 }
-"""What schedules have not had from the beginning, and whether they have it here."""
+"""Newer features of torch's schedules, and whether this torch has them."""
 
 
 class StepGuard(Protocol):
-    """Takes steps again where another stage has failed meanwhile."""
+    """Repeats steps if another stage has failed meanwhile."""
 
     def take_step(self, step: Callable[[], Any]) -> Any:
-        """Call `step`, as often as it takes, and return what it returned last."""
+        """Call `step` until taken, and return its last result."""
 
     def commit(self, agree: Callable[[], dict[str, int]]) -> None:
-        """Call `agree`, behind which the step is taken."""
+        """Call `agree`; the step is taken once it returns."""
 
 
 class PipelinedStrategy(DDPStrategy):
-    """The part of `MoEStrategy` that knows of stages; arguments as there, others as of `DDPStrategy`."""
+    """The part of `MoEStrategy` that knows stages; arguments as there, further arguments as of `DDPStrategy`."""
 
     step_guard: StepGuard | None = None
-    """What every optimizer step and its commit go through, while stages may recover alone."""
+    """Guard around every optimizer step and its commit; `None` unless stages may recover alone."""
 
     on_phase: Callable[[PipelinePhase], None] | None = None
-    """Called where a pass through the schedule comes to another phase."""
+    """Called when a pass through the schedule comes to another phase."""
 
     def __init__(
         self,
@@ -89,20 +89,20 @@ class PipelinedStrategy(DDPStrategy):
         self.reducer: GradientReducer | None = None
         """Reduces gradients while fitting; its `flags` are exchanged at every optimizer step."""
         self.upstream = UpstreamLog(upstream_log_nbytes)
-        """What crosses the borders of this rank's stage; nothing is kept unless it `keeps`."""
+        """Log of tensors across this stage's borders; empty unless it `keeps`."""
         self._metrics = StageMetrics(self.upstream)
         self._pipeline: Pipeline | None = None
         self._zero_grad: Callable[[], None] | None = None
 
     @property
     def apart(self) -> bool:
-        """Whether this process has no groups yet, taking the place of another one: the others are in the midst of training."""
+        """Whether this process replaces another and has no groups yet: the other ranks are in the midst of training."""
         return self.groups.world_size > 1 and not self.groups.groups
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks of a pipeline take the same batches."""
+        """Sampler arguments with which all ranks of a pipeline take the same batches."""
         size = self.world_size // self.pipeline_parallel
         return {"num_replicas": size, "rank": self.global_rank % size}
 
@@ -138,7 +138,7 @@ class PipelinedStrategy(DDPStrategy):
         """Take the user's step; with pipeline stages run forward and backward of all micro-batches."""
         if self.pipeline_parallel == 1:
             return super().training_step(*args, **kwargs)
-        if self._zero_grad is not None:  # Lightning does so between forward and backward, which are one here
+        if self._zero_grad is not None:  # Lightning zeroes between forward and backward, here one call
             self._zero_grad()
         assert self.reducer is not None
         return self._stages().train(args[0], self.reducer)
@@ -168,12 +168,12 @@ class PipelinedStrategy(DDPStrategy):
         predicted: STEP_OUTPUT = super().predict_step(*args, **kwargs)
         return predicted
 
-    # -- what all ranks get to know, which a stage that repeats steps is told as it was
+    # -- answers of all ranks, which a repeating stage gets from the record
 
     def commit(self) -> dict[str, int]:
-        """Agree with all ranks that the step is taken, and return the flags of all. Collective.
+        """Agree with all ranks that the step is taken, and return all ranks' flags. Collective.
 
-        Behind it nothing of the step can fail because another rank does.
+        After the commit, no other rank's failure can fail the step.
         """
         assert self.reducer is not None
         flags = self.upstream.answer("commit", self.reducer.exchange_flags)
@@ -198,7 +198,7 @@ class PipelinedStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what all ranks have together; while nobody is asked, the own."""
+        """Return all ranks' reduced tensor; this rank's own while `upstream.silent`."""
         if self.upstream.silent:
             return tensor
         return self.upstream.answer("reduce", lambda: super(PipelinedStrategy, self).reduce(tensor, *args, **kwargs))

@@ -1,8 +1,8 @@
-"""Bring what one stage knows of a batch to all: its loss, and what is logged while it runs.
+"""Bring one stage's values of a batch to all stages: its loss, and logged values.
 
-The last stage alone computes the loss, and whatever the user logs there. Callbacks, loggers and schedulers run on every
+Only the last stage computes the loss, and whatever the user logs there. Callbacks, loggers and schedulers run on every
 rank, so after a batch the ranks of a pipeline exchange both, and all log the same. Each value is the mean over the
-micro-batches; a metric of torchmetrics is logged as such, see `StageMetrics`.
+micro-batches; a torchmetrics metric is logged as such, see `StageMetrics`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class StageLogs:
     """Losses and logged values of the batch under way.
 
     Args:
-        module: whose `log` is used.
-        exchange: between the stages of this rank's pipeline.
-        upstream: knows what it gave, where a stage repeats steps.
-        metrics: of the module.
+        module: the module with the `log` in use.
+        exchange: exchange between the stages of this rank's pipeline.
+        upstream: log with recorded answers, for a stage that repeats steps.
+        metrics: the module's metrics.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class StageLogs:
     ) -> None:
         self._module, self._exchange, self._upstream, self._metrics = module, exchange, upstream, metrics
         self.losses: list[Tensor] = []
-        """By micro-batch, on the last stage."""
+        """Losses by micro-batch, on the last stage."""
         self.auxiliary: list[Tensor] = []
         """Auxiliary losses by micro-batch, on stages that have some."""
         self._logged: dict[str, tuple[list[Tensor], dict[str, Any]]] = {}
 
     def begin(self) -> None:
-        """Forget the batch before, of which there is something left where it has failed."""
+        """Drop values of the previous batch, left over if it failed."""
         self.losses, self.auxiliary, self._logged = [], [], {}
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Take what is logged in the context."""
+        """Take values logged in this context."""
         self._module.log = self._log  # type: ignore[method-assign]
         try:
             with self._metrics.local():
@@ -63,7 +63,7 @@ class StageLogs:
             vars(self._module).pop("log", None)
 
     def exchanged(self) -> Tensor:
-        """Log the values of all stages, and return the loss of the batch, on the CPU. Collective over the pipeline."""
+        """Log the values of all stages, and return the batch's loss, on the CPU. Collective over the pipeline."""
         logged = [[name, _mean(values), options] for name, (values, options) in self._logged.items()]
         own = [_mean(each) for each in (self.losses, self.auxiliary)]
         row = [*own, logged]
@@ -86,7 +86,7 @@ class StageLogs:
             else:
                 self._module.log(name, value.to(self._module.device), **options)
         loss: Tensor = rows[-1][0]
-        for row in rows:  # in the order of stages, so that the bits are the same everywhere
+        for row in rows:  # in stage order: the bits are the same everywhere
             loss = loss if row[1] is None else loss + row[1].to(loss.dtype)
         return loss
 

@@ -1,11 +1,11 @@
-"""Give a metric of torchmetrics the same value on all pipeline stages.
+"""Give a torchmetrics metric the same value on all pipeline stages.
 
-One stage updates it, mostly the last one in `stage_loss`, and every rank asks for its value: hooks, and Lightning where it was
-logged. torchmetrics would gather its states from the ranks of all stages, most of which have none, or some of other shapes. So
-the ranks of a stage gather them from each other, and all stages get the value of the last one that has updated it, or of the
-last one of all where none is known to have.
+One stage updates the metric, mostly the last in `stage_loss`, and every rank asks for its value: in hooks, and through
+Lightning if logged. torchmetrics would gather states from the ranks of all stages, most without states or with other
+shapes. So each stage's ranks gather among themselves, and all stages get the value of the last stage that has updated
+the metric, or of the last stage if none is known to have.
 
-Metrics that are part of a stage are left to it.
+Metrics inside a stage are left to the stage.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class StageMetrics:
     """The metrics of a module in stages.
 
     Args:
-        upstream: knows their values where a stage repeats steps.
+        upstream: log with the metrics' values for a stage that repeats steps.
     """
 
     def __init__(self, upstream: UpstreamLog) -> None:
         self._upstream, self._is_local = upstream, False
 
     def share(self, module: LightningModule, stage: nn.Module) -> None:
-        """Take over the metrics that the module has now. What undoes an attempt, or a fit, undoes this too."""
+        """Take over the module's present metrics. Undoing an attempt, or a fit, undoes this too."""
         new = [
             metric
             for _, metric in module_metrics(module)
@@ -62,7 +62,7 @@ class StageMetrics:
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Let metrics give what this stage has in the context, in which other stages do not ask for it."""
+        """Let metrics in this context give the stage's own value: other stages do not ask meanwhile."""
         before, self._is_local = self._is_local, True
         try:
             yield
@@ -70,13 +70,13 @@ class StageMetrics:
             self._is_local = before
 
     def value(self, metric: Metric, compute: Callable[[], Any]) -> Any:
-        """Return what all stages get. Collective, unless this rank asks as part of its stage.
+        """Return the value for all stages. Collective, unless this rank asks as part of its stage.
 
         Args:
-            metric: of this rank.
-            compute: returns what the metric has on the ranks of this stage, and asks them.
+            metric: this rank's metric.
+            compute: returns the metric's value over this stage's ranks, which it asks.
         """
-        # `forward` computes too, of what it was given, and keeps what is synchronised until it has put the states back.
+        # `forward` computes its own batch's value, without unsynchronising, until it has put the states back.
         if self._is_local or self._upstream.silent or not metric._should_unsync:  # noqa: SLF001
             return compute()
         groups, upstream = current_groups(), self._upstream
@@ -86,8 +86,8 @@ class StageMetrics:
         updated = [stage for stage, [flag] in enumerate(flags) if flag]
         owner = max(updated, default=groups.num_stages - 1)
         own: object = None
-        if groups.stage == owner or not updated:  # where that is an error, it is one on every rank
-            with self.local():  # other metrics, of which this one is made, are asked by this stage only
+        if groups.stage == owner or not updated:  # an error here is raised on every rank
+            with self.local():  # only this stage asks the metrics inside this metric
                 own = move_data_to_device(compute(), torch.device("cpu"))
         rows: list[Any] = upstream.answer("metric", lambda: exchange.gather_values(own))
         upstream.require_same(
@@ -96,7 +96,7 @@ class StageMetrics:
         return move_data_to_device(rows[owner], metric.device)
 
     def _shared(self, metric: Metric, own: Callable[..., Any]) -> Callable[..., Any]:
-        # A function: what remembers attributes of metrics looks into other objects, and would find the log of all stages.
+        # A function: searches of metrics' attributes would look into an object, and find the log of all stages.
         def compute(*args: Any, **options: Any) -> Any:
             return self.value(metric, partial(own, *args, **options))
 
@@ -106,7 +106,7 @@ class StageMetrics:
     # -- logged by a stage
 
     def name_of(self, module: LightningModule, logged: str, metric: Metric) -> str:
-        """Return the name of a metric in the module. Raises `ConfigurationError` if other stages do not have it."""
+        """Return a metric's name in the module. Raises `ConfigurationError` if other stages do not have the metric."""
         name = next((name for name, each in module_metrics(module) if each is metric), None)
         if name is None or _own(metric) is None:
             raise ConfigurationError(
@@ -116,15 +116,15 @@ class StageMetrics:
         return name
 
     def of_batch(self, metric: Metric) -> Tensor | None:
-        """Return what `forward` has given for a micro-batch, if that was a number."""
+        """Return a micro-batch's result of `forward`, if a number."""
         found: object = metric._forward_cache  # noqa: SLF001
         return found if isinstance(found, Tensor) and found.numel() == 1 else None
 
     def named(self, module: LightningModule, logged: str, name: str, of_batch: Tensor | None) -> Metric:
-        """Return this rank's metric of a name, which gets what `forward` has given for a batch.
+        """Return this rank's metric of a name, and set its result of `forward` to `of_batch`.
 
         Raises:
-            ConfigurationError: this stage does not have it.
+            ConfigurationError: this stage does not have the metric.
         """
         metric = dict(module_metrics(module)).get(name)
         if metric is None:
@@ -138,10 +138,10 @@ class StageMetrics:
 
 
 def _is_updated(metric: Metric) -> bool:
-    """Return whether a metric, or one that it is made of, has counted an update; some that are made of others count none."""
+    """Return whether a metric, or a metric inside it, has counted an update; some composed metrics count none."""
     return any(each.update_called for each in metric.modules() if isinstance(each, Metric))
 
 
 def _own(metric: Metric) -> Callable[..., Any] | None:
-    """Return `compute` of a metric that is shared; `None` of another one. torchmetrics too keeps it among attributes."""
+    """Return a shared metric's own `compute`; `None` if not shared. torchmetrics too keeps `compute` among attributes."""
     return getattr(vars(metric)["compute"], "own", None)

@@ -1,7 +1,7 @@
-"""What a LightningModule says of its pipeline stages, and what is refused of it.
+"""Define a LightningModule's hooks for pipeline stages, and refuse modules that cannot run in stages.
 
-Lightning asks for `training_step`, `validation_step` and `configure_model`. A module that is cut into stages has others in
-their place, which `MoEStrategy` calls: it needs nothing else.
+Lightning asks for `training_step`, `validation_step` and `configure_model`. A module cut into stages has other hooks in
+their place, called by `MoEStrategy`, and needs nothing else.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel import ParallelGroups
 
 ATTRIBUTE = "stage"
-"""Under which a stage becomes part of the LightningModule, if that does not have it already."""
+"""Attribute for a stage that is not part of the LightningModule already."""
 
 _STEPS = ("training_step", "validation_step", "test_step")
 
 _built: WeakKeyDictionary[LightningModule, tuple[int, int, nn.Module]] = WeakKeyDictionary()
-"""Index, number of stages and stage of modules that have theirs."""
+"""Stage index, number of stages and stage of each built module."""
 
 
 class StagedModule(Protocol):
     """Hooks of a LightningModule under `MoEStrategy(pipeline_parallel=...)`."""
 
     def configure_stage(self, stage: int, num_stages: int) -> nn.Module:
-        """Return one stage. Names of its parameters are those in the whole model: no two stages have one in common.
+        """Return one stage. Its parameters have their names in the whole model: no name is in two stages.
 
-        Called in place of `configure_model`, when process groups exist. What is returned becomes `self.stage`, unless it is
+        Called in place of `configure_model`, when process groups exist. The result becomes `self.stage`, unless it is
         an attribute already.
         """
 
     def split_batch(self, batch: Any) -> tuple[Any, Tensor]:
-        """Return what the first stage takes, a tensor or several, and what the loss is computed from.
+        """Return the first stage's inputs, a tensor or several, and the loss's target.
 
-        Both are cut into micro-batches along their first dimension. Without this hook a batch is such a pair.
+        Both are cut into micro-batches along their first dimension. Without this hook a batch has to be such a pair.
         """
 
     def stage_loss(self, output: Any, target: Tensor) -> Tensor:
-        """Return the mean loss of one micro-batch, on the last stage; in training and in validation, by `self.training`.
+        """Return one micro-batch's mean loss, on the last stage; in training and in validation, by `self.training`.
 
-        What is logged here, or in `stage_auxiliary_loss`, is averaged over micro-batches and logged on all stages.
+        Values logged here, or in `stage_auxiliary_loss`, are averaged over micro-batches and logged on all stages.
         """
 
     def stage_auxiliary_loss(self) -> Tensor | None:
-        """Return what this stage adds to the loss of a micro-batch that it has just run, such as `l_aux` of its experts.
+        """Return this stage's addition to its latest micro-batch's loss, such as `l_aux` of its experts, or `None`.
 
-        Without this hook that is nothing.
+        Without this hook nothing is added.
         """
 
 
 def staged(module: LightningModule) -> StagedModule:
-    """Return the module, which has the hooks that are needed. Raises `ConfigurationError` if it has not."""
+    """Return the module typed with its stage hooks. Raises `ConfigurationError` if a required hook is missing."""
     missing = [name for name in ("configure_stage", "stage_loss") if not callable(getattr(module, name, None))]
     if missing:
         raise ConfigurationError(
@@ -69,9 +69,9 @@ def staged(module: LightningModule) -> StagedModule:
 
 
 def stand_in(module: LightningModule, build: Callable[[], None], *, validates: bool) -> None:
-    """Let Lightning find the steps that it asks for, and call `build` in place of `configure_model`."""
+    """Let Lightning find its steps, and call `build` in place of `configure_model`."""
     for name in _STEPS:
-        # Of a `validation_step` that has no data Lightning warns, and the module has none.
+        # Without data, a `validation_step` would make Lightning warn.
         if not is_overridden(name, module) and (validates or name != "validation_step"):
             setattr(module, name, _never_called)
     module.configure_model = build  # type: ignore[method-assign]
@@ -86,7 +86,7 @@ def stand_out(module: LightningModule) -> None:
 
 
 def build_stage(module: LightningModule, groups: ParallelGroups) -> None:
-    """Make this rank's stage part of the module, once; callbacks that average weights may have asked for it before Lightning."""
+    """Make this rank's stage part of the module, once; averaging callbacks may ask before Lightning does."""
     known = _built.get(module)
     if known is not None and known[:2] == (groups.stage, groups.num_stages):
         return
@@ -101,12 +101,12 @@ def build_stage(module: LightningModule, groups: ParallelGroups) -> None:
 
 
 def stage_of(module: LightningModule) -> nn.Module:
-    """Return the stage of a module that has been built."""
+    """Return a built module's stage."""
     return _built[module][2]
 
 
 def refuse_module(module: LightningModule) -> None:
-    """Refuse what no pipeline can run. Raises `ConfigurationError`."""
+    """Raise `ConfigurationError` for a module that no pipeline can run."""
     if not module.automatic_optimization:
         raise ConfigurationError(
             "`MoEStrategy(pipeline_parallel=...)` needs automatic optimization: a schedule runs forward and backward of all "
@@ -121,7 +121,7 @@ def refuse_module(module: LightningModule) -> None:
 
 
 def refuse_tied(module: LightningModule, exchange: Exchange) -> None:
-    """Refuse parameters that several stages have. Collective over the pipeline. Raises `ConfigurationError` on every rank."""
+    """Raise `ConfigurationError`, on every rank, if stages share parameters. Collective over the pipeline."""
     own = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     stages = cast("list[list[str]]", exchange.gather_values(own))
     empty = [stage for stage, names in enumerate(stages) if not names]
@@ -147,7 +147,7 @@ def _never_called(batch: Any, batch_idx: int) -> None:
 
 
 def first_dimensions(inputs: Any) -> Iterator[int]:
-    """Yield the lengths along which inputs of a stage are cut."""
+    """Yield the lengths along which a stage's inputs are cut."""
     for each in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
         if not isinstance(each, Tensor) or each.ndim == 0:
             raise ConfigurationError(

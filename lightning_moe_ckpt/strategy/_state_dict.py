@@ -1,7 +1,7 @@
 """Gather state dicts of sharded experts, and shard them again for another number of expert-parallel ranks.
 
-A checkpoint of Lightning holds every expert: a sharded tensor `[e, ...]` becomes `[E, ...]`, the same bytes as
-without expert parallelism, so any number of ranks (one included, without this strategy) can load it.
+A checkpoint of Lightning holds every expert: a sharded tensor `[e, ...]` becomes `[E, ...]`, the same bytes as without
+expert parallelism, so any number of ranks (a single rank without this strategy, too) can load it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 log = rank_logger(__name__)
 
 STAGES = "pipeline_stages"
-"""Key of an optimizer's state dicts by stage, where there are several."""
+"""Key of an optimizer's state dicts by stage, if there are several stages."""
 
 
 def gather_module_state(state: dict[str, Any], sharded: Collection[str], groups: ParallelGroups) -> dict[str, Any]:
-    """Return the module's state with all experts, and the parameters of all stages, on rank 0. Collective over the world.
+    """Return the module's state with all experts, and parameters of all stages, on rank 0. Collective over the world.
 
     Args:
         state: the module's state dict on this rank.
@@ -33,7 +33,7 @@ def gather_module_state(state: dict[str, Any], sharded: Collection[str], groups:
         groups: this rank's place.
 
     Returns:
-        On rank 0 a state dict with all experts, which are on the CPU; on other ranks `state`.
+        On rank 0 a state dict with all experts, on the CPU; on other ranks `state`.
     """
     whole = {name: _gather(state[name], groups) for name in sorted(sharded) if name in state}
     merged = {**state, **whole} if groups.rank == _first(groups) else state
@@ -69,11 +69,11 @@ def shard_module_state(
 
 
 def gather_optimizer_state(optimizer: Optimizer, sharded: Collection[int], groups: ParallelGroups) -> dict[str, Any]:
-    """Return the optimizer state of all experts on rank 0, as without expert parallelism; that of each stage apart. Collective.
+    """Return all experts' optimizer state on rank 0, as without expert parallelism, each stage apart. Collective.
 
     Args:
         optimizer: a plain torch optimizer.
-        sharded: `id` of the parameters that differ between expert-parallel ranks.
+        sharded: `id` of parameters that differ between expert-parallel ranks.
         groups: this rank's place.
 
     Returns:
@@ -89,7 +89,7 @@ def _gather_experts(optimizer: Optimizer, sharded: Collection[int], groups: Para
     parameters = dict(_sharded_parameters(optimizer, sharded))
     states = {idx: own["state"].get(idx, {}) for idx in parameters}
     for idx, outline in _exchange_outlines(states, parameters, groups).items():
-        # A rank without state yet beside ranks with some: the first step starts from zeros.
+        # A rank without state beside ranks with state: its first step starts from zeros.
         if outline.keys() != states[idx].keys():
             log.warning("optimizer state of parameter %d is absent on some ranks; zeros are saved for those", idx)
         device = parameters[idx].device
@@ -105,7 +105,7 @@ def shard_optimizer_state(
     """Return this rank's part of a whole optimizer state dict; entries without an expert dimension stay as they are.
 
     Raises:
-        ConfigurationError: it is of another number of pipeline stages.
+        ConfigurationError: the state has another number of pipeline stages.
     """
     stages = state.get(STAGES, [state])
     if len(stages) != groups.num_stages:
@@ -165,7 +165,7 @@ def _own_part(whole: Tensor, groups: ParallelGroups) -> Tensor:
 
 
 def _gather(part: Tensor, groups: ParallelGroups) -> Tensor:
-    """Return the parts of expert-parallel ranks, concatenated, on the stage's first; data-parallel replicas add nothing."""
+    """Return expert-parallel ranks' parts, concatenated, on the stage's first rank; data-parallel replicas add nothing."""
     if groups.dp_rank != 0 or groups.ep_size == 1:
         return part
     part, first = part.detach().contiguous(), _first(groups)
@@ -180,7 +180,7 @@ def _first(groups: ParallelGroups) -> int:
 
 
 def _gather_stages(own: dict[str, Any], groups: ParallelGroups) -> list[dict[str, Any]]:
-    """Return what the first rank of each stage has, on rank 0; nothing elsewhere, and where there is one stage."""
+    """Return the states of each stage's first rank, on rank 0; empty elsewhere, and with a single stage."""
     if groups.num_stages == 1 or groups.rank != _first(groups):
         return []
     found: list[Any] | None = [None] * groups.num_stages if groups.rank == 0 else None

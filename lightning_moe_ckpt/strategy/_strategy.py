@@ -58,7 +58,7 @@ from lightning_moe_ckpt.strategy._state_dict import (
 log = rank_logger(__name__)
 
 _FORMING = timedelta(seconds=15)
-"""Limit for making one process group under a supervisor, when all ranks have come; gloo takes it five times to connect."""
+"""Limit for making a process group under a supervisor, once all ranks have come; gloo connects for up to 5 times it."""
 
 
 class MoEStrategy(PipelinedStrategy):
@@ -67,24 +67,28 @@ class MoEStrategy(PipelinedStrategy):
     Ranks are numbered by stage, then by data-parallel replica, then by expert-parallel rank.
 
     Args:
-        expert_parallel: Number of ranks that share one set of experts; it divides the number of processes of a stage. Modules
+        expert_parallel: Number of ranks that share one set of experts; divides the number of processes of a stage.
+            Modules
             that shard experts (`MoELayer`) must be built in `LightningModule.configure_model`.
-        pipeline_parallel: Number of stages into which the model is cut; it divides the number of processes. With more than
-            one the LightningModule has `configure_stage`, `split_batch` and `stage_loss` in place of `configure_model`,
+        pipeline_parallel: Number of stages into which the model is cut; divides the number of processes. With several,
+            the
+            LightningModule has `configure_stage`, `split_batch` and `stage_loss` in place of `configure_model`,
             `training_step` and `validation_step`.
-        micro_batches: Number of parts of a batch that are in the pipeline one behind the other; it divides the batch size. With
-            ``"1f1b"`` at least as many as there are stages.
+        micro_batches: Number of parts into which a batch is cut for the pipeline; divides the batch size. With
+            ``"1f1b"``
+            at least the number of stages.
         schedule: ``"1f1b"`` keeps activations of at most as many micro-batches as there are stages, ``"gpipe"`` of all.
-        localized_recovery: Whether only the stage of a rank that dies repeats steps, where that is exact, while the others stay in
-            theirs; under `moe-ckpt run` and with pipeline stages. Else all stages go back to the newest generation.
-        upstream_log_nbytes: Bytes of host memory, on each rank, for copies of what crosses the borders of its stage, from which
-            that stage's neighbours repeat; a number or text such as `4GiB`. Where that is not enough all stages go back.
-        gradient_reduction: ``"ordered"`` adds gradients in rank order, so a resumed run gives the same bits as one
-            that was never interrupted; ``"allreduce"`` leaves the order to the backend, which is faster on some
-            networks and exact to rounding only.
-        bucket_nbytes: Bytes of one message of the gradient reduction, a number or text such as `32MiB`.
+        localized_recovery: Whether only a dead rank's stage repeats steps, where this is exact; under `moe-ckpt run`
+            and
+            with pipeline stages. Otherwise all stages go back to the newest generation.
+        upstream_log_nbytes: Bytes of host memory per rank for copies of tensors across its stage's borders, from which
+            neighbouring stages repeat; a number or text such as `4GiB`. If too small, all stages go back.
+        gradient_reduction: ``"ordered"`` adds gradients in rank order, so a resumed run has the same bits as an
+            uninterrupted run; ``"allreduce"`` leaves the order to the backend, faster on some networks, exact to
+                rounding.
+        bucket_nbytes: Bytes per message of the gradient reduction, a number or text such as `32MiB`.
         timeout: Limit for one collective operation: a `timedelta`, seconds, or text such as `10min`.
-        process_group_backend: ``"gloo"`` or ``"nccl"``; by default the one for the device.
+        process_group_backend: ``"gloo"`` or ``"nccl"``; by default the device's.
         start_method: How Lightning starts the processes if no launcher does.
         accelerator: Given by the Trainer.
         parallel_devices: Given by the Trainer.
@@ -186,22 +190,19 @@ class MoEStrategy(PipelinedStrategy):
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """Expert-parallel ranks, and stages."""
+        """Numbers of expert-parallel ranks and of stages."""
         return self.expert_parallel, self.pipeline_parallel
 
     # -- recovery in place, under a supervisor
 
     def reconnect(self, supervised: Supervised) -> None:
-        """Join the other ranks in new process groups, in the place of those of an incarnation that has failed. Collective.
-
-        Whoever holds a group gets it from `groups`, and is made anew or told here.
-        """
+        """Join the other ranks in new process groups; group users find them in `groups`, or are told here. Collective."""
         if self.reducer is not None:
             self.reducer.close()
         self.reducer = self._buffer_sync = self._pipeline = None
         if self._abort is not None:
             self._abort.close([dist.group.WORLD, *self.groups.groups.values()])
-        self.groups.groups.clear()  # what still holds them holds no group
+        self.groups.groups.clear()  # remaining references lead to no group
         _built.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -215,7 +216,7 @@ class MoEStrategy(PipelinedStrategy):
         """Give processes that have not `survived` the state with which training began. Collective.
 
         Returns:
-            The first rank that has survived, 0 if none has.
+            The first rank that has survived, or 0.
         """
         everyone = [survived] * self.groups.world_size
         if self.groups.world_size > 1:
@@ -230,7 +231,7 @@ class MoEStrategy(PipelinedStrategy):
         return self._module.trainer.state.fn == TrainerFn.FITTING
 
     def _require_fit(self, supervised: Supervised) -> None:
-        """Refuse to take the place of another process unless what it does first is a fit, as the others are in one."""
+        """Raise `CheckpointError` if this replacement's script does not begin with a fit, where the other ranks are."""
         if not self._fits:
             function = self._module.trainer.state.fn
             raise CheckpointError(
@@ -240,7 +241,7 @@ class MoEStrategy(PipelinedStrategy):
             )
 
     def _require_same_fit(self, fits: int) -> None:
-        """Refuse to go on where scripts of some ranks are in an earlier fit than those of others. Collective."""
+        """Raise `CheckpointError` if some ranks' scripts are in an earlier fit than other ranks'. Collective."""
         everyone = [fits] * self.groups.world_size
         if self.groups.world_size > 1:
             dist.all_gather_object(everyone, fits, group=self.groups.group("control"))
@@ -251,7 +252,7 @@ class MoEStrategy(PipelinedStrategy):
             )
 
     def _stand_apart(self) -> None:
-        """Set up without groups: others have done what Lightning does here with all ranks, and do not do it again."""
+        """Set up without groups: the other ranks have run Lightning's collective setup, and do not repeat it."""
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
@@ -278,7 +279,7 @@ class MoEStrategy(PipelinedStrategy):
         _built[self._sizes, self.timeout] = (dist.group.WORLD, groups)
 
     def _join_fresh_store(self) -> None:
-        """Use a fresh store under torchrun, so that a restarted process does not read addresses of the previous one."""
+        """Use a fresh store under torchrun: a restarted process must not read the previous one's addresses."""
         environment = self.cluster_environment
         if environment is None or not shares_agent_store() or dist.is_initialized():
             return
@@ -305,7 +306,7 @@ class MoEStrategy(PipelinedStrategy):
         self._sharded = expert_parallel_fqns(module)
         ignored = _port.ignored_names(module) - self._sharded
         fits = trainer.state.fn == TrainerFn.FITTING
-        # Lightning makes states equal to those of rank 0 where it does not fit, and stages have no state in common.
+        # Outside of fits, Lightning makes states equal to rank 0's, and stages have no state in common.
         apart = set() if fits or self.pipeline_parallel == 1 else {n for n, _ in _port.named_states(module)}
         _port.ignore_names(module, ignored | self._sharded | apart)
         super().setup(trainer)
@@ -324,7 +325,7 @@ class MoEStrategy(PipelinedStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """Make replicated states equal to rank 0's, without a wrapper."""
+        """Make replicated states equal to the stage's first rank, without a wrapper."""
         if not self.apart:
             self._equalise_replicated(self.groups.ranks("stage")[0])
 
@@ -401,10 +402,7 @@ class MoEStrategy(PipelinedStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward, then reduce gradients before `on_after_backward`, as DDP does.
-
-        With pipeline stages the schedule has run backward in `training_step`.
-        """
+        """Run backward, unless the schedule has, and reduce gradients before `on_after_backward`, as DDP does."""
         module = self._module
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
@@ -418,14 +416,14 @@ class MoEStrategy(PipelinedStrategy):
         return closure_loss
 
     def grad_norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the gradients of `parameters`, of other ranks' experts and of all stages. Collective, after reduction.
+        """Return the gradient norm over `parameters`, other ranks' experts and all stages. Collective, after reduction.
 
         Args:
             parameters: the same parameters on every rank of a stage, including those without a gradient.
             norm_type: as in `torch.nn.utils.clip_grad_norm_`.
 
         Returns:
-            A scalar on the device of the gradients, equal in bits on all ranks.
+            A scalar on the gradients' device, equal in bits on all ranks.
         """
         return self.upstream.answer(
             "norm",
@@ -468,7 +466,7 @@ class MoEStrategy(PipelinedStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state with all experts and of all stages, on rank 0. Collective."""
+        """Return the module's state with all experts and stages, on rank 0. Collective."""
         return gather_module_state(super().lightning_module_state_dict(), self._sharded_names, self.groups)
 
     @override

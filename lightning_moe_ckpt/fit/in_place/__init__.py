@@ -1,1 +1,1 @@
-"""Recovery without a new process: of all ranks together, and of one pipeline stage alone."""
+"""Recovery without a new process: all ranks together, or one pipeline stage alone."""

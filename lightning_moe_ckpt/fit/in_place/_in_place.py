@@ -1,11 +1,11 @@
 """Recover in place: when another rank has failed, this process resumes without being replaced.
 
-The exception of an aborted collective leaves training. What is half done is dropped, objects become what they were when
-the fit began (`objects._memento`), groups are formed anew, and the fit begins again exactly as in a new process, from
-`on_fit_start` on: the same agreement, restore, repositioning and replay. What is expensive stays: the process with its imports
-and device contexts, the strategy, module and optimizer as Lightning has set them up, compiled code.
+The aborted collective's exception leaves training. Unfinished work is dropped, objects return to their state at the
+fit's begin (`objects._memento`), groups are formed anew, and the fit begins again exactly as in a new process, from
+`on_fit_start` on: the same agreement, restore, repositioning and replay. Expensive things stay: the process with its
+imports and device contexts, compiled code, and strategy, module and optimizer as set up by Lightning.
 
-Only where a supervisor starts processes. Elsewhere nothing here is ever made.
+Nothing here is used unless a supervisor has started the process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lightning_moe_ckpt.parallel._elastic import is_of_collective
 log = rank_logger(__name__)
 
 _CONFIRM_SECONDS = {True: 10.0, False: 1.0}
-"""How long an exception, of a collective or any other, waits for the word that another rank has failed."""
+"""Seconds for which an exception waits for word of another rank's failure, by whether a collective raised it."""
 _REJOIN_SECONDS = 120.0
 
 
@@ -49,13 +49,13 @@ class Ended(Enum):
 
     WELL = auto()
     BY_ANOTHER_RANK = auto()
-    """One has failed: this process has to join the others again."""
+    """Another rank has failed: this process has to join the other ranks again."""
     JOINED = auto()
-    """This process has to begin again; it has joined the others already."""
+    """This process has to begin again, and has joined the other ranks already."""
 
 
 def supervisor(trainer: Trainer) -> Supervisor | None:
-    """Return the supervisor of this process, if its strategy can join other ranks again; `None` under other launchers."""
+    """Return this process's supervisor; `None` under other launchers, or if its strategy cannot join ranks again."""
     found = Supervised.from_environment() if hasattr(trainer.strategy, "reconnect") else None
     if found is None and _asks_for_alone(trainer):
         log.info(
@@ -69,11 +69,11 @@ class InPlace:
     """The recoveries of one fit.
 
     Args:
-        trainer, module: in `setup`.
-        supervisor: of this process.
-        own_callbacks: callback classes that are no part of the run.
+        trainer, module: as in `setup`.
+        supervisor: this process's supervisor.
+        own_callbacks: callback classes that are not part of the run.
         exact: see `StageAlone`.
-        leave: closes the `FitSession` of the aborted run, if there is one.
+        leave: closes the aborted run's `FitSession`, if there is one.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class InPlace:
         self._own, self._leave = own_callbacks, leave
         self._start: Memento | None = None
         self._weights: list[tuple[Tensor, Tensor]] = []
-        """What training began with, while no generation has anything better."""
+        """Weights and buffers at the start, as (tensor, copy on the host), until there is a generation."""
         self._start_of_run: dict[str, Any] | None = None
-        """Files, folders and rows with which it began, in a process that was there."""
+        """Files, folders and rows at the run's start; `None` in a process that was not there."""
         self._joined = False
-        """Whether this process has joined others in the midst of a fit, of theirs or its own."""
+        """Whether this process has joined the other ranks in the midst of a fit, of its own or of theirs."""
         self._meeting = Ended.WELL
         """How the meeting of all ranks behind `on_fit_start` has ended."""
         self._alone: StageAlone | None = None
@@ -110,7 +110,7 @@ class InPlace:
         self._remove = tap_run(trainer, self._meet, self._run)
 
     def begin(self, make: Callable[[], FitSession]) -> FitSession:
-        """Return what `make` makes and begins; call in `on_fit_start`, before any other callback runs."""
+        """Return the session that `make` returns, once begun; call in `on_fit_start`, before any other callback runs."""
         if self._start is None:
             self._start = Memento(
                 objects_of(self._trainer, self._module, self._own),
@@ -127,7 +127,7 @@ class InPlace:
         return made[-1]
 
     def batch_begins(self, run: FitSession, batch: object) -> None:
-        """Tell that training goes on, and let go of the weights at the start once there is a generation."""
+        """Tell the supervisor that training goes on, and drop the weights at the start once there is a generation."""
         if self._alone is not None:
             self._alone.batch = batch
         if self._weights and run.session.has_generation:
@@ -135,7 +135,7 @@ class InPlace:
         self._supervisor.beat(self._trainer.global_step)
 
     def batch_ends(self) -> None:
-        """Tell that what follows may take any time: callbacks, validation, files."""
+        """Tell the supervisor that callbacks, validation and files may now take any time."""
         self._supervisor.pause()
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class InPlace:
         self._weights = [(each, each.detach().to("cpu", copy=True)) for each in weights]
 
     def _join(self) -> None:
-        """Join the other ranks, again if one of them fails meanwhile."""
+        """Join the other ranks; again, if another rank fails meanwhile."""
         self._joined = True
         reconnect = getattr(self._trainer.strategy, "reconnect", None)
         if reconnect is None:
@@ -215,11 +215,11 @@ class InPlace:
     def _run_stage(self, original: Callable[[], object]) -> None:
         original()
         self._supervisor.pause()
-        # Who fails from here on is not resumed with in place: all have come to the end of training.
+        # No recovery in place behind this barrier: all ranks have come to the end of training.
         self._trainer.strategy.barrier("moe-ckpt: training has ended")
 
     def _survive(self, call: Callable[[], object]) -> Ended:
-        """Call, and raise what it raises unless another rank has failed meanwhile."""
+        """Call, and raise the exception of `call` unless another rank has failed meanwhile."""
         try:
             call()
         except Exception as error:  # noqa: BLE001  # raised again unless another rank has failed
@@ -227,7 +227,7 @@ class InPlace:
         return Ended.WELL
 
     def _require_failure(self, error: Exception) -> Ended:
-        """Raise `error` unless another rank has failed; if one has, forget it and what its frames hold."""
+        """Raise `error` unless another rank has failed; otherwise clear its frames, and return how the part ended."""
         self._supervisor.pause(aborted=True)
         if self._alone is not None:
             error = self._alone.ended(error)
@@ -261,7 +261,7 @@ def _asks_for_alone(trainer: Trainer) -> bool:
 
 
 def _forget(error: BaseException | None) -> None:
-    """Let go of the frames of an error and of those behind it: they hold tensors, loaders and groups."""
+    """Clear the frames of an error and of its causes: they hold tensors, loaders and groups."""
     while error is not None:
         error.__traceback__ = None
         behind, error.__context__, error.__cause__ = error.__cause__ or error.__context__, None, None
@@ -269,13 +269,13 @@ def _forget(error: BaseException | None) -> None:
 
 
 APART: tuple[type, ...] = (Trainer, Strategy, Logger, Profiler)
-"""What is not reset: rows that a logger has are dropped when they come again, and a strategy gets other groups."""
+"""Types that are not reset: a logger's rows are dropped when they come again, and a strategy gets other groups."""
 
 
 def tap_run(
     trainer: Trainer, meet: Callable[[Callable[[], Any]], Any], stage: Callable[[Callable[[], Any]], Any]
 ) -> Callable[[], None]:
-    """Let `meet` run the meeting of all ranks behind `on_fit_start`, once, and `stage` all that follows, from the sanity check on.
+    """Let `meet` run the meeting of all ranks behind `on_fit_start`, once, and `stage` run everything behind it.
 
     Returns:
         A function that undoes this.
@@ -298,7 +298,7 @@ def tap_run(
 
 
 def objects_of(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> list[object]:
-    """Return the objects that lead to all that training may change; call in `on_fit_start`."""
+    """Return the objects that lead to all state changed by training; call in `on_fit_start`."""
     strategy = trainer.strategy
     return [
         *(module, datamodule_of(trainer), [each for each in callbacks_of(trainer) if not isinstance(each, skip)]),
@@ -315,7 +315,7 @@ def weights_of(trainer: Trainer, module: LightningModule) -> list[Tensor]:
 
 
 def end_iterators(trainer: Trainer) -> None:
-    """End what the aborted run has under way: workers of loaders, bars on the screen."""
+    """End iterators of the aborted run: workers of loaders, bars on the screen."""
     trainer.fit_loop.teardown()
     for each in callbacks_of(trainer):
         if isinstance(each, RichProgressBar):
@@ -327,7 +327,7 @@ def end_iterators(trainer: Trainer) -> None:
 
 
 def start_again(trainer: Trainer) -> None:
-    """Do what `Trainer._run` does from `on_fit_start` to the run's own stage."""
+    """Repeat the work of `Trainer._run` from `on_fit_start` to the run's own stage."""
     connector = trainer._signal_connector
     before = connector._original_handlers.get(signal.SIGTERM)
     if before is not None:  # the handler of the aborted run leads to a listener that is gone

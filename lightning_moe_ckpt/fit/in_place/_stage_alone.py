@@ -1,25 +1,24 @@
-"""Let one pipeline stage recover alone: its ranks repeat steps, all others wait inside the step that failed, and do that again.
+"""Let one pipeline stage recover alone: its ranks repeat steps while all others wait inside the step that failed.
 
-Where another rank has failed, a rank is in one of these places:
+When a rank has failed, each other rank is in one of these places:
 
-    in the attempt at a step     nothing of it was taken yet: what it has changed so far is put back, and it is done again
-    at its commit                if any rank that stays knows that all came there, the step is taken; else it is done again
+    in the attempt at a step     nothing of the step is taken yet: its changes are undone, and the step is repeated
+    at the step's commit         if a surviving rank knows that all came there, the step is taken; else it is repeated
     anywhere else                all ranks go on in place from a generation, see `_in_place`
 
-The stages of ranks that are new, or do not know yet where they are, go on in place too, but alone: in the ordinary loop, from
-the newest generation on, fed by what their neighbours have kept (`UpstreamLog`). When they come to the step that failed, all
-ranks take it together. Until then no rank takes anything for checkpoints, and a repeating one asks no other stage anything.
+Stages with ranks that are new, or do not know their place yet, go on in place too, but alone: in the ordinary loop,
+from the newest generation on, fed from their neighbours' records (`UpstreamLog`). When they come to the failed step,
+all ranks take the step together. Until then no rank takes snapshots, and a repeating rank asks no other stage anything.
 Failed stages next to each other are one segment: a small pipeline, fed at its two ends, with commits of its own.
 
-Another failure meanwhile is no different: a segment whose ranks all live is in an attempt at one of its steps, or at its commit,
-and goes on from there. One in which a rank is new or elsewhere begins again, and so does one next to which a stage has failed:
-what that would need of it is gone. They are one segment then.
+Another failure meanwhile is handled alike: a segment with only living ranks is in an attempt at one of its steps, or at
+a commit, and goes on from there. A segment begins again if one of its ranks is new or elsewhere, or if a stage next to
+it has failed, because the records that it would need from there are gone. Both stages are one segment then.
 
-Whatever does not fit (no stage is left, a record is not there, a bit is not the same) is answered with recovery in place by
-everybody.
+Any other case (no stage is left, a record is missing, a bit differs) is answered with recovery in place by all ranks.
 
-Source: MoEvement (2026), Sec. 3.4 (localized recovery), Appendix A; we differ in the commit, behind which every rank has all it
-needs for the step, so that no stage is ever more than one step ahead of another.
+Source: MoEvement (2026), Sec. 3.4 (localized recovery), Appendix A; we differ in the commit, behind which every rank
+has everything needed for the step, so that no stage is ever more than one step ahead of another.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ log = rank_logger(__name__)
 
 
 class StepPosition(IntEnum):
-    """Where a rank is when another one fails."""
+    """Where a rank is when another rank fails."""
 
     NEW = 0
-    """It has no state, or not yet that of a step that it repeats."""
+    """The rank has no state, or not yet the state of a repeated step."""
     WITHIN_STEP = 1
     AT_COMMIT = 2
     ELSEWHERE = 3
@@ -65,9 +64,9 @@ class RecoveryState(Enum):
     TRAINING = auto()
     """No stage recovers alone."""
     JOINED = auto()
-    """All ranks have joined again and decided; those that repeat steps have not been given them yet."""
+    """All ranks have joined again and decided; repeating stages have not received their records yet."""
     REPEATING = auto()
-    """This stage repeats steps, and others wait for it."""
+    """This stage repeats steps, and other stages wait for it."""
     WAITING = auto()
     """This rank waits inside a step for stages that repeat theirs."""
 
@@ -83,16 +82,17 @@ _MOVES = {
     RecoveryState.REPEATING: {RecoveryState.JOINED, RecoveryState.TRAINING},
     RecoveryState.WAITING: {RecoveryState.JOINED, RecoveryState.TRAINING},
 }
-"""`decide` moves to JOINED, `_feed` from there, `_meet` back to TRAINING; `_give_up` and `ended` do where all go on in place."""
+"""`decide` moves to JOINED, `_feed` from there, `_meet` to TRAINING, as do `_give_up` and `ended`: all go on in
+place."""
 
 
 class Supervisor(Protocol):
-    """What started this process and replaces the dead, as a worker sees it."""
+    """Starter of this process and of replacements for dead processes, as seen by a worker."""
 
     replacement: bool
 
     def confirm(self, timeout: float) -> object | None:
-        """Return the failure of another process that ended this incarnation; `None` if there is none in `timeout` seconds."""
+        """Return another process's failure that ended this incarnation; `None` if none comes within `timeout` seconds."""
 
     def rejoin(self, timeout: float) -> object:
         """Wait, at most `timeout` seconds, until all ranks have come to the newest incarnation."""
@@ -101,10 +101,10 @@ class Supervisor(Protocol):
         """Note that the main thread has come to `step`; a long silence from here on is a hang."""
 
     def pause(self, *, aborted: bool = False) -> None:
-        """Note that what follows may take any time, behind a step that has ended or was aborted."""
+        """Note that the time behind a step that has ended or was aborted is unlimited."""
 
     def call_off(self, why: str) -> None:
-        """End this incarnation for all ranks, of which none has to be replaced."""
+        """End this incarnation for all ranks without replacing any of them."""
 
 
 class Rewind(CheckpointError):
@@ -112,44 +112,44 @@ class Rewind(CheckpointError):
 
 
 class _Again(Exception):
-    """The step is done again: no rank knows that all came to its commit."""
+    """The step is repeated: no rank knows that all came to its commit."""
 
 
 class Where(NamedTuple):
-    """What one rank says of itself when all have joined again."""
+    """One rank's position, as gathered when all ranks have joined again."""
 
     possible: int
     """Whether a stage of its run may recover alone."""
     place: int
     taken: int
-    """Steps that it knows to be taken."""
+    """Steps known to be taken by this rank."""
     has_generation: int
     target: int = -1
-    """Step to which it repeats others, once it has begun to; -1 where it does not, or is new."""
+    """Step up to which the rank repeats steps; -1 if it does not repeat, or is new."""
     first: int = 0
     """First stage of its segment."""
     stop: int = 0
-    """Stage behind the last one of that."""
+    """Stage behind its segment's last stage."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do about a failure, the same on all."""
+    """The answer to a failure, the same on all ranks."""
 
     failed: tuple[int, ...]
     """Stages that begin to repeat steps."""
     step: int
-    """Steps that are taken: stages repeat up to there."""
+    """Number of taken steps: stages repeat up to there."""
     going: Mapping[int, int] = field(default_factory=dict)
-    """Stages that have begun already and go on, and the steps that they have taken."""
+    """Steps taken by each stage that repeats already and goes on, by stage."""
 
     @classmethod
     def of(cls, rows: Sequence[Where], groups: ParallelGroups) -> Decision | str:
-        """Return what follows from where all ranks are, or why everybody goes on in place.
+        """Return the decision that follows from all ranks' positions, or why all ranks go on in place.
 
         Args:
-            rows: of every rank, in their order.
-            groups: of this rank.
+            rows: positions of all ranks, by rank.
+            groups: this rank's groups.
         """
         size, count = groups.stage_size, groups.num_stages
         stages = [rows[stage * size : (stage + 1) * size] for stage in range(count)]
@@ -157,8 +157,8 @@ class Decision:
         failed = {stage for stage in range(count) if any(row.place == StepPosition.NEW for row in stages[stage])}
         while True:
             healthy = [row for stage in range(count) if stage not in failed for row in stages[stage] if row.target < 0]
-            # What ranks know that go back does not count. One that stays and knows a step to be taken has come to the next
-            # one, so there was nothing in between for which it needs those that still have to take it.
+            # Only ranks that stay count. Such a rank knows that a step is taken once it has come to the next
+            # step, so it needs nothing in between from ranks that still have to take the step.
             step = max((row.taken for row in healthy), default=-1)
             going = {stage: taken for each in segments for stage, taken in _going(each, stages, failed, step).items()}
             if not (lost := {stage for each in segments for stage in each} - going.keys() - failed):
@@ -180,11 +180,11 @@ class Decision:
         return sorted({*self.failed, *self.going})
 
     def taken(self, stage: int) -> int:
-        """Return the steps that a stage which stays has taken."""
+        """Return the steps taken by a stage that stays."""
         return self.going.get(stage, self.step)
 
     def segment(self, stage: int) -> range:
-        """Return the repeating stages next to each other of which one is `stage`."""
+        """Return the adjacent repeating stages around `stage`."""
         first = last = stage
         while first - 1 in self.repeating:
             first -= 1
@@ -194,7 +194,7 @@ class Decision:
 
 
 def _going(segment: range, stages: Sequence[Sequence[Where]], failed: Collection[int], step: int) -> dict[int, int]:
-    """Return the steps that each stage of a segment has taken; none if it cannot go on towards `step`."""
+    """Return the steps taken by each stage of a segment; empty if the segment cannot go on towards `step`."""
     rows = [row for stage in segment for row in stages[stage]]
     taken = max(row.taken for row in rows)
     touched = any(stage in failed for stage in range(segment.start - 1, segment.stop + 1))
@@ -204,7 +204,7 @@ def _going(segment: range, stages: Sequence[Sequence[Where]], failed: Collection
 
 
 def _are_at(rows: Iterable[Where], taken: int) -> bool:
-    """Whether all are in one step, or at the commit before it, of which others know that it succeeded."""
+    """Whether all ranks are in the same step, or at the commit before it that other ranks know to have succeeded."""
     return all(row.taken == taken or (row.taken, row.place) == (taken - 1, StepPosition.AT_COMMIT) for row in rows)
 
 
@@ -212,12 +212,12 @@ class StageAlone:
     """This rank's part in recoveries of single stages.
 
     Args:
-        trainer, module: in `setup`.
-        own_callbacks: callback classes that are no part of the run.
-        exact: whether what the run stores leads back to the same bits, and its batches can be had again.
+        trainer, module: as in `setup`.
+        own_callbacks: callback classes that are not part of the run.
+        exact: whether stored state leads back to the same bits, and batches can be fetched again.
         join: joins the other ranks again, and calls `decide`.
         confirm: raises an error again unless another rank has failed.
-        supervisor: of this process.
+        supervisor: this process's supervisor.
     """
 
     def __init__(
@@ -237,23 +237,23 @@ class StageAlone:
         self._strategy, self._log = strategy, strategy.upstream
         assert isinstance(self._log, UpstreamLog)
         self.run: FitSession | None = None
-        """What this process trains with, once it has begun."""
+        """This process's session, once begun."""
         self.batch: Any = None
-        """Of the coming step, or the one under way."""
+        """Batch of the coming step, or of the step under way."""
         self.plan: Decision | None = None
-        """Of the newest failure; `None` where everybody goes on in place."""
+        """Decision about the newest failure; `None` if all ranks go on in place."""
         self._may: bool | None = None
-        """Whether a stage may recover alone in this run; `None` until it is known, and false for good."""
+        """Whether a stage may recover alone in this run; `None` until known, and false for good."""
         self._state = RecoveryState.TRAINING
         self._place, self._taken, self._has_generation = StepPosition.ELSEWHERE, -1, False
         self._has_said_size = False
         self._joined_at = 0.0
         self._attempt: StepUndo | None = None
-        """What the newest step may change."""
+        """State that the newest step may change."""
         self._segment, self._target = range(0), -1
-        """Stages that repeat steps together with this one, and up to which step."""
+        """Stages of this stage's segment, and the step up to which they repeat; -1 if they do not."""
         self._live: Segment | None = None
-        """What their ranks hand each other."""
+        """Exchange between the segment's ranks."""
         self._flags: dict[str, int] = {}
         self._accesses: DataAccess | None = None
         strategy.step_guard = self
@@ -268,7 +268,7 @@ class StageAlone:
     # -- after all ranks have joined
 
     def decide(self) -> None:
-        """Agree on what to do about the failure for which groups were made anew. Collective."""
+        """Agree on the answer to the failure for which groups were made anew. Collective."""
         exchange, upstream = Exchange(self._strategy.groups), self._log
         between = upstream.silent or (upstream.apart and self._place is StepPosition.ELSEWHERE)
         here = Where(int(self._possible), self._place, self._taken, int(self._has_generation))
@@ -278,7 +278,7 @@ class StageAlone:
             here = here._replace(target=self._target, first=self._segment.start, stop=self._segment.stop)
         rows = [Where(*row) for row in exchange.gather(here)]
         plan = Decision.of(rows, self._strategy.groups)
-        self._may = all(row.possible for row in rows)  # for good: a process that comes later does not know why
+        self._may = all(row.possible for row in rows)  # for good: a later process does not know the reason
         self._move(RecoveryState.JOINED)
         self._joined_at = time.perf_counter()
         if isinstance(plan, str):
@@ -304,7 +304,7 @@ class StageAlone:
         return self.plan is not None and self._strategy.groups.stage in self.plan.failed
 
     def begun(self, run: FitSession) -> None:
-        """Take what this rank's stage repeats steps from, once it has loaded a generation. Collective, with `_recover` elsewhere."""
+        """Receive the records for repeated steps, once a generation is loaded. Collective, with `_recover` elsewhere."""
         self.run, self._place = run, StepPosition.ELSEWHERE
         self._log.keeps = self._possible
         run.may_wait(within_steps=self._possible)
@@ -315,7 +315,7 @@ class StageAlone:
         run.alone()
         self._supervisor.beat(
             self._trainer.global_step
-        )  # others do not look at how long this takes: a hang is seen from here on
+        )  # a hang is noticed from here on: waiting ranks have no time limit for this
         self._taken = self.plan.step
         here = self._strategy.groups.stage
         others = [each for each in self._segment if each != here]
@@ -325,14 +325,14 @@ class StageAlone:
         )
 
     def ended(self, error: Exception) -> Exception:
-        """Return what an error means: if it ends repeating the others are told, and all go on in place.
+        """Return the error to handle: if it ends repeating, the other ranks are told, and all go on in place.
 
-        Those wait for this rank, some of them in collectives of its stage; it cannot tell them by any collective.
+        Other ranks wait for this rank, some of them in collectives of its stage, so no collective can tell them.
         """
         if self._state is not RecoveryState.REPEATING or not self._is_own(error) or isinstance(error, Rewind):
             return error
         log.error("this stage does not come to the step that failed as it did before: %s", error)
-        self._may = False  # it would not come there the next time either
+        self._may = False  # the next attempt would fail alike
         self._move(RecoveryState.TRAINING)
         self._supervisor.call_off(f"does not repeat its steps exactly: {error}")
         return dist.DistError(str(error))
@@ -363,7 +363,7 @@ class StageAlone:
         self._log.forget()
 
     def _feed(self, first: int | None) -> None:
-        """Give repeating stages what this rank has kept for them. Collective."""
+        """Give repeating stages this rank's records for them. Collective."""
         plan, groups = self.plan, self._strategy.groups
         assert plan is not None
         here = groups.stage
@@ -394,7 +394,7 @@ class StageAlone:
         Exchange(self._strategy.groups).all_agree(True)
 
     def take_step(self, take: Callable[[], Any]) -> Any:
-        """Take an optimizer step, as often as it takes."""
+        """Take an optimizer step, in as many attempts as necessary."""
         step, run = self._trainer.global_step, self.run
         if run is None:
             return take()
@@ -405,7 +405,7 @@ class StageAlone:
             self._accesses = DataAccess(self._module.parameters())
         attempt = StepUndo(self._trainer, self._module, run, self.batch, self._accesses)
         if self._log.apart:
-            self._log.settle()  # before this rank says that it is in the next step: neighbours have what they need of this one
+            self._log.settle()  # before entering the next step: neighbours have received this step's values
         self._attempt, self._taken = attempt, step
         try:
             while True:
@@ -416,7 +416,7 @@ class StageAlone:
                 except _Again:
                     attempt.undo()
                 except Exception as error:
-                    if self._taken > step or self._is_own(error):  # or of a failure at the commit
+                    if self._taken > step or self._is_own(error):  # or raised by the commit
                         raise
                     self._recover(error)
                     attempt.undo()
@@ -428,7 +428,7 @@ class StageAlone:
     def _begin_attempt(self, run: FitSession, step: int) -> None:
         run.raise_broken()
         if self._log.apart and self._supervisor.confirm(0.0) is not None:
-            raise dist.DistError("another rank has failed")  # this one may wait for nothing that tells it
+            raise dist.DistError("another rank has failed")  # this rank may wait for nothing that would tell it
         if self._log.apart and step == self._target:
             self._log.go_on()
             self._meet()
@@ -449,7 +449,7 @@ class StageAlone:
         self._log.begin_step(step)
 
     def commit(self, agree: Callable[[], dict[str, int]]) -> None:
-        """Agree that the step is taken; one that not all ranks have come to is done again."""
+        """Agree that the step is taken; a step to whose commit not all ranks have come is repeated."""
         if self._place is not StepPosition.WITHIN_STEP:
             self._flags = agree()
             return
@@ -479,11 +479,11 @@ class StageAlone:
         self._taken += 1
 
     def _is_own(self, error: Exception) -> bool:
-        """Whether an error is not of another rank's failure: there is nothing to wait for."""
+        """Whether an error does not come from another rank's failure: there is nothing to wait for."""
         return isinstance(error, Rewind) or (self._log.apart and not is_of_collective(error))
 
     def _recover(self, error: Exception) -> None:
-        """Wait inside a step until a stage that has failed has come there.
+        """Wait inside a step until the failed stage has come there.
 
         Raises:
             Rewind: this rank has to go on in place.
@@ -503,9 +503,7 @@ class StageAlone:
                     log.info("stage %d goes on with step %d of those that it repeats", *where)
                 else:
                     log.info("stage %d waits in step %d while stages %s repeat theirs", *where, repeating)
-                    self._supervisor.pause(
-                        aborted=True
-                    )  # all have come together: how long steps take is no matter of recovery
+                    self._supervisor.pause(aborted=True)  # the duration of steps says nothing about the recovery
                     self._meet()
             except Rewind:
                 raise
@@ -517,19 +515,19 @@ class StageAlone:
             return
 
     def _require_waiting(self) -> list[int]:
-        """Return the stages to wait for, or to go on among."""
+        """Return the stages to wait for, or among which to go on."""
         if self.plan is None or self._begins:
             raise Rewind("all ranks of the stage, or of all stages, begin again from a generation")
         return self.plan.repeating
 
     def _complete_record(self) -> None:
-        """Have in the record of a step that is taken after all that it is, for stages that repeat it."""
+        """Complete the record of a step that is taken after all, for stages that repeat it."""
         assert self.plan is not None
         if self.plan.taken(self._strategy.groups.stage) > self._taken:
             self._log.complete("commit", self._flags)
 
     def _keep_within_limit(self, run: FitSession) -> None:
-        """Forget what nobody will repeat; say once what the rest takes, and keep nothing where that is too much."""
+        """Drop records that no stage will repeat; log the rest's size once, and stop recording beyond the limit."""
         upstream, steps = self._log, run.session.most_steps_back
         upstream.collect(run.session.horizon)
         self._has_generation |= run.session.newest_step is not None

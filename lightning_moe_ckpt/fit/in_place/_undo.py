@@ -1,11 +1,11 @@
-"""Put back what an attempt at a step has changed, so that the step can be done again in the same process.
+"""Undo the changes of an attempt at a step, so that the step can be repeated in the same process.
 
-An attempt is what runs inside `optimizer_step`, up to the moment at which the optimizer steps. It counts in the loop, logs into
-results of the epoch, and unscales gradients. What hooks of the user do meanwhile is unknown, and would be done twice:
-`never_alone` names them.
+An attempt runs inside `optimizer_step`, up to the moment at which the optimizer steps. It counts in the loop, logs into
+results of the epoch, and unscales gradients. Effects of the user's hooks in an attempt are unknown, and would come
+twice: `never_alone` names such hooks.
 
-Weights are too many to be held. An attempt ends before the optimizer steps, so nothing changes them, but for passes that do so
-themselves, as those of `nn.Embedding(max_norm=...)`. That is noticed.
+Weights are too large for copies. An attempt ends before the optimizer steps, so nothing changes weights, except passes
+that do so themselves, such as `nn.Embedding(max_norm=...)`. `StepUndo.edits` notices these changes.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from lightning_moe_ckpt.fit.objects._memento import Memento
 from lightning_moe_ckpt.snapshot import DataAccess, versions
 
 MOST_ITEMS = 1000
-"""Most items of a user's container that are looked into in every step."""
+"""Longest container of the user's that is looked into in every step, in items."""
 
 
 class StepUndo:
-    """What a step may change, as it begins.
+    """The state that a step may change, held as the step begins.
 
     Args:
-        trainer, module: which take it.
-        run: of this process.
-        batch: what it trains on.
-        accesses: counts what uses `.data` of the module's parameters.
+        trainer, module: trainer and module of the step.
+        run: this process's session.
+        batch: the step's batch.
+        accesses: counter of uses of `.data` of the module's parameters.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class StepUndo:
         self._versions = versions(self._weights)
 
     def edits(self) -> str:
-        """Return what has changed weights since, or may have; empty if nothing has."""
+        """Return how weights have changed since, or may have changed; empty if they have not."""
         if self._accesses.count != self._count:
             return "a step uses `.data` of weights"
         now = versions(self._weights)
@@ -71,7 +71,7 @@ class StepUndo:
         return f"a step changes `{changed[0]}` before the optimizer does" if changed else ""
 
     def undo(self) -> None:
-        """Make everything what it was as the step began; as often as it has to be.
+        """Restore everything as it was when the step began; may be called repeatedly.
 
         Raises:
             CheckpointError: weights have changed.
@@ -85,7 +85,7 @@ class StepUndo:
 
 
 def _hold_buffers(module: LightningModule) -> Callable[[], None]:
-    """Return what puts back which buffers there are, for a step may replace them, and their values."""
+    """Return a function that restores the buffers and their values: a step may replace buffers."""
     found = [each._buffers for each in modules_of(module) if each._buffers]
     spaces = [(space, dict(space)) for space in found]
     held = [(buffer, buffer.clone()) for space in found for buffer in space.values() if buffer is not None]
@@ -101,19 +101,19 @@ def _hold_buffers(module: LightningModule) -> Callable[[], None]:
 
 
 def _hold_users(module: LightningModule) -> Memento:
-    """Return what puts back random state, and what the user's attributes hold.
+    """Return the memento of random state and of values in the user's attributes.
 
-    What only a step needs, such as a list of losses that a hook behind it empties, is in no journal.
+    Values that only a step needs, such as a list of losses emptied by a hook behind the step, are in no journal.
     """
     parts, values = parts_of(module)
     return Memento(values, shallow=parts, apart=APART, most_items=MOST_ITEMS)
 
 
 _HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
-"""Called inside an attempt."""
+"""Hooks called inside an attempt."""
 _LIBRARIES = ("lightning", "lightning_moe_ckpt")
 _OF_RESULTS = ("value", "cumulated_batch_size", "_forward_cache", "_update_count", "has_reset", "_computed")
-"""Attributes of what is logged that change as it is."""
+"""Attributes of logged results that change in place."""
 
 APART = (
     nn.Module,
@@ -127,15 +127,15 @@ APART = (
     Dataset,
     DataLoader,
 )
-"""Types of what an attribute of a module may lead to and is no part of it."""
+"""Types to which a module's attribute may lead without being part of it."""
 
 
 def never_alone(trainer: Trainer, module: LightningModule, own: tuple[type[Callback], ...]) -> list[str]:
-    """Return why steps of this run cannot be done again beside ranks that wait; empty if they can.
+    """Return why steps of this run cannot be repeated beside ranks that wait; empty if they can.
 
     Args:
-        trainer: has callbacks and optimizers.
-        module: what it trains.
+        trainer: trainer with callbacks and optimizers.
+        module: the trained module.
         own: callbacks that take part in recoveries.
     """
     keeps = [type(each).__name__ for each in trainer.optimizers if type(each).zero_grad is not Optimizer.zero_grad]
@@ -171,13 +171,13 @@ def _is_users(callback: Callback, hook: str) -> bool:
 
 
 def parts_of(module: LightningModule) -> tuple[list[nn.Module], list[object]]:
-    """Return the modules that an attempt runs, torch's own excluded, and the values of the user's attributes of them."""
+    """Return the modules run by an attempt, torch's own excluded, and the values of the user's attributes of them."""
     parts = [each for each in modules_of(module) if not type(each).__module__.startswith("torch.")]
     return parts, [value for each in parts for value in _users_values(each)]
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Return a module and its parts, as `modules` does, which hashes them: a metric then walks through all items of its states."""
+    """Return a module and its parts like `modules`, but without hashing: a metric's hash walks all items of its states."""
     found, waiting = dict[int, nn.Module](), [module]
     while waiting:
         if id(each := waiting.pop()) not in found:
@@ -187,7 +187,7 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _users_values(part: nn.Module) -> list[object]:
-    """Return attributes that are no states of a metric: see `hold_metrics` for those."""
+    """Return values of attributes except a metric's states: see `hold_metrics` for these."""
     left_out: Container[str] = (
         {*_own_names(), *part._defaults, "_defaults"} if isinstance(part, Metric) else _own_names()
     )
@@ -200,7 +200,7 @@ def _own_names() -> frozenset[str]:
 
 
 def hold(trainer: Trainer, module: LightningModule) -> Callable[[], None]:
-    """Return a function that undoes what an attempt at a step changes in the trainer's loops, results and scaler, and in metrics."""
+    """Return a function that undoes an attempt's changes in the trainer's loops, results and scaler, and in metrics."""
     metrics = hold_metrics(module)
     results = trainer.fit_loop.epoch_loop._results
     progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
@@ -219,7 +219,7 @@ def hold(trainer: Trainer, module: LightningModule) -> Callable[[], None]:
         module._current_fx_name = name
         metrics()
         if scaler is not None:
-            scaler._per_optimizer_states.clear()  # what of them was unscaled
+            scaler._per_optimizer_states.clear()  # which gradients were unscaled
 
     return undo
 

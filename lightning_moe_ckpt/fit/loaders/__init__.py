@@ -1,1 +1,1 @@
-"""Loaders of data: their position, their workers, and the random state with which batches are fetched."""
+"""Data loaders: their position, their workers, and the random state of fetches."""

@@ -32,7 +32,7 @@ from lightning_moe_ckpt.data import SeededItems
 log = rank_logger(__name__)
 
 _KNOWN_SAMPLERS = ("torch", "torchdata", "lightning", "lightning_moe_ckpt")
-"""Packages whose samplers draw only when their iterator is made or first used, and share no generator after that."""
+"""Packages whose samplers draw only when their iterator is made or first used, and share no generator later."""
 
 
 def skip_batches(
@@ -46,18 +46,17 @@ def skip_batches(
 ) -> None:
     """Make the fetcher's iterator, with the state of this epoch's start, and skip the consumed batches.
 
-    Unless items are known to draw nothing, batches are fetched and thrown away, not skipped by index: only then is the
-    random state inside loader workers (augmentation) right. An unsized loader is fetched one batch ahead, so
-    the last fetch has already drawn what the next batch needs.
+    Unless items are known to draw nothing, batches are fetched and dropped, not skipped by index: only then is the
+    random state inside loader workers (augmentation) right. An unsized loader is fetched one batch ahead: the last
+    fetch has already drawn for the next batch.
 
     Args:
         trainer: the trainer whose loaders are positioned.
-        num_batches: batches that were completed in this epoch.
+        num_batches: batches completed in this epoch.
         before_iter: called before samplers and workers draw their seeds.
         before_fetch: called before each fetch with its index in the epoch, and once if there is no fetch.
-        restarts: by index of the loader, the last fetch in which it started over. Given
-            if all loaders `can_advance`, so that nothing is fetched.
-        own: states of the loaders' own, which say where they are, so that nothing is fetched.
+        restarts: each loader's last fetch in which it started over, if all `can_advance`; nothing is fetched then.
+        own: states of loaders that know their position; nothing is fetched then.
     """
     fit_loop = trainer.fit_loop
     fetcher, loader = fit_loop._data_fetcher, fit_loop._combined_loader
@@ -67,7 +66,7 @@ def skip_batches(
     for each in loader.flattened:
         _set_sampler_epoch(each, epoch)
     if epoch == 0:
-        # Persistent workers are made, and draw a seed, in the first epoch only. Those of this process may have been made already.
+        # Persistent workers draw a seed in the first epoch only; this process may have made its workers already.
         loader.reset()
     before_iter()
     if own is not None:
@@ -88,7 +87,7 @@ def skip_batches(
         before_fetch(0)
         length = fetcher.length
         if length is not None:
-            fetcher.length = max(length, num_batches + 1)  # of another size, an epoch may have had more
+            fetcher.length = max(length, num_batches + 1)  # with batches of another size, an epoch may have had more
         for index in range(num_batches):
             if index:
                 before_fetch(index)
@@ -100,9 +99,9 @@ def skip_batches(
 
 
 def counted_before(trainer: Trainer) -> int:
-    """Return the batches that an epoch counts before its first fetch, and warn if its loaders were told to begin behind them.
+    """Return batches that an epoch counts before its first fetch, and warn if loaders were told to begin behind them.
 
-    They are those of another run: `ckpt_path` was of a step in mid-epoch.
+    These batches are another run's: `ckpt_path` was saved in mid-epoch.
     """
     done = int(trainer.fit_loop.epoch_loop.batch_progress.current.completed)
     if done and any(isinstance(each, _Stateful) for each in loaders_of(trainer)):
@@ -115,7 +114,7 @@ def counted_before(trainer: Trainer) -> int:
 
 
 def begin_epoch(trainer: Trainer) -> None:
-    """Tell data sets that seed their items for which epoch an iterator is about to be made."""
+    """Tell data sets that seed their items the epoch for which an iterator is about to be made."""
     for loader in loaders_of(trainer):
         for each in _seeded_items(getattr(loader, "dataset", None)):
             each.set_epoch(_epoch(trainer))
@@ -147,14 +146,14 @@ def can_advance(trainer: Trainer, *, draw_nothing: bool = True) -> bool:
 
     Args:
         trainer: the trainer whose loaders are checked.
-        draw_nothing: whether the user promises that items, and their processing in workers, draw no random
-            numbers. Otherwise only data seeded item by item and collated by torch is known to draw none.
+        draw_nothing: whether the user promises that items, and their processing in workers, draw no random numbers.
+            Otherwise only data seeded item by item and collated by torch is known to draw none.
     """
     return all(_can_advance(each) and (draw_nothing or _draws_nothing(each)) for each in loaders_of(trainer))
 
 
 def _draws_nothing(loader: Any) -> bool:
-    collate = getattr(loader.collate_fn, "collate", loader.collate_fn)  # ours is around it where workers persist
+    collate = getattr(loader.collate_fn, "collate", loader.collate_fn)  # ours wraps it where workers persist
     return collate in (default_collate, default_convert) and _is_seeded(loader.dataset)
 
 
@@ -171,10 +170,10 @@ def _can_advance(loader: Any) -> bool:
 
 
 def _advance(combined: Any, num_batches: int, restarts: Mapping[int, int], before_fetch: Callable[[int], None]) -> None:
-    """Move new iterators of a combined loader past `num_batches`; samplers draw in the order of the original run."""
+    """Move new iterators of a combined loader past `num_batches`; samplers draw in the original run's order."""
     mode = combined._iterator
     for index, iterator in enumerate(mode.iterators):
-        # Of a loader's batches before it started over, only the draws of its sampler matter.
+        # Before a loader started over, only its sampler's draws matter.
         _pass_over(iterator, min(1, num_batches) if index in restarts else num_batches)
     for at in sorted({*restarts.values()}):
         before_fetch(at)
@@ -188,7 +187,7 @@ def _advance(combined: Any, num_batches: int, restarts: Mapping[int, int], befor
 
 def _pass_over(iterator: Any, num_batches: int) -> None:
     if iterator._num_workers == 0:
-        with suppress(StopIteration):  # a shorter one of several
+        with suppress(StopIteration):  # the shorter of several loaders
             for _ in range(num_batches):
                 iterator._next_index()
     iterator._num_yielded += num_batches
@@ -196,7 +195,7 @@ def _pass_over(iterator: Any, num_batches: int) -> None:
 
 @contextmanager
 def _beginning_at(loader: Any, num_batches: int) -> Iterator[None]:
-    """Let iterators that are made in this context begin after `num_batches`, if workers fetch for them.
+    """Let iterators made in this context begin after `num_batches`, if workers fetch for them.
 
     Making the iterator sends the first indices to the workers, so the sampler has to be in position before.
     """
@@ -214,11 +213,11 @@ def _beginning_at(loader: Any, num_batches: int) -> Iterator[None]:
 
 
 def _give_sampler(loader: Any, sampler: Any, *, running: bool = True) -> None:
-    """Let iterators get indices from `sampler`; with `running` also that of persistent workers, from its next epoch on."""
+    """Let iterators get indices from `sampler`; with `running`, also persistent workers' from their next epoch on."""
     object.__setattr__(
         loader, "sampler" if loader.batch_sampler is None else "batch_sampler", sampler
-    )  # it guards them
-    if running and loader._iterator is not None:  # of persistent workers
+    )  # torch guards both
+    if running and loader._iterator is not None:  # persistent workers have an iterator already
         loader._iterator._index_sampler = sampler
 
 
@@ -236,7 +235,7 @@ class _Behind:
 
 
 def described(loader: Any) -> dict[str, object]:
-    """Return what decides which items a loader gives in which batch, as its user has set it."""
+    """Return the user's settings that decide which items a loader gives in which batch."""
     dataset, batch_sampler = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
     size = getattr(loader, "batch_size", None) or getattr(
         batch_sampler, "own_size", getattr(batch_sampler, "batch_size", None)
@@ -251,9 +250,7 @@ def described(loader: Any) -> dict[str, object]:
 
 
 def can_resize(trainer: Trainer) -> bool:
-    """Return whether the training loader can give batches of another size up to a place in an epoch: one loader, all of its
-    batches, made by torch's own class from indices.
-    """
+    """Return whether the training loader can change batch sizes: one loader, all batches, torch's class, from indices."""
     loaders, limit = loaders_of(trainer), trainer.limit_train_batches
     if len(loaders) != 1 or type(limit) is not float or limit != 1.0 or getattr(trainer, "overfit_batches", False):
         return False
@@ -263,18 +260,18 @@ def can_resize(trainer: Trainer) -> bool:
 
 
 class Resized(BatchSampler):
-    """Batches of another size up to a place in an epoch, and of the loader's own behind it: of the same items, in the same order.
+    """Batches of another size up to a place in an epoch, then of the loader's own size: same items in the same order.
 
-    It takes the place of the batch sampler of a trainer's loader, which `can_resize`, until `remove`.
+    Takes the place of the batch sampler of a trainer's loader, which `can_resize`, until `remove`.
 
     Args:
-        trainer: has the loader.
-        size: items of a batch up to there.
-        until: epoch, `None` for that at hand, and number of batches of that size in it.
-        replayed: whether an epoch counts as long as if all of its batches were of that size.
+        trainer: trainer with the loader.
+        size: items per batch up to the place.
+        until: the place: epoch (`None` for the current epoch), and number of batches of that size in it.
+        replayed: whether an epoch's length counts all its batches with that size.
     """
 
-    # No part of its attributes, which are looked at as the user's are.
+    # Slots: attributes would be followed like the user's.
     __slots__ = ("_loader", "_original", "_replayed", "_size", "_trainer", "_until", "own_size")
 
     def __init__(self, trainer: Trainer, size: int, until: tuple[int | None, int], *, replayed: bool) -> None:
@@ -308,7 +305,7 @@ class Resized(BatchSampler):
         _use_length(self._trainer)
 
     def go_on(self, *, mid_epoch: bool, accumulate: int) -> None:
-        """Count batches of the loader's own size from here on, as many as are left behind a multiple of `accumulate`."""
+        """Count the remaining batches in the loader's own size, behind a multiple of `accumulate`."""
         left = len(self.sampler) - self._until[1] * self._size  # type: ignore[arg-type]
         left = max(1, left // self.own_size if self.drop_last else -(-left // self.own_size))
         if self._replayed:
@@ -321,7 +318,7 @@ class Resized(BatchSampler):
 
 
 def _use_length(trainer: Trainer, fetched: int | None = None, length: int | None = None) -> None:
-    """Count the loader's batches anew, as `setup_data` does, or let the epoch at hand have `length`, and `fetched` behind it."""
+    """Count the loader's batches anew, as `setup_data` does, or give the current epoch `length` with `fetched` done."""
     fit_loop: Any = trainer.fit_loop
     combined, fetcher = fit_loop._combined_loader, fit_loop._data_fetcher
     combined.limits = [len(each) for each in combined.flattened] if length is None else [length]
@@ -335,7 +332,7 @@ def _use_length(trainer: Trainer, fetched: int | None = None, length: int | None
 
 
 def loaders_of(trainer: Trainer) -> list[Any]:
-    """Return the training loaders; more than one if they are combined."""
+    """Return the training loaders; several if they are combined."""
     loader = trainer.fit_loop._combined_loader
     return list(loader.flattened) if loader is not None else []
 
@@ -346,19 +343,19 @@ def loads_again(trainer: Trainer) -> bool:
 
 
 def restarted_loaders(trainer: Trainer) -> list[int]:
-    """Return the indices of loaders that started over in the last fetch: their samplers and workers have drawn seeds."""
+    """Return indices of loaders that started over in the last fetch: their samplers and workers have drawn seeds."""
     loader = trainer.fit_loop._combined_loader
     if loader is None or len(loader.flattened) < 2:
-        return []  # where it is exhausted, the epoch ends
+        return []  # a single exhausted loader ends the epoch
     iterators = getattr(getattr(loader, "_iterator", None), "iterators", [])
     return [index for index, each in enumerate(iterators) if getattr(each, "_num_yielded", 0) == 1]
 
 
 def draws_as_it_goes(loader: Any) -> bool:
-    """Return whether later batches may depend on draws of earlier fetches from the generators of this process.
+    """Return whether later batches may depend on earlier fetches' draws from this process's generators.
 
-    An item of a map-style data set depends on its own draws at most. A shuffle buffer does not, nor does a sampler of the
-    user's own.
+    An item of a map-style data set depends on its own draws at most. A shuffle buffer depends on earlier draws, and so
+    may a sampler of the user's own.
     """
     if not isinstance(loader, DataLoader):
         return True
@@ -369,20 +366,20 @@ def draws_as_it_goes(loader: Any) -> bool:
 
 
 def fetches_are_independent(trainer: Trainer) -> bool:
-    """Return whether no fetch of the epoch at hand can influence a later one, by its draws or by fetching ahead."""
+    """Return whether no fetch of this epoch can influence a later fetch, by its draws or by fetching ahead."""
     fetcher, loaders = trainer.fit_loop._data_fetcher, loaders_of(trainer)
-    # One that knows its length does not fetch ahead.
+    # A fetcher with a known length does not fetch ahead.
     plain = type(fetcher) is _PrefetchDataFetcher and fetcher.length is not None
     return plain and len(loaders) == 1 and not draws_as_it_goes(loaders[0])
 
 
 def loader_generators(trainer: Trainer) -> dict[str, torch.Generator]:
-    """Return the generators that the user gave to loaders or samplers, by a stable name."""
+    """Return generators that the user gave to loaders or samplers, by a stable name."""
     return LoaderGenerators(trainer).now()
 
 
 class LoaderGenerators:
-    """Generators that the user gave to loaders or samplers of one trainer."""
+    """Generators that the user gave to one trainer's loaders or samplers."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -390,7 +387,7 @@ class LoaderGenerators:
         self._owners: list[tuple[str, Any]] = []
 
     def now(self) -> dict[str, torch.Generator]:
-        """Return them by a stable name; who may have one is looked for when there are other loaders."""
+        """Return the generators by a stable name; owners are searched again when there are other loaders."""
         loader = self._trainer.fit_loop._combined_loader
         loaders = loader.flattened if loader is not None else []
         if len(loaders) != len(self._loaders) or not all(map(is_, loaders, self._loaders)):
@@ -422,7 +419,7 @@ def loader_objects(trainer: Trainer) -> Iterator[tuple[str, object]]:
 
 
 def data_owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    """Yield loaders and what they are made of, each object once, by a stable name; of torch's data sets also those within."""
+    """Yield loaders and their parts, each object once, by a stable name; also data sets within torch's own."""
     seen = set[int]()
     for name, owner in _data_owners(trainer):
         if owner is not None and id(owner) not in seen:
@@ -442,12 +439,12 @@ def _data_owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
 
 
 def validation_loaders(trainer: Trainer) -> list[Any]:
-    """Return the loaders of validation, as far as they have been made."""
+    """Return validation's loaders made so far."""
     return [each for each in pytree.tree_leaves(trainer.val_dataloaders) if each is not None]
 
 
 def data_sets(name: str, dataset: Any, depth: int = 6) -> Iterator[tuple[str, Any]]:
-    """Yield a data set and those within, as far as they are torch's own, by name."""
+    """Yield a data set and, as far as torch's own contain others, the data sets within, by name."""
     yield name, dataset
     if depth and isinstance(dataset, Subset | SeededItems):
         yield from data_sets(f"{name}.dataset", dataset.dataset, depth - 1)
@@ -465,6 +462,6 @@ def _owners(loader: Any) -> list[tuple[str, Any]]:
     ):
         owners.append((name, sampler))
         if isinstance(sampler, DistributedSamplerWrapper):
-            # Lightning shards a sampler that is not torch's own by wrapping it: torchdata's draws from a generator.
+            # Lightning shards foreign samplers by wrapping: torchdata's sampler draws from a generator.
             owners.append((f"{name}.wrapped", sampler.dataset._sampler))  # type: ignore[attr-defined]
     return owners

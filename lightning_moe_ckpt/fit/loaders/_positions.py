@@ -1,4 +1,4 @@
-"""Ask for loaders, and those where they are; look at the batch that comes next; make no iterator where nobody would read one."""
+"""Reload loaders, ask loaders for their positions, look at the next batch, and avoid iterators that nobody reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_moe_ckpt.fit.objects._users import is_library
 
 
 def settings_of(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return what of each loader a user may change between two starts, by which batches are others."""
+    """Return each loader's settings that a user may change between two starts and on which its batches depend."""
     found = []
     for each in loaders_of(trainer):
         dataset = getattr(each, "dataset", None)
@@ -27,17 +27,17 @@ def settings_of(trainer: Trainer) -> list[dict[str, Any]]:
             "loader": type(each).__qualname__,
             "length": sized_len(each if dataset is None else dataset),
         }
-        if isinstance(dataset, IterableDataset):  # each worker has a part of a stream
+        if isinstance(dataset, IterableDataset):  # each worker reads a part of a stream
             settings["num_workers"] = getattr(each, "num_workers", 0)
         found.append({name: value if isinstance(value, str | int) else None for name, value in settings.items()})
     return found
 
 
 def know_position(trainer: Trainer) -> bool:
-    """Return whether each loader can be asked for its position, and told one.
+    """Return whether each loader can be asked for its position, and told a position.
 
-    From those that are torch's own or made of them is fetched again: litdata's begins no later epoch right after it was told.
-    MosaicML's is asked, since its data sets keep their place in shared memory.
+    Loaders of torch's own, or made from them, are fetched again instead: after being told, litdata's begins no later
+    epoch right. MosaicML's is asked, since its data sets keep their place in shared memory.
     """
     loaders = loaders_of(trainer)
     asked = [not isinstance(each, DataLoader) or type(each).__module__.startswith("streaming.") for each in loaders]
@@ -45,7 +45,7 @@ def know_position(trainer: Trainer) -> bool:
 
 
 def epochs_of(trainer: Trainer) -> list[int | None]:
-    """Return the epochs that data sets of other packages have been told, whose attributes are not looked at."""
+    """Return the epochs told to data sets of other packages, whose attributes are not followed."""
     found = [getattr(each, "dataset", None) for each in loaders_of(trainer)]
     told = [
         getattr(each, "epoch", None) if hasattr(each, "set_epoch") and is_library(type(each)) else None
@@ -55,14 +55,14 @@ def epochs_of(trainer: Trainer) -> list[int | None]:
 
 
 def set_epochs(trainer: Trainer, epochs: Sequence[int | None]) -> None:
-    """Tell them."""
+    """Tell these data sets their epochs."""
     for each, epoch in zip(loaders_of(trainer), epochs, strict=False):  # the user may have other loaders now
         if epoch is not None and hasattr(each.dataset, "set_epoch"):
             each.dataset.set_epoch(epoch)
 
 
 def own_positions(trainer: Trainer) -> list[Any]:
-    """Return the states of the loaders, see `know_position`."""
+    """Return the loaders' states, see `know_position`."""
     return [each.state_dict() for each in loaders_of(trainer)]
 
 
@@ -80,7 +80,7 @@ def make_iterator(trainer: Trainer) -> None:
 
 
 def loops_of(trainer: Trainer) -> dict[str, Any]:
-    """Return the loops that ask for loaders, by what for."""
+    """Return the loops that ask for loaders, by purpose."""
     return {"training": trainer.fit_loop, "validation": trainer.fit_loop.epoch_loop.val_loop}
 
 
@@ -92,11 +92,11 @@ def needs_loaders(trainer: Trainer, name: str) -> bool:
 
 
 def ask_for_loaders(trainer: Trainer, name: str, epoch: int, *, again: bool = False, iterate: bool = False) -> None:
-    """Let a loop ask for loaders as if it did in `epoch`, if it has none or `again`, and make its iterator only if told to."""
+    """Let a loop ask for loaders as in `epoch`, if there are none or `again`; make its iterator only on `iterate`."""
     loop = loops_of(trainer)[name]
     progress: Any = trainer.fit_loop.epoch_progress.current
-    iterate = iterate and progress.processed == 0  # later, another moment makes the iterator that is read
-    if not again and loop._combined_loader is not None:  # since optimizers were configured
+    iterate = iterate and progress.processed == 0  # in later epochs, the loop makes the iterator itself
+    if not again and loop._combined_loader is not None:  # loaded when optimizers were configured
         if name == "training":
             loop._load_combined_loader_states()
             if iterate:
@@ -118,13 +118,13 @@ def ask_for_loaders(trainer: Trainer, name: str, epoch: int, *, again: bool = Fa
 
 
 def ask(trainer: Trainer, name: str) -> None:
-    """Let a loop ask for loaders, if it needs any."""
+    """Let a loop ask for loaders, if necessary."""
     loop = loops_of(trainer)[name]
     type(loop).setup_data(loop)
 
 
 def before_iterator(trainer: Trainer, begins: Callable[[], None]) -> Callable[[], object]:
-    """Call `begins` before an iterator of training is made; return a function that undoes this."""
+    """Call `begins` before training's iterator is made; return a function that undoes this."""
     loop = trainer.fit_loop
     original = loop._load_combined_loader_states
 
@@ -137,19 +137,19 @@ def before_iterator(trainer: Trainer, begins: Callable[[], None]) -> Callable[[]
 
 
 def say_when_loaded(trainer: Trainer, settings: Mapping[str, Any]) -> None:
-    """Let loops take loaders for those of the epochs in which the original run has asked for them last."""
+    """Set the epochs in which loops have loaded their loaders to those of the original run."""
     trainer.fit_loop._last_train_dl_reload_epoch = settings["train_loader_epoch"]
     trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = settings["validation_loader_epoch"]
 
 
 def fetches_ahead(trainer: Trainer) -> bool:
-    """Return whether the fetcher has the next batch already, since it does not know the length."""
+    """Return whether the fetcher already has the next batch, since it does not know the length."""
     fetcher = trainer.fit_loop._data_fetcher
     return isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is None
 
 
 def next_batch(trainer: Trainer) -> list[Any]:
-    """Return the batch that the fetcher gives next, which it goes on to do; nothing if there is none."""
+    """Return the fetcher's next batch without consuming it; an empty list at the end."""
     fetcher: Any = trainer.fit_loop._data_fetcher
     if fetches_ahead(trainer):
         return [batch for batch, _, _ in fetcher.batches[:1]]
@@ -162,7 +162,7 @@ def next_batch(trainer: Trainer) -> list[Any]:
 
 
 class _Again:
-    """Iterator of a fetcher that gives an item once more before it goes on."""
+    """A fetcher's iterator that gives an item once more before going on."""
 
     def __init__(self, fetcher: Any, item: Any) -> None:
         self._fetcher, self._iterator, self._item = fetcher, fetcher.iterator, item
@@ -173,7 +173,7 @@ class _Again:
 
 
 class _Unread(CombinedLoader):
-    """Loader that has its length, but makes no iterators, unless for their workers, and gives no batch."""
+    """Loader with its length, but without iterators, unless for their workers, and without batches."""
 
     @override
     def __iter__(self) -> Self:
@@ -190,7 +190,7 @@ class _Unread(CombinedLoader):
 
 @contextmanager
 def making_no_iterator(loop: Any) -> Iterator[None]:
-    """Let `setup_data` make no iterator, which nobody would read: data may count iterators, out of reach too."""
+    """Let `setup_data` make no iterator, which nobody would read: data may count iterators, even out of our reach."""
     tapped = loop._load_combined_loader_states  # called when the loader has been made, right before its iterator
 
     def made() -> None:

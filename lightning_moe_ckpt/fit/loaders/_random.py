@@ -1,18 +1,18 @@
-"""Record and restore the random state with which batches are fetched: before fetches of this process, and of workers.
+"""Record and restore the random state with which batches are fetched: in this process, and in workers.
 
-*Fetches.* A resumed run fetches again what its epoch has consumed, without the draws of training from the same generators in
-between. Most fetches do not need those: an item depends on its own draws only, and is thrown away. Two kinds do. One is
-the fetch in which one of several loaders starts over, whose sampler and workers draw seeds in mid-epoch. The other is
-every fetch of a loader that keeps what it drew for later, such as a stream through a shuffle buffer. The state before
-a fetch is kept if it differs from the state after the previous one.
+*Fetches.* A resumed run repeats its epoch's consumed fetches, without training's draws from the same generators in
+between. Most fetches do not need these draws: an item depends on its own draws only, and is thrown away. Two kinds do.
+The first is a fetch in which one of several loaders starts over: its sampler and workers draw seeds in mid-epoch. The
+second is every fetch of a loader that keeps drawn items for later, such as a stream through a shuffle buffer. The state
+before a fetch is kept if it differs from the state after the previous fetch.
 
-*Workers.* Those that are made anew in every epoch are seeded by this process then, and follow from its state. Persistent ones
+*Workers.* Workers made anew in every epoch are seeded by this process, and follow from its state. Persistent workers
 (`persistent_workers=True`) are seeded once, and go on drawing from epoch to epoch. They send their state with every
-batch, and a restart in a later epoch makes workers that begin with the state at that epoch's start. Batches on their
-way when an epoch ends count too: loaders wait for them before they begin the next one, and throw them away. With the random
-state goes what their copies of the data set count in plain attributes.
+batch, and a restart in a later epoch makes workers with the state at that epoch's start. Batches on their way when an
+epoch ends count too: loaders wait for these before the next epoch, and throw them away. The random state goes with
+plain counts in attributes of the workers' data set copies.
 
-Loaders of validation are treated alike, but for the moment: what counts is the state at a boundary of training.
+Validation's loaders are treated alike, except for the moment: their state is taken at a boundary of training.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from lightning_moe_ckpt.journal import RngState, capture_rng, decode, differs, e
 log = rank_logger(__name__)
 
 States = dict[str, Any]
-"""`seed` that the workers were made from, and `states`: an encoded array per worker, or `None` if it sent none yet."""
+"""`seed` from which the workers were made, and `states`: an encoded array per worker, `None` until it sent one."""
 
 STATE_NBYTES = 2**14
 """Bytes that a worker's state may take in a journal."""
 
 
 class PersistentWorkers:
-    """Track the state of the persistent workers of one run's training loaders."""
+    """Track the state of the persistent workers of one run's training and validation loaders."""
 
     def __init__(self, trainer: Trainer, *, deterministic: bool) -> None:
         self._trainer, self._deterministic = trainer, deterministic
@@ -53,11 +53,11 @@ class PersistentWorkers:
 
     @property
     def num_workers(self) -> int:
-        """Workers whose state goes into journals."""
+        """Number of workers with state in journals."""
         return sum(tap.loader.num_workers for tap in self._taps.values())
 
     def look(self) -> None:
-        """Find loaders whose workers persist, when they have been made and nobody has used them."""
+        """Find loaders with persistent workers, when loaders have been made and nobody has used them."""
         training = {} if self._deterministic else dict(enumerate(loaders_of(self._trainer)))
         validation = {-1 - index: each for index, each in enumerate(validation_loaders(self._trainer))}
         for index, loader in {**training, **validation}.items():
@@ -66,7 +66,7 @@ class PersistentWorkers:
                 self._taps[index] = _LoaderTap(loader)
 
     def before_iter(self, restored: Mapping[int, States] | None) -> None:
-        """Prepare the loaders for new iterators, for a new epoch.
+        """Prepare the loaders for a new epoch's iterators.
 
         Args:
             restored: in a restart, the workers' first state, by index of their loader.
@@ -74,11 +74,11 @@ class PersistentWorkers:
         self._begin(restored or {}, training=True)
 
     def resume(self, restored: Mapping[int, States]) -> None:
-        """Let workers of validation that are made for training begin with a state."""
+        """Let validation's workers begin with this state when validation is next run for training."""
         self._restored = restored
 
     def before_validation(self) -> None:
-        """Prepare loaders of validation for new iterators."""
+        """Prepare validation's loaders for new iterators."""
         self.look()
         if self._trainer.sanity_checking:
             self._begin({}, training=False)
@@ -92,13 +92,13 @@ class PersistentWorkers:
                 tap.begin_epoch(restored.get(index))
 
     def take(self) -> dict[int, States]:
-        """Return the workers' state at the epoch's start, in validation the newest; nothing of those that are not made, or were in this epoch."""
+        """Return workers' state at the epoch's start, or validation's newest; none of workers made in this epoch."""
         states = {index: tap.begun if index >= 0 else tap.newest for index, tap in self._taps.items()}
         return {index: state for index, state in states.items() if state is not None}
 
     def end(self) -> dict[int, States]:
-        """Return the workers' state as the next epoch will begin with it; call between two epochs. Nobody can go on with their iterators."""
-        new = loads_again(self._trainer)  # loaders with workers of their own
+        """Return the state for the next epoch's begin; call between epochs. Ends the present iterators' use."""
+        new = loads_again(self._trainer)  # new loaders have new workers
         ends = {index: tap.newest if index < 0 else None if new else tap.end() for index, tap in self._taps.items()}
         return {index: state for index, state in ends.items() if state is not None}
 
@@ -122,12 +122,12 @@ class PersistentWorkers:
 
 
 class _LoaderTap:
-    """One loader, with the iterator and the state of its workers."""
+    """One loader, with its iterator and its workers' state."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.begun: States | None = None
-        """State of the workers at the start of this epoch; `None` in the epoch in which they were made."""
+        """Workers' state at the start of this epoch; `None` in the epoch in which they were made."""
         self._newest: States = {"seed": 0, "states": []}
         self._begins = False
         self._original = (loader.collate_fn, loader.worker_init_fn)
@@ -139,17 +139,17 @@ class _LoaderTap:
 
     @property
     def newest(self) -> States | None:
-        """Newest state of the workers; `None` if there are none."""
+        """Workers' newest state; `None` if there are none."""
         return None if self.loader._iterator is None else _copy(self._newest)
 
     def end(self) -> States | None:
-        """Return the newest state, behind batches on their way, for which the loader would wait before the next epoch."""
+        """Return the newest state, after receiving batches for which the loader would wait before the next epoch."""
         iterator = self.loader._iterator
         try:
             while iterator is not None and any(len(task) == 1 for task in iterator._task_info.values()):
                 index, batch = iterator._get_data()
                 iterator._task_info[index] += (batch,)
-        except RuntimeError as error:  # torch's, of workers that have died
+        except RuntimeError as error:  # torch reports dead workers
             log.warning("a restart from here is not exact if items draw random numbers: %s", error)
         return self.newest
 
@@ -201,7 +201,7 @@ def _copy(states: States) -> States:
 
 
 class _Told:
-    """A batch, with the state of the worker that made it."""
+    """A batch with its worker's state."""
 
     def __init__(self, worker: int, state: np.ndarray[Any, Any], batch: Any) -> None:
         self.worker, self.state, self.batch = worker, state, batch
@@ -229,7 +229,7 @@ class _Telling:
 
 
 class _Beginning:
-    """`worker_init_fn` that lets a worker begin with a recorded state."""
+    """`worker_init_fn` with which a worker begins in a recorded state."""
 
     def __init__(self, then: Callable[[int], None] | None, first: Mapping[str, Any]) -> None:
         self.then, self.begun, self.first = then, None, first
@@ -266,11 +266,11 @@ def _set(owner: object, attribute: str, value: object) -> None:
     if value is not _NOT_HELD:
         setattr(owner, attribute, value)
     elif hasattr(owner, attribute):
-        delattr(owner, attribute)  # the training process has it, from which the worker was copied
+        delattr(owner, attribute)  # copied from the training process with the worker
 
 
 def _counted(dataset: Any) -> dict[str, Any]:
-    """Return plain values that a data set, and those of which torch's own are made, hold in attributes."""
+    """Return plain values in attributes of a data set and of data sets inside torch's own."""
     return {
         f"{name}.{attribute}": value
         for name, each in data_sets("dataset", dataset)
@@ -282,16 +282,16 @@ def _counted(dataset: Any) -> dict[str, Any]:
 log = rank_logger(__name__)
 
 _MOST = 1_000
-"""Most states that are kept of one epoch; each takes several KB of every journal."""
+"""Largest number of states kept per epoch; each takes several KB of every journal."""
 
 _STATE_NBYTES = 2**13
 
 NO_FETCHES: dict[str, Any] = {"states": {}, "restarts": {}}
-"""Stands for the entry of a journal that has none."""
+"""Entry for journals without one."""
 
 
 class FetchLog:
-    """Random state before the fetches of the current epoch that influence later ones."""
+    """Random state before fetches of the current epoch that influence later fetches."""
 
     def __init__(self) -> None:
         self._said = False
@@ -313,7 +313,7 @@ class FetchLog:
             before: random state before the fetch.
             after: returns the random state after the fetch.
             restarted: indices of loaders that started over in the fetch.
-            carries: whether later fetches may depend on draws of this one.
+            carries: whether later fetches may depend on this fetch's draws.
         """
         index, self._index = self._index, self._index + 1
         last, self._after = self._after, after() if carries else None
@@ -339,7 +339,7 @@ class FetchLog:
 
     @staticmethod
     def room(*, num_loaders: int, num_batches: float, carries: bool) -> int:
-        """Return the most bytes that an epoch may add to a journal."""
+        """Return the largest number of bytes that an epoch may add to a journal."""
         return int(min(num_batches, _MOST)) * _STATE_NBYTES if carries else (num_loaders - 1) * _STATE_NBYTES
 
     def _keep(self, index: int, state: RngState) -> None:
@@ -355,7 +355,7 @@ class FetchLog:
 
 
 def _apart(last: RngState | None, before: RngState, after: RngState) -> RngState:
-    """Return the state of generators that the fetch drew from and that have moved since the previous fetch."""
+    """Return the state of generators from which the fetch drew and which have moved since the previous fetch."""
     return {
         name: state
         for name, state in before.items()

@@ -1,13 +1,13 @@
 """Keep one log folder with each row once, in a run that is killed and resumed.
 
-A resumed run trains some steps again and would log them again; and Lightning gives every process a new log folder, or, if
-the folder is fixed, `CSVLogger` deletes what an earlier process wrote. So the step journal names the folder of the run; a
-resumed run goes on in it, reads what is there, and drops what it would write a second time. What is already there was
-written by steps that are trained again bit for bit, so it has the same values.
+A resumed run trains some steps again and would log them again; and Lightning gives every process a new log folder, or,
+if the folder is fixed, `CSVLogger` deletes earlier processes' rows. So the step journal names the run's folder; a
+resumed run goes on there, reads existing rows, and drops rows that it would write a second time. Existing rows come
+from steps that are trained again bit for bit, so their values are the same.
 
-This holds for `CSVLogger` and `TensorBoardLogger` on a local disk; for `WandbLogger` and `MLFlowLogger` see
-`_once`. Both are flushed after every row, by Lightning where the
-trainer logs and here, before each boundary, where others do; a SIGKILL loses nothing that was flushed. Other loggers get the rows of steps that are trained again a second time.
+This holds for `CSVLogger` and `TensorBoardLogger` on a local disk; for `WandbLogger` and `MLFlowLogger` see `_once`.
+Files are flushed after every row, by Lightning for the trainer's rows and here, before each boundary, for all others; a
+SIGKILL loses no flushed rows. Other loggers get rows of repeated steps a second time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LogFolders:
         self._logs = [each for each in found if each is not None]
 
     def take(self) -> dict[str, Any]:
-        """Return the folders, and counts of what was logged under the newest step."""
+        """Return the folders, and counts of keys logged under the newest step."""
         return {"logs": [log.take() for log in self._logs]}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class LogFolders:
         return {"logs": [each.start() for each in self._logs]}
 
     def hold(self) -> list[Callable[[], None]]:
-        """Return functions to call where all that is logged from now on will be logged again."""
+        """Return functions to call if all rows from now on will be logged again."""
         return [each.hold() for each in self._logs]
 
     def follow(self, state: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ def _log_of(logger: Logger, *, owner: bool) -> LoggedOnce | None:
 
 
 class _FolderLog(LoggedOnce):
-    """Log of one logger in its folder."""
+    """One logger's rows in its folder."""
 
     _logger: CSVLogger | TensorBoardLogger
 
@@ -112,7 +112,7 @@ class _FolderLog(LoggedOnce):
             return
         folder = Path(logger.log_dir)
         self.there = _go_on_csv(logger, folder) if isinstance(logger, CSVLogger) else _events_in(folder)
-        # What was logged under the same step before this boundary will not be logged again.
+        # Rows logged under this step before the boundary will not be logged again.
         self.there.subtract({(taken["step"], key): number for key, number in taken["keys"].items()})
         log.info("log rows go on in %s; it has rows up to step %d", folder, max((s for s, _ in self.there), default=-1))
 
@@ -140,7 +140,7 @@ class _FolderLog(LoggedOnce):
 
 
 def _leave(logger: CSVLogger | TensorBoardLogger, folder: Path) -> None:
-    """Close the folder that Lightning made for this process, and remove it if nothing is in it."""
+    """Close the folder that Lightning made for this process, and remove it if empty."""
     if isinstance(logger, TensorBoardLogger):
         logger.experiment.close()
         for path in folder.glob(f"events.out.tfevents.*.{os.getpid()}.*"):

@@ -1,8 +1,8 @@
-"""Take and restore what a run has logged so far in the current epoch, so that epoch means come out the same.
+"""Take and restore values logged so far in the current epoch, so that epoch means come out the same.
 
-Lightning accumulates `self.log(..., on_epoch=True)` in objects that exist from the first call on. In a resumed process
-that call may never come again in the epoch, so the objects are built anew from what the call was given. Metrics of
-torchmetrics that belong to the module keep their state themselves; the objects only refer to them.
+Lightning accumulates `self.log(..., on_epoch=True)` in objects made by the first call. In a resumed process that call
+may never come again in the epoch, so the objects are built anew from the call's arguments. The module's torchmetrics
+keep their state themselves; the objects only refer to them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _GIVEN_LATER = ("dataloader_idx", "metric_attribute")
 
 
 def take_metrics(trainer: Trainer, module: LightningModule) -> MetricState:
-    """Return the newest values of everything logged, and the accumulated state of the epoch, as of now."""
+    """Return the newest logged values, and the epoch's accumulated state, as of now."""
     connector = trainer._logger_connector
     results, copies = trainer.fit_loop.epoch_loop._results, _Copies()
     return {
@@ -58,7 +58,7 @@ def take_metrics(trainer: Trainer, module: LightningModule) -> MetricState:
 
 
 class _Copies:
-    """Copies of tensors as they are now; one that was logged in several places is copied once."""
+    """Present copies of tensors; a tensor logged in several places is copied once."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
@@ -74,7 +74,7 @@ class _Copies:
 
 
 def follow_metrics(trainer: Trainer, module: LightningModule, state: MetricState) -> None:
-    """Set the newest logged values and the module's own metrics to those of `state`, in replay."""
+    """Set the newest logged values and the module's own metrics to `state`, in replay."""
     connector = trainer._logger_connector
     connector._callback_metrics.update(state["callback"])
     connector._logged_metrics.update(state["logged"])
@@ -110,7 +110,7 @@ def _take(metric: _ResultMetric) -> dict[str, Any]:
 
 
 def _take_meta(meta: _Metadata) -> dict[str, Any]:
-    """Return what the call was given. It is the same at every step, so it is made, and encoded, once."""
+    """Return the arguments of `self.log`. They are the same at every step, so the result is made, and encoded, once."""
     *sync, group = _sync_of(meta)
     values = (*_given_of(meta), *sync, group is not None, meta.reduce_fx)
     key = (*values, *map(type, values))  # a flag may be given as a number, which is equal to it
@@ -134,7 +134,7 @@ _MOST_METAS = 1_000
 
 
 def _rebuild(trainer: Trainer, module: LightningModule, taken: dict[str, Any]) -> _ResultMetric | None:
-    """Rebuild the object that accumulates what was logged under one name; `None` if it cannot be rebuilt."""
+    """Rebuild the object that accumulates values logged under a name; `None` if it cannot be rebuilt."""
     device, name = trainer.strategy.root_device, taken["given"]["name"]
     if taken["sync"]["grouped"]:
         log.warning("%r was logged with `sync_dist_group`: its value for this epoch starts anew", name)
@@ -166,13 +166,13 @@ def _metadata(trainer: Trainer, taken: dict[str, Any]) -> _Metadata:
 
 
 class _Parts(NamedTuple):
-    """The parts of a module, and which of them are metrics."""
+    """A module's parts, and the metrics among them."""
 
     metrics: list[tuple[str, Metric]]
     children: list[dict[str, nn.Module | None]]
-    """Where each part keeps its own parts."""
+    """Each part's own parts, in live dictionaries."""
     names: list[tuple[str, ...]]
-    """Of those that were there."""
+    """Names of each part's own parts when last looked at."""
     seen: list[nn.Module | None]
 
     @classmethod
@@ -184,7 +184,7 @@ class _Parts(NamedTuple):
 
     @property
     def hold(self) -> bool:
-        """Whether they are the same parts still. Compared by identity: metrics are equal to anything."""
+        """Whether the parts are still the same. Compared by identity: metrics are equal to anything."""
         return list(map(tuple, self.children)) == self.names and all(map(is_, _all(self.children), self.seen))
 
 
@@ -196,7 +196,7 @@ _parts: WeakKeyDictionary[nn.Module, _Parts] = WeakKeyDictionary()
 
 
 def module_metrics(module: LightningModule) -> list[tuple[str, Metric]]:
-    """Return the metrics among a module's parts, by name. To walk through all parts at every step would take longest."""
+    """Return metrics among a module's parts, by name. Cached: walking through all parts at every step takes longest."""
     known = _parts.get(module)
     if known is None or not known.hold:
         known = _parts[module] = _Parts.of(module)
@@ -206,16 +206,16 @@ def module_metrics(module: LightningModule) -> list[tuple[str, Metric]]:
 def gather_in_stage(state: Tensor, group: Any = None) -> list[Tensor]:
     """Return a metric's state on all ranks of this rank's pipeline stage, for `Metric.dist_sync_fn`.
 
-    A function, which looks the group up: a metric that held it could not be copied.
+    A function that looks the group up, because a metric with a group could not be copied.
     """
     found: list[Tensor] = gather_all_tensors(state, group or current_groups().group("stage"))
     return found
 
 
 def hold_metrics(module: LightningModule) -> Callable[[], None]:
-    """Return a function that puts back what the states of a module's metrics hold now, in the same objects.
+    """Return a function that restores the present states of a module's metrics, in the same objects.
 
-    Items of lists are added, and never changed.
+    Lists are copied without their items: items are added, and never changed.
     """
     states = [getattr(metric, key) for _, metric in module_metrics(module) for key in metric._defaults]
     held = [(each, list(each) if isinstance(each, list) else _copy(each)) for each in states]

@@ -1,12 +1,12 @@
-"""Let a logger get each row once, in a run that trains steps again which an earlier process has logged.
+"""Log each row once, although a resumed run repeats steps that an earlier process has logged.
 
-*Services.* The journal names the run of Weights & Biases or MLflow, as it names the folder of other loggers, and a resumed
-training goes on under that id. If Lightning has begun another run by then, to log hyperparameters, that one is left: MLflow's is
-deleted, an offline one of Weights & Biases is removed, an online one is finished and stays empty.
+*Services.* The journal names the run of Weights & Biases or MLflow, like the folder of other loggers, and a resumed
+training goes on under that id. If Lightning has begun another run by then, to log hyperparameters, that run is left:
+MLflow's is deleted, an offline run of Weights & Biases is removed, an online run is finished and stays empty.
 
-What a killed process had logged beyond the boundary that is resumed from, MLflow can be asked. Weights & Biases cannot, at
-least offline. So the steps and names of rows are written to a small file beside its own, `moe-ckpt-rows-<id>.jsonl`, row by row.
-A resumed training that does not find that file, as on another machine without a shared disk, logs those rows a second time.
+MLflow can be asked for rows that a killed process logged beyond the resumed boundary. Weights & Biases cannot, at least
+offline. So steps and names of rows are written to a small file beside its own, `moe-ckpt-rows-<id>.jsonl`, row by row.
+A resumed training that does not find the file, as on another machine without a shared disk, logs these rows twice.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ LineCounts: TypeAlias = "Counter[tuple[int, str]]"
 
 
 class LoggedOnce:
-    """Drop rows of one logger that are there already. The `owner` is the rank that writes; other ranks only count."""
+    """Drop rows that one logger has already. The `owner` is the rank that writes; other ranks only count."""
 
     def __init__(self, logger: Any, *, owner: bool) -> None:
         self._logger, self._owner = logger, owner
         self.there: LineCounts = Counter()
-        """Rows that will be logged again."""
+        """Existing rows that will be logged again."""
         self.newest: dict[str, Any] = {"step": -1, "keys": {}}
-        """Newest step of a row, and how often each key was logged under it."""
+        """Newest step of a row, and how often each key was logged under this step."""
         self.has_logged = False
         """Whether this process has logged a row."""
         self._log = logger.log_metrics
         logger.log_metrics = self._log_once
 
     def take(self) -> dict[str, Any]:
-        """Return where rows go, and counts of what was logged under the newest step."""
+        """Return the rows' place, and counts of keys logged under the newest step."""
         raise NotImplementedError
 
     def restore(self, taken: Mapping[str, Any]) -> None:
-        """Go on where the run's rows are."""
+        """Go on in the place of the run's rows."""
         raise NotImplementedError
 
     def start(self) -> dict[str, Any]:
-        """Return where rows go, as of before the first."""
+        """Return the rows' place, as before the first row."""
         return {**self.take(), "step": -1, "keys": {}}
 
     def hold(self) -> Callable[[], None]:
-        """Return a function to call where all that is logged from now on will be logged again, and dropped then."""
+        """Return a function to call if all rows from now on will be logged again, and are to be dropped then."""
         step, keys = self.newest["step"], dict(self.newest["keys"])
 
         def undo() -> None:
@@ -76,11 +76,11 @@ class LoggedOnce:
         """Note a row that the logger has got."""
 
     def go_on_behind(self, taken: Mapping[str, Any]) -> None:
-        """Count on from what was taken."""
+        """Continue the counts of `taken`."""
         self.newest = {"step": taken["step"], "keys": dict(taken["keys"])}
 
     def name_of(self, key: str) -> str:
-        """Return the name under which the logger has a key."""
+        """Return a key's name in the logger."""
         prefix = self._logger._prefix
         return f"{prefix}{self._logger.LOGGER_JOIN_CHAR}{key}" if prefix else key
 
@@ -110,11 +110,11 @@ log = rank_logger(__name__)
 
 
 class RemoteLog(LoggedOnce):
-    """Rows of a logger whose rows are in a service; `owner` is the rank that writes them."""
+    """Rows of a logger with a service; `owner` is the rank that writes them."""
 
     @property
     def run_id(self) -> str | None:
-        """Id of the tracker's run; `None` as long as there is none."""
+        """Id of the tracker's run; `None` before there is a run."""
         raise NotImplementedError
 
     @override
@@ -131,16 +131,16 @@ class RemoteLog(LoggedOnce):
         if run_id != self.run_id:
             self._move_to(str(run_id))
         self.there = self._rows_of(str(run_id))
-        # What was logged under the same step before this boundary will not be logged again.
+        # Rows logged under this step before the boundary will not be logged again.
         self.there.subtract({(taken["step"], key): number for key, number in taken["keys"].items()})
         log.info("rows go on in run %s of %s", run_id, type(self._logger).__name__)
 
     def _move_to(self, run_id: str) -> None:
-        """Leave the run that this process has begun, if it has, and go on in another."""
+        """Leave this process's own run, if any, and go on in another run."""
         raise NotImplementedError
 
     def _rows_of(self, run_id: str) -> LineCounts:
-        """Return the rows that the run has."""
+        """Return the run's rows."""
         raise NotImplementedError
 
 
@@ -217,7 +217,7 @@ class MLFlowLog(RemoteLog):
 
 
 def remote_log(logger: Logger, *, owner: bool) -> RemoteLog | None:
-    """Return what keeps the rows of a logger once; `None` for one whose rows are no such service's."""
+    """Return the log of a logger with a service; `None` for any other logger."""
     if isinstance(logger, WandbLogger):
         return WandbLog(logger, owner=owner)
     return MLFlowLog(logger, owner=owner) if isinstance(logger, MLFlowLogger) else None

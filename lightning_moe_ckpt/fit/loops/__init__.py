@@ -1,1 +1,1 @@
-"""Lightning's loops: calls at moments without a hook, and the progress from which a resumed run continues."""
+"""Lightning's loops: calls at moments without a hook, and progress for a resumed run."""

@@ -1,6 +1,6 @@
-"""Reach what a strategy needs of Lightning's and torch's private parts: the only way from `MoEStrategy` to them.
+"""Reach Lightning's and torch's private parts for a strategy: the only way from `MoEStrategy` to them.
 
-Each function says which private name it uses. Taps are instance attributes, so that any precision plugin keeps its
+Each function names the private attribute in use. Taps are instance attributes, so that any precision plugin keeps its
 class, and are removed at teardown.
 """
 
@@ -26,18 +26,18 @@ def is_accumulating(trainer: Trainer) -> bool:
 
 
 def may_validate(trainer: Trainer) -> bool:
-    """Return whether a fit has data to validate with, or this is no fit. Uses `_data_source` of the validation loop."""
+    """Return whether a fit has validation data, or this is no fit. Uses `_data_source` of the validation loop."""
     fits = trainer.state.fn == TrainerFn.FITTING
     return not fits or trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
 
 
 def ignored_names(module: LightningModule) -> set[str]:
-    """Return the parameters and buffers that the user excludes from DistributedDataParallel, by its convention."""
+    """Return parameters and buffers that the user excludes from DistributedDataParallel, by its convention."""
     return set(getattr(module, IGNORED, ()))
 
 
 def ignore_names(module: LightningModule, names: set[str]) -> None:
-    """Keep `names` out of Lightning's own broadcast of module states, which follows the convention of DDP."""
+    """Keep `names` out of Lightning's own broadcast of module states, which follows DDP's convention."""
     setattr(module, IGNORED, sorted(names))
 
 
@@ -47,22 +47,23 @@ def named_states(module: LightningModule) -> list[tuple[str, Tensor]]:
 
 
 class OneProcess(_SubprocessScriptLauncher):
-    """Launcher of this process alone, for which there is no script to start again: it may be a notebook's."""
+    """Launcher of this process alone, without a script to start again: it may be a notebook's."""
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Whether it works in a notebook or an interactive interpreter."""
+        """Whether the launcher works in a notebook or an interactive interpreter."""
         return True
 
 
 def keep_threads(launcher: object) -> None:
-    """Let threads of torch be no more than the process has when a Trainer function is called.
+    """Limit torch's threads to the process's number when a Trainer function is called.
 
-    Lightning gives each process its share of the cores, whatever number the script has set, and whether or not torch counts
-    two threads of a core as two: a small model then takes many times as long for a step. Uses `_SubprocessScriptLauncher`.
+    Lightning gives each process its share of the cores, whatever number the script has set, and whether or not torch
+    counts two threads of a core as two: a small model's step then takes many times as long. Uses
+    `_SubprocessScriptLauncher`.
     """
     if not isinstance(launcher, _SubprocessScriptLauncher):
-        return  # others start processes that have threads of their own
+        return  # other launchers' processes have threads of their own
     original = launcher.launch
 
     def launch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +88,7 @@ def tap_clipping(precision: Precision, clip: Callable[[Optimizer, int | float], 
 
 
 def tap_zero_grad(trainer: Trainer, hold: Callable[[Callable[[], None] | None], None]) -> Callable[[], None]:
-    """Give what sets gradients to zero before a batch's backward to `hold`, and let Lightning do nothing there.
+    """Give `hold` the function that zeroes gradients before a batch's backward, and let Lightning call nothing there.
 
     Uses `_AutomaticOptimization._make_zero_grad_fn`.
 
@@ -115,9 +116,9 @@ def tap_after_closure(precision: Precision, then: Callable[[], object]) -> Calla
 
 
 def tap_found_inf(precision: Precision, combine: Callable[[Tensor], None], device: torch.device) -> Callable[[], None]:
-    """Call `combine` on every scaler verdict before anyone reads it; nothing if the plugin has no scaler.
+    """Call `combine` on every scaler verdict before it is read; do nothing if the plugin has no scaler.
 
-    Uses `GradScaler._unscale_grads_`, which `unscale_` and the check for fused optimizers share.
+    Uses `GradScaler._unscale_grads_`, shared by `unscale_` and the check for fused optimizers.
 
     Returns:
         A function that removes the tap.
@@ -128,7 +129,7 @@ def tap_found_inf(precision: Precision, combine: Callable[[Tensor], None], devic
     original: Callable[..., dict[torch.device, Tensor]] = scaler._unscale_grads_
 
     def unscale_and_combine(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-        # A rank without any gradient has no verdict of its own, but must take part, and take the others'.
+        # A rank without gradients has no verdict of its own, but must take part, and take other ranks'.
         verdicts = original(*args, **kwargs) or {device: torch.zeros((), device=device)}
         for verdict in verdicts.values():
             combine(verdict)

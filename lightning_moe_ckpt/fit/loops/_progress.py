@@ -1,9 +1,9 @@
 """Take the progress of Lightning's loops for the journal, and let a resumed run continue there.
 
-Lightning can resume from a checkpoint by itself, but not exactly: mid-epoch it restarts plain loaders at batch 0, it
-runs no plateau scheduler at the end of a resumed epoch, and it calls no `on_train_epoch_start` after an epoch
-boundary. So progress is taken *between* batches (after validation, schedulers and epoch end), and a resumed epoch
-re-enters its loop with every "restarting" flag cleared: from then on it is an ordinary run.
+Lightning's own resume is not exact: mid-epoch it restarts plain loaders at batch 0, it runs no plateau scheduler at the
+end of a resumed epoch, and it calls no `on_train_epoch_start` after an epoch boundary. So progress is taken *between*
+batches (after validation, schedulers and epoch end), and a resumed epoch re-enters its loop with every "restarting"
+flag cleared: from then on the run is ordinary.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _SETTINGS = ("accumulate_grad_batches", "train_loader_epoch", "validation_loader
 class LoopProgress:
     """Take the progress of all loops of one fit between two batches or epochs.
 
-    It has what `_Loop.state_dict` gives. Of its hundred entries only numbers ever change, so the text around them is made
-    once.
+    Same entries as `_Loop.state_dict`. Among a hundred entries only numbers ever change, so the text around them is
+    made once.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -35,12 +35,12 @@ class LoopProgress:
         self._parts: list[object] = []
         """All loops and their progress."""
         self._links: list[tuple[dict[str, Any], str]] = []
-        """Their places, in attributes."""
+        """Places of loops and progress, in attributes."""
         self._numbers: list[tuple[dict[str, Any], str]] = []
-        """Places of what changes, in the order in which it is written."""
+        """Places of changing values, in written order."""
         self._loops: list[tuple[str, _Loop]] = []
         self._rest: dict[str, Written] = {}
-        """What is no progress: states of the loops themselves, and settings."""
+        """Entries besides progress: states of the loops themselves, and settings."""
         self._settings: tuple[object, ...] = (self,) * len(_SETTINGS)
         self._text = ""
 
@@ -107,9 +107,9 @@ _NOTHING = written({})
 
 
 def last_step(trainer: Trainer) -> int | None:
-    """Return the step with which training is planned to end; `None` where only time, or nothing, ends it.
+    """Return the step at which training is planned to end; `None` if only time, or nothing, ends it.
 
-    Call while it trains: before, Lightning would build the loader to find out.
+    Call in training: before, Lightning would build the loader for the answer.
     """
     planned = trainer.estimated_stepping_batches
     return int(planned) if 0 < planned < float("inf") else None
@@ -133,7 +133,7 @@ def ends_in_mid_epoch(trainer: Trainer) -> bool:
 
 
 def finished_because(trainer: Trainer) -> tuple[str, str] | None:
-    """Return why a restored run trains nothing more, and what would let it; `None` if it trains. Call before the fit loop runs."""
+    """Return why a restored run trains no further, and the remedy; `None` if it trains. Call before the fit loop runs."""
     max_steps, max_epochs = trainer.max_steps, trainer.max_epochs
     epochs: Any = trainer.fit_loop.epoch_progress.current
     if 0 <= max_steps <= trainer.global_step:
@@ -146,7 +146,7 @@ def finished_because(trainer: Trainer) -> tuple[str, str] | None:
 
 
 def _skip_sanity_check(trainer: Trainer) -> None:
-    """Leave the validation before training out once: a run that is resumed has had it, and what it changes was restored."""
+    """Skip the next validation before training: the resumed run has had it, and its changes were restored."""
 
     def skipped() -> None:
         del trainer._run_sanity_check
@@ -167,7 +167,7 @@ def resume_between_epochs(trainer: Trainer, state: LoopState) -> None:
 
 
 def restore_ended(trainer: Trainer, state: LoopState) -> None:
-    """Let loops have the progress with which training ended, if nothing is left to train."""
+    """Give loops their progress at training's end, if nothing is left to train."""
     del state["settings"]
     trainer.fit_loop.load_state_dict(state)
     _clear_restart_flags(trainer)
@@ -180,7 +180,7 @@ def resume_mid_epoch(trainer: Trainer, state: LoopState, position: Callable[[], 
 
     Args:
         trainer: the trainer whose loops get `state`.
-        state: the result of `_progress.LoopProgress.take`.
+        state: the result of `LoopProgress.take`.
         position: moves the data fetcher past the consumed batches; called once its iterator exists.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
@@ -204,8 +204,8 @@ def resume_mid_epoch(trainer: Trainer, state: LoopState, position: Callable[[], 
 
 def _clear_restart_flags(trainer: Trainer) -> None:
     for loop in _with_children(trainer.fit_loop):
-        # Not through `restarting`: with `max_steps` its setter keeps the fit loop restarting whatever it is told, which
-        # then counts an epoch that has ended once more and makes no iterator for the next.
+        # Not through `restarting`: with `max_steps` its setter leaves the fit loop restarting whatever it is given, which
+        # then counts the ended epoch once more and makes no iterator for the next epoch.
         loop._restarting = False
         loop._loaded_from_state_dict = False
         loop._resuming_from_checkpoint = False

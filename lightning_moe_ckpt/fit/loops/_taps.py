@@ -1,7 +1,7 @@
 """Call listeners at moments for which Lightning has no hook, through private attributes.
 
-Such moments are: before an epoch starts, before the loader's iterator is made, before a batch is fetched, when gradients are
-clipped. A tap is an instance attribute on one trainer's loops or plugins, and is removed again.
+Such moments are: before an epoch starts, before the loader's iterator is made, before a batch is fetched, when
+gradients are clipped. A tap is an instance attribute on one trainer's loops or plugins, and is removed again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_moe_ckpt.journal import Unread
 
 
 class LoopListener(Protocol):
-    """Listener for moments that have no hook."""
+    """Listener for moments without a hook."""
 
     def before_epoch(self) -> None:
         """Called after all hooks of the previous epoch, before `on_train_epoch_start`."""
@@ -28,13 +28,13 @@ class LoopListener(Protocol):
         """Called before the loader's iterator is made, when samplers and workers draw their seeds."""
 
     def before_fetch(self) -> None:
-        """Called before the next batch is fetched; everything that follows the previous batch has run."""
+        """Called before the next batch is fetched; everything behind the previous batch has run."""
 
     def after_fetch(self) -> None:
-        """Called after a batch was fetched, before any hook has seen it."""
+        """Called after a batch was fetched, before any hook has seen the batch."""
 
     def before_epoch_end(self) -> None:
-        """Called after the epoch's last trained batch and all that follows it, before the epoch-end hooks."""
+        """Called after everything behind the epoch's last trained batch, before the epoch-end hooks."""
 
     def after_run(self) -> None:
         """Called when training has ended by itself, after every `on_train_end`."""
@@ -50,16 +50,16 @@ class DataListener(Protocol):
     """Listener for further moments of loaders."""
 
     def after_iter(self) -> None:
-        """Called when the iterator of a later epoch than the first was made."""
+        """Called when the iterator of an epoch after the first was made."""
 
     def before_fetch_ahead(self) -> None:
-        """Called before a fetch while that iterator is made, of loaders without a length."""
+        """Called before a fetch while such an iterator is made, for loaders without a length."""
 
     def before_validation(self) -> None:
-        """Called before loaders of validation make iterators, that of the sanity check included."""
+        """Called before validation's loaders make iterators, the sanity check's included."""
 
     def load(self, name: str) -> None:
-        """Called in the place of a loop's `setup_data`: let it ask for loaders, see `loops_of`, if it needs any."""
+        """Called in place of a loop's `setup_data`: let the loop ask for loaders, see `loops_of`, if necessary."""
 
 
 class FitLoopTaps:
@@ -75,7 +75,7 @@ class FitLoopTaps:
         self._before(fit_loop, "on_advance_start", listener.before_epoch)
         # Lightning makes the first epoch's iterator in `setup_data`, right after this call...
         self._before(fit_loop, "_load_combined_loader_states", listener.before_iter)
-        # ... and those of later epochs in here. Loaders without a length are fetched from right then, by the fetcher of
+        # ... and later epochs' iterators in here. Loaders without a length are fetched from right then, by the fetcher of
         # the epoch before, whose taps are in place: making an iterator ahead is one moment, as in the first epoch.
         self._making_iterator = False
         self._set(epoch_loop, "on_run_start", self._run_start(trainer, listener, data))
@@ -139,7 +139,7 @@ class FitLoopTaps:
         self._restore.append(lambda: owner.__dict__.pop(name, None))
 
     def remove(self) -> None:
-        """Restore the loops' own methods, also those of a resume that did not reach its first batch."""
+        """Restore the loops' own methods, also after a resume that did not reach its first batch."""
         while self._restore:
             self._restore.pop()()
         self._epoch_loop.__dict__.pop("reset", None)
@@ -154,19 +154,19 @@ def _makes_iterator(trainer: Trainer) -> bool:
 
 
 class ClipTap:
-    """Record, and in replay replace, the global gradient norm that clipping uses; see what comes between it and the step.
+    """Record, and in replay replace, clipping's global gradient norm; call `clipped` between clipping and the step.
 
-    A frozen operator has no gradient in replay, so the norm of the original step cannot be computed again. The
-    logged norm, and not a coefficient, gives the same bits.
+    A frozen operator has no gradient in replay, so the original step's norm cannot be computed again. The logged norm,
+    and not a coefficient, gives the same bits.
     """
 
     def __init__(self, trainer: Trainer, norm: Callable[[list[torch.nn.Parameter]], Tensor] | None = None) -> None:
         self.last: Tensor | None = None
         """Norm used by the newest optimizer step, on the device; `None` if nothing was clipped by norm."""
         self.override: Tensor | None = None
-        """Norm to use in place of the computed one; `None` for none."""
+        """Norm to use in place of the computed norm; `None` for the computed norm."""
         self.clipped: Callable[[], None] | None = None
-        """Called when hooks of the user and clipping are through with gradients, and the optimizer steps next."""
+        """Called after clipping and the user's hooks on gradients, right before the optimizer steps."""
         self._plugin = trainer.precision_plugin
         self._norm = norm if norm is not None else _total_norm
         self._previous = self._plugin.__dict__.get("clip_grad_by_norm")
@@ -201,7 +201,7 @@ def _total_norm(parameters: list[torch.nn.Parameter]) -> Tensor:
 
 
 class BatchTap:
-    """Train on what `fetched` returns for each batch as the loader gave it, but not while `resting()`, until `remove`."""
+    """Train on the result of `fetched` for each batch as loaded, but not while `resting()`, until `remove`."""
 
     def __init__(self, trainer: Trainer, fetched: Callable[[Any], Any], resting: Callable[[], bool]) -> None:
         # The precision plugin is the first to get a batch.
@@ -242,7 +242,7 @@ class FoundInf:
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)
 
     def read(self, optimizer: torch.optim.Optimizer) -> float | Unread | None:
-        """Return the flag of the coming step, for the journal; `None` without a scaler."""
+        """Return the coming step's flag, for the journal; `None` without a scaler."""
         found = self._per_device(optimizer)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""Read what one Trainer has and was given, and set what a resumed run has to have, through private attributes."""
+"""Read a Trainer's state and arguments, and set a resumed run's, through private attributes."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def take_precision(trainer: Trainer) -> dict[str, Any]:
 
 
 def take_buffer_sync(trainer: Trainer) -> bool | None:
-    """Return whether DDP broadcasts buffers before the next forward; validation and accumulating batches turn it off."""
+    """Return whether DDP broadcasts buffers before the next forward; validation and accumulating batches turn this off."""
     found: bool | None = getattr(trainer.strategy.model, "require_forward_param_sync", None)
     return found
 
 
 def restore_buffer_sync(trainer: Trainer, taken: bool | None) -> None:
-    """Restore the flag that `take_buffer_sync` returned."""
+    """Restore the result of `take_buffer_sync`."""
     if taken is not None:
         trainer.strategy.model.require_forward_param_sync = taken  # type: ignore[union-attr]
 
@@ -63,45 +63,45 @@ def takes_iterator(trainer: Trainer) -> bool:
 
 
 def should_stop(trainer: Trainer) -> bool:
-    """Return whether the run was stopped for good. The end of `max_time` does not count, since a later run may have more."""
+    """Return whether the run was stopped for good. An end by `max_time` does not count: a later run may have more time."""
     timers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Timer)]
     return trainer.should_stop and all((timer.time_remaining() or 1.0) > 0 for timer in timers)
 
 
 def use_clipping(trainer: Trainer, value: float | None, algorithm: str | None) -> None:
-    """Clip gradients from here on as if the trainer had been given these arguments."""
+    """Clip gradients from here on as if these were the trainer's arguments."""
     trainer.gradient_clip_val = value
     trainer.gradient_clip_algorithm = None if algorithm is None else GradClipAlgorithmType(algorithm)
 
 
 def batches_done(trainer: Trainer) -> int:
-    """Return how many batches of the epoch at hand have been trained on."""
+    """Return the number of batches trained in this epoch."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def dtype_of_steps(trainer: Trainer, module: LightningModule) -> torch.dtype:
-    """Return torch's default type where the optimizer steps; in manual optimization that is the type of the precision's own context."""
+    """Return torch's default type at optimizer steps; in manual optimization, inside the precision's own context."""
     with nullcontext() if module.automatic_optimization else trainer.precision_plugin.train_step_context():
         return torch.get_default_dtype()
 
 
 def max_time(trainer: Trainer) -> float | None:
-    """Return the seconds that `max_time` or a `Timer` gives a run."""
+    """Return the run's limit in seconds by `max_time` or a `Timer`; `None` without a limit."""
     return next((each._duration for each in callbacks_of(trainer) if isinstance(each, Timer)), None)
 
 
 def detects_anomaly(trainer: Trainer) -> bool:
-    """Return what `Trainer(detect_anomaly=...)` was given."""
+    """Return the argument of `Trainer(detect_anomaly=...)`."""
     return trainer._detect_anomaly
 
 
 def take_seed() -> str | None:
-    """Return the seed of samplers that Lightning makes; `None` if there is none."""
+    """Return the seed of samplers made by Lightning; `None` if there is none."""
     return os.environ.get(_SEED_VARIABLE)
 
 
 def restore_seed(seed: str | None) -> None:
-    """Set the seed of samplers that Lightning makes from now on."""
+    """Set the seed of samplers made by Lightning from now on."""
     if seed is None:
         os.environ.pop(_SEED_VARIABLE, None)
     else:
@@ -115,13 +115,13 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
 
 
 def log_row(trainer: Trainer, row: Mapping[str, float]) -> None:
-    """Log `row` to every logger under the step of the current batch, past the module, whose values journals have."""
+    """Log `row` to every logger under the current batch's step, past the module, whose values are in journals."""
     for logger in trainer.loggers:
         logger.log_metrics(dict(row), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def expert_parallel_size(trainer: Trainer) -> int:
-    """Return the number of ranks that share the experts of a layer."""
+    """Return the number of ranks that share a layer's experts."""
     groups = getattr(trainer.strategy, "groups", None)
     return groups.ep_size if isinstance(groups, ParallelGroups) else 1
 
@@ -156,7 +156,7 @@ def checkpoint_extra(trainer: Trainer, module: LightningModule) -> dict[str, obj
 
 
 def is_compiled(module: LightningModule) -> bool:
-    """Return whether `torch.compile` was applied to a module, to a part of it or to a method."""
+    """Return whether `torch.compile` was applied to a module, to a part or to a method."""
     return module._compiler_ctx is not None or any(map(_is_compiled, module.modules()))
 
 

@@ -1,1 +1,1 @@
-"""Attributes of the user's objects, whatever owns them: description in a journal, and restore in place."""
+"""Attributes of the user's objects: description in a journal, and restore in place."""

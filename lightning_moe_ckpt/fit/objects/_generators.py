@@ -1,9 +1,9 @@
-"""Find the random generators that the user's objects hold.
+"""Find random generators held by the user's objects.
 
 A data set may hold a NumPy `Generator`, a transform a `random.Random`, a module or callback a `torch.Generator`. Their
-draws are part of the run, and only attributes lead to them. The search is bounded: attributes, and items of
-small lists, tuples and dicts among them, a few levels deep. A generator has the same name in every process of the run,
-as long as the code is the same.
+draws are part of the run, and only attributes lead to them. The search is bounded: attributes, and items of small
+lists, tuples and dicts in attributes, a few levels deep. A generator has the same name in every process of the run, as
+long as the code is the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Ra
 _DEPTH = 6
 """Levels of the search, enough for subset, data set, transform, list of transforms, transform, generator."""
 _MOST_ITEMS = 100
-"""Most items of a list that is searched; longer lists hold data."""
+"""Longest list, tuple or dict that the search looks into; longer ones are taken for data."""
 _MOST_OBJECTS = 200_000
 _OPAQUE = (
     *(str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType, Tensor, np.ndarray),
@@ -41,7 +41,7 @@ _OPAQUE = (
 
 
 def held_by(objects: Mapping[str, object]) -> dict[str, HeldGenerator]:
-    """Return the generators that some objects hold, by names that begin with the objects' names."""
+    """Return generators held by some objects, by names that begin with the objects' names."""
     return generators_at(places_of(objects.items(), set()))
 
 
@@ -50,13 +50,13 @@ def places_of(roots: Iterable[tuple[str, object]], seen: set[int]) -> GeneratorP
 
     Args:
         roots: objects by name.
-        seen: identities of objects that are passed over; those that were searched are added.
+        seen: identities of objects to pass over; searched objects are added.
     """
     return {place: at for name, each in roots for place, at in _places(name, each, seen, _DEPTH)}
 
 
 def generators_at(places: GeneratorPlaces) -> dict[str, HeldGenerator]:
-    """Return the generators that are still in their places."""
+    """Return generators that are still in their places."""
     found = {}
     for name, (namespace, key) in places.items():
         value = _get(namespace, key)
@@ -99,5 +99,5 @@ def _get(namespace: Any, key: Any) -> object:
     try:
         value: object = namespace[key]
     except LookupError:
-        return None  # it was there when looked for
+        return None  # removed since the search
     return value

@@ -1,11 +1,11 @@
-"""Describe objects of the user's and values in the journal's types, and make them again in place: one class for each kind.
+"""Describe users' objects and values in the journal's types, and make them again in place: one class per kind.
 
-A value that cannot change is described where it is. An object that may change is a node, and others refer to it by its name:
-shared objects stay shared, and cycles end. Of an object that the user's code makes in every process, the reference, only what
-has changed since is an entry, each attribute by itself; one that came into being in training is described whole.
+An immutable value is described in place. A mutable object is a node, referred to by name: shared objects stay shared,
+and cycles end. Objects made by the user's code in every process are the reference: only later changes are entries,
+attribute by attribute. Objects made in training are described whole.
 
-A look at a node compares its parts by identity, a tensor by its version, and an array by a digest. What has not changed since
-the last look keeps its description, and with it the text that the journal has of it.
+A look at a node compares its parts by identity, tensors by version, and arrays by digest. Unchanged parts keep their
+description, and with it their text in the journal.
 """
 
 from __future__ import annotations
@@ -55,41 +55,41 @@ from lightning_moe_ckpt.snapshot import DataAccess
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _MOST_ITEMS, _MOST_PARTS = 100_000, 10_000
-"""Longest container of plain values, and longest one of objects, that is searched; others hold data."""
+"""Longest searched container, of plain values and of objects; longer containers hold data."""
 COMPARED_NBYTES = 2**16
 """Largest tensor on the host that is compared element by element: changes through `.data` leave no trace."""
 CONTENT = "{}"
-"""Ends the name of an entry that has what is in an object; other entries are attributes."""
+"""End of the names of entries for an object's content; other entries are attributes."""
 GONE = ("gone",)
 UNSEEN = "cannot be looked at"
 NEW = object()
 FILLED_LAST = {"l": 1, "e": 2, "d": 2}
-"""Containers of objects that are whole before they are put in, since they may be hashed."""
+"""Fill order of containers, by tag: after their items are whole, since items may be hashed."""
 
 
 class Graph(Protocol):
-    """What nodes are part of."""
+    """The graph around nodes."""
 
     most_nbytes: int
 
     def describe(self, value: Any, place: str, node: Node, end: str) -> Text:
-        """Describe a value for an entry of a node, which gets it as a part if it may change."""
+        """Describe a value for a node's entry; a mutable value becomes a part of the node."""
 
     def is_untouched(self, name: str) -> bool:
         """Return whether an attribute is left alone."""
 
     def may_copy(self, nbytes: int) -> bool:
-        """Return whether there is room for a copy of so much of the reference, and take it."""
+        """Return whether there is room for a copy of `nbytes` of the reference, and reserve the room."""
 
 
 class Node:
-    """An object that may change, with attributes that are searched.
+    """A mutable object with searched attributes.
 
     Args:
         name: its name.
         each: the object.
-        left_out: names of attributes that are none of the user's; `None` if no attributes are searched.
-        is_new: whether it came into being in training; else what it is at the first look is the reference.
+        left_out: names of attributes that are not the user's; `None` if no attributes are searched.
+        is_new: whether the object was made in training; otherwise its state at the first look is the reference.
     """
 
     tag = "o"
@@ -97,21 +97,21 @@ class Node:
     def __init__(self, name: str, each: Any, left_out: Collection[str] | None, *, is_new: bool) -> None:
         self.name, self.each, self.left_out, self.is_new = name, each, left_out, is_new
         self.first: dict[str, Text] = {}
-        """Descriptions that are the reference, by the end of their entries' names; nothing of an object that is new."""
+        """Descriptions in the reference, by the end of their entries' names; empty for a new object."""
         self.now: dict[str, Text] = {}
         self.moved: dict[str, Text] = {}
-        """Entries of what has changed."""
+        """Changed entries."""
         self.lost: dict[str, str] = {}
-        """Names of what has changed and cannot be stored, with reasons."""
+        """Names of changed entries that cannot be stored, with reasons."""
         self.why: dict[str, dict[object, str]] = {}
-        """Reasons why something cannot be stored, by the end of its name and what it is."""
+        """Reasons why values cannot be stored, by the end of the entry's name and the value's identity."""
         self.parts: list[Node] = []
         self.turn = self.size = 0
         self._seen: list[object] = []
         self._first_why: dict[str, Collection[object]] = {}
 
     def look(self, graph: Graph) -> bool:
-        """Describe it anew if it has changed since the last look; return whether it has."""
+        """Describe the object anew if it has changed since the last look; return whether it has."""
         space = space_of(self.each) if self.left_out is not None else {}
         seen = [*self._items(), *space.keys(), *space.values()]
         if self.now and len(seen) == len(self._seen) and all(map(is_, seen, self._seen)):
@@ -126,45 +126,45 @@ class Node:
     def _look_at(self, space: Mapping[str, Any], graph: Graph) -> None:
         for name, value in space.items():
             place = f"{self.name}.{name}"
-            noted = name.startswith("__pl_")  # by Lightning, which makes loaders and batch samplers anew from it
+            noted = name.startswith("__pl_")  # Lightning's notes for making loaders and batch samplers anew
             if not (noted or name in (self.left_out or ()) or graph.is_untouched(place)):
                 self.now[f".{name}"] = graph.describe(value, place, self, f".{name}")
 
     def cannot_look(self, error: Exception) -> bool:
-        """Note what a look has raised, which no foreign object ends training with; return whether that is new."""
+        """Note the error of a look, so that no foreign object ends training; return whether the error is new."""
         last, self._seen = self.why, []
         self.why = {CONTENT: {str(error): f"{UNSEEN}: {error!r}"}}
         self.now = {**self.now, CONTENT: ("kept", UNSEEN)}
         return self.why != last
 
     def compare(self, *, always: Collection[str] = ()) -> None:
-        """Note what differs from the reference, which this is if there is none; of some entries, `always` everything."""
+        """Note differences from the reference, or become the reference; entries in `always` differ always."""
         if not self.is_new and not self.first:
             self.first = {end: NEW if f"{self.name}{end}" in always else text for end, text in self.now.items()}
             self._first_why = {end: set(why) for end, why in self.why.items()}
         changed = {end: text for end, text in self.now.items() if not same(self.first.get(end, NEW), text)}
         unstored = {end: self._unstored(end) for end in changed if end in self.why}
         self.lost = {f"{self.name}{end}".removesuffix(CONTENT): why for end, why in unstored.items() if why}
-        whole = not (self.is_new and self.lost)  # an object without some of its parts is none
+        whole = not (self.is_new and self.lost)  # an object without some of its parts is not stored
         self.moved = {f"{self.name}{end}": text for end, text in changed.items() if whole and not unstored.get(end)}
         self.moved |= {f"{self.name}{end}": GONE for end in self.first if end not in self.now}
         self.size = sum(map(size_of, self.moved.values()))
 
     def states(self) -> Iterator[tuple[str, str]]:
-        """Yield the names of what surely has state that cannot be stored, with reasons."""
+        """Yield names of entries with state that certainly cannot be stored, with reasons."""
         for end, reasons in self.why.items():
             if why := ", ".join(sorted(why for why in reasons.values() if why.startswith(("state of", UNSEEN)))):
                 yield f"{self.name}{end}".removesuffix(CONTENT), why
 
     def _unstored(self, end: str) -> str:
-        """Return why an entry cannot be stored, unless all that cannot be is still what the user's code has put there."""
+        """Return why an entry cannot be stored; empty if all such values are still the user code's first ones."""
         known = self._first_why.get(end, ())
         return ", ".join(sorted({why for key, why in self.why[end].items() if key not in known}))
 
     def _items(self) -> Iterable[object]:
         return ()
 
-    def _content(self, graph: Graph) -> Text:  # of containers
+    def _content(self, graph: Graph) -> Text:  # the same for all but containers
         return self.now.get(CONTENT) or self._described()
 
     def _described(self, **more: Any) -> Text:
@@ -176,10 +176,10 @@ class Node:
         return _bare(kind)
 
     def fill(self, content: Mapping[str, Any], read: Callable[..., Any]) -> None:
-        """Make the object what a description of it says."""
+        """Make the object equal to a description of its content."""
 
     def close(self) -> None:
-        """Let go of what watches it."""
+        """Stop watching the object."""
 
 
 class _List(Node):
@@ -249,7 +249,7 @@ class _Dict(_List):
     def fill(self, content: Mapping[str, Any], read: Callable[..., Any]) -> None:
         found = [(read(key), text) for key, text in content["items"]]
         items = [(key, read(text, [self.each[key]] if key in self.each else [])) for key, text in found]
-        kind = OrderedDict if isinstance(self.each, OrderedDict) else dict  # past what a class makes of its items
+        kind = OrderedDict if isinstance(self.each, OrderedDict) else dict  # bypasses the class's own item methods
         kind.clear(self.each)
         for key, value in items:
             kind.__setitem__(self.each, key, value)
@@ -258,7 +258,7 @@ class _Dict(_List):
 
 
 class Whole(Node):
-    """An object that is stored as one value: the reference is a copy of it only as far as there is room."""
+    """An object stored as one value: the reference is copied only while there is room."""
 
     def look(self, graph: Graph) -> bool:
         seen = self._sight(graph)
@@ -344,7 +344,7 @@ class _Array(Whole):
 
 
 class Stateful(Whole):
-    """An object with `state_dict` and `load_state_dict`; one of the user's classes has attributes, too."""
+    """An object with `state_dict` and `load_state_dict`; if of a user's class, with attributes, too."""
 
     tag = "s"
     _accesses: DataAccess | None = None
@@ -372,7 +372,7 @@ class Stateful(Whole):
         return seen == self._seen and not any(map(_differs_unseen, self._leaves, copies))
 
     def _sight(self, graph: Graph) -> list[Any]:
-        self._state = self.each.state_dict()  # kept, so that no other tensors get the same memory
+        self._state = self.each.state_dict()  # kept: no other tensors may get the same memory
         leaves, spec = pytree.tree_flatten(self._state)
         self._leaves, self._spec = leaves, spec
         if self._accesses is None and isinstance(self.each, nn.Module):
@@ -404,7 +404,7 @@ class Stateful(Whole):
 
 
 class _Generator(Whole):
-    """A random generator. Those that the user's code has made are restored at their own moments, see `HeldGenerators`."""
+    """A random generator. Generators made by the user's code are restored at their own moments, see `HeldGenerators`."""
 
     tag = "G"
 
@@ -448,7 +448,7 @@ KINDS: dict[str, type[Node]] = {
 
 
 def kind_of(value: Any, *, is_new: bool) -> tuple[type[Node] | None, Collection[str] | None]:
-    """Return how an object is searched, and what is left out of its attributes; `None` for none."""
+    """Return an object's node class, and names of attributes to leave out; `None` if not searched."""
     users = not is_library(type(value))
     for base, kind in _SEARCHED_AS.items():
         if isinstance(value, base):
@@ -467,7 +467,7 @@ def kind_of(value: Any, *, is_new: bool) -> tuple[type[Node] | None, Collection[
 
 @functools.cache
 def metrics_own() -> frozenset[str]:
-    """Return the names of attributes that torchmetrics gives every metric, states aside."""
+    """Return names of attributes that torchmetrics gives every metric, except states."""
     bare = MeanMetric()
     return frozenset(vars(bare)) - {*bare._defaults, "nan_strategy"}
 
@@ -479,7 +479,7 @@ def _is_searched(value: Any) -> bool:
 
 
 def may_make(kind: type, cls: type[Node]) -> bool:
-    """Return whether a journal may ask for an object of this class: containers, tensors, arrays, and classes of the user's."""
+    """Return whether a journal may ask for an object of this class: containers, tensors, arrays, and users' classes."""
     bases: dict[str, Any] = {
         "l": (list, deque, bytearray, array),
         "e": set,
@@ -495,7 +495,7 @@ def may_make(kind: type, cls: type[Node]) -> bool:
 
 
 def same(first: Text, now: Text) -> bool:
-    """Return whether two descriptions are equal in type and bits; those with tensors and arrays are if they are one."""
+    """Return whether two descriptions are equal in type and bits; descriptions with tensors or arrays, if identical."""
     if isinstance(first, dict) and first["kind"] not in FILLED_LAST:
         return first is now
     return same_text(first, now)
@@ -519,29 +519,29 @@ def size_of(text: Text) -> int:
 
 
 def _sight_of(tensor: Tensor) -> list[Any]:
-    """Return what changes if a tensor does: elements aside of which a change leaves no trace."""
+    """Return values that change with a tensor, except after changes of elements that leave no trace."""
     version = None if tensor.is_inference() else tensor._version
     try:
         return [version, tensor.data_ptr(), tensor.shape]
-    except RuntimeError:  # without memory of its own: sparse, nested, of a subclass that wraps others
+    except RuntimeError:  # no memory of its own: sparse, nested, or a wrapping subclass
         return [version, *tensor.size()] if not tensor.is_nested else [version]
 
 
 def _nbytes(value: Any) -> int:
     try:
         return int(getattr(value, "nbytes", 8))
-    except RuntimeError:  # of a sparse tensor
+    except RuntimeError:  # sparse tensors
         return 8
 
 
 def _differs_unseen(now: Any, copy: Any) -> bool:
-    """Return whether a small tensor on the host differs from a copy of it, which a change through `.data` does not tell."""
+    """Return whether a small tensor on the host differs from its copy, as after an untraced change through `.data`."""
     small = isinstance(now, Tensor) and now.is_cpu and _nbytes(now) <= COMPARED_NBYTES
     return small and now is not copy and not torch.equal(now, copy)
 
 
 def _digest(array: np.ndarray[Any, Any], most_nbytes: int) -> int:
-    """Return a digest of an array; of one too large to be stored, of a sample."""
+    """Return an array's digest, or a sample's if the array is too large to be stored."""
     if array.nbytes > most_nbytes:
         array = array.reshape(-1)[:: array.size // 2**15]
     return xxhash.xxh3_64_intdigest(array.tobytes() if array.dtype.hasobject else np.ascontiguousarray(array).data)
@@ -552,7 +552,7 @@ def _encoded(value: object) -> object:
 
 
 def restore_values(tensor: Tensor, kept: Tensor) -> None:
-    """Make a tensor equal to a copy of what it was, which may be on the host."""
+    """Make a tensor equal to an earlier copy, which may be on the host."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         if tensor.shape != kept.shape or tensor.dtype != kept.dtype:
             tensor.data = kept.to(tensor.device, copy=True)

@@ -1,15 +1,15 @@
-"""Remember what objects were when a fit began, and make them that again, in place.
+"""Remember objects as a fit begins, and restore them in place.
 
-A new process begins with what the user's script has built. One that goes on in place has traces of steps that will be
-trained again, anywhere in the user's objects and in Lightning's. What a journal has is restored from there; of all else
-a new process has what it was at the fit's start. So that is remembered, once, before anything was restored.
+A new process begins with the objects built by the user's script. A process that goes on in place has traces of steps
+that will be trained again, anywhere in the user's objects and in Lightning's. The journal restores its own entries;
+everything else has to be as at the fit's start. So that state is remembered, once, before anything was restored.
 
-The search begins at a few objects and follows attributes, items and bound methods. All of them keep their identity, since
-they refer to each other: an attribute gets the object back that it had, and that object gets its own attributes back.
-Large tensors are not copied, unless that is asked for: those of the model are restored from a generation, and others, such as data,
-must not have changed.
+The search begins at a few objects and follows attributes, items and bound methods. All objects keep their identity,
+since they refer to each other: an attribute gets its former object back, and this object its own attributes. Large
+tensors are not copied, unless asked for: the model's are restored from a generation, and others, such as data, must not
+have changed.
 
-Out of reach: class attributes, globals, closures, iterators, and what objects of the standard library hold.
+Out of reach: class attributes, globals, closures, iterators, and content of the standard library's objects.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomS
 
 _MOST_NBYTES = 2**20
 _MOST_ITEMS = 10_000
-"""Longer containers hold data."""
+"""Longest searched container, in items; longer containers hold data."""
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _LISTS = (list, bytearray)
 _SETS = (set, deque)
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, Enum, PurePath, BaseException)
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 _FOREIGN = {*sys.stdlib_module_names, "fsspec", "tqdm", "rich", "tensorboard"}
-"""Packages whose objects are not looked into: connections, files, threads, windows."""
+"""Packages whose objects are not searched: connections, files, threads, windows."""
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _MISSING = object()
 
 
 class Memento:
-    """What objects were.
+    """Objects' state at one moment.
 
     Args:
-        roots: where the search begins.
-        shallow: objects of which the attributes are remembered, and not what they lead to.
-        restored: tensors whose values somebody else restores.
+        roots: objects at which the search begins.
+        shallow: objects with remembered attributes that are not searched further.
+        restored: tensors with values restored elsewhere.
         apart: types of objects that are left alone.
-        most_items: most items of a container that are searched. Which items a longer one has is remembered all the same.
-        most_nbytes: largest tensor or array that is copied.
+        most_items: longest searched container; of longer containers only the items' identities are remembered.
+        most_nbytes: largest copied tensor or array, in bytes.
     """
 
     def __init__(
@@ -73,18 +73,18 @@ class Memento:
     ) -> None:
         self._apart, self._most_items, self._most_nbytes = (*_OPAQUE, *apart), most_items, most_nbytes
         self.misses = False
-        """Whether there are objects in longer containers: what these are is not remembered."""
+        """Whether there are objects in longer containers, whose content is not remembered."""
         self._restored = {id(tensor): tensor for tensor in restored}
         self._spaces: list[tuple[dict[Any, Any], list[tuple[Any, Any]]]] = []
-        """Attributes of objects, and dictionaries."""
+        """Objects' attributes, and dictionaries."""
         self._slots: list[tuple[object, str, object]] = []
         self._lists: list[tuple[Any, list[Any]]] = []
         self._sets: list[tuple[Any, list[Any]]] = []
         self._arrays: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor | int | None]] = []
-        """With a copy of the values, the version of one too large for that, or nothing where others restore it."""
+        """Tensors, each with a copy, the version of a large tensor, or `None` if restored elsewhere."""
         self._leaves: list[tuple[Tensor, bool, Tensor | None, list[dict[Any, Any] | None]]] = []
-        """With `requires_grad`, the gradient and hooks."""
+        """Tensors with `requires_grad`, gradient and hooks."""
         self._held: dict[str, Generator] = {}
         self._seen: dict[int, object] = {}
         self._search([*roots, *self._restored.values()])
@@ -94,10 +94,10 @@ class Memento:
         self._seen.clear()
 
     def restore(self) -> None:
-        """Make everything what it was.
+        """Restore everything remembered.
 
         Raises:
-            CheckpointError: something was changed that is not remembered.
+            CheckpointError: a large tensor that was not copied has changed.
         """
         for space, items in self._spaces:
             _restore_space(space, items)
@@ -127,11 +127,11 @@ class Memento:
             each = found.pop()
             if type(each) in _ATOMS or id(each) in self._seen or isinstance(each, self._apart):
                 continue
-            self._seen[id(each)] = each  # which keeps it alive, so that no other gets its identity
+            self._seen[id(each)] = each  # kept alive: no other object may get its identity
             found.extend(self._remember(each))
 
     def _remember(self, each: Any) -> Iterator[object]:
-        """Remember one object, and return what it leads to."""
+        """Remember an object, and yield objects to which it leads."""
         if isinstance(each, Tensor):
             self._remember_tensor(each)
         elif isinstance(each, np.ndarray):
@@ -194,7 +194,7 @@ def _restore_space(space: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:
     now = list(space.items())
     if len(now) == len(items) and all(k is key and v is value for (k, v), (key, value) in zip(now, items, strict=True)):
         return
-    kind = OrderedDict if isinstance(space, OrderedDict) else dict  # past what a class makes of its items
+    kind = OrderedDict if isinstance(space, OrderedDict) else dict  # bypasses the class's own item methods
     kind.clear(space)
     for key, value in items:
         kind.__setitem__(space, key, value)

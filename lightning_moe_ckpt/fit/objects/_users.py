@@ -1,4 +1,4 @@
-"""Tell the user's objects from those of libraries, and what has state that nobody can store."""
+"""Tell the user's objects from libraries' objects, and find state that cannot be stored."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _LIBRARIES = frozenset(
         *("tqdm", "rich", "wandb", "mlflow", "tensorboard", "tensorboardX", "omegaconf", "jsonargparse", "pydantic"),
     }
 )
-"""Packages whose objects are not searched: what changes in them is theirs. Containers, and objects with a `state_dict`, are."""
+"""Packages whose objects are not searched, except containers and objects with a `state_dict`."""
 SEARCHED = (types.SimpleNamespace, argparse.Namespace, Dataset, Sampler, UserDict, UserList, UserString, ChainMap)
-"""Types of libraries whose attributes are searched all the same."""
+"""Library types with attributes that are searched all the same."""
 MADE_BY_LIGHTNING = (
     Trainer,
     LightningModule,
@@ -48,7 +48,7 @@ MADE_BY_LIGHTNING = (
     Logger,
     LightningOptimizer,
 )
-"""Types of what is restored elsewhere, or made by every process."""
+"""Types of objects that are restored elsewhere, or made by every process."""
 _STATE: dict[str, str] = {
     **dict.fromkeys(("queue", "_queue", "multiprocessing.queues", "asyncio.queues"), "state of a queue"),
     **dict.fromkeys(("_thread", "threading", "multiprocessing.synchronize"), "state of a lock or thread"),
@@ -60,7 +60,7 @@ _STATE: dict[str, str] = {
 
 
 def is_library(kind: type) -> bool:
-    """Return whether a class is of a library, and not of the user's own package of the same name."""
+    """Return whether a class is a library's, and not of the user's own package with the same name."""
     return _is_library(kind.__module__.partition(".")[0])
 
 
@@ -73,12 +73,12 @@ def _is_library(root: str) -> bool:
 
 @functools.cache
 def names_of_loaders() -> frozenset[str]:
-    """Return the names of attributes that torch gives every loader."""
+    """Return names of attributes that torch gives every loader."""
     return frozenset(vars(DataLoader[Any](range(1)))) | {"_get_iterator"}  # type: ignore[arg-type]
 
 
 def has_state(value: object) -> bool:
-    """Return whether an object has a `state_dict` without arguments, and takes it back."""
+    """Return whether an object has a `state_dict` without arguments, and can load its result."""
     try:
         own = getattr(value, "state_dict", None)
         if not callable(own) or not callable(getattr(value, "load_state_dict", None)):
@@ -90,7 +90,7 @@ def has_state(value: object) -> bool:
 
 
 def why_not(value: object) -> str:
-    """Say what an object is that cannot be stored: what surely has state of its own is said to have it."""
+    """Return a description of an object that cannot be stored; "state of ..." if it certainly has state of its own."""
     home = type(value).__module__
     if isinstance(value, io.IOBase):
         return "state of an open file"
@@ -104,7 +104,7 @@ def why_not(value: object) -> str:
 
 
 def _slots_of(kind: type) -> Collection[str]:
-    """Return the names of attributes that a class and those it inherits from have places for."""
+    """Return names of slots of a class and its bases."""
     names = set[str]()
     for base in kind.__mro__[:-1]:
         own = vars(base).get("__slots__", ())
@@ -118,16 +118,16 @@ slots_of: Callable[[type], Collection[str]] = functools.lru_cache(maxsize=1024)(
 
 
 def space_of(each: Any) -> Mapping[str, Any]:
-    """Return the attributes that an object has itself."""
+    """Return an object's own attributes."""
     space = getattr(each, "__dict__", {})
     slots = slots_of(type(each))
     return space if not slots else {**space, **{name: getattr(each, name) for name in slots if hasattr(each, name)}}
 
 
 def in_state(owner: Any) -> frozenset[str]:
-    """Return the names of attributes that need no place beside an object's own state: large values that it has, too."""
+    """Return names of attributes that are part of the object's own state, and need no other place."""
     found = set[str]()
-    with contextlib.suppress(Exception):  # the user's code may raise anything; all is looked at then
+    with contextlib.suppress(Exception):  # the user's code may raise anything; all attributes are followed then
         state: Any = owner.state_dict()
         leaves = pytree.tree_leaves(state)
         ids = {*map(id, state.values()), *map(id, leaves)}

@@ -1,8 +1,8 @@
-"""Follow what some owners hold, directly or through other objects: take what has changed, and make it that again in place.
+"""Follow objects held by owners, directly or through other objects: take changes, and restore them in place.
 
-Objects are nodes of a graph that begins at owners; a node has the name of the first place at which it was found, see
-`_kinds`. What the user's code makes again in every process is the reference. Objects that came into being later have
-a number in their names, `#`.
+Objects are nodes of a graph that begins at owners; a node is named by the first place at which it was found, see
+`_kinds`. Objects made by the user's code in every process are the reference. Objects made later have a number in their
+names, `#`.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ log = rank_logger(__name__)
 _MOST_NODES = 50_000
 _MOST_SAID = 30
 _HOOKED = ("._output_capturing_hooks_installed", "._is_hooked")
-"""Flags of transformers that say that a module has its hooks. Hooks are not restored: a new process has to install its own."""
+"""Flags by which transformers marks hooked modules. Hooks are not restored: a new process installs its own."""
 
 
 class Values:
-    """What some owners hold, directly or through other objects.
+    """Objects held by owners, directly or through other objects.
 
     Args:
-        most_nbytes: limit for what has changed, all of it together.
+        most_nbytes: limit for all changes together, in bytes.
         untouched: names of attributes and objects that are left alone; `*` stands for anything.
-        speaks: whether the log names what cannot be stored.
+        speaks: whether the log names objects that cannot be stored.
     """
 
     def __init__(self, *, most_nbytes: int, untouched: Sequence[str], speaks: bool = True) -> None:
@@ -62,9 +62,9 @@ class Values:
         self._nodes: dict[int, Node] = {}
         """All nodes, by the identity of their objects."""
         self._kept: dict[str, Node] = {}
-        """Nodes of the reference that nothing leads to any more."""
+        """Nodes of the reference to which nothing leads any more."""
         self._at: dict[int, tuple[str, object]] = {}
-        """What is restored elsewhere, by identity."""
+        """Name and object of everything restored elsewhere, by identity."""
         self._order: list[Node] = []
         self._active: list[Node] = []
         self._always: Collection[str] = ()
@@ -72,7 +72,7 @@ class Values:
         self._is_new = False
         self._parts: _Parts | None = None
         self._still: set[str] = set()
-        """Owners that `_parts` looks at."""
+        """Owners watched by `_parts`."""
         self._used: set[str] = set()
         self._taken: dict[str, Text] | None = None
         self._said: set[str] = set()
@@ -86,13 +86,13 @@ class Values:
         *,
         always: Collection[str] = (),
     ) -> None:
-        """Make these the owners. What those hold that are others than before is the reference.
+        """Set the owners. The present state of new owners is the reference.
 
         Args:
-            owners: objects with the names of attributes that are none of the user's, by name.
-            elsewhere: objects to which others may refer, and which are restored elsewhere.
-            always: names of entries that are taken whether they change or not; with `#` at the end, of objects that a later
-                process has not made.
+            owners: objects, each with names of attributes that are not the user's, by name.
+            elsewhere: objects restored elsewhere, to which entries may refer.
+            always: names of entries taken even if unchanged; with `#` at the end, of objects that a later process has
+                not made.
         """
         self._roots = {name: node for name, node in self._roots.items() if owners.get(name, (None,))[0] is node.each}
         self._at = {id(each): (name, each) for name, each in elsewhere.items()}
@@ -103,14 +103,16 @@ class Values:
         fresh = owners.keys() - self._roots.keys()
         for name, (each, left_out) in owners.items():
             if name not in self._roots and not self.is_untouched(name):
-                # What loads a state of data is told where its next iterator begins: see `fit/_data.py`.
+                # A loading data set is told where its next iterator begins: see `fit/_data.py`.
                 apart = isinstance(each, (nn.Module, *MADE_BY_LIGHTNING)) or name.startswith(("loader", "validation"))
                 kind = Stateful if has_state(each) and not apart else Node
                 self._roots[name] = kind(name, each, left_out, is_new=False)
         self._active = [node for name, node in self._roots.items() if name not in self._still]
         self._look(fresh)
         self._is_new = True
-        coming = tuple(name for name in fresh if name.startswith("validation"))  # loaded when it is first needed
+        coming = tuple(
+            name for name in fresh if name.startswith("validation")
+        )  # validation is loaded when first needed
         if coming and any(name.startswith(coming) for name in self._pending):
             self.restore(self._pending, coming)
         if not any(isinstance(node.each, nn.Module) for node in self._roots.values()):
@@ -136,13 +138,13 @@ class Values:
         return name.endswith(_HOOKED) or any(fnmatch.fnmatchcase(name, pattern) for pattern in self._untouched)
 
     def may_copy(self, nbytes: int) -> bool:
-        """Return whether there is room for a copy of so much of the reference, and take it."""
+        """Return whether there is room for a copy of `nbytes` of the reference, and reserve the room."""
         fits = self._copied_nbytes + nbytes <= self.most_nbytes
         self._copied_nbytes += nbytes if fits else 0
         return fits
 
     def take(self, of: tuple[str, ...] | None = None) -> dict[str, Text]:
-        """Return descriptions of what differs from the reference; of owners whose names begin with one `of` these, if given."""
+        """Return descriptions of differences from the reference; with `of`, only if the name begins with an item."""
         if self._look() or self._taken is None:
             self._taken, lost = {}, dict[str, str]()
             for node in self._order:
@@ -160,13 +162,13 @@ class Values:
         forget_new: bool = False,
         but: tuple[str, ...] = (),
     ) -> None:
-        """Make everything what `take` said, in place, and the rest what the reference is.
+        """Restore, in place, the result of `take`, and the reference for everything else.
 
         Args:
-            moved: result of `take`, in this process or an earlier one.
-            of: beginnings of names of owners; others are left as they are.
-            forget_new: whether attributes that came into being since then are deleted.
-            but: beginnings of names that are left as they are.
+            moved: result of `take`, in this process or an earlier process.
+            of: first parts of owners' names; other owners are left as they are.
+            forget_new: whether attributes added since then are deleted.
+            but: first parts of names that are left as they are.
         """
         self._look()
         nodes = {**self._kept, **self._roots, **{node.name: node for node in self._order}}
@@ -203,14 +205,14 @@ class Values:
         self._taken = None
 
     def close(self) -> None:
-        """Let go of what watches objects."""
+        """Stop watching objects."""
         for node in self._nodes.values():
             node.close()
 
     # -- private
 
     def describe(self, value: Any, place: str, node: Node, end: str) -> Text:
-        """Describe a value for an entry of a node, which gets it as a part if it may change."""
+        """Describe a value for a node's entry; a mutable value becomes a part of the node."""
         if type(value) in NATIVE:
             return value
         try:
@@ -240,7 +242,7 @@ class Values:
         return ("kept", 0) if isinstance(value, MADE_BY_LIGHTNING) else None  # Lightning keeps it in every process
 
     def _fixed(self, value: Any, place: str, node: Node, end: str) -> Text | None:
-        """Describe a value that cannot change, but for what is in a tuple; `None` if it may."""
+        """Describe an immutable value, items of tuples aside; `None` for a mutable value."""
         if isinstance(value, tuple | frozenset):
             texts = [self.describe(each, f"{place}.{at}", node, end) for at, each in enumerate(value)]
             return ("t", name_of(type(value)), *texts) if isinstance(value, tuple) else ("z", frozenset(texts))
@@ -262,9 +264,9 @@ class Values:
         return made
 
     def _look(self, fresh: Collection[str] = ()) -> bool:
-        """Look at all nodes that owners lead to; return whether there is any change, and forget the other nodes.
+        """Look at all nodes that owners lead to, and forget other nodes; return whether anything has changed.
 
-        Of owners that seldom change those are looked at that have changed, and `fresh` ones.
+        Owners that seldom change are looked at only if changed or `fresh`.
         """
         self._turn += 1
         turn, changed = self._turn, False
@@ -297,7 +299,7 @@ class Values:
         return changed
 
     def _leave_out(self, lost: dict[str, str]) -> None:
-        """Take the largest entries back until the others fit."""
+        """Drop the largest entries until the rest fits."""
         assert self._taken is not None
         if sum(node.size for node in self._order) <= self.most_nbytes:
             return
@@ -327,7 +329,7 @@ class Values:
             )
 
     def _make(self, texts: Mapping[str, Text], nodes: dict[str, Node]) -> dict[str, str]:
-        """Make the objects that do not exist here; return why some cannot be."""
+        """Make missing objects; return why some cannot be made."""
         lost, made = dict[str, str](), dict[str, Node]()
         for name, text in texts.items():
             owner, end = _split(name)
@@ -335,7 +337,7 @@ class Values:
                 continue
             number = re.search(r"#(\d+)", owner)
             if number is None:
-                continue  # of an owner that this process does not have
+                continue  # this process lacks the owner
             self._count = max(self._count, int(number[1]))
             kind, cls = found(text["of"]), KINDS[text["kind"]]
             if not isinstance(kind, type) or not may_make(kind, cls):
@@ -350,7 +352,7 @@ class Values:
             nodes[owner] = self._nodes[id(each)] = made[owner] = cls(owner, each, left_out, is_new=True)
         parts = [(_split(name)[0], ref) for name, text in texts.items() for ref in _refs(text)]
         while hollow := {owner for owner, ref in parts if owner in made and ref not in nodes}:
-            for owner in hollow:  # what holds it stays what the user's code has made
+            for owner in hollow:  # its holder keeps the user code's object
                 lost[owner] = "a part of it cannot be made again"
                 del nodes[owner], self._nodes[id(made.pop(owner).each)]
         return lost
@@ -370,7 +372,7 @@ class Values:
             object.__setattr__(node.each, end[1:], read(text, [space[end[1:]]] if end[1:] in space else []))
 
     def _read(self, text: Text, nodes: Mapping[str, Node], now: Sequence[Any] = ()) -> Any:
-        """Return the value that a description says; what cannot be stored is what is there `now`."""
+        """Return a description's value; a value that cannot be stored stays as it is `now`."""
         if type(text) is not tuple:
             return text
         tag, *args = text
@@ -399,10 +401,10 @@ class Values:
 
 
 class _Parts:
-    """First values of plain attributes of the parts of a model. There may be thousands of parts, and most never change.
+    """First values of plain attributes of a model's parts. There may be thousands of parts, and most never change.
 
     Args:
-        plain: names of plain attributes, one or more, of each part by its name.
+        plain: names of at least one plain attribute of each part, by the part's name.
         owners: the parts.
     """
 
@@ -410,12 +412,12 @@ class _Parts:
         self._names, self._owners = list(plain), [owners[name] for name in plain]
         self._values = list(map(vars, self._owners))
         self._lengths = list(map(len, self._values))
-        # Twice, since the getter of one name gives no tuple.
+        # Twice: a getter of one name gives no tuple.
         self._get = [itemgetter(*names, *names) for names in plain.values()]
         self._first = list(map(_GET, self._get, self._values))
 
     def moved(self) -> dict[str, object]:
-        """Return parts of which an attribute is new or another object; if there are none, nothing is done for each part."""
+        """Return parts with an attribute that is new or another object; cheap per part if there are none."""
         return dict(self._moved(0, len(self._names)))
 
     def _moved(self, start: int, stop: int) -> Iterator[tuple[str, object]]:
@@ -434,7 +436,7 @@ class _Parts:
         now, first = map(_GET, self._get[own], values), self._first[own]
         try:
             return not all(map(is_, chain.from_iterable(now), chain.from_iterable(first)))
-        except KeyError:  # one is gone and another new
+        except KeyError:  # an attribute is gone and another new
             return True
 
 
@@ -442,12 +444,12 @@ _GET = itemgetter.__call__
 
 
 def is_of_values(text: Text) -> bool:
-    """Return whether a description is that of a tensor or array."""
+    """Return whether a description is a tensor's or an array's."""
     return isinstance(text, dict) and text["kind"] in {"T", "A"}
 
 
 def _refs(text: Any) -> Iterator[str]:
-    """Yield the names of the objects to which a description refers."""
+    """Yield names of objects to which a description refers."""
     if isinstance(text, tuple) and len(text) == 2 and text[0] == "ref":
         yield text[1]
     elif isinstance(text, tuple | list | frozenset | dict):
@@ -455,12 +457,12 @@ def _refs(text: Any) -> Iterator[str]:
 
 
 def unnumbered(name: str) -> str:
-    """Return the name that an entry has in the reference."""
+    """Return an entry's name in the reference."""
     return re.sub(r"#\d+", "", name)
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return the name of a node, and the end by which it knows an entry."""
+    """Return a node's name, and its end of the entry's name."""
     if name.endswith(CONTENT):
         return name.removesuffix(CONTENT), CONTENT
     owner, _, attribute = name.rpartition(".")
