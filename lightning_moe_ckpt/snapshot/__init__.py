@@ -1,4 +1,4 @@
-"""From a plan to bytes in memory: what lies where, and filling it from live state.
+"""Lay out the records of a plan in memory, and fill that memory from live state.
 
 Internal: may change in any version.
 """

@@ -1,6 +1,6 @@
-"""Describe adapters of PEFT for exports: which stored parameters they are, under which names PEFT looks for them.
+"""Describe PEFT adapters for exports: their stored parameters, and the names under which PEFT looks for these.
 
-PEFT is asked, as it names them itself; it is not imported unless the module is made of it.
+PEFT itself gives the names; it is imported only if the module is made of PEFT models.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from typing import Any
 from torch import nn
 
 ADAPTERS = "peft"
-"""Key of adapters among what `read_extra` returns."""
+"""Key of the adapters in the result of `read_extra`."""
 
 
 def describe_adapters(module: nn.Module, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return a description of the active adapter of each PEFT model in a module.
+    """Return a description of the active adapter in each PEFT model in a module.
 
     Args:
         module: the module.
         names: stored names of its tensors, by identity.
 
     Returns:
-        Of each the prefix of its names; name and `adapter_config.json` of the adapter; stored names by those in
-        `adapter_model.safetensors`; what of it is added to weights of the base, and which layers are not so simple.
+        For each PEFT model: the prefix of its names; the adapter's name and `adapter_config.json`; stored names by name
+        in `adapter_model.safetensors`; the products that a merge adds to base weights; and the layers that are not such
+        products.
     """
     peft: Any = sys.modules.get("peft")
     if peft is None or not hasattr(peft, "PeftModel"):
@@ -63,7 +64,7 @@ def _described(peft: Any, prefix: str, model: Any, names: Mapping[int, str]) -> 
 
 
 def _sum(layer: Any, adapter: str, names: Mapping[int, str]) -> dict[str, Any] | None:
-    """Return what a layer adds to a weight when it is merged; `None` if it is anything but a product of two matrices."""
+    """Return the product that a merge adds to a layer's weight; `None` if it is not that of two matrices."""
     kind, variants = type(layer).__name__, getattr(layer, "lora_variant", {})
     if kind not in {"Linear", "ParamWrapper"} or adapter in variants or layer.lora_bias.get(adapter):
         return None
@@ -83,7 +84,7 @@ def _sum(layer: Any, adapter: str, names: Mapping[int, str]) -> dict[str, Any] |
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a configuration as PEFT writes it to JSON."""
+    """Return a configuration's value as PEFT writes it to JSON."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, set | frozenset):

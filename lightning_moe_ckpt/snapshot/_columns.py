@@ -1,8 +1,8 @@
-"""What copies of one boundary need that is the same at every step and in every slot, as columns of numbers.
+"""Columns of numbers for one boundary's copies: everything that is the same at every step and in every slot.
 
-A *base* is a tensor of which records are slices: a parameter, an average, a tensor of the optimizer's state. Where they
-are can change from step to step, and some are not there yet. Everything else is known from the layout. Constant bytes
-are copied like the rest, whatever lay in the slot before: headers, gaps, and whether there is state.
+Records are slices of *bases*: a parameter, an average, or a tensor of the optimizer's state. A base's address can
+change from step to step, and some bases do not exist yet. Everything else is known from the layout. Constant bytes are
+copied like the rest, whatever lay in the slot before: headers, gaps, and the flags for existing state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_moe_ckpt.snapshot._parts import PACKED, Form, PartColumns, numel_
 
 _ZEROS_U8 = torch.zeros(2**20, dtype=torch.uint8)
 _STATE_U8 = torch.zeros(4096, dtype=torch.uint8)
-"""The flag that there is state, and the gap behind it."""
+"""Flag for existing state, and the gap behind it."""
 _STATE_U8[0] = 1
 
 _known: WeakKeyDictionary[StepLayout, StepColumns] = WeakKeyDictionary()
@@ -35,16 +35,16 @@ def columns_of(layout: StepLayout) -> StepColumns:
 
 
 class StepColumns:
-    """The tensors of one boundary by column, one row per field of its files.
+    """Tensors of one boundary by column, one row per field in its files.
 
     Args:
-        files: of the boundary, and what is taken of those of other ranks.
+        files: files of the boundary, and mirrors of other ranks' files.
     """
 
     def __init__(self, files: Sequence[FileLayout]) -> None:
         self._view = files[0].view
         self._bases: list[tuple[str, str]] = []
-        """Parameters, and which tensor of each."""
+        """Parameter and tensor key of each base."""
         self._dtypes = [torch.uint8]
         first_base: list[int] = []
         first_row: list[int] = []
@@ -61,9 +61,9 @@ class StepColumns:
                     (self._dtypes.index(dtype), whole, key == PRESENT, key == PACKED) for key, dtype, whole in forms
                 ]
         self.fqns = tuple(dict.fromkeys(fqn for fqn, _ in parts.kinds))
-        """Parameters of which there is something."""
+        """Parameters with at least one record."""
         self.gradients = tuple(fqn for fqn, key in self._bases if key in (GRADIENT, PACKED))
-        """Those of which it is the gradient."""
+        """Parameters whose record is the gradient."""
         # From here on by part, then by tensor, in C.
         count = parts.tensors
         number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
@@ -87,7 +87,7 @@ class StepColumns:
         self._gap_offset, self._gap = (offset + nbytes)[has_gap], gap[has_gap]
 
     def _pack(self, packed: Column, numel: Column) -> None:
-        """Let compressed parts of a parameter follow each other in its base, in the order in which they are stored."""
+        """Let a parameter's compressed parts follow each other in its base, in stored order."""
         form: Form = (PACKED, torch.uint8, False)
         self._numel[packed] = _column(numel_of(form, int(each)) for each in numel[packed])
         ends: dict[int, int] = {}
@@ -97,14 +97,13 @@ class StepColumns:
             ends[base] = int(self._start[i] + self._numel[i])
 
     def has_state(self) -> dict[str, bool]:
-        """Return whether the optimizer has state of each parameter yet."""
+        """Return whether the optimizer has state yet, by parameter."""
         return {fqn: self._view.schema.has_state(self._view.params[fqn]) for fqn in self.fqns}
 
     def table(self, has_state: dict[str, bool]) -> CopyTable:
-        """Return the copies from live tensors as they are now.
+        """Return the copies from the current live tensors.
 
-        Zeros are stored of what is not there yet: what lay in a slot before would differ from what a copy on another
-        node has there.
+        Missing tensors are stored as zeros: a slot's old bytes would differ from the bytes in a copy on another node.
         """
         bases: list[Tensor | None] = [
             (_STATE_U8 if has_state[fqn] else _ZEROS_U8) if key == PRESENT else self._view.tensor(fqn, key)
@@ -138,13 +137,13 @@ def _column(numbers: Iterable[int]) -> Column:
 
 
 def _places(file: FileLayout) -> Column:
-    """Return offset and bytes of each tensor in the memory of the boundary, and the bytes of the gap behind it."""
+    """Return offset and bytes of each tensor in the boundary's memory, and the bytes of the gap behind it."""
     segment = file.segment
     return np.stack([segment.offsets + file.start, segment.sizes, -segment.sizes % segment.align])
 
 
 def _in_pieces(offset: Column, nbytes: Column) -> tuple[Column, Column]:
-    """Cut ranges to the zeros that there are to copy from."""
+    """Cut ranges to the size of `_ZEROS_U8`, their source."""
     most = len(_ZEROS_U8)
     number = -(-nbytes // most)
     done = most * (np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number))

@@ -1,11 +1,12 @@
 """Parameters that training does not change: stored once, left out of all plans, and watched.
 
-A parameter that needs no gradient, and of which the optimizer has no state, is taken to be one, such as the base of LoRA
-adapters. Before the first generation of a run, storage gets all of them, and each generation refers to them. A later start
-digests what the user's script has made: what equals the stored one is not read. Whatever changes one after all (version
-counters, accesses to `.data` and digests tell) makes it an ordinary parameter: the view's operators have it from then on.
+A parameter without gradient and without optimizer state is taken for a constant, such as the base of LoRA adapters.
+Before a run's first generation, storage gets all constants, and each generation refers to them. A later start digests
+the parameters made by the user's script, and reads only those that differ from the stored ones. A constant that changes
+after all (version counters, accesses to `.data` and digests tell) becomes an ordinary parameter: the view's operators
+have it from then on.
 
-Invariant: no generation is whole that was taken while a constant was another than the one it refers to.
+Invariant: a generation taken while a constant differed from the stored one is not whole.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from lightning_moe_ckpt.storage import (
 log = rank_logger(__name__)
 
 _FILE_NBYTES = 256 * 2**20
-"""Bytes of a file of constants, roughly; a larger parameter has one of its own."""
+"""Bytes of a file of constants, roughly; a larger parameter has a file of its own."""
 _CHUNK_NBYTES = 16 * 2**20
 _THREADS = 4
 _NAMED = 4
@@ -52,18 +53,18 @@ _version = attrgetter("_version")
 
 
 class Constants:
-    """The constants of this rank, which are those of all: the view's operators say which.
+    """Constants, the same on all ranks: the view's operators name them.
 
     Args:
-        view: live state; of its operators go the parameters that look like constants.
-        groups: this rank's place. Pipeline stages, and experts that ranks share out, have no constants; nor has a module of
-            which averages are kept.
+        view: live state; parameters that look like constants leave its operators.
+        groups: this rank's place. Pipeline stages and sharded experts have no constants; nor has a module with
+            averages.
     """
 
     def __init__(self, view: StateView, groups: ParallelGroups) -> None:
         self._view = view
         self.policy: Mapping[str, object] = {}
-        """What generations say of them in their policy."""
+        """Reference to the stored constants, an entry of each generation's policy."""
         self._digests: dict[str, str] = {}
         self._watched: list[Tensor] = []
         self._versions: list[int] = []
@@ -86,17 +87,17 @@ class Constants:
         *,
         load: bool,
     ) -> None:
-        """Store the constants of a run that begins, or make them what those of `resumed` are. Collective.
+        """Store a new run's constants, or make the live constants equal to those of `resumed`. Collective.
 
         Args:
-            store: of the run.
+            store: storage of the run.
             own: a generation of this incarnation.
-            resumed: policy of what is resumed from; `None` for a run that begins.
-            exchange: between all ranks.
-            load: whether they may differ from what that refers to.
+            resumed: policy of the generation resumed from; `None` for a new run.
+            exchange: exchange between all ranks.
+            load: whether live constants may differ from the stored ones, and then are read.
 
         Raises:
-            NoUsableGeneration: on all ranks, if one has not the stored bytes and cannot read them.
+            NoUsableGeneration: on all ranks, if some rank lacks the stored bytes and cannot read them.
         """
         if resumed is None:
             if not exchange.all_agree(not self._view.operators.constants):
@@ -107,7 +108,7 @@ class Constants:
                 self._take_up(store.read_constants(resumed), store, load=load)
 
     def _store(self, store: RunStore, own: GenerationId, exchange: Exchange) -> None:
-        """Store what is equal on all ranks. If storage fails there are no constants: generations have all."""
+        """Store the constants equal on all ranks. If storage fails there are none: generations have everything."""
         self._digests = digests = digested(self._params)
         if len(set(exchange.gather_values(digest_of(repr(digests).encode())))) > 1:
             rows = cast("list[dict[str, str]]", exchange.gather_values(digests))
@@ -117,7 +118,7 @@ class Constants:
         try:
             own_chunks = [*self._chunks()][exchange.rank :: exchange.world_size]
             described = store.described([self._put(store, own, names) for names in own_chunks])
-        except (CheckpointError, RuntimeError) as error:  # torch's, of memory that is not there
+        except (CheckpointError, RuntimeError) as error:  # a RuntimeError is torch's, for lack of memory
             log.warning("parameters that do not train cannot be stored once, so each generation has them: %s", error)
         parts = exchange.gather_values(described)
         if None in parts or not self._params:
@@ -132,13 +133,13 @@ class Constants:
         self._watch(digests)
 
     def _take_up(self, files: Sequence[SegmentEntry], store: RunStore, *, load: bool) -> None:
-        """Read what the live ones differ from. Raises `Corrupt` and `StorageError`."""
+        """Read the stored constants that differ from the live ones. Raises `Corrupt` and `StorageError`."""
         params, places = self._params, {each.fqn: (file, each) for file in files for each in file.records}
         if missing := [fqn for fqn in params if fqn not in places]:
             raise Corrupt(f"what describes constants lacks {missing[:_NAMED]}. Start anew with resume='never'.")
         digests = {fqn: places[fqn][1].digest for fqn in params}
         if load:
-            for param in params.values():  # of a process that has trained further
+            for param in params.values():  # left by a process that has trained further
                 self._view.schema.drop_state(param)
             live = digested(params)
             differing = {fqn: param for fqn, param in params.items() if live[fqn] != digests[fqn]}
@@ -151,7 +152,7 @@ class Constants:
     # -- changes
 
     def _watch(self, digests: Mapping[str, str]) -> None:
-        """Take them to be as they are now, with these digests."""
+        """Watch the current constants for changes against these digests."""
         self._digests = {fqn: digests[fqn] for fqn in self._params}
         self._watched = list(self._params.values())
         self._versions = list(map(_version, self._watched))
@@ -159,7 +160,7 @@ class Constants:
         self._access = DataAccess(self._watched)
 
     def edited(self, *, thoroughly: bool = False) -> list[str]:
-        """Return those whose bytes have changed: of all that may have left a trace, or (`thoroughly`) of all."""
+        """Return the constants with changed bytes; looks at those with a trace of change, or (`thoroughly`) at all."""
         versions = list(map(_version, self._watched))
         touched = set[int]() if self._access is None else self._access.touched
         if versions == self._versions and not (touched or thoroughly):
@@ -167,13 +168,13 @@ class Constants:
         rows = zip(self._params.items(), versions, self._versions, strict=True)
         suspects = {fqn: param for (fqn, param), now, was in rows if thoroughly or now != was or id(param) in touched}
         changed = [fqn for fqn, digest in digested(suspects).items() if digest != self._digests[fqn]]
-        if not changed:  # written to, with what was there
+        if not changed:  # written to, with the same bytes
             self._versions = versions
             touched.clear()
         return changed
 
     def thaw(self, exchange: Exchange, *, thoroughly: bool = False) -> bool:
-        """Make ordinary parameters of those that have changed on some rank, or train by now; return whether there are any. Collective."""
+        """Make ordinary parameters of constants that some rank changed or trains; return whether any. Collective."""
         operators = self._view.operators
         if not operators.constants:
             return False
@@ -207,7 +208,7 @@ class Constants:
         return size_text(sum(param.nbytes for param in params.values()))
 
     def _chunks(self) -> Iterator[list[str]]:
-        """Yield the names of what each file has, the same on all ranks."""
+        """Yield the constants' names by file, the same on all ranks."""
         params, ends = self._params, accumulate(param.nbytes for param in self._params.values())
         for _, pairs in groupby(zip(params, ends, strict=True), key=lambda pair: pair[1] // _FILE_NBYTES):
             yield [fqn for fqn, _ in pairs]
@@ -247,9 +248,9 @@ class Constants:
 
 
 def _candidates(view: StateView) -> list[str]:
-    """Return the parameters that look like constants and that every rank has whole, each with its own memory.
+    """Return the parameters that look like constants and that every rank has whole, each in memory of its own.
 
-    Experts of a layer are equal in size: either all of them have a constant in the same place, or none has.
+    Experts of a layer are equal in size: either all have a constant in the same place, or none has.
     """
     operators, params, schema = view.operators, view.params, view.schema
     frozen = {fqn for fqn, param in params.items() if not param.requires_grad}
@@ -272,7 +273,7 @@ def digested(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _digest(tensor: Tensor) -> str:
-    """Return the digest of a tensor's bytes, read piece by piece where it is on a device."""
+    """Return the digest of a tensor's bytes, read piece by piece from a device."""
     bytes_U8 = tensor.detach().view(-1).view(torch.uint8)
     digest = xxhash.xxh3_128()
     for start in range(0, bytes_U8.numel(), _CHUNK_NBYTES):

@@ -1,4 +1,4 @@
-"""Whether ranks that are taken to hold copies of a parameter do: one of them writes what all of them get at a restart."""
+"""Compare the ranks' copies of a parameter: one rank writes the bytes that all ranks get at a restart."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ _NAMED = 4
 
 
 class Copies:
-    """Compares what ranks hold in common; says once where training has made it differ."""
+    """Compare replicated state among ranks; says once where training has made it differ."""
 
     def __init__(self, view: StateView, groups: ParallelGroups, exchange: Exchange) -> None:
         self._view, self._groups, self._exchange = view, groups, exchange
         self._told = groups.world_size == 1
 
     def compare(self, *, first: bool) -> None:
-        """Refuse (`first`) parameters or optimizer state that differ among ranks; later log parameters that do. Collective.
+        """Raise (`first`) if parameters or optimizer state differ among ranks; later log parameters that differ.
+        Collective.
 
         Raises:
-            ConfigurationError: on all ranks; the message names them.
+            ConfigurationError: on all ranks; the message names the parameters.
         """
         lines = [] if self._told else _differing(self._view, self._groups, self._exchange, states=first)
         if lines and first:
@@ -39,10 +40,10 @@ class Copies:
 
 
 def _differing(view: StateView, groups: ParallelGroups, exchange: Exchange, *, states: bool) -> list[str]:
-    """Describe the parameters that differ among the ranks that should hold the same, a line each. Collective.
+    """Describe the parameters that differ among ranks that should hold equal copies, a line each. Collective.
 
-    All bytes count, of parameters and (with `states`) of what the optimizer has of them. Buffers are each rank's own, and
-    constants have been compared as they were stored.
+    All bytes count, of parameters and (with `states`) of optimizer state. Buffers may differ by rank, and constants
+    were compared when stored.
     """
     own: dict[str, dict[str, str]] = {}
     for region in REGIONS:
@@ -52,7 +53,7 @@ def _differing(view: StateView, groups: ParallelGroups, exchange: Exchange, *, s
         named = {f"`{fqn}`" if key == PARAM else f"`{key}` of `{fqn}`": each for (fqn, key), each in found.items()}
         holders = str(groups.ranks("expert_data" if region == "expert_data" else "stage"))
         own[f"{region} {holders}"] = digested({name: each for name, each in named.items() if each is not None})
-    # Most often all are equal: then a digest of each part tells.
+    # Usually all copies are equal: then one digest per region decides.
     parts = {key: digest_of(repr(digests).encode()) for key, digests in own.items()}
     said = cast("list[dict[str, str]]", exchange.gather_values(parts))
     if all(row[key] == other.get(key, row[key]) for row in said for other in said for key in row):
@@ -71,7 +72,7 @@ def _differing(view: StateView, groups: ParallelGroups, exchange: Exchange, *, s
 
 
 def _text(lines: list[str]) -> str:
-    """Say what follows from such lines, and what to do."""
+    """Return the message for such lines, with effect and remedy."""
     more = f" and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
     return (
         f"{', '.join(lines[:_NAMED])}{more}: ranks should hold these as equal copies, of which one is stored, so that a restart "

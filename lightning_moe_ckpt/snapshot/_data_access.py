@@ -1,4 +1,4 @@
-"""See to it when `.data` of parameters is asked for, or set: what is changed through it leaves no other trace."""
+"""Notice reads and writes of parameters' `.data`: changes through it leave no other trace."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ class DataAccess:
 
     def __init__(self, params: Iterable[Tensor], before: Callable[[], None] | None = None) -> None:
         self.count, self.touched = 0, set[int]()
-        """Accesses, and identities of the parameters that they were to."""
+        """Number of accesses, and identities of the parameters accessed."""
         self._ids, self._before, self._pid = set(map(id, params)), before, os.getpid()
         self._all.append(self)
         nn.Parameter.data = property(_get_data, _set_data)  # type: ignore[assignment]
 
     def close(self) -> None:
-        """Stop to count."""
+        """Stop counting."""
         if self in self._all:
             self._all.remove(self)
             if not self._all:
-                del nn.Parameter.data  # what `Tensor` has is seen again
+                del nn.Parameter.data  # uncovers `Tensor.data`
 
     def accessed(self, param: Tensor) -> None:
-        """Count an access to `.data` of any parameter, if it is one of these."""
+        """Count an access to `.data` if `param` is one of the counted parameters."""
         if id(param) in self._ids:
             self.count += 1
             self.touched.add(id(param))
-            if self._before is not None and self._pid == os.getpid():  # a fork has nobody who copies
+            if self._before is not None and self._pid == os.getpid():  # a fork copies nothing
                 self._before()
 
     @classmethod
     def note(cls, param: Tensor) -> None:
-        """Tell all who count."""
+        """Report an access to all counters."""
         for each in cls._all:
             each.accessed(param)
 

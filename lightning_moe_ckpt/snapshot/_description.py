@@ -36,7 +36,7 @@ def describe(module: nn.Module, schema: StateSchema, extra: Mapping[str, object]
         extra: entries that the trainer adds to its own checkpoints; values that the codec refuses are left out and
             named.
     """
-    owners = [*module.named_parameters(), *module.named_buffers()]  # under first names, as records are
+    owners = [*module.named_parameters(), *module.named_buffers()]  # under first names, like records
     names = {id(tensor): name for name, tensor in owners}
     state: Mapping[str, object] = module.state_dict(keep_vars=True)
     stored = {key: names.get(id(value)) for key, value in state.items()}
@@ -56,7 +56,7 @@ def describe(module: nn.Module, schema: StateSchema, extra: Mapping[str, object]
 def describe_stages(
     module: nn.Module, schema: StateSchema, extra: Mapping[str, object], exchange: Exchange, groups: ParallelGroups
 ) -> ModuleEntry | None:
-    """Return the description of the modules of all pipeline stages as that of one; `None` but on rank 0. Collective."""
+    """Return one description of all pipeline stages' modules; `None` except on rank 0. Collective."""
     if groups.num_stages == 1:
         return describe(module, schema, extra) if exchange.is_coordinator else None
     own = describe(module, schema, extra)
@@ -79,7 +79,7 @@ def read_extra(entry: ModuleEntry) -> dict[str, Any]:
     """Return the trainer's entries and, under `left_out`, the names of values that could not be stored.
 
     Raises:
-        Corrupt: the bytes are not what was written.
+        Corrupt: the bytes are damaged.
     """
     extra: dict[str, Any] = decode(base64.b64decode(entry.extra))
     return extra
@@ -102,12 +102,12 @@ def _encoded(extra: Mapping[str, object]) -> str:
 
 
 def _hugging_face(module: nn.Module) -> Iterator[HuggingFaceEntry]:
-    """Return the outermost Hugging Face models in `module`, itself included, without importing transformers."""
+    """Yield the outermost Hugging Face models in `module`, itself included, without importing transformers."""
     outer: list[str] = []
     for prefix, each in module.named_modules():
         if any(_is_inside(prefix, other) for other in outer):
             continue
-        # In its own namespace: wrappers (torch.compile) pass attributes on, but add to the names of parameters.
+        # Not `getattr`: wrappers (torch.compile) pass attributes on, but add to the names of parameters.
         config = vars(each).get("config")
         if hasattr(type(each), "save_pretrained") and hasattr(config, "to_json_string"):
             outer.append(prefix)
@@ -130,7 +130,7 @@ def _hugging_face_entry(prefix: str, model: Any, config: Any) -> HuggingFaceEntr
 
 
 def _tied(model: Any, config: Any) -> list[str]:
-    """Return tied names: the model's class takes them from other parameters when a file lacks them."""
+    """Return tied names: the model's class takes their values from other parameters if a file lacks them."""
     resolved = getattr(model, "all_tied_weights_keys", None)  # transformers 5
     if resolved is not None:
         return sorted(resolved)

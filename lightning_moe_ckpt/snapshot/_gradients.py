@@ -1,13 +1,14 @@
-"""Take the gradients that an optimizer step consumes: as records, or behind the segment that the step leads to.
+"""Take the gradients consumed by an optimizer step: as records, or behind the segment after the step.
 
-A hook of the optimizer runs right after its step: gradients are then as they were consumed, clipped and unscaled, and
-settings are those that the step had, whatever a schedule makes of them next. At the boundary they begin to be copied,
-ahead of the state; `fence` waits for that before gradients are overwritten or let go of. A step that began from other
-weights than the boundary before, or ended in others than this one, leads nobody here: people edit weights in hooks.
+An optimizer hook runs right after its step: gradients are still as consumed, clipped and unscaled, and settings are
+still the step's, whatever a schedule makes of them next. At the boundary copies of the gradients begin, ahead of the
+state; `fence` waits for these copies before gradients are overwritten or freed. A step that began from other weights
+than the previous boundary's, or ended in other weights than this boundary's, cannot be repeated: people edit weights in
+hooks.
 
-`DifferentialRecorder` is for records, of which nothing but the gradients tells what the state is: a boundary is taken
-whole if it cannot be told for certain. `GradientRecorder` is for copies on other nodes. There none of this has to be right for copies to be right: a holder refuses what leads it to other bytes. What is certain to
-do so is not offered: gradients that somebody changed while they were copied, and edited weights.
+`DifferentialRecorder` is for records whose state only the gradients tell: in case of doubt a boundary is taken whole.
+`GradientRecorder` is for copies on other nodes. It may be wrong, since a holder refuses wrong bytes. Gradients sure to
+be refused are not offered: gradients changed while they were copied, and gradients of edited weights.
 
 Sources: TierCheck (2026), Sec. 3.2 and 4; MOETION (2024), Sec. 5.2.
 """
@@ -62,7 +63,7 @@ def _unchanged(consumed: Collection[_Consumed]) -> bool:
 
 
 class _StepRecorder:
-    """Follow the steps of one optimizer, as far as they change some parameters. Used by the training thread."""
+    """Follow the steps of one optimizer on some parameters. Used by the training thread."""
 
     def __init__(self, view: StateView, fqns: Iterable[str]) -> None:
         self._view = view
@@ -73,24 +74,24 @@ class _StepRecorder:
         self._hook = view.schema.optimizer.register_step_post_hook(self._stepped)
         hooks = self._hook.hooks_dict_ref()
         assert hooks is not None, "the optimizer keeps its hooks"
-        # Ahead of those that are there: what they change of weights, gradients and settings comes after the step.
+        # First of all hooks: their changes to weights, gradients and settings come after the step.
         hooks.move_to_end(self._hook.id, last=False)
 
     def step_begins(self) -> None:
-        """Note whether the coming step begins from the weights of the last segment; call before the optimizer steps."""
+        """Note whether the coming step begins from the last segment's weights; call before the optimizer steps."""
         self._edited = self._edited or self._now() != self._versions
 
     def skip(self) -> None:
-        """Forget the gradients that led to this boundary, which nobody wants."""
+        """Forget the gradients that led to this boundary; nobody wants them."""
         self._consumed, self._num_steps, self._edited = {}, 0, False
 
     def close(self) -> None:
-        """Stop to record."""
+        """Stop recording."""
         self._hook.remove()
         self.skip()
 
     def _take(self) -> dict[str, _Consumed] | None:
-        """Return what the step to this boundary consumed; `None` if that does not lead here, or is there no more."""
+        """Return the gradients of the step to this boundary; `None` if it does not lead here or they have changed."""
         consumed, leads_here = self._consumed, not self._edited and self._num_steps <= 1
         self.skip()
         if not leads_here or self._now() != self._versions:
@@ -114,19 +115,19 @@ class _StepRecorder:
 
 
 class DifferentialRecorder(_StepRecorder):
-    """Offer the gradients of each step of the optimizer to the view as what DELTA records are copied from."""
+    """Offer each step's gradients to the view, as sources of DELTA records."""
 
     def __init__(self, view: StateView, *, error_feedback: bool = False) -> None:
         self._accesses = DataAccess(view.params[fqn] for fqn in view.repeatable)
         super().__init__(view, view.repeatable)
         self._feeds_back = error_feedback
         self._left_out: dict[str, Tensor] = {}
-        """By part, what compression has left out of gradients since the last base."""
+        """Remainders of compression since the last base, by part."""
         self._taken: list[_Consumed] = []
         self._steps: dict[str, StepSettings] = {}
 
     def boundary(self) -> bool:
-        """Return whether the newest step leads from the boundary before to this one; call once for each boundary."""
+        """Return whether the newest step leads from the previous boundary to this one; call once per boundary."""
         found = self._take()
         consumed = found or {}
         self._view.consumed.clear()
@@ -138,13 +139,13 @@ class DifferentialRecorder(_StepRecorder):
         return found is not None and len(self._view.consumed) == len(consumed)
 
     def based(self) -> None:
-        """Note that the boundary is taken whole: nothing has been left out of that."""
+        """Note that the boundary is taken whole: the remainders of compression are void."""
         self._left_out.clear()
 
     def compress(self, layout: StepLayout) -> None:
-        """Put compressed gradients of the parts that this rank writes in the place of those of the newest step.
+        """Replace the newest step's gradients by compressed ones, for the parts that this rank writes.
 
-        Source: TierCheck (2026), Sec. 3.2. Without error feedback, as there, what is left out of a gradient is lost.
+        Source: TierCheck (2026), Sec. 3.2. Without error feedback, as there, the remainder of a gradient is lost.
         """
         gradients = self._view.consumed
         own = [
@@ -166,19 +167,19 @@ class DifferentialRecorder(_StepRecorder):
         gradients.update({fqn: torch.cat(parts) for fqn, parts in packed.items()})
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the newest step for the journal of its boundary, which `step_settings` reads."""
+        """Return the newest step's settings for its boundary's journal, to be read by `step_settings`."""
         known = Counter(self._steps.get(fqn) for fqn in self._params)
         numbered = {each: index for index, (each, _) in enumerate(known.most_common())}
         others = {fqn: index for fqn in self._params if (index := numbered[self._steps.get(fqn)])}
         return {"settings": [None if each is None else asdict(each) for each in numbered], "others": others}
 
     def sealed(self) -> bool:
-        """Return whether the state is what the step has left; call when the boundary is sealed."""
+        """Return whether the state is still as the step left it; call when the boundary is sealed."""
         before, self._versions = self._versions, self._now()
         return before == self._versions
 
     def release(self) -> bool:
-        """Let go of the gradients, which are copied; return whether they are still what was consumed."""
+        """Let go of the copied gradients; return whether they are still as consumed."""
         taken, self._taken = self._taken, []
         self._view.consumed.clear()
         return _unchanged(taken)
@@ -190,13 +191,13 @@ class DifferentialRecorder(_StepRecorder):
 
     @override
     def _now(self) -> list[int]:
-        """Steps are repeated on all of the state."""
+        """Return versions of weights and state: a step is repeated on all state."""
         params = list(self._params.values())
         return [*versions([*params, *self._view.schema.watch(params).tensors]), self._accesses.count]
 
 
 class GradientRecorder(_StepRecorder):
-    """Record the steps that change experts, behind segments."""
+    """Record the gradients of steps that change experts, behind segments."""
 
     def __init__(self, view: StateView, engine: CopyEngine) -> None:
         assert view.gradient_dtype is not None
@@ -206,7 +207,7 @@ class GradientRecorder(_StepRecorder):
         self._record: RecordedStep | None = None
 
     def start(self, layout: StepLayout, slot_U8: Tensor) -> RecordedStep | None:
-        """Begin to copy the gradients that led to this boundary behind the segment in its slot; `None` if they would lead nobody here."""
+        """Begin to copy this boundary's gradients behind its segment; `None` if the step cannot be repeated."""
         consumed = self._take()
         if consumed is None:
             return None
@@ -227,28 +228,28 @@ class GradientRecorder(_StepRecorder):
         return self._record
 
     def sealed(self) -> None:
-        """Compare the weights with those after the step; call when the segment of the boundary has taken them."""
+        """Compare the weights with those after the step; call when the boundary's segment has taken them."""
         now = self._now()
         if now != self._versions and self._record is not None:
             self._record.drop()
         self._versions = now
 
     def fence(self) -> None:
-        """Wait for the copies; call before gradients are overwritten or let go of."""
+        """Wait for the copies; call before gradients are overwritten or freed."""
         self._consumed = {}  # of a boundary that was not taken
         record, self._record = self._record, None
         if record is not None:
             record.release(self._engine)
 
     def wait(self) -> None:
-        """Wait until nothing is copied any more."""
+        """Wait until all copies have ended."""
         record, self._record = self._record, None
         if record is not None:
             record.gradients()
 
 
 class RecordedStep:
-    """Gradients of one optimizer step, on their way behind a segment; `sources` are copied, as they were consumed."""
+    """Gradients of one optimizer step, on their way from `sources` to memory behind a segment."""
 
     def __init__(self, gradients: Gradients, ticket: Ticket, sources: Sequence[_Consumed]) -> None:
         self._lock = threading.Lock()
@@ -265,7 +266,7 @@ class RecordedStep:
         return self._gradients
 
     def release(self, engine: CopyEngine) -> None:
-        """Let go of the sources, which may change from here on."""
+        """Wait for the copies and let go of the sources, which may change from here on."""
         try:
             engine.fence(self._ticket)
         except CheckpointError:
@@ -273,7 +274,7 @@ class RecordedStep:
         self._decide()
 
     def drop(self) -> None:
-        """Give none: they lead to other weights."""
+        """Return no gradients from here on: they lead to other weights."""
         with self._lock:
             self._gradients, self._sources = None, ()
 
@@ -285,10 +286,10 @@ class RecordedStep:
 
 
 def step_settings(journal: Mapping[str, Any], fqn: str) -> StepSettings | None:
-    """Return the settings of the step that led to a boundary, which has that journal; `None` if it did not change the parameter.
+    """Return the settings of the step to a boundary from its journal; `None` if the step did not change the parameter.
 
     Raises:
-        Corrupt: the journal has none.
+        Corrupt: the journal lacks the settings.
     """
     try:
         taken = journal["outcome"]["consumed"]
@@ -301,10 +302,10 @@ def step_settings(journal: Mapping[str, Any], fqn: str) -> StepSettings | None:
 
 
 def repeatable(view: StateView, *, exact: bool) -> tuple[frozenset[str], dict[str, str]]:
-    """Return the parameters whose steps can be repeated from gradients, and why others cannot, by name.
+    """Return the parameters whose steps can be repeated from gradients, and the reasons against all others, by name.
 
-    To the last bit (`exact`) those of torch's own Adam and AdamW can on the CPU, in their plain form, in float32. But for
-    rounding those of any Adam in float32 can.
+    To the last bit (`exact`): parameters of torch's own Adam and AdamW on the CPU, in their plain form, in float32.
+    Except for rounding: parameters of any Adam in float32.
     """
     whys = {fqn: _why_not_repeatable(view, fqn, exact=exact) for fqn in view.params}
     return frozenset(fqn for fqn, why in whys.items() if not why), {fqn: why for fqn, why in whys.items() if why}
@@ -334,7 +335,7 @@ def _why_not_repeatable(view: StateView, fqn: str, *, exact: bool) -> str:
 
 
 def log_whole(whole: Mapping[str, str], number: int) -> None:
-    """Log, once per process, which parameters differentials have whole, and why."""
+    """Log, once per process, the parameters that differentials have whole, and why."""
     by_reason: dict[str, list[str]] = {}
     for fqn, why in whole.items():
         by_reason.setdefault(why, []).append(fqn)
@@ -349,7 +350,7 @@ def log_whole(whole: Mapping[str, str], number: int) -> None:
 
 
 def why_no_deltas(view: StateView, *, every_n_steps: int, exact: bool) -> str | None:
-    """Return why steps of the optimizer cannot be repeated on other nodes, to the last bit if `exact`; `None` if they can."""
+    """Return why other nodes cannot repeat optimizer steps, to the last bit if `exact`; `None` if they can."""
     if every_n_steps > 1:
         return (
             f"generations are {every_n_steps} steps apart: the gradients of all of them are hardly less than the state"
@@ -374,14 +375,14 @@ def _settings(optimizer: Optimizer, group: Mapping[str, Any]) -> StepSettings:
         beta2=float(beta2),
         eps=float(group["eps"]),
         weight_decay=float(group["weight_decay"]),
-        # AdamW has been a kind of Adam since torch 2.7 and says so here; before that its class says it.
+        # Since torch 2.7 AdamW is a kind of Adam with this entry; before, only its class says it.
         decoupled=bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))),
         maximize=bool(group["maximize"]),
     )
 
 
 def _flat(gradient: Tensor) -> Tensor | None:
-    """Return the elements in order, without a copy; `None` if they are not in order or not all there."""
+    """Return the elements in order, without a copy; `None` unless float32, dense and contiguous."""
     if gradient.layout is not torch.strided or gradient.dtype is not torch.float32 or not gradient.is_contiguous():
         return None
     return gradient.detach().view(-1)

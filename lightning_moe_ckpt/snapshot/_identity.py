@@ -1,7 +1,7 @@
-"""Tell whether a stored generation belongs to this job, with the same parameters, optimizer, precision and ranks.
+"""Tell whether a stored generation belongs to this job: same parameters, optimizer, precision and ranks.
 
-Fingerprints decide. Only when they differ are the records of the stored run compared with the model, to tell people
-which parameter, and what to do.
+Fingerprints decide. Only if they differ, the stored run's records are compared with the model, to name the parameter
+and the remedy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_moe_ckpt.storage import Commit, ModuleEntry, RankMarker, SegmentE
 _MAX_NAMED = 6
 
 STAGES = "pipeline_parallel"
-"""In a marker, number of pipeline stages, where there are several."""
+"""Key of a marker's number of pipeline stages, present if there are several."""
 
 Facts = dict[str, str]
 """Shape and type by parameter."""
@@ -35,12 +35,12 @@ class Identity:
 
     fingerprint: str
     autocast: str | None
-    """Low precision of forward under autocast."""
+    """Low precision of the forward pass under autocast."""
     world_size: int
     expert_parallel: int
     pipeline_parallel: int = 1
     versions: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Releases of the libraries that decide bits; with others a run is resumed, and a warning says so."""
+    """Releases of the libraries that decide bits; if they differ, the run is resumed with a warning."""
 
     @classmethod
     def of_job(
@@ -67,7 +67,7 @@ class Identity:
 
     @classmethod
     def of_stored(cls, stored: Commit | RankMarker) -> Identity:
-        """Return the identity of the run that wrote a generation. Raises `Corrupt` if it does not say."""
+        """Return the identity of the run that wrote a generation. Raises `Corrupt` if the generation does not say."""
         policy: Mapping[str, Any] = stored.policy
         fingerprint, expert_parallel = policy.get("fingerprint"), policy.get("expert_parallel")
         stages = policy.get(STAGES, 1)
@@ -87,7 +87,7 @@ class Identity:
         )
 
     def policy(self) -> dict[str, object]:
-        """Return the entries that every marker has of it."""
+        """Return the identity's entries in every marker."""
         return {
             "fingerprint": self.fingerprint,
             "autocast": self.autocast,
@@ -128,7 +128,7 @@ def live_optimizer(operators: OperatorSet, schema: StateSchema, params: Mapping[
 
 
 def stored_facts(markers: Sequence[RankMarker]) -> tuple[Facts, list[str]]:
-    """Return the parameters that the ranks of a run stored, and its optimizer in words."""
+    """Return the parameters that a run's ranks stored, and the optimizer in words."""
     facts: Facts = {}
     keys: set[str] = set()
     for record in (record for marker in markers for segment in marker.segments for record in segment.records):
@@ -142,7 +142,7 @@ def stored_facts(markers: Sequence[RankMarker]) -> tuple[Facts, list[str]]:
 
 
 def model_differences(stored: tuple[Facts, list[str]], live: tuple[Facts, list[str]]) -> Iterator[str]:
-    """Yield differences between parameters and optimizer of the run and those of this job, a line each."""
+    """Yield differences between the run's and this job's parameters and optimizer, a line each."""
     (was, optimizer_was), (now, optimizer_now) = stored, live
     lines = [*_name_differences(was, now)]
     both = [name for name in was if name in now and was[name] != now[name]]

@@ -1,7 +1,7 @@
-"""From a plan to bytes: which rank writes which shard of which record, in which file, at which offset.
+"""Place a plan's bytes: which rank writes which shard of which record, in which file, at which offset.
 
-Of a plan that takes everything, each file is balanced over the ranks that hold its records. Of a partial plan an expert
-is cut between its holders whatever else is taken: a rank's shard of an expert has the same coordinates in every
+If a plan takes everything, each file is balanced over the ranks that hold its records. In a partial plan an expert is
+always cut between its holders in the same way: a rank's shard of an expert has the same coordinates in every
 generation, so that a reader can put a state together from several. Dense operators and routers are whole in every
 generation, so their shards may move: they go to the ranks with fewest bytes, experts included.
 
@@ -43,26 +43,26 @@ from lightning_moe_ckpt.storage import MAX_HEADER_NBYTES
 log = rank_logger(__name__)
 
 EXPERT_SPLIT_NBYTES = 4 * 2**10
-"""Slices of an expert of this many bytes or more are cut between its holders, where plans are partial."""
+"""Least bytes of an expert's slice that is cut between its holders, in partial plans."""
 
 MAX_PIECES = 1024
 """Most pieces into which one operator is cut."""
 
 _ENTRY_NBYTES = 256
-"""Bytes of a tensor's entry in a header with that of the gap behind it, at most, roughly."""
+"""Bytes per tensor in a header, at most, roughly: its entry and the entry of the gap behind it."""
 
 _ALIGN_NBYTES = 64
-"""Tensors start at multiples of it in files."""
+"""Alignment of tensors in files, in bytes."""
 
 Parts = dict[str, list[Shard]]
-"""Shards by region, over all its writers, in the order in which they are stored."""
+"""Shards by region, over all its writers, in stored order."""
 
 
 def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
     """Make a stored or fresh plan concrete on this rank.
 
     Args:
-        record: equal on all ranks, of all pipeline stages.
+        record: plan of all pipeline stages, equal on all ranks.
         view: live state.
         groups: this rank's place.
         journal_nbytes: capacity of the journal record.
@@ -85,7 +85,7 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
 
 
 def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
-    """Return the layout of one step of everything, whatever the policy: the first and last generation of a run."""
+    """Return the layout of one step with everything, whatever the policy: a run's first and last generation."""
     record = own_dense_plan(view) if view.dense_plan is None else view.dense_plan
     return lay_out(record, view, groups, journal_nbytes)
 
@@ -98,7 +98,7 @@ def own_dense_plan(view: StateView) -> PlanRecord:
 
 
 def dense_plan_of_stages(view: StateView, groups: ParallelGroups, exchange: Exchange) -> PlanRecord | None:
-    """Return the plan that takes everything of all pipeline stages; `None` where there is one. Collective.
+    """Return the plan that takes everything of all pipeline stages; `None` with a single stage. Collective.
 
     Raises:
         ConfigurationError: two stages call an operator by the same name.
@@ -118,10 +118,10 @@ def dense_plan_of_stages(view: StateView, groups: ParallelGroups, exchange: Exch
 
 
 def expect_header_fits(view: StateView, groups: ParallelGroups) -> None:
-    """Find out before training whether a file can describe all that this rank writes.
+    """Check before training that a file's header can describe all that this rank writes.
 
     Raises:
-        ConfigurationError: its header would be too long.
+        ConfigurationError: the header would be too long.
     """
     forms = cache(partial(view.forms, kind=RecordKind.FULL))
     tensors = sum(len(forms(piece.fqn)) / _num_holders(op, groups) for op in view.operators for piece in op.slices)
@@ -136,12 +136,12 @@ def expect_header_fits(view: StateView, groups: ParallelGroups) -> None:
 
 
 def dense_nbytes(view: StateView, groups: ParallelGroups) -> int:
-    """Return the bytes that this rank would write of a snapshot of everything, without alignment and journal."""
+    """Return this rank's bytes in a snapshot of everything, without alignment and journal."""
     return sum(full for full, _ in record_nbytes(view, groups).values())
 
 
 def log_plan(layout: WindowLayout, dense_nbytes: int, *, again: bool) -> None:
-    """Log the sizes of a plan that is in force from here on; quietly if each generation has such a plan (`again`)."""
+    """Log the sizes of a plan in force from here on, at level DEBUG if every generation has a plan (`again`)."""
     log.log(
         logging.DEBUG if again else logging.INFO,
         "plan %s: %d segments of at most %s (everything: %s)",
@@ -154,7 +154,7 @@ def log_plan(layout: WindowLayout, dense_nbytes: int, *, again: bool) -> None:
 
 
 def record_nbytes(view: StateView, groups: ParallelGroups) -> dict[str, tuple[int, int]]:
-    """Return the bytes this rank writes of each operator's FULL and COMPUTE record: an even share."""
+    """Return the bytes that this rank writes for each operator's FULL and COMPUTE record: an even share."""
     full, compute = view.widths(RecordKind.FULL), view.widths(RecordKind.COMPUTE)
     sizes: dict[str, tuple[int, int]] = {}
     for op in view.operators:
@@ -165,14 +165,14 @@ def record_nbytes(view: StateView, groups: ParallelGroups) -> dict[str, tuple[in
 
 
 def share_written(view: StateView, groups: ParallelGroups, regions: Collection[str]) -> float:
-    """Return the part of what this rank writes of everything that records of some regions have."""
+    """Return the share of some regions' records in all that this rank writes, 0 to 1."""
     sizes = record_nbytes(view, groups)
     written = [sizes[op.name][0] for op in view.operators if op.holders in regions]
     return sum(written) / max(1, sum(full for full, _ in sizes.values()))
 
 
 def split_operators(view: StateView, groups: ParallelGroups, limit: int) -> OperatorSet:
-    """Return the operators, those of which this rank writes more than `limit` bytes cut into pieces; 0 cuts none."""
+    """Return the operators; one with over `limit` bytes on this rank is cut into pieces. 0 cuts none."""
     if limit == 0:
         return view.operators
     sizes = record_nbytes(view, groups)
@@ -183,7 +183,7 @@ def split_operators(view: StateView, groups: ParallelGroups, limit: int) -> Oper
         else:
             widths = {s.fqn: view.bytes_per_element(s.fqn, RecordKind.FULL) for s in op.slices}
             holders = _num_holders(op, groups)
-            # However small the budget: no piece is less than an element, and there are not countless many.
+            # Even with a tiny budget a piece has at least one element, and pieces are limited in number.
             nbytes = max(limit * holders, *widths.values(), -(-sizes[op.name][0] * holders // MAX_PIECES), 1)
             cut += split(op, nbytes, lambda s, widths=widths: widths[s.fqn])  # type: ignore[misc]
     return view.operators.with_operators(cut)
@@ -203,13 +203,13 @@ def expert_loads(view: StateView, groups: ParallelGroups, names: Iterable[str]) 
 
 
 def expert_nbytes(view: StateView, groups: ParallelGroups) -> dict[str, int]:
-    """Return the bytes of this rank's records of each expert where plans are partial, with the gaps behind them, by name."""
+    """Return this rank's bytes for each expert in partial plans, with the gaps behind tensors, by name."""
     found: dict[str, int] = {}
     for layer in view.operators.layers:
         names = expert_names(layer)
         template = view.operators[names[layer.local_expert_ids[0]]]
         holders = _ranks(template.holders, groups)
-        # Experts of a layer are equal, and are cut alike but for whose turn is first.
+        # Experts of a layer are equal, and cut alike except for the first holder's turn.
         turns = [_cut(template, view, holders, turn=turn) for turn in range(len(holders))]
         sizes = [sum(_aligned_nbytes(part, view) for part in turn if part.writer == groups.rank) for turn in turns]
         found |= {names[expert]: sizes[expert % len(holders)] for expert in layer.local_expert_ids}
@@ -258,8 +258,8 @@ def _balanced_parts(step: WindowStep, view: StateView, groups: ParallelGroups) -
 def region_parts(
     records: Mapping[str, RecordKind], region: str, view: StateView, groups: ParallelGroups
 ) -> list[Shard]:
-    """Return the shards of one region over all its writers, of those of the records that this rank's regions hold."""
-    # Differentials are cut as the states that they lead to: whoever has a part of one has that part of the other.
+    """Return the shards of one region over all its writers, from the records that this rank's stage holds."""
+    # Differentials are cut like their states: a rank with a part of one has the same part of the other.
     widths = {
         kind: view.widths(RecordKind.FULL if kind is RecordKind.DELTA else kind) for kind in set(records.values())
     }
@@ -271,7 +271,7 @@ def region_parts(
         sizes = [(piece.stop - piece.start) * widths[kind](piece.fqn) for _, kind, piece in taken]
     parts: list[Shard] = []
     for (name, kind, piece), writer in zip(taken, writers_of(sizes, holders), strict=True):
-        # What is taken for forward and backward is taken again at the next steps of the window.
+        # Weights for forward and backward are taken again at the window's next steps.
         key = (id(piece), writer) if kind is RecordKind.COMPUTE else None
         found = view.repeated.get(key)
         if found is None:
@@ -287,7 +287,7 @@ def region_parts(
 
 
 def _stable_parts(step: WindowStep, view: StateView, groups: ParallelGroups) -> list[Parts]:
-    """Return the shards by file: experts cut as always; in the durable one all of the dense part, before them."""
+    """Return the shards by file: experts in their fixed cut; the durable file begins with all of the dense part."""
     found: list[Parts] = []
     for audience in step.audiences:
         names = list(step.files[audience])
@@ -304,7 +304,7 @@ def _stable_parts(step: WindowStep, view: StateView, groups: ParallelGroups) -> 
 
 
 def _dense_parts(region: str, view: StateView, groups: ParallelGroups, loads: Mapping[int, int]) -> list[Shard]:
-    """Return the shards of everything that is not an expert, beside `loads` that ranks write already."""
+    """Return the shards of all dense operators, balanced with the `loads` that ranks write already."""
     operators = [op for op in view.operators if op.kind != "expert" and op.holders == region]
     pieces = [piece for op in operators for piece in _pieces(op, view)]
     return [
@@ -314,7 +314,7 @@ def _dense_parts(region: str, view: StateView, groups: ParallelGroups, loads: Ma
 
 
 def _cut(operator: Operator, view: StateView, holders: Sequence[int], *, turn: int) -> list[Shard]:
-    """Return the shards of one expert; holders take turns, so that small pieces do not all go to one."""
+    """Return the shards of one expert; holders take turns, so that small pieces do not all go to one rank."""
     first = turn % len(holders)
     turned = [*holders[first:], *holders[:first]]
     places = assign_writers(_pieces(operator, view), range(len(turned)), split_nbytes=EXPERT_SPLIT_NBYTES)
@@ -336,7 +336,7 @@ def _pieces(operator: Operator, view: StateView) -> list[RecordPiece[str]]:
 
 
 def _holders(expert: Operator, groups: ParallelGroups, position: int) -> list[int]:
-    """Return the ranks of this stage that hold an expert at an expert-parallel position, ascending."""
+    """Return this stage's holders of an expert at an expert-parallel position, ascending."""
     stage = groups.ranks("stage")
     return stage if expert.holders == "stage" else stage[position :: groups.ep_size]
 

@@ -1,9 +1,9 @@
-"""Say which bytes of which tensor lie where in a segment; writers and readers compute the same.
+"""Place tensors in a segment; writers and readers compute the same layout.
 
-A segment has three regions: records held by all ranks of the stage, records held by the ranks that share this rank's
-experts, and what belongs to this rank alone (buffers, journal). A record is cut into parts with exactly one writer
-each. Since the layout is a pure function of plan, operators and groups, a reader knows every writer's layout and can
-take a whole region from a broadcast without a description of it.
+A segment has three regions: records held by all ranks of the stage, records held by the ranks with this rank's experts,
+and records of this rank alone (buffers, journal). A record is cut into parts with exactly one writer each. The layout
+is a pure function of plan, operators and groups. So a reader knows every writer's layout and can take a whole region
+from a broadcast without a description.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PARAM = "param"
 GRADIENT = "gradient"
 
 AVERAGE_PREFIX = "average."
-"""Prefix of the names of averages; no key of an optimizer's state has it."""
+"""Prefix of averages' names; no key of an optimizer's state has it."""
 
 SEGMENT_METADATA = {"format": "lightning-moe-ckpt"}
 
@@ -47,20 +47,20 @@ def is_average(key: str) -> bool:
 class Averages:
     """Running averages of the weights (EMA, SWA), as state of the operators whose parameters they follow.
 
-    An average is updated from the parameter it follows and from nothing else. It is captured in the window step in
-    which its operator is. Until that step's snapshot is loaded in replay it may have any value: an average of frozen,
-    outdated weights is overwritten when the operator becomes active. If validation runs on averages, forward reads them
-    too, so they are taken with the weights of operators whose full state is not taken yet.
+    An average is updated only from the parameter it follows. It is captured in the same window step as its operator.
+    Until that step's snapshot is loaded in replay it may have any value: an average of frozen, outdated weights is
+    overwritten when the operator becomes active. If validation runs on averages, forward reads them too, so they are
+    taken with the weights of operators whose full state is not taken yet.
 
     Args:
-        models: copies of the trained module, in an order that is the same in every process.
-        consumed: whether forward runs on them between optimizer steps (validation with averaged weights).
+        models: copies of the trained module, in the same order in every process.
+        consumed: whether forward runs on averages between optimizer steps (validation with averaged weights).
     """
 
     def __init__(self, models: Sequence[AveragedModel], *, consumed: bool) -> None:
         self._models = {f"{AVERAGE_PREFIX}{index}": model for index, model in enumerate(models)}
         self.consumed = consumed
-        """Whether weights that are captured for forward are captured with their averages."""
+        """Whether weights captured for forward are captured with their averages."""
         self.names = frozenset(self._models)
         """Names of the averages, which are keys of fields in records."""
         self._tensors = {name: dict(model.module.named_parameters()) for name, model in self._models.items()}
@@ -70,15 +70,15 @@ class Averages:
         return Averages(list(self._models.values()), consumed=consumed)
 
     def of(self, fqn: str) -> dict[str, Tensor]:
-        """Return the averages of one parameter."""
+        """Return the averages of one parameter, by name."""
         return {name: tensors[fqn] for name, tensors in self._tensors.items()}
 
     def consumed_of(self, fqn: str) -> dict[str, Tensor]:
-        """Return the averages of one parameter that forward reads."""
+        """Return one parameter's averages that forward reads, by name."""
         return self.of(fqn) if self.consumed else {}
 
     def buffer_owners(self) -> dict[str, tuple[nn.Module, str]]:
-        """Return the buffers of the averages (number of updates, averaged statistics), by owner and attribute."""
+        """Return owner and attribute of the averages' buffers (number of updates, averaged statistics), by name."""
         return {
             f"{name}/{fqn}": (model.get_submodule(fqn.rpartition(".")[0]), fqn.rpartition(".")[2])
             for name, model in self._models.items()
@@ -88,22 +88,22 @@ class Averages:
 
 @dataclass(frozen=True, slots=True)
 class GradientPlace:
-    """Where the gradient of a part of an expert is kept."""
+    """Place of the gradient of an expert's part."""
 
     part: Shard
     offset: int
-    """From the end of the segment."""
+    """Bytes from `StepLayout.gradients_at`."""
 
 
 class StateView:
-    """Live parameters, buffers and optimizer state by name, and the fields that records of them have.
+    """Live parameters, buffers and optimizer state by name, and their fields in records.
 
     Args:
         module: holds the parameters and buffers.
-        operators: what was found in it.
-        schema: the optimizer's state.
+        operators: operators of the module.
+        schema: state schema of the optimizer.
         compute_dtypes: precision of COMPUTE by parameter; a parameter not named keeps its own.
-        averages: running averages of the module; that of a parameter belongs to its operator.
+        averages: running averages of the module; a parameter's average belongs to its operator.
     """
 
     def __init__(
@@ -117,37 +117,37 @@ class StateView:
         self.module, self.operators, self.schema = module, operators, schema
         self.params = dict(module.named_parameters())
         self.averages = averages if averages is not None else Averages([], consumed=False)
-        # By owner, since a module may replace a buffer (`self.count = self.count + 1`) rather than change it in place.
+        # By owner: a module may replace a buffer (`self.count = self.count + 1`) rather than change it in place.
         self._buffer_owners = {
             name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name, _ in module.named_buffers()
         } | self.averages.buffer_owners()
         self.buffer_names = tuple(self._buffer_owners)
-        """Persistent or not, in the order of the modules."""
+        """Names of all buffers, persistent or not, in the order of the modules."""
         self.compute_dtypes = dict(compute_dtypes)
         self.gradient_dtype: torch.dtype | None = None
-        """Type in which gradients of experts are kept behind segments; `None` if they are not."""
+        """Dtype of experts' gradients behind segments; `None` if no gradients are kept there."""
         self.dense_plan: PlanRecord | None = None
-        """Plan that takes everything of all pipeline stages; `None` where there is one, which knows it by itself."""
+        """Plan that takes everything of all pipeline stages; `None` with one stage, whose plan follows from the view."""
         self.repeatable = frozenset[str]()
-        """Parameters whose steps can be repeated: DELTA records of them have the gradient."""
+        """Parameters whose steps can be repeated: their DELTA records have the gradient."""
         self.difference_dtype = torch.float32
-        """Type in which they have it; `uint8` stands for compressed."""
+        """Dtype of gradients in DELTA records; `uint8` stands for compressed."""
         self.consumed: dict[str, Tensor] = {}
-        """Gradients as the newest step of the optimizer consumed them, of repeatable parameters that had one; if they are
-        compressed, those of the parts that this rank writes, one behind the other."""
+        """Gradients consumed by the newest step, by repeatable parameter; if compressed, the parts that this rank
+        writes, one behind the other."""
         self.repeated: dict[tuple[int, int | None] | None, list[Shard]] = {}
-        """Parts that steps of a window share, by identity of the slice, which is of an operator, and writer."""
+        """Parts shared by a window's steps, by identity of the operator's slice, and writer."""
         self._texts: dict[int, PartText] = {}
 
     def buffer(self, name: str) -> Tensor | None:
-        """Return the live tensor; `None` if the module has dropped it."""
+        """Return a live buffer; `None` if the module has dropped it."""
         owner, key = self._buffer_owners[name]
         value = getattr(owner, key, None)
         return value if isinstance(value, Tensor) else None
 
     def fit_buffers(self, kinds: Mapping[str, TensorKind]) -> None:
-        """Give buffers that grow or shrink in training the shapes that records of them have, before they are loaded."""
+        """Give buffers that grow or shrink in training the shapes of their records, before records are loaded."""
         for name in self.buffer_names:
             buffer, kind = self.buffer(name), kinds.get(f"buffer/{name}")
             if buffer is not None and kind is not None and buffer.dtype == kind[0] and buffer.shape != kind[1]:
@@ -164,19 +164,19 @@ class StateView:
 
     def _like(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype], averages: Averages) -> StateView:
         view = StateView(self.module, operators, self.schema, compute_dtypes, averages)
-        view.params = self.params  # also those that the module has replaced: what is laid out for them is not taken
+        view.params = self.params  # also parameters that the module has replaced: their records are not captured
         view.gradient_dtype, view.dense_plan = self.gradient_dtype, self.dense_plan
         view.repeatable, view.consumed = self.repeatable, self.consumed
         view.difference_dtype = self.difference_dtype
         return view
 
     def keeps_gradient(self, fqn: str) -> bool:
-        """Return whether a parameter's steps can be repeated from its gradient: Adam takes them, in float32."""
+        """Return whether a parameter's steps can be repeated from its gradient: by Adam, in float32."""
         param = self.params[fqn]
         return param.dtype is torch.float32 and self.schema.adam_group(param) is not None
 
     def forms(self, fqn: str, kind: RecordKind) -> list[Form]:
-        """Return what every part of a parameter's record consists of, in the order in which it is stored."""
+        """Return the tensors in every part of a parameter's record, in stored order."""
         param = self.params[fqn]
         if kind is RecordKind.COMPUTE:
             consumed = {PARAM: param, **self.averages.consumed_of(fqn)}
@@ -190,26 +190,26 @@ class StateView:
         return [(PRESENT, torch.uint8, False), (PARAM, param.dtype, True), *state, *averages]
 
     def table(self, parts: Iterable[Shard]) -> PartTable:
-        """Return the tensors of parts."""
+        """Return the parts' tensors as a table."""
         forms = cache(self.forms)
         return PartTable([(part, forms(part.piece.fqn, part.kind)) for part in parts], self._texts)
 
     def is_state(self, key: str) -> bool:
-        """Return whether a field is part of the optimizer's state, of which there may be none yet."""
+        """Return whether a field is optimizer state, which may not exist yet."""
         return key not in (PARAM, PRESENT, GRADIENT, PACKED) and key not in self.averages.names
 
     def states(self, fqns: Iterable[str]) -> list[Tensor]:
-        """Return optimizer state and averages of these parameters, as far as there are any."""
+        """Return the existing optimizer state and averages of these parameters."""
         params = {fqn: self.params[fqn] for fqn in fqns}
         averages = (average for fqn in params for average in self.averages.of(fqn).values())
         return [*self.schema.watch(params.values()).tensors, *averages]
 
     def base(self, field: Field) -> Tensor | None:
-        """Return the parameter, average or state tensor of which a field is a slice."""
+        """Return the parameter, average or state tensor that a field is a slice of; `None` if it does not exist."""
         return self.tensor(field.part.piece.fqn, field.key)
 
     def tensor(self, fqn: str, key: str) -> Tensor | None:
-        """Return a parameter, an average, gradient or state of it; `None` if there is no such gradient or state."""
+        """Return a parameter, or its average, gradient or state; `None` if there is no such gradient or state."""
         if key in (GRADIENT, PACKED):
             return self.consumed.get(fqn)
         if key in self.averages.names:
@@ -217,13 +217,13 @@ class StateView:
         return self.params[fqn] if key == PARAM else self.schema.get_state(self.params[fqn], key)
 
     def live(self, field: Field) -> Tensor | None:
-        """Return the live tensor a field is copied from and to, flat; `None` if the optimizer has no such state yet."""
+        """Return the live tensor that a field is copied from and to, flat; `None` if there is no such state yet."""
         base = self.base(field)
         return None if base is None else self.part_of(base, field)
 
     @staticmethod
     def part_of(base: Tensor, field: Field) -> Tensor:
-        """Return the slice of `base` that a field is, flat."""
+        """Return the field's slice of `base`, flat."""
         flat = base.detach().view(-1)
         return flat[field.part.piece.start : field.part.piece.stop] if field.per_element else flat
 
@@ -233,11 +233,11 @@ class StateView:
         return sum(piece.numel * width(piece.fqn) for piece in operator.slices)
 
     def widths(self, kind: RecordKind) -> Callable[[str], int]:
-        """Return a function that gives the bytes of a record per element of a parameter, and asks once for each."""
+        """Return a function from a parameter to its record's bytes per element, with results remembered."""
         return cache(partial(self.bytes_per_element, kind=kind))
 
     def bytes_per_element(self, fqn: str, kind: RecordKind) -> int:
-        """Return the bytes that a record of `kind` takes per element of the parameter."""
+        """Return the bytes per element of the parameter in a record of `kind`."""
         param = self.params[fqn]
         if kind is RecordKind.COMPUTE:
             tensors = [param, *self.averages.consumed_of(fqn).values()]
@@ -247,15 +247,15 @@ class StateView:
 
 
 class FileLayout:
-    """One file of one boundary: every writer's regions, and where this rank's tensors lie.
+    """One file of one boundary: every writer's regions, and the places of this rank's tensors.
 
     Args:
-        parts: of every region over all its writers, in the order in which they are stored.
+        parts: parts by region, over all its writers, in stored order.
         view: live state.
-        groups: who holds what.
-        journal_nbytes: capacity of the journal record; `None` for a file without what is this rank's alone.
-        audience: who takes it.
-        start: first byte of the file in the memory of its step.
+        groups: holders of each region.
+        journal_nbytes: capacity of the journal record; `None` for a file without buffers and journal.
+        audience: audience of the file.
+        start: first byte of the file in its step's memory.
     """
 
     def __init__(
@@ -279,19 +279,19 @@ class FileLayout:
         names, kinds = [*self.table.names, *local], [*self.table.kinds, *local.values()]
         self.segment = SegmentLayout.of_columns(names, kinds, metadata=SEGMENT_METADATA)
         self.stop = start + self.segment.nbytes
-        """Behind its last byte, in the memory of its step."""
+        """End of the file in its step's memory."""
 
     def bytes_in(self, slot_U8: Tensor) -> Tensor:
-        """Return the file in the memory of its step, without a copy."""
+        """Return the file's bytes in its step's memory, without a copy."""
         return slot_U8[self.start : self.stop]
 
     @property
     def own(self) -> list[Field]:
-        """What this rank writes, an object for each tensor."""
+        """Fields that this rank writes, an object per tensor."""
         return self.table.fields
 
     def mirror(self, writer: int, regions: Collection[str], *, start: int) -> FileLayout | None:
-        """Return the layout of what `writer` has of these regions in its file, with equal gaps; `None` if that is nothing."""
+        """Return the layout of `writer`'s parts in these regions, with equal gaps; `None` if there are none."""
         parts = {
             region: [part for part in self.parts[region] if part.writer == writer] if region in regions else []
             for region in REGIONS
@@ -300,14 +300,14 @@ class FileLayout:
         return FileLayout(parts, self.view, groups, None, start=start) if any(parts.values()) else None
 
     def run(self, regions: Collection[str]) -> tuple[int, int] | None:
-        """Return first byte, and the byte after the last, of what this rank writes of regions; of one it must be the first."""
+        """Return first byte, and the byte after the last, of this rank's parts in these, the first, regions."""
         count = sum(len(self.written(region, self.groups.rank).names) for region in REGIONS if region in regions)
         if count == 0:
             return None
         return int(self.segment.offsets[0]), int(self.segment.offsets[count - 1] + self.segment.sizes[count - 1])
 
     def written(self, region: str, writer: int) -> PartTable:
-        """Return what `writer` stores in `region`."""
+        """Return the tensors that `writer` stores in `region`."""
         found = self._written.get((region, writer))
         if found is None:
             parts = [part for part in self.parts[region] if part.writer == writer]
@@ -318,11 +318,11 @@ class FileLayout:
         """Return the marker's entries of the records; digests are added when the bytes are final.
 
         Args:
-            has_state: whether the optimizer has state of a parameter yet, by name.
+            has_state: whether the optimizer has state yet, by parameter.
         """
         rows: list[str] = []
         is_state, places = cache(self.view.is_state), self.segment.places
-        places_by_name = zip(map(_quoted, self.table.names), places, strict=False)  # what is this rank's alone follows
+        places_by_name = zip(map(_quoted, self.table.names), places, strict=False)  # buffers and journal follow
         for part, forms in self.table.parts:
             piece = part.piece
             head = f'{_quoted(part.operator)},"{part.kind.value}",{_quoted(piece.fqn)}'
@@ -355,8 +355,8 @@ class StepLayout:
     """Layout of one boundary on this rank: its files, one behind the other, then mirrors, then gradients of experts.
 
     Args:
-        files: the durable one first.
-        mirroring: what it takes of durable files of other ranks, and they of its own.
+        files: files of the boundary, the durable one first.
+        mirroring: state captured for other ranks, and by other ranks for this rank.
     """
 
     def __init__(self, *files: FileLayout, mirroring: Mirroring | None = None) -> None:
@@ -365,27 +365,27 @@ class StepLayout:
         self.files_nbytes = self._stop = files[-1].stop
         """Bytes of all files."""
         self.mirrors: dict[int, FileLayout] = {}
-        """Of other ranks."""
+        """Mirrors of other ranks' durable files, by rank."""
         for owner, regions in (Mirroring() if mirroring is None else mirroring).owners.items():
             if (mirror := self.durable.mirror(owner, regions, start=self._stop)) is not None:
                 self.mirrors[owner], self._stop = mirror, mirror.stop
         self.mirrored = None if mirroring is None else self.durable.run(mirroring.groups)
         """Run of the durable file that holders of copies take from their own state."""
         self.gradients = self._places_of_gradients()
-        """Places of the experts that leave the node."""
+        """Places of the gradients of experts in copies on other nodes."""
 
     @property
     def gradients_at(self) -> int:
-        """Offset of what lies behind the files."""
+        """Offset of the gradients behind files and mirrors."""
         return aligned_gradient(self._stop)
 
     @property
     def mirrors_nbytes(self) -> int:
-        """Bytes of what is taken for other ranks."""
+        """Bytes of the mirrors."""
         return self._stop - self.files_nbytes
 
     def mirrors_in(self, slot: memoryview) -> dict[int, memoryview]:
-        """Return what was taken for other ranks in the memory of its step, without a copy."""
+        """Return the mirrors' bytes in their step's memory by rank, without a copy."""
         runs = {owner: (each.start, each.run(REGIONS)) for owner, each in self.mirrors.items()}
         return {owner: slot[start + run[0] : start + run[1]] for owner, (start, run) in runs.items() if run is not None}
 
@@ -414,36 +414,33 @@ class StepLayout:
 
 @dataclass(kw_only=True)
 class WindowLayout:
-    """A plan made concrete: where every byte of every step lies."""
+    """Concrete plan: the place of every byte of every step."""
 
     record: PlanRecord
     steps: list[StepLayout]
     reserve_nbytes: int = 0
-    """Bytes of the largest step that plans after this one may have, where they differ."""
+    """Bytes of the largest step in later, different plans."""
 
     def mirrored(self, mirroring: Mirroring) -> WindowLayout:
-        """Return the same plan with what ranks take for each other."""
+        """Return the same plan with state that ranks capture for each other."""
         if not mirroring or self.record.plan.is_differential:
             return self
         return replace(self, steps=[StepLayout(*step.files, mirroring=mirroring) for step in self.steps])
 
     @property
     def mirrors_nbytes(self) -> tuple[int, int]:
-        """Bytes of what is taken for other ranks, in the steps with least and with most of it."""
+        """Least and most bytes of mirrors in a step."""
         sizes = [step.mirrors_nbytes for step in self.steps]
         return min(sizes), max(sizes)
 
     @cached_property
     def missing(self) -> frozenset[str]:
-        """Names of operators on this rank of which the durable files have nothing.
-
-        Storage takes them from older ones.
-        """
+        """Names of this rank's operators that are not in the durable files; storage takes them from older files."""
         return frozenset(self.steps[0].view.operators.names) - self._durable
 
     @cached_property
     def is_incomplete(self) -> bool:
-        """Whether there are such operators on any rank; equal on all ranks."""
+        """Whether any rank has such operators; equal on all ranks."""
         if self.record.stages:
             return self.record.is_incomplete
         return not self._durable.issuperset(all_names(self.steps[0].view.operators))
@@ -454,12 +451,12 @@ class WindowLayout:
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of the largest step and what lies behind it, of those still to come too."""
+        """Bytes of the largest step with all behind its files, in this plan or a later one."""
         return max(self.reserve_nbytes, *(step.nbytes for step in self.steps))
 
 
 def _place(key: str, place: str, nbytes: int) -> str:
-    """Return shape, start and length of a record; what is compressed has no element for each of the parameter's."""
+    """Return a record's shape, start and length; compressed bytes do not correspond to elements."""
     return f"[{nbytes}],0,{nbytes}" if key == PACKED else place
 
 

@@ -1,7 +1,7 @@
 """Parts of records, and their tensors by column: a snapshot of thousands of experts has some twenty tensors of each.
 
-What is there for each tensor is a string or a shared value, never an object of its own: making a million objects takes
-seconds, most of it in the garbage collector.
+Per tensor there is a string or a shared value, never an object of its own: making a million objects takes seconds, most
+of it in the garbage collector.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_moe_ckpt.operators import ParamSlice, RecordKind
 from lightning_moe_ckpt.storage import TensorKind
 
 PACKED = "packed"
-"""Key of a compressed gradient: bytes, of which a part has `packed_nbytes` of its elements."""
+"""Key of a compressed gradient: `packed_nbytes` bytes per part."""
 
 
 class Shard(NamedTuple):
@@ -38,12 +38,12 @@ class Shard(NamedTuple):
 
 
 Form = tuple[str, torch.dtype, bool]
-"""A tensor that every part of a parameter has: `param`, `present` or a key of the optimizer's state; its type; and whether
-it has an element for each of the parameter's."""
+"""Tensor in every part of a parameter: its key (`param`, `present` or a key of the optimizer's state), its dtype, and
+whether it has one element per element of the parameter."""
 
 
 def numel_of(form: Form, numel: int) -> int:
-    """Return the elements of a tensor of a part that has `numel`."""
+    """Return the elements of a part's tensor; the part has `numel` elements."""
     key, _, per_element = form
     return packed_nbytes(numel) if key == PACKED else numel if per_element else 1
 
@@ -56,18 +56,18 @@ class Field(NamedTuple):
     dtype: torch.dtype
     per_element: bool
     name: str
-    """In the segment's header."""
+    """Name of the tensor in the segment's header."""
 
 
 class PartColumns(NamedTuple):
-    """Parts by column, a value for each."""
+    """Parts by column, a value for each part."""
 
     kinds: list[tuple[str, list[Form]]]
-    """Parameters, each with the tensors of its parts; a parameter of which there are two kinds of record comes twice."""
+    """Parameters, each with its parts' tensors; a parameter with two kinds of record comes twice."""
     kind: Column
     """Index in `kinds`."""
     start: Column
-    """First element in the parameter."""
+    """First element of the part in the parameter."""
     numel: Column
 
     @classmethod
@@ -83,50 +83,50 @@ class PartColumns(NamedTuple):
 
     @property
     def tensors(self) -> Column:
-        """Tensors of each part."""
+        """Number of tensors in each part."""
         return np.array([len(forms) for _, forms in self.kinds], np.int64)[self.kind]
 
 
 class ParameterParts(NamedTuple):
-    """The parts of one parameter in a table, by column."""
+    """Parts of one parameter in a table, by column."""
 
     fqn: str
     forms: list[Form]
-    """Tensors of each part."""
+    """Tensors in each part."""
     first: Column
-    """Number of the first tensor of each part in the table."""
+    """Index of each part's first tensor in the table."""
     start: Column
-    """First element in the parameter."""
+    """First element of the part in the parameter."""
     numel: Column
 
 
 PartText = tuple[Shard, list[str], list[TensorKind]]
-"""A part; names, types and shapes of its tensors."""
+"""Part, with names, dtypes and shapes of its tensors."""
 
 _WORDS = {kind: kind.value for kind in RecordKind}
 
 
 class PartTable:
-    """The tensors of parts, in the order in which they are stored.
+    """Tensors of parts, in stored order.
 
     Args:
-        parts: each with its tensors; parts of one parameter share the list of them.
-        texts: of parts that other tables of the same window have too, by identity.
+        parts: parts with their tensors; parts of one parameter share the list.
+        texts: texts of parts shared by tables of the same window, by the part's identity.
     """
 
     def __init__(self, parts: list[tuple[Shard, list[Form]]], texts: dict[int, PartText] | None = None) -> None:
         self.parts = parts
         self.names: list[str] = []
-        """In the segment's header, by tensor."""
+        """Names in the segment's header, by tensor."""
         self.kinds: list[TensorKind] = []
-        """Type and shape, by tensor."""
+        """Dtype and shape, by tensor."""
         texts = {} if texts is None else texts
         for part, forms in parts:
             text = texts.get(id(part))
             if text is None:
                 prefix, numel = part.prefix, part.piece.stop - part.piece.start
                 names = [f"{prefix}/{key}" for key, _, _ in forms]
-                # Without a call for each of many parts: only gradients are compressed.
+                # No call of `numel_of` for each of many parts: only gradients are compressed.
                 packed = part.kind is RecordKind.DELTA
                 text = (
                     part,
@@ -143,7 +143,7 @@ class PartTable:
 
     @classmethod
     def joined(cls, tables: Sequence[PartTable]) -> PartTable:
-        """Return the tensors of tables, one behind the other."""
+        """Return one table with the tensors of all tables, one behind the other."""
         if len(tables) == 1:
             return tables[0]
         joined = cls([])
@@ -155,7 +155,7 @@ class PartTable:
 
     @cached_property
     def fields(self) -> list[Field]:
-        """An object for each tensor."""
+        """Fields, an object per tensor."""
         names = iter(self.names)
         return [Field(part, *form, next(names)) for part, forms in self.parts for form in forms]
 

@@ -1,4 +1,4 @@
-"""A plan with all that a later incarnation needs to lay the same window out again; stored with each generation."""
+"""Plan with all facts from which a later incarnation lays the same window out again; stored with each generation."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lightning_moe_ckpt.policies import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRecord:
-    """A plan and the facts that its layout depends on; equal on all ranks.
+    """Plan and the facts that its layout depends on; equal on all ranks.
 
-    With pipeline stages the plan is that of all of them, made of one for each. What each was made from is kept by stage, and
-    the fields are those of one of them, see `of_stage`; text and hash have all and do not depend on which.
+    With pipeline stages the plan is joined from one plan per stage. Each stage's facts are kept in `stages`, and the
+    fields are one stage's, see `of_stage`; text and hash cover all stages and do not depend on that choice.
     """
 
     plan: Plan
     config: Mapping[str, Any]
-    """Configuration of the policy, which goes on with a restored plan only if that was made under an equal one."""
+    """Configuration of the policy; a policy goes on with a restored plan only under an equal configuration."""
     popularity: tuple[float, ...] = ()
     """Popularity by expert, from which the plan was made."""
     compute_dtypes: Mapping[str, str] = field(default_factory=dict)
-    """Precision of COMPUTE by parameter, where that is not its own."""
+    """Precision of COMPUTE by parameter, if it differs from the parameter's own."""
     averages_consumed: bool = False
     """Whether forward ran on averages of parameters."""
     budget_nbytes: int = 0
@@ -36,11 +36,11 @@ class PlanRecord:
     split_nbytes: int = 0
     """Bytes above which operators were cut into pieces; 0 for none."""
     constants: tuple[str, ...] = ()
-    """Parameters that no record has, as training does not change them."""
+    """Parameters without records, as training does not change them."""
     thawed: tuple[str, ...] = ()
-    """Parameters that were constants when the run began, and are operators by themselves since they changed."""
+    """Former constants that have changed, each an operator by itself."""
     stages: tuple[Mapping[str, Any], ...] = ()
-    """What differs between pipeline stages, by stage; empty without them."""
+    """Facts that differ between pipeline stages, by stage; empty without stages."""
 
     @classmethod
     def over(cls, operators: OperatorSet, **fields: Any) -> PlanRecord:
@@ -49,12 +49,12 @@ class PlanRecord:
 
     @classmethod
     def joined(cls, records: Sequence[PlanRecord], incomplete: Sequence[bool], stage: int) -> PlanRecord:
-        """Return the record of all stages as one of them sees it.
+        """Return the record of all stages, with the fields of one.
 
         Args:
-            records: of each stage for itself.
-            incomplete: whether the durable files of each lack operators of the stage.
-            stage: whose fields to have.
+            records: record of each stage by itself.
+            incomplete: whether the stage's durable files lack some of its operators, by stage.
+            stage: stage whose fields the result has.
         """
         dtypes = {name: dtype for each in records for name, dtype in each.compute_dtypes.items()}
         facts = tuple(
@@ -83,7 +83,7 @@ class PlanRecord:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether durable files lack operators of some stage, where there are several."""
+        """Whether durable files lack operators of some stage; false without stages."""
         return any(facts["incomplete"] for facts in self.stages)
 
     @property
@@ -97,11 +97,11 @@ class PlanRecord:
 
     @classmethod
     def from_json(cls, text: str) -> PlanRecord:
-        """Read what `to_json` wrote.
+        """Return the record with the text of `to_json`.
 
         Raises:
-            Corrupt: the text holds no plan.
-            LookupError, TypeError, ValueError: another entry is missing or of another type.
+            Corrupt: the text holds no plan. LookupError, TypeError, ValueError: another entry is missing or of another
+                type.
         """
         value = json.loads(text)
         stages = tuple(_facts(each) for each in value.get("stages", ()))
@@ -137,7 +137,7 @@ class PlanRecord:
 
 
 def _facts(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what differs between stages. Raises as `PlanRecord.from_json`."""
+    """Return one stage's facts. Raises like `PlanRecord.from_json`."""
     return {
         "popularity": [float(each) for each in value["popularity"]],
         "budget_nbytes": int(value["budget_nbytes"]),

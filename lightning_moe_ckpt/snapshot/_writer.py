@@ -1,8 +1,8 @@
 """Fill one segment's memory from live state, step after step, at little cost to the training thread.
 
-Sources change only when a tensor is replaced or the optimizer begins to keep state of a parameter. So the copies and the
-marker's entries are made once per step of the plan, whichever slot of the ring it goes to, and checked for being up to
-date by comparing identities and addresses of tensors, without bytecode per tensor.
+Sources change only when a tensor is replaced or the optimizer begins to keep a parameter's state. So the copies and the
+marker's entries are made once per step of the plan, for all slots of the ring. They are checked for being up to date by
+comparing identities and addresses of tensors, without bytecode per tensor.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LocalState:
 
 
 class StepCopies:
-    """The copies of one boundary, made once and used at every step that takes it, whichever slot they go to.
+    """Copies of one boundary, made once for all of its steps and slots.
 
     Args:
         layout: layout of the boundary.
@@ -86,13 +86,13 @@ class StepCopies:
         self._prepared: PreparedTable | None = None
         self._addresses: list[int] = []
         self.bases: list[Tensor] = []
-        """Live tensors that are copied, gradients aside: those that change later led to other states."""
+        """Live tensors that are copied, except gradients, which may change after their step."""
         self.records: list[RecordRows] = []
         """Marker's entries of each file."""
         self._places: dict[int, tuple[Tensor, memoryview]] = {}
 
     def place(self, view_U8: Tensor) -> tuple[Tensor, memoryview]:
-        """Return the memory of the durable file in a slot, and that of all files."""
+        """Return the durable file's memory in a slot, and all files' memory."""
         found = self._places.get(view_U8.data_ptr())
         if found is None:
             memory = as_memoryview(view_U8)[: self.layout.files_nbytes]
@@ -100,7 +100,7 @@ class StepCopies:
         return found
 
     def current(self, block_U8: Tensor) -> PreparedTable:
-        """Return the copies of everything as it is now, for this slot and others."""
+        """Return the copies of the current tensors, for this slot and all others."""
         # A tensor keeps its identity when its memory is swapped (`param.data = ...`), and copies hold addresses.
         stale = self._prepared is None or self._watch is None or not self._watch.holds
         if stale or self._addresses != _addresses(self.bases):
@@ -109,19 +109,19 @@ class StepCopies:
         return self._prepared
 
     def some(self, wanted: Sequence[bool], block_U8: Tensor) -> PreparedTable:
-        """Return the copies of what comes from some of `bases`."""
+        """Return the copies from the wanted ones among `bases`."""
         assert self._prepared is not None
         table, ids = self._prepared.table, set(map(id, compress(self.bases, wanted)))
         some = table.of_sources(np.fromiter(map(ids.__contains__, map(id, table.sources)), bool))
         return self._engine.prepare_table(some, block_U8)
 
     def let_go(self) -> None:
-        """Hold no gradients any more; the next step has others."""
+        """Let go of gradients; the next step has others."""
         if self._columns.gradients:
             self._prepared = None
 
     def _rebuild(self, block_U8: Tensor) -> None:
-        """Make the copies anew from the tensors that there are now."""
+        """Make the copies anew from the current tensors."""
         view, has_state = self.layout.view, self._columns.has_state()
         self._watch = view.schema.watch(self._params)
         self.bases = [*self._params, *view.states(self._whole), *self._averages]
@@ -133,11 +133,11 @@ class StepCopies:
 
 
 REMEMBERED_PLANS = 64
-"""Of which layouts and copies are kept, where plans come round again."""
+"""Partial plans whose layouts and copies are kept, in case the same plan returns."""
 
 
 class WindowCopies:
-    """The copies of the boundaries of plans: those of the one in use, and of partial ones, which come round again.
+    """Copies of the boundaries of the plan in use, and of partial plans, which return.
 
     Args:
         engine: copies.
@@ -146,10 +146,10 @@ class WindowCopies:
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
         self._known: dict[int, StepCopies] = {}
-        """By identity of the layout, which they keep; oldest first."""
+        """Copies by identity of their layout, which they keep alive; oldest first."""
 
     def of(self, layout: StepLayout, window: WindowLayout) -> StepCopies:
-        """Return the copies of this step of a plan."""
+        """Return the copies for this step of a plan."""
         found = self._known.get(id(layout))
         if found is None:
             in_use, others = set(map(id, window.steps)), [*self._known]
@@ -160,12 +160,12 @@ class WindowCopies:
         return found
 
     def let_go(self) -> None:
-        """Hold no gradients any more, see `StepCopies.let_go`."""
+        """Let go of gradients, see `StepCopies.let_go`."""
         for copies in self._known.values():
             copies.let_go()
 
     def clear(self) -> None:
-        """Make all of them anew."""
+        """Forget all copies, to make them anew."""
         self._known.clear()
 
 
@@ -176,7 +176,7 @@ class SegmentWriter:
         layout: layout of the boundary.
         view_U8: memory of the slot.
         engine: copies.
-        arrivals: brings values of journals to the host.
+        arrivals: brings values in journals to the host.
         copies: the copies of this boundary, if they were made before.
     """
 
@@ -201,11 +201,11 @@ class SegmentWriter:
         return ticket
 
     def recopy_changed(self, ticket: Ticket, *, everything: bool = False) -> Ticket:
-        """Copy again what was changed in place since `start`, and return the ticket of all copies.
+        """Copy the sources changed in place since `start` again, and return the ticket of all copies.
 
         Args:
             ticket: result of `start`.
-            everything: whether changes may have left no trace: nothing of the first copy is kept.
+            everything: whether changes may have left no trace: then all sources are copied again.
 
         Raises:
             CheckpointError: a copy failed.
@@ -226,11 +226,12 @@ class SegmentWriter:
 
     @property
     def is_overtaken(self) -> bool:
-        """Whether sources were changed in place since they were last looked at."""
+        """Whether sources were changed in place since `start` or `recopy_changed`."""
         return versions(self._copies.bases) != self._versions
 
     def take_local(self, journal: Journal) -> LocalState:
-        """Begin to bring this rank's buffers and the journal to the host; they may change, and be let go of, after it.
+        """Begin to bring this rank's buffers and the journal to the host; both may change, and be freed, after the
+        call.
 
         Raises:
             BufferChanged: a buffer has another shape or dtype than when the plan was made.
@@ -252,14 +253,14 @@ class SegmentWriter:
         if not self._copies.may_wait:
             return LocalState(journal, None, ticket)
         values: list[Tensor] = []
-        journal = held(journal, values)  # by the time it is written, training may have changed what it is made of
+        journal = held(journal, values)  # until it is written, training may change the objects that it is made of
         return LocalState(journal, self._arrivals.start(values), ticket)
 
     def write_local(self, local: LocalState) -> tuple[int, int]:
         """Put the journal into its record; waits until its values have arrived on the host.
 
         Returns:
-            The bytes that it takes, and those that its record holds.
+            Bytes of the journal, and bytes of its record.
 
         Raises:
             JournalOverflow: the record is too small.
@@ -277,10 +278,10 @@ class SegmentWriter:
         """Return the segment for the tiers.
 
         Args:
-            generation: the generation it is part of.
-            step: its boundary.
+            generation: generation of the segment.
+            step: boundary of the segment.
             ticket: ticket of all copies.
-            step_record: gradients that led to the boundary, of the experts that leave the node.
+            step_record: gradients that led to the boundary, for experts with copies on other nodes.
         """
         files = [
             SealedFile(
@@ -313,20 +314,20 @@ class BoundaryCapture:
         self.ticket = writer.start()
         """Ticket of all copies so far."""
         self.had_arrived = False
-        """Whether all was copied when sources were last seen as they should be."""
+        """Whether all was copied when the sources were last found unchanged."""
         self._local: LocalState | None = None
         self.journal_nbytes = self.journal_capacity = 0
 
     def again(self, writer: SegmentWriter) -> BoundaryCapture:
-        """Begin to copy the boundary anew, into other records of the same slot."""
+        """Begin to copy the boundary anew, into other records in the same slot."""
         return BoundaryCapture(writer, self.step, self._outcome, self._step_record)
 
     def take_rest(self, start: Journal, *, disturbed: bool) -> None:
-        """Copy again what has changed, and take buffers and journal; call when the next batch begins.
+        """Copy changed sources again, and take buffers and journal; call when the next batch begins.
 
         Args:
             start: the journal's start half.
-            disturbed: whether sources may have changed unseen: all of them are copied again.
+            disturbed: whether sources may have changed unseen: all are copied again.
 
         Raises:
             BufferChanged: see `SegmentWriter.take_local`.
@@ -339,7 +340,7 @@ class BoundaryCapture:
 
     @property
     def is_overtaken(self) -> bool:
-        """Whether sources were changed in place since `take_rest`; copies that were under way then may have that, or half of it."""
+        """Whether sources were changed in place since `take_rest`; copies under way may have half a change."""
         return self._writer.is_overtaken
 
     @property
@@ -348,17 +349,17 @@ class BoundaryCapture:
         return self._local is not None and self._local.values is not None and self._local.values.is_under_way
 
     def arrive(self) -> None:
-        """Wait until the device has come to where `take_rest` was called."""
+        """Wait until the device has reached the point at which `take_rest` was called."""
         assert self._local is not None
         assert self._local.values is not None
         self._local.values.wait()
 
     def add(self, more: Journal) -> None:
-        """Add entries to the journal's start half, of values on the host; call after `take_rest`.
+        """Add entries to the journal's start half, with values on the host; call after `take_rest`.
 
         Raises:
-            JournalOverflow: its record has no room for them. The journal stays as it was.
-            CodecError: a value cannot be stored exactly; as above.
+            JournalOverflow: the journal's record has no room. The journal stays as it was.
+            CodecError: a value cannot be stored exactly. The journal stays as it was.
         """
         assert self._local is not None
         journal = {**self._local.journal, "start": {**self._local.journal["start"], **more}}
@@ -370,7 +371,7 @@ class BoundaryCapture:
         """Write the journal and return the segment, once its values have arrived; call after `take_rest`.
 
         Raises:
-            JournalOverflow: its journal record is too small.
+            JournalOverflow: the journal's record is too small.
             CodecError: a value in the journal cannot be stored exactly.
         """
         assert self._local is not None
@@ -383,5 +384,5 @@ def _addresses(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Count in-place changes of tensors and of all that share their memory; changes through `.data` stay unseen."""
+    """Return the counts of in-place changes, also by tensors in the same memory, but not through `.data`."""
     return list(map(_version_of, tensors))
