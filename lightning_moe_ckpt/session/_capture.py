@@ -1,10 +1,10 @@
 """Capture windows: boundaries are captured, sealed one batch later, and handed to the tiers.
 
-At boundary t the slices of this slot are copied into a segment of the ring, overlapped with forward and backward of
-t+1; `seal` takes the journal at the next batch start; a thread writes it while backward runs, which does not hold the
-interpreter lock; `fence` completes it, and waits for the copies before the optimizer overwrites their sources. A window
-whose segments are all sealed is a generation. All ranks open windows together: one small exchange decides whether a window
-starts and which tiers take it, so that no rank fills half a generation.
+At boundary t this window step's slices are copied into a segment of the ring, overlapped with forward and backward of
+t+1. `seal` takes the journal at the next batch start; a thread writes the journal while backward runs without the
+interpreter lock. `fence` completes the segment, and waits for the copies before the optimizer overwrites their sources.
+A window whose segments are all sealed is a generation. All ranks open windows together: one small exchange decides
+whether a window starts and which tiers take it, so no rank fills half a generation.
 
 Source: MoEvement (2026), Sec. 3.2; PEC/MoC (2024), Sec. 5 (triple buffering).
 """
@@ -47,14 +47,15 @@ from lightning_moe_ckpt.tiers import Misses, SegmentRing, Slot
 log = rank_logger(__name__)
 
 FLUSH_TIMEOUT = timedelta(seconds=30)
-"""How long training waits for slots that a transfer still reads, before it goes on without a window."""
+"""Longest wait of training for slots under transfer, before training goes on without a window."""
 
 
 class CaptureSession:
     """Capture windows for one incarnation of a run.
 
-    `name` names a generation by its step. `make_ring` allocates a ring for windows of a layout; `renew_ring` another one like
-    that in use, which has lost its name. `params` are what is trained. `gradients` records what led to each boundary, for tiers that want it.
+    `name` names a generation by its step. `make_ring` allocates a ring for a layout's windows; `renew_ring` copies the
+    ring in use after its name was removed. `params` are the trained parameters. `gradients` records the gradients
+    before each boundary, for tiers that want them.
     """
 
     def __init__(
@@ -75,34 +76,34 @@ class CaptureSession:
         self._tiers, self._stalls, self._make_ring, self._renew_ring = tiers, stalls, make_ring, renew_ring
         self._plans, self._arrivals, self._journal_nbytes = plans, Arrivals(), 0
         self.failures: list[str] = []
-        """Why windows were spoiled; read and cleared by the owner, which reports them."""
+        """Reasons why windows were spoiled; the owner reports and clears them."""
         self._given_up: GenerationId | None = None
-        """Generation of a window ended before its time: tiers may still read from it, so no other gets its name."""
+        """Generation of an aborted window: tiers may still read from it, so no other window gets its name."""
         self._layout: WindowLayout | None = None
         self._ring: SegmentRing | None = None
-        self._nearly_full = 0  # capacity of journal records for which more was last asked
+        self._nearly_full = 0  # capacity of journal records for which more room was last requested
         self._window: Window | None = None
         self._pending: BoundaryCapture | None = None
         self._slot: Slot | None = None
         """Memory of the newest capture."""
         self._sealing: int | None = None
-        """Boundary of which `complete_seal` is due."""
+        """Boundary for which `complete_seal` is due."""
         self._beside, self._edits, self._data = Beside(), PassEdits(), DataAccess(params, self._before_data)
         self._accesses = 0
         """Accesses to `.data` before the newest capture."""
         self._ticket: Ticket | None = None
-        """Ticket of the newest copies; outlives the seal, since the optimizer steps after it."""
+        """Ticket of the newest copies; outlives the seal, since the optimizer steps after the seal."""
         self._spoiled_last = False
         self.whole_at: int | None = None
-        """The newest boundary, if all of it is to be taken instead of a window, see `Tiers.wants_whole`."""
+        """The newest boundary, if a dense generation replaces its window, see `Tiers.wants_whole`."""
         self._copies = WindowCopies(engine)
         self._complete: Window | None = None
         self._newest: GenerationId | None = None
-        """Generation of the last window, if that ended here as it should."""
+        """Generation of the last window, if this rank completed the window."""
         self._first = 0
-        """Boundary at which the last window began."""
+        """First boundary of the last window."""
         self._why = ""
-        """Reason why the window before this boundary was spoiled on this rank."""
+        """Reason why the last window was spoiled on this rank."""
         self.misses = Misses()
         self.generations_complete = self.windows_skipped = self.segments_captured = self.nbytes_captured = 0
 
@@ -113,7 +114,7 @@ class CaptureSession:
 
     @property
     def window_open(self) -> bool:
-        """Whether the next boundary belongs to a window that has started."""
+        """Whether a window has started and takes the next boundary."""
         return self._window is not None
 
     def is_within(self, step: int) -> bool:
@@ -122,14 +123,15 @@ class CaptureSession:
 
     @property
     def window_position(self) -> int:
-        """Boundaries of the window under way that are sealed; 0 between windows."""
+        """Sealed boundaries of the window under way; 0 between windows."""
         return 0 if self._window is None else len(self._window.segments)
 
     def use_layout(self, layout: WindowLayout) -> bool:
-        """Put a plan in force from the next window on; `False` if it does not fit the ring. All ranks call it.
+        """Put a plan in force from the next window on; return `False` if the plan does not fit the ring. All ranks call
+        it.
 
         Raises:
-            ConfigurationError: on every rank, if the memory of one has no room for its first ring.
+            ConfigurationError: on every rank, if any rank has no memory for its first ring.
         """
         assert self._window is None
         if self._ring is None:
@@ -148,23 +150,23 @@ class CaptureSession:
         return True
 
     def forget_layout(self) -> None:
-        """Take nothing until another plan is in force, in a larger ring if need be. All ranks call it."""
+        """Abort the window under way, and take none until another plan is in force. All ranks call it."""
         self._given_up = None if self._window is None else self._window.generation
         self.abort_window()
         self._layout = None
 
     def open_window(self, step: int, use: Callable[[WindowLayout], None] | None = None, *, dense: bool = False) -> bool:
-        """Agree with all ranks to start a window whose slot 0 is boundary `step`.
+        """Agree with all ranks to start a window whose first boundary is `step`; return whether it starts. Collective.
 
         Args:
             step: the boundary just reached.
-            use: puts a plan in force, if it may change here.
-            dense: whether storage is to get everything of this boundary instead; the same on all ranks.
+            use: puts a plan in force, if the plan may change here.
+            dense: whether storage gets this whole boundary instead; the same on all ranks.
         """
         assert self._layout is not None
         if self._name(step + len(self._layout.steps) - 1) == self._given_up:
             return False
-        # In replay the plan stays, so looks at the order wait: else the next one would overtake a plan made before.
+        # The plan stays in replay, so the next look at the order waits: it would overtake a plan made before.
         plans = self._plans if use is not None else None
         with self._stalls.measure("plan"):
             following = plans.take_next() if plans is not None else None  # the same on all ranks
@@ -197,7 +199,7 @@ class CaptureSession:
         return True
 
     def capture(self, step: int, outcome: Journal) -> None:
-        """Start copying the slot that boundary `step` takes; call right after the optimizer step."""
+        """Start copying this window step's slices of boundary `step`; call right after the optimizer step."""
         window, ring = self._window, self._ring
         assert window is not None
         assert ring is not None
@@ -215,9 +217,9 @@ class CaptureSession:
         try:
             copies = self._copies.of(layout, window.layout)
             writer = SegmentWriter(layout, slot.view, self._engine, self._arrivals, copies)
-            record = self._record_step(window, layout, slot)  # first: gradients go sooner than what they have changed
+            record = self._record_step(window, layout, slot)  # first: gradients go sooner than the changed parameters
             pending = BoundaryCapture(writer, step, outcome, record)
-        except UnsupportedOptimizer as error:  # of state that is not what it was; said once
+        except UnsupportedOptimizer as error:  # the state's form has changed; said once
             self._spoil(str(error), failed=self.misses.in_a_row == 0)
             return
         self._pending, self._slot, self._ticket, self._accesses = pending, slot, pending.ticket, self._data.count
@@ -225,16 +227,16 @@ class CaptureSession:
         self.nbytes_captured += layout.files_nbytes
 
     def fence_gradients(self) -> None:
-        """Wait until gradients may be overwritten, or let go of."""
+        """Wait until gradients may be overwritten or freed."""
         if self._gradients is not None:
             with self._stalls.measure_both("gradients"):
                 self._gradients.fence()
 
     def fence(self) -> None:
-        """Wait until the optimizer may overwrite what the newest capture reads."""
+        """Wait until the optimizer may overwrite the sources of the newest capture."""
         self.complete_seal()
         if self._gradients is not None:
-            self.fence_gradients()  # where it was not asked for before gradients were set to zero
+            self.fence_gradients()  # in case nobody called it before gradients were set to zero
             self._gradients.step_begins()
         ticket, self._ticket = self._ticket, None
         if ticket is None:
@@ -246,12 +248,12 @@ class CaptureSession:
                 self._spoil(str(error))
 
     def seal(self, start: Journal, *, step: int, disturbed: bool = False) -> None:
-        """Take the rest of boundary `step`, as the next batch begins; it is complete at the next fence.
+        """Take the rest of boundary `step` as the next batch begins; the next fence completes it.
 
         Args:
             start: the journal's start half.
             step: the boundary.
-            disturbed: whether sources may have changed unseen since `capture`: all of them are copied again.
+            disturbed: whether sources may have changed unseen since `capture`; then all are copied again.
         """
         if self._window is None:
             return
@@ -267,17 +269,17 @@ class CaptureSession:
                     pending.take_rest(start, disturbed=disturbed or self._data.count != self._accesses)
                     if self._edits.may_come:
                         self._engine.fence(pending.ticket)
-                except (CheckpointError, BufferChanged, RuntimeError) as error:  # torch's, where memory is not there
+                except (CheckpointError, BufferChanged, RuntimeError) as error:  # RuntimeError: torch's, without memory
                     changed = isinstance(error, BufferChanged)
-                    if changed:  # plans are laid out anew, for buffers as they are now
+                    if changed:  # plans are laid out anew for the buffers' new shapes
                         self._journal_nbytes = self._plans.journal_nbytes
                     self._spoil(f"its buffers or what was changed cannot be stored: {error}", failed=not changed)
 
     def seal_beside(self, why_not: str = "") -> None:
         """Begin to complete the newest boundary on a thread; call where training is about to run without Python.
 
-        What is on a device waits for the fence: there the training thread is ahead of it, and loses nothing. With a
-        reason `why_not` the boundary is given up, which is no failure.
+        Copies on a device wait for the fence: there the training thread runs ahead of the device, and loses nothing.
+        With a reason `why_not` the boundary is given up, which does not count as a failure.
         """
         if why_not:
             self._spoil(why_not, failed=False)
@@ -293,7 +295,7 @@ class CaptureSession:
             self._beside.begin(partial(self._hand_over, window, pending, self._slot))
 
     def complete_seal(self, *, wait: bool = True) -> None:
-        """Complete the newest boundary that `seal` was called for, and hand it to the tiers; `wait` for a device, or leave it."""
+        """Complete the newest boundary after `seal`, and hand it to the tiers. Without `wait`, skip a device's copies."""
         window, pending, step = self._window, self._pending, self._sealing
         if window is None or step is None or (not wait and pending is not None and pending.waits_for_device):
             return
@@ -318,12 +320,12 @@ class CaptureSession:
                     self._beside.join()
                 else:
                     self._hand_over(window, pending, self._slot)
-        except (JournalOverflow, CodecError, RuntimeError) as error:  # torch's, of a device that is lost
+        except (JournalOverflow, CodecError, RuntimeError) as error:  # RuntimeError: torch's, from a lost device
             self._journal_nbytes = 2 * error.nbytes if isinstance(error, JournalOverflow) else 0
             self._spoil(f"its journal cannot be stored: {error}")
 
     def _hand_over(self, window: Window, pending: BoundaryCapture, slot: Slot) -> None:
-        """Write the journal, and hand the segment to the tiers. On the training thread, or while that leaves it alone."""
+        """Write the journal, and hand the segment to the tiers. On the training thread, or beside it."""
         segment = pending.sealed(window.generation)
         if 3 * pending.journal_nbytes > 2 * pending.journal_capacity > 2 * self._nearly_full:
             self._journal_nbytes, self._nearly_full = 3 * pending.journal_nbytes, pending.journal_capacity
@@ -332,7 +334,7 @@ class CaptureSession:
         self._tiers.add(window, segment)
 
     def _record_step(self, window: Window, layout: StepLayout, slot: Slot) -> RecordedStep | None:
-        """Begin to copy the gradients that led to the boundary, if a tier that gets it can use them."""
+        """Begin to copy the gradients before the boundary, if a tier can use them."""
         if self._gradients is None:
             return None
         if not self._tiers.want_gradients(window):
@@ -341,12 +343,12 @@ class CaptureSession:
         return self._gradients.start(layout, slot.view)
 
     def hear(self, *, filling: GenerationId | None = None) -> None:
-        """Exchange what tiers hold. Collective; `filling` as in `Tiers.agreed`."""
+        """Exchange the tiers' votes. Collective; `filling` as in `Tiers.agreed`."""
         own = self._tiers.vote()
         self._hear([own.read(row) for row in self._exchange.gather(own.row())], filling=filling)
 
     def abort_window(self) -> None:
-        """Forget the window being filled; every rank does so at the same boundary."""
+        """Forget the window under way; every rank does so at the same boundary."""
         self.whole_at = None
         self._beside.finish()
         self._await_copies()
@@ -355,7 +357,7 @@ class CaptureSession:
             self._drop(self._window)
 
     def close(self) -> None:
-        """End all writes to the ring. A boundary that a failed step has kept from being sealed goes to the tiers."""
+        """End all writes to the ring. A boundary that a failed step left unsealed goes to the tiers."""
         self._data.close()
         self.complete_seal()
         self._beside.finish()
@@ -366,14 +368,14 @@ class CaptureSession:
     # -- private
 
     def _before_data(self) -> None:
-        """Wait for copies: what is changed through `.data` while they are under way leaves no trace."""
+        """Wait for copies: a change through `.data` during a copy leaves no trace."""
         ticket = self._ticket
         if ticket is not None and not ticket.done:
             with self._stalls.measure_both("fence"), suppress(CheckpointError):  # reported by the fence
                 self._engine.fence(ticket)
 
     def _vote(self, step: int, following: WindowLayout | None) -> WindowVote:
-        """Return what this rank tells the others before a window."""
+        """Return this rank's vote before a window."""
         assert self._layout is not None
         assert self._ring is not None
         fits = following is None or self._fits(following)
@@ -382,7 +384,7 @@ class CaptureSession:
         return WindowVote(int(room and named), self._journal_nbytes, int(self._spoiled_last), int(fits), int(not named))
 
     def _follow(self, following: WindowLayout, use: Callable[[WindowLayout], None], *, fits: bool) -> None:
-        """Put a plan in force, in a larger ring if need be; the one before stays where there is no memory. Collective."""
+        """Put a plan in force, in a larger ring if need be; without memory the old plan stays. Collective."""
         if fits or self._fitted(following):
             use(following)
         else:
@@ -398,11 +400,11 @@ class CaptureSession:
         self._window = Window(generation=generation, first=step, layout=self._layout, ring=self._ring)
         self._ring.begin_window(generation)
         if not self._layout.record.plan.partial:
-            self._tiers.offer(self._complete)  # of partial ones the next is newer and has what tiers lack most
+            self._tiers.offer(self._complete)  # the next partial one is newer, with the operators that tiers lack most
         self._tiers.open(self._window)
 
     def _close_last_window(self, votes: Sequence[WindowVote]) -> None:
-        """Close the previous window: it is sealed everywhere, or of no use and the one before stays."""
+        """Close the previous window: every rank sealed it, or nobody offers it and the generation before stays."""
         spoiled = [rank for rank, vote in enumerate(votes) if vote.spoiled]
         newest, self._newest = self._newest, None
         why, self._why, self._spoiled_last = self._why, "", False
@@ -411,26 +413,26 @@ class CaptureSession:
             self._complete.ring.discard(newest)
             self._complete = None
         elif 0 < len(spoiled) < self._exchange.world_size:
-            self._forget_complete()  # the others have let go of it: what one cannot offer to a tier, nobody may
+            self._forget_complete()  # the other ranks have dropped it: all ranks offer a generation, or none does
         if spoiled:
             self.misses.missed(self._first, why or f"ranks {list(spoiled)} could not take it, and their logs say why.")
         elif newest is not None:
             self.misses.taken(newest.step)
 
     def _hear(self, votes: Sequence[TiersVote], *, filling: GenerationId | None = None) -> None:
-        """Give the votes of all ranks to the tiers. A generation that memory has given up is not offered any more."""
+        """Give all ranks' votes to the tiers, and stop offering a generation that memory has given up."""
         freed = self._tiers.agreed(votes, filling=filling)
         if self._complete is not None and self._complete.generation in freed:
             self._forget_complete()
 
     def _forget_complete(self) -> None:
-        """Offer the newest complete generation to no other tier."""
+        """Stop offering the newest complete generation to further tiers."""
         if self._complete is not None:
             self._tiers.superseded(self._complete)
         self._complete = None
 
     def _make_room(self) -> str | None:
-        """Make room for a window; return why there is none on some rank, else `None`. Collective."""
+        """Make room for a window; return the reason if some rank has none, else `None`. Collective."""
         assert self._ring is not None
         if self._has_room_now() or self._has_room_after_flush():
             return None
@@ -441,13 +443,13 @@ class CaptureSession:
         )
 
     def _has_room_now(self) -> bool:
-        """Return whether all ranks have room, which recycling may have made. Collective."""
+        """Return whether every rank's ring has room for a window, counting recyclable slots. Collective."""
         assert self._layout is not None
         assert self._ring is not None
         return self._exchange.all_agree(self._ring.can_begin(len(self._layout.steps)))
 
     def _has_room_after_flush(self) -> bool:
-        """Wait for a late transfer, which holds slots, and return whether all ranks have room then. Collective."""
+        """Wait for transfers that hold slots, then return whether every rank's ring has room. Collective."""
         assert self._layout is not None
         assert self._ring is not None
         with self._stalls.measure("flush"):
@@ -457,7 +459,7 @@ class CaptureSession:
             return self._has_room_now()
 
     def _grow_journal(self, nbytes: int, following: WindowLayout | None) -> tuple[WindowLayout | None, bool]:
-        """Lay plans out anew where records are too small; return the following one, and whether all ranks have room."""
+        """Lay plans out for journals of `nbytes`; return the following plan, and whether all ranks have room."""
         if nbytes == 0:
             return following, True
         assert self._layout is not None
@@ -472,20 +474,20 @@ class CaptureSession:
         return following, True
 
     def _fitted(self, layout: WindowLayout) -> bool:
-        """Return whether all ranks have a ring for a plan that may need more than the one before. Collective."""
-        # Storage may still read the old ring; its memory goes when the last segment of it does.
+        """Return whether all ranks have a ring for a plan that may need a larger ring. Collective."""
+        # Storage may still read the old ring, whose memory goes with its last segment.
         return self._replace_ring(lambda: self._make_ring(layout), wanted=not self._fits(layout))
 
     def _fits(self, layout: WindowLayout) -> bool:
-        """Return whether windows of a layout fit into this rank's ring."""
+        """Return whether a layout's windows fit into this rank's ring."""
         assert self._ring is not None
         return self._ring.fits(layout.slot_nbytes, len(layout.steps))
 
     def _restore_names(self) -> str | None:
-        """Make rings again whose name is gone: a later incarnation would not find them. Collective.
+        """Make rings without a name again, since a later incarnation would not find them. Collective.
 
         Returns:
-            Why some rank has none; `None` if all have one.
+            The reason if some rank could not; `None` if all rings have names.
         """
         assert self._ring is not None
         lost = not self._ring.is_named
@@ -500,24 +502,24 @@ class CaptureSession:
         )
 
     def _replace_ring(self, make: Callable[[], SegmentRing], *, wanted: bool) -> bool:
-        """Go on with another ring where `wanted`; return whether all ranks that wanted one have it. Collective."""
+        """Go on with another ring where `wanted`; return whether every rank has the ring it wanted. Collective."""
         if self._exchange.all_agree(not wanted):
             return True
-        self._forget_complete()  # on all ranks: what one cannot offer to a tier, nobody may
+        self._forget_complete()  # on all ranks: they offer a generation together
         made = True
         if wanted:
             self._await_copies()
-            self._copies.clear()  # they may hold what depends on the ring's memory, or keep it
+            self._copies.clear()  # copies may depend on the old ring's memory, or keep it
             try:
                 self._ring = make()
             except (ConfigurationError, OSError) as error:
                 made = False
-                if self.misses.in_a_row == 0:  # else it has been said, and is tried at every window
+                if self.misses.in_a_row == 0:  # else said already, and tried again at every window
                     self.failures.append(f"there is no memory for checkpoints: {error}")
         return self._exchange.all_agree(made)
 
     def _spoil(self, reason: str, *, failed: bool = True) -> None:
-        """Let the window in progress give no generation; it still runs to its end, so that ranks stay in step."""
+        """Spoil the window under way: it runs to its end, so that ranks stay in step, but gives no generation."""
         window = self._window
         if window is None or window.spoiled:
             return
@@ -545,12 +547,12 @@ class CaptureSession:
         window.ring.abort_window(window.generation)
 
     def _await_copies(self) -> None:
-        """Wait until nothing is written to the ring any more, whether the copies succeeded or not."""
+        """Wait until all copies into the ring have ended, successful or not."""
         sealed = self._window.segments if self._window is not None else []
         pending = self._pending.ticket if self._pending is not None else None
         for ticket in {self._ticket, pending, *(segment.ticket for segment in sealed)}:
             if ticket is not None:
-                with suppress(CheckpointError):  # reported by the fence, or of no use any more
+                with suppress(CheckpointError):  # reported by the fence, or useless by now
                     ticket.wait()
         if self._gradients is not None:
             self._gradients.wait()

@@ -1,11 +1,11 @@
-"""Capture bases, and between them what leads from each step to the next.
+"""Capture bases, and between them differences: the gradients that lead from each step to the next.
 
-A difference is taken where everything before it is there: the boundary before was taken on all ranks, on all of them the
-newest step of the optimizer leads from it to this one, and the last base is not too long ago. Otherwise a base is taken,
-which needs nothing else. So nothing that goes wrong is ever built on.
+A boundary is taken as a difference if all ranks took the boundary before, the newest optimizer step leads from there to
+here on all ranks, and the last base is not too long ago. Otherwise a base is taken, which needs nothing else. So no
+generation follows on a failed one.
 
-What memory has of a chain is dropped from its old end when storage has it on all ranks and room is needed. Bases have
-slots of their own, of which one is free when a difference begins: what that turns out to lack may have to be taken whole.
+Memory drops a chain from its old end once storage has that part on all ranks and room is needed. Bases have slots of
+their own, of which one is free when a difference begins: the difference may have to become a base.
 
 Source: TierCheck (2026), Sec. 3.2 and 3.4.
 """
@@ -44,7 +44,7 @@ _DTYPES = {"lossless": torch.float32, "bf16": torch.bfloat16, "compressed": torc
 
 
 class ChainCapture(CaptureSession):
-    """Capture the windows of one incarnation, each of one boundary; `arguments` are those of `CaptureSession`."""
+    """Capture the windows of one incarnation, each of one boundary; `arguments` go to `CaptureSession`."""
 
     def __init__(self, chains: Chains, view: StateView, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -61,12 +61,12 @@ class ChainCapture(CaptureSession):
         self._chains = chains
         self._recorder = DifferentialRecorder(view, error_feedback=chains.error_feedback)
         self._differential: WindowLayout | None = None
-        """Of differences, cut as `_cut_as` is."""
+        """Layout of differences to `_cut_as`."""
         self._cut_as: WindowLayout | None = None
         self._base = self._last = -1
-        """Steps of the newest base, and of the newest boundary that may be followed on."""
+        """Steps of the newest base, and of the newest boundary that a difference may follow on; -1 without."""
         self._link = self._is_open = self._reads_gradients = False
-        """Whether the boundary at hand is a difference; whether tiers know of it; and whether its gradients are being copied."""
+        """Whether this boundary is a difference; tiers know the window; the boundary's gradients are being copied."""
 
     # -- whether
 
@@ -83,7 +83,7 @@ class ChainCapture(CaptureSession):
 
     @override
     def _close_last_window(self, votes: Sequence[WindowVote]) -> None:
-        """Decide besides whether the boundary at hand, which is voted on, is a difference."""
+        """Also decide by the votes whether this boundary is a difference."""
         super()._close_last_window(votes)
         spoiled, grown = any(vote.spoiled for vote in votes), any(vote.journal_nbytes for vote in votes)
         if spoiled:
@@ -91,7 +91,7 @@ class ChainCapture(CaptureSession):
         self._link = all(vote.follows for vote in votes) and not (spoiled or grown)
 
     def _has_room(self) -> bool:
-        """Return whether this rank has room, having dropped what storage has."""
+        """Return whether this rank has room, after dropping differences that storage has."""
         assert self._ring is not None
         if not self._link or self._differential is None:
             return self._ring.can_begin(1)
@@ -111,7 +111,7 @@ class ChainCapture(CaptureSession):
 
     @override
     def _has_room_after_flush(self) -> bool:
-        with self._stalls.measure("flush"):  # a base that memory has everywhere makes all the room that there is
+        with self._stalls.measure("flush"):  # a base on all ranks' memory makes all the room there is
             for wait in (self._tiers.settle, self._tiers.flush):
                 wait(FLUSH_TIMEOUT.total_seconds())
                 self.hear()
@@ -142,7 +142,7 @@ class ChainCapture(CaptureSession):
             ends_batch=self._chains.ends_batch(step - self._base),
         )
         self._ring.begin_window(self._window.generation, is_link=self._link)
-        self._tiers.offer(self._complete)  # of this one they hear when it is sealed: it may have to be taken whole
+        self._tiers.offer(self._complete)  # tiers hear of this window at its seal, since it may have to become a base
 
     @override
     def capture(self, step: int, outcome: Journal) -> None:
@@ -173,7 +173,7 @@ class ChainCapture(CaptureSession):
 
     @override
     def fence(self) -> None:
-        self.fence_gradients()  # first: what they are not, is not handed over
+        self.fence_gradients()  # first: changed gradients spoil the window before it is handed over
         super().fence()
         self._recorder.step_begins()
 
@@ -195,7 +195,7 @@ class ChainCapture(CaptureSession):
         super().seal(start, step=step, disturbed=disturbed)
 
     def _take_whole(self, window: Window, step: int) -> None:
-        """Take everything in the place of a difference; on all ranks."""
+        """Take a base in place of a difference. On all ranks."""
         assert self._layout is not None
         self._await_copies()
         self._link, self._base = False, step
@@ -228,7 +228,7 @@ class ChainCapture(CaptureSession):
 
 
 def capture_session(chains: Chains | None, view: StateView, *, engine: CopyEngine, **arguments: Any) -> Capture:
-    """Return what captures under a policy whose generations may follow on each other as `chains` says."""
+    """Return the capture session for a policy; with `chains` its generations may follow on each other."""
     arguments |= {"engine": engine, "params": list(view.params.values())}
     arguments["gradients"] = GradientRecorder(view, engine) if view.gradient_dtype is not None else None
     return CaptureSession(**arguments) if chains is None else ChainCapture(chains, view, **arguments)

@@ -1,7 +1,7 @@
-"""Take dense generations of one boundary: the first of a run, the last, and any other that storage must have whole.
+"""Take dense generations of one boundary: a run's first, its last, and any other that storage must have whole.
 
-The last is made durable while training waits; all others are stored while it goes on. Each streams through a temporary
-buffer, which goes when it is stored, since the ring is sized for windows, and at the start there is none yet.
+Training waits until the last is durable; all others are stored while training goes on. Each streams through a temporary
+buffer, freed once stored: the ring is sized for windows, and does not exist at the start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_moe_ckpt.tiers import Announced, PersistWorker
 log = rank_logger(__name__)
 
 _MAPPED_AHEAD_NBYTES = 64 * 2**20
-"""Bytes from which pages are mapped ahead; those of a smaller snapshot are mapped by the copies, at about 1 GB/s."""
+"""Least bytes whose pages are mapped ahead; copies map a smaller snapshot's pages themselves, at about 1 GB/s."""
 
 _T = TypeVar("_T")
 _Captured: TypeAlias = tuple[WindowLayout, BoundaryCapture]
@@ -39,26 +39,27 @@ class JournalSource(Protocol):
 
     @property
     def journal_nbytes(self) -> int:
-        """Least capacity of a journal record."""
+        """Least capacity of a journal record, in bytes."""
 
     def state(self) -> dict[str, Any]:
-        """Return the planner's entries in the outcome of the boundary at hand."""
+        """Return the planner's entries for this boundary's outcome."""
 
     @property
     def bad_copies(self) -> BadCopies:
-        """Copies in storage that no generation names any more; the same on all ranks."""
+        """Copies in storage that generations no longer name; the same on all ranks."""
 
 
 class DenseTurns:
-    """When a window gives way to a dense generation, for exports: once in every `every_n_steps`, or never."""
+    """Boundaries where a dense generation, for exports, replaces a window: once in every `every_n_steps`, or never."""
 
     def __init__(self, every_n_steps: int | None) -> None:
         self._every, self._turn = every_n_steps, -1
 
     def due(self, step: int, *, replaying: bool) -> bool:
-        """Return whether it is the turn of one at boundary `step`, where a window could begin; the same on all ranks.
+        """Return whether boundary `step`, where a window could begin, takes a dense generation instead; the same on all
+        ranks.
 
-        The start of a run is dense already; parts that are frozen in replay are of an older step.
+        Never in replay, whose frozen parts are of an older step. A run's first generation is dense already.
         """
         if self._every is None or replaying:
             return False
@@ -68,7 +69,7 @@ class DenseTurns:
 
 
 class DenseCapture:
-    """Take dense generations of one incarnation; `worker` is that of the tier that gets them."""
+    """Take dense generations of one incarnation; `worker` belongs to the tier that gets them."""
 
     def __init__(
         self,
@@ -88,37 +89,38 @@ class DenseCapture:
         self._holds = False
 
     def hold(self, step: int, start: Journal) -> None:
-        """Capture everything at once for `write`, for which `start` may get an entry more, `end`: what hooks have made since."""
+        """Capture the whole state for `write`. Later hooks may add one entry to `start`: `end`."""
         with self._stalls.measure("dense"):
             self._held, self._holds = self._tried(self._captured, step, start), True
 
     def write(self, step: int, start: Journal, *, timeout: float) -> GenerationId | None:
-        """Capture everything at once and wait until it is durable. Collective.
+        """Capture the whole state, or use the held capture, and wait until the generation is durable. Collective.
 
         Args:
-            step: its boundary.
+            step: the boundary.
             start: the journal's start half.
             timeout: seconds.
 
         Returns:
-            The generation, if it is durable on all ranks.
+            The generation if it is durable on all ranks, else `None`.
         """
         with self._stalls.measure("dense"):
             captured = self._held if self._holds else self._tried(self._captured, step, start)
             self._held, self._holds = None, False
             generation = None if captured is None else self._tried(self._submit, captured, start)
             self._worker.drain(timeout)
-            # Nobody trains on, or leaves, before the coordinator has committed.
+            # No rank trains on, or leaves, before the coordinator has committed.
             held = generation is not None and self._worker.holds(generation)
             return generation if self._exchange.all_agree(held) else None
 
     def begin(self, step: int, start: Journal) -> None:
-        """Capture everything at once, to be stored while training goes on; it waits for the copies, since passes may change weights.
+        """Capture the whole state, to be stored while training goes on; wait for the copies, since passes may change
+        weights.
 
-        Without memory for it there is no such generation, and training goes on.
+        Without memory this logs an error, takes nothing, and training goes on.
 
         Args:
-            step: the boundary it is of, at which the next batch begins.
+            step: the boundary at which the next batch begins.
             start: the journal's start half.
         """
         with self._stalls.measure("dense"):
@@ -129,13 +131,13 @@ class DenseCapture:
     def _tried(self, take: Callable[[Any, Journal], _T], of: Any, start: Journal) -> _T | None:
         try:
             return None if UNFIT in start else take(of, start)
-        except (RuntimeError, CheckpointError) as error:  # torch has no other error for memory that is not there
+        except (RuntimeError, CheckpointError) as error:  # torch has no other error for missing memory
             log.error(_NOT_TAKEN, of if isinstance(of, int) else of[1].step, error)
             return None
 
     def _captured(self, step: int, start: Journal) -> _Captured:
         journal = {"outcome": {"step": step, "losses": [], **self._journal.state()}, "start": start}
-        # A stop's journal lacks the moments that never came, and what hooks make at the end; who resumes from it reserves for those.
+        # A stop's journal lacks later moments and the last hooks' results; a resuming run reserves room for both.
         layout = dense_layout(self._view, self._groups, max(3 * len(encode(journal)), self._journal.journal_nbytes))
         (written,) = layout.steps
         writer = SegmentWriter(written, _memory(written.files_nbytes), self._engine)
@@ -155,7 +157,7 @@ class DenseCapture:
                     "a later start of this finished run shows what it had before the hooks of its last epoch's end: %s",
                     error,
                 )
-        segment = capture.sealed(generation)  # first: what cannot be sealed is never begun
+        segment = capture.sealed(generation)  # first: a failed seal must not leave a generation begun
         self._worker.begin(
             Announced(
                 generation=generation,
@@ -170,9 +172,9 @@ class DenseCapture:
 
 
 def _memory(nbytes: int) -> Tensor:
-    """Return zeros, whose pages a few threads map ahead of the copies where that takes long.
+    """Return zeros, whose pages a few threads map ahead of the copies where mapping takes long.
 
-    It is used once, so it is not page-locked: that takes as long as copies into ordinary memory that is mapped.
+    Not page-locked: for a single use, locking takes as long as copies into ordinary mapped memory.
     """
     memory_U8 = torch.zeros(nbytes, dtype=torch.uint8)
     if nbytes >= _MAPPED_AHEAD_NBYTES:

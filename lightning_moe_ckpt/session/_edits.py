@@ -1,4 +1,4 @@
-"""Weights that forward or backward passes change in place, while a boundary is copied that has to have what they were before."""
+"""Weights that forward or backward passes change in place while a boundary's copies still read them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ _TORN = "weights were changed in place, by a forward or backward pass, while the
 
 
 class PassEdits:
-    """Whether passes change weights, as `nn.Embedding(max_norm=...)` does: nobody knows before it happens.
+    """Whether passes change weights, as `nn.Embedding(max_norm=...)` does, which is unknown before the first change.
 
-    Copies of the first window are waited for as each batch begins, and all from the first change on. In between copies run
-    while passes do, and what meets a change then is not used. Changes through `.data` wait for copies, see `DataAccess`.
+    Each batch waits for copies during the first window, and always after the first change. In between, copies run
+    beside passes, and a copy that may have met a change is not used. Changes through `.data` wait for copies, see
+    `DataAccess`.
     """
 
     def __init__(self) -> None:
         self._seen: bool | None = None
-        """Unknown until a window has been taken."""
+        """Whether a pass has changed weights; `None` before the first window."""
 
     @property
     def may_come(self) -> bool:
-        """Whether copies of a boundary are to be waited for as the batch begins."""
+        """Whether a batch begins with a wait for the boundary's copies."""
         return self._seen is not False
 
     def torn(self, pending: BoundaryCapture) -> str | None:
-        """Return why a sealed boundary is of no use, as copies under way may have met a change; `None` if they have not."""
+        """Return why a sealed boundary is useless, since its copies may have met a change; `None` if they have not."""
         if self._seen or not pending.is_overtaken:
             pending.had_arrived = pending.ticket.done
             return None
@@ -36,5 +37,5 @@ class PassEdits:
         return None if waited or pending.had_arrived else _TORN
 
     def window_taken(self) -> None:
-        """Trust in what was seen, or not, of the first window."""
+        """Take the first window's observation as valid from here on."""
         self._seen = bool(self._seen)

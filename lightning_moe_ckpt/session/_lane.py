@@ -1,4 +1,4 @@
-"""One tier among others: what it was given and holds, as all ranks know it."""
+"""One tier's share of the generations, as all ranks know it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SealedSegment, SegmentRing, SkipCounter, TierWorker
 
 _OUTSTANDING = 32
-"""Generations per tier that ranks still speak of; as many fit into one integer of the exchange with ease."""
+"""Most generations per tier that votes speak of; their bits fit into one integer of the exchange."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -21,49 +21,49 @@ class Window:
 
     generation: GenerationId
     first: int
-    """Boundary of its first step."""
+    """First boundary."""
     layout: WindowLayout
     ring: SegmentRing
     spoiled: bool = False
-    """A segment could not be taken: the window runs to its end, so that ranks stay in step, but gives no generation."""
+    """Whether a segment could not be taken: the window runs on in step with other ranks, but gives no generation."""
     segments: list[SealedSegment] = field(default_factory=list)
     workers: list[TierWorker] = field(default_factory=list)
-    """Workers of the tiers that it was given to."""
+    """Workers of the tiers that take the window."""
     is_chained: bool = False
-    """Whether generations may be differences to the one before, on all ranks alike."""
+    """Whether generations may be differences, on all ranks alike."""
     is_link: bool = False
-    """Whether it is one; else it is a base, of everything."""
+    """Whether this window is a difference; else it is a whole base."""
     ends_batch: bool = True
-    """Whether storage gets a difference with what was gathered before it, or waits for more."""
+    """Whether storage gets gathered differences up to this window, or waits for more."""
     unix_time: int = field(default_factory=lambda: int(time.time()))
-    """When it began, as its markers in all tiers state."""
+    """Start of the window in seconds, as its markers in all tiers state."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Lane:
-    """One worker, and the facts that all ranks know of it."""
+    """One worker, and the facts that all ranks know about it."""
 
     worker: TierWorker
     skips: SkipCounter
     given: list[GenerationId] = field(default_factory=list)
-    """Generations that it was given and that are not known to be superseded, oldest first; the same on all ranks."""
+    """Generations given to the tier and not known to be superseded, oldest first; the same on all ranks."""
     idle: bool = False
-    """Whether it was idle on all ranks at the latest vote."""
+    """Whether the worker was idle on all ranks at the latest vote."""
     base: GenerationId | None = None
-    """Newest generation that is complete on all ranks: one with only some operators may be built on it."""
+    """Newest generation complete on all ranks, on which a partial generation may be built."""
     num_failed: int = 0
-    """Generations that it was given and that some rank gave up."""
+    """Given generations that some rank gave up."""
     attempted: bool = False
-    """Whether the window before was an attempt to get a whole generation, and the tier still has no base."""
+    """Whether the window before attempted a whole generation, and the tier still has no base."""
     chain: list[GenerationId] | None = None
-    """Generations given to it that differences follow on, oldest first; `None` where nothing can be followed on."""
+    """Given generations that differences may follow on, oldest first; `None` if differences wait for the next base."""
     supersedes: GenerationId | None = None
-    """Newest generation that it has on all ranks and has not let go of older ones for."""
+    """Newest generation complete on all ranks, while the worker still keeps its predecessors."""
     gathered: list[Window] = field(default_factory=list)
-    """Differences that it gets together, pinned, oldest first."""
+    """Differences to be stored together, pinned, oldest first."""
 
     def vote(self, *, rests: bool) -> LaneVote:
-        # First: what went wrong with a generation is known when the worker is idle again.
+        # First: a failure is recorded before the worker is idle again.
         idle = self.worker.idle and not rests
         holds = gave_up = 0
         for index, each in enumerate(self.given):
@@ -74,7 +74,7 @@ class Lane:
     def agreed(
         self, votes: Sequence[LaneVote], filling: GenerationId | None
     ) -> tuple[list[GenerationId], list[GenerationId]]:
-        """Take all votes; return the generations that became complete everywhere, and those given up, oldest first."""
+        """Take all votes; return the generations now complete on all ranks, and the given-up ones, oldest first."""
         self.idle, common, lacking = True, -1, 0
         for vote in votes:
             self.idle, common, lacking = self.idle and bool(vote.idle), common & vote.holds, lacking | vote.gave_up
@@ -92,16 +92,16 @@ class Lane:
         self.base, self.attempted = generation, False
 
     def cannot_take(self, layout: WindowLayout) -> bool:
-        """Return whether it would need a base, and has none."""
+        """Return whether the tier needs a base for `layout`, and has none."""
         return self.worker.uses_references and layout.is_incomplete and self.base is None
 
     def attempt(self) -> bool:
-        """Return whether to try to get a whole generation now: in every second window while that fails."""
+        """Return whether to attempt a whole generation now: in every second window while attempts fail."""
         self.attempted = not self.attempted
         return self.attempted
 
     def let_go(self, generation: GenerationId) -> None:
-        """Drop a gathered difference, which some rank could not take, and what was gathered after it."""
+        """Drop a gathered difference that some rank could not take, and all gathered after it."""
         for index, window in enumerate(self.gathered):
             if window.generation == generation:
                 for each in self.gathered[index:]:

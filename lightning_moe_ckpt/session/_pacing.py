@@ -1,24 +1,24 @@
-"""Keep what checkpoints cost within a share of training's time: how far windows are apart, and how long tiers rest.
+"""Keep the cost of checkpoints within a share of training's time: how far windows are apart, and how long tiers rest.
 
-Two things cost: *captures*, by time of the training thread in hooks and by steps that are longer until memory has what was
-taken; and *tiers*, storage and copies on other nodes, by steps that are longer while they work. What a step takes longer
-is told by the quiet ones shortly before it, during which nothing of ours worked: the same machine, the same minute.
-Where there are none, there soon are: windows are further apart for once, and tiers rest for some steps.
+*Captures* cost time of the training thread in hooks, and longer steps until memory has the segments. *Tiers*, storage
+and copies on other nodes, cost longer steps while at work. A step's extra time is measured against the quiet steps
+shortly before, during which nothing of ours worked: the same machine, the same minute. Without quiet steps, some are
+made: the next window starts later, and tiers rest for some steps.
 
-Every rank keeps an account: seconds that checkpoints have cost since the first step, and seconds that they may have cost.
-A window costs so many seconds on average, so the next one begins when training has earned as many; while the account is
-overdrawn, as after the first steps, up to three times as many. So the share of the whole run comes to the target, whatever was
-lost before anything was known.
+Every rank keeps an account: seconds that checkpoints have cost since the first step, and seconds that they may have
+cost. A window has a mean cost in seconds, so the next window begins when training has earned that cost. While the
+account is overdrawn, as after the first steps, training earns up to three times as much first. So the whole run's share
+comes to the target, whatever was spent before the first measurement.
 
-Captures come first, since the newest generation in memory is what most restarts need: windows are as close to each other
-as the target allows. What it leaves is for tiers, which rest between generations for as long as that takes, but never
-longer than a given time. A quarter of the target is theirs whatever captures cost.
+Captures come first, since most restarts need the newest generation in memory: windows are as close to each other as the
+target allows. The rest of the target is for tiers, which rest between generations accordingly, but never longer than a
+given time. A quarter of the target belongs to tiers whatever captures cost.
 
-The exchange that opens a window carries what every rank has measured, and the largest of all ranks decides. So all ranks
-have windows at the same steps.
+The exchange that opens a window carries every rank's measurements, and the largest decides. So all ranks have windows
+at the same steps.
 
-Source: CheckFreq (2021), Sec. 4.3, which also adapts a period to a target; we differ in measuring tiers apart from captures,
-and in what was lost already.
+Source: CheckFreq (2021), Sec. 4.3, which also adapts a period to a target; we differ in measuring tiers apart from
+captures, and in paying back earlier cost.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ from lightning_moe_ckpt.session._votes import PacingVote
 log = rank_logger(__name__)
 
 _WARM_UP_STEPS = 5
-"""First steps of an incarnation, which are not like those that follow."""
+"""First steps of an incarnation, which are slower than later steps."""
 _SOME_STEPS = 8
-"""Quiet steps that others are compared with at least."""
+"""Least quiet steps for a comparison."""
 _QUIET_STEPS = 32
-"""Quiet steps that others are compared with at most."""
+"""Most quiet steps in a comparison."""
 _REMEMBERED_STEPS = 128
-"""Of every cause."""
+"""Remembered steps per cause."""
 _WAITING_STEPS = 1000
-"""Steps that wait for quiet ones to be compared with; also those after which quiet ones are too old for that."""
+"""Most steps that wait for quiet ones to be compared with; quiet steps older than this many steps are stale."""
 _PROBE_STEPS = 12
-"""For which everything rests where there are no quiet steps."""
+"""Steps for which captures and tiers rest when quiet steps are missing."""
 _DECISION_STEPS = 10
 """Least steps between two decisions."""
 _LEAST_PART = 0.25
 """Part of the target that is left for tiers, and for captures, whatever else costs."""
 _FACTOR_OVERDRAWN = 3.0
-"""By which windows are further apart, and rests longer, at most, while the account is overdrawn."""
+"""Most times a mean cost that is earned before the next window or generation while the account is overdrawn."""
 _FACTOR_AT_ONCE = 4.0
-"""By which windows are further apart than before, at most."""
+"""Most times the gap before that one decision may set."""
 _FACTOR_LONG = 6.0
-"""Of an ordinary step; what takes longer than that is something else, and counts as that long."""
+"""Multiple of a median quiet step beyond which a longer step has another cause, and counts as this long."""
 _MARKS = 64
-"""Past states of the account that are remembered at most."""
+"""Past states of the account that are always remembered; four times as many at most."""
 _PPM = 1_000_000
 
 
 class Paced(Protocol):
-    """What is asked of the worker of a tier."""
+    """A tier's worker, as pacing sees it."""
 
     @property
     def name(self) -> str:
@@ -73,7 +73,7 @@ class Paced(Protocol):
 
     @property
     def takes_every(self) -> bool:
-        """Whether every generation comes to it."""
+        """Whether the tier gets every generation."""
 
     @property
     def idle(self) -> bool:
@@ -86,46 +86,46 @@ class Paced(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What one rank has measured, or the largest of all ranks; seconds."""
+    """Costs on one rank, or the largest of all ranks, in seconds."""
 
     known: bool
-    """Whether there were quiet steps lately to compare others with."""
+    """Whether there were enough quiet steps lately for comparisons."""
     step: float
-    """Of a quiet step, hooks included."""
+    """Seconds per quiet step, hooks included."""
     base: float
-    """Of hooks in it."""
+    """Seconds in hooks per quiet step."""
     window: float
-    """That a window costs: in hooks, and by longer steps."""
+    """Seconds per window: in hooks, and by longer steps."""
     owed: float
-    """That checkpoints have cost more than they may have so far."""
+    """Seconds by which checkpoints have so far cost more than the target allows."""
     tiers: tuple[tuple[float, float], ...] = ()
-    """By tier: what a generation costs by longer steps, and for how long it keeps the tier at work."""
+    """Per tier: seconds by which a generation makes steps longer, and seconds for which the tier is at work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """What checkpoints have cost this rank's training, as shares of its time; steps of a replay do not count."""
+    """Cost of checkpoints on this rank, as shares of training's time; steps of a replay do not count."""
 
     target: float | None
     """`overhead_target`."""
     hooks: float
-    """Of the training thread in hooks, from the first step on."""
+    """Share of the training thread in hooks, from the first step on."""
     tiers: dict[str, float]
-    """By which steps were longer while tiers worked, as far as that was measured; `host` is for copies to memory."""
+    """Measured share by which steps were longer while each tier worked; `host` stands for copies to memory."""
     recent: float
-    """Hooks and tiers, over the second half of training so far."""
+    """Share of hooks and tiers in the second half of training so far."""
     gap_steps: int
-    """Least steps from the start of a window to that of the next now; 0 for no limit."""
+    """Least steps from one window's start to the next now; 0 for no limit."""
     rests: dict[str, float]
-    """Seconds that each tier rests between generations now."""
+    """Seconds that each tier now rests between generations."""
     start_seconds: float
-    """From the start of the fit to the first batch, in hooks."""
+    """Seconds in hooks from the start of the fit to the first batch."""
     end_seconds: float
-    """For which the end waited until everything was durable."""
+    """Seconds that the end of the fit waited until everything was durable."""
 
     @property
     def share(self) -> float:
-        """Part of training's time, from the first step on."""
+        """Share of hooks and tiers in training's time, from the first step on."""
         return self.hooks + sum(self.tiers.values())
 
     def __str__(self) -> str:
@@ -142,10 +142,10 @@ def next_gap(gap: int, costs: Costs, *, period: int, share: float, most: float) 
     """Return the least steps between starts of windows from now on; 0 for no limit.
 
     Args:
-        gap: the limit so far: what few windows have cost may have been chance, and is corrected by the next one only.
+        gap: the limit so far; grows by a bounded factor, since a few windows' cost may be chance.
         costs: agreed on by all ranks.
         period: steps between starts of windows without a limit.
-        share: of time that windows may cost.
+        share: share of training's time that windows may cost.
         most: most seconds between starts of windows.
     """
     steps = min(_earned(costs.window, costs.owed, share) / costs.step, _FACTOR_AT_ONCE * max(gap, period))
@@ -161,35 +161,35 @@ def next_rest(costs: Costs, tier: int, *, share: float, most: float) -> float:
 
     Args:
         costs: agreed on by all ranks.
-        tier: its place in them.
-        share: of time that it may cost.
-        most: most seconds from the start of one generation to that of the next.
+        tier: index of the tier in `costs.tiers`.
+        share: share of training's time that the tier may cost.
+        most: most seconds from one generation's start to the next.
     """
     cost, busy = costs.tiers[tier]
     rest = _earned(cost, costs.owed, share) - busy
     if not costs.known:
         rest = max(rest, _PROBE_STEPS * costs.step)
-    rest = min(rest, most - busy)  # negative, where it takes every generation that it can
+    rest = min(rest, most - busy)  # negative if the tier takes every generation it can
     return rest if rest >= costs.step else 0.0
 
 
 def _earned(cost: float, owed: float, share: float) -> float:
-    """Return the seconds of training in which `cost` is earned, and some of what is owed."""
+    """Return the seconds of training that earn `cost`, and some of the debt."""
     return min(cost + owed, _FACTOR_OVERDRAWN * cost) / share
 
 
 class _Samples(deque[float]):
-    """The newest of some seconds."""
+    """The newest seconds of one cause."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=_REMEMBERED_STEPS)
 
     def mean(self) -> float:
-        """Return their mean; 0 without any."""
+        """Return the mean; 0 without samples."""
         return sum(self) / len(self) if self else 0.0
 
     def surely(self) -> float:
-        """Return their mean less its standard error; 0 where that is negative."""
+        """Return the mean less its standard error, at least 0."""
         if len(self) < _SOME_STEPS:
             return max(0.0, self.mean())
         mean = self.mean()
@@ -197,14 +197,14 @@ class _Samples(deque[float]):
 
 
 class _Quiet(deque[float]):
-    """Seconds outside of hooks of the newest steps during which nothing of ours worked."""
+    """Seconds outside of hooks in the newest quiet steps, during which nothing of ours worked."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=_QUIET_STEPS)
         self.newest = -_WAITING_STEPS
         """Number of the newest step."""
         self.mean = self.longest = 0.0
-        """What others are compared with: the mean of what is not too long, and what is."""
+        """Mean seconds with long steps cut to `longest`, and the cut, in seconds."""
 
     def add(self, seconds: float, step: int) -> None:
         """Note a step."""
@@ -215,7 +215,7 @@ class _Quiet(deque[float]):
         self.mean = (sum(ordered[:usual]) + self.longest * (number - usual)) / number
 
     def more(self, seconds: float) -> float:
-        """Return by how much a step was longer, or shorter."""
+        """Return the seconds by which a step was longer; negative if shorter."""
         return min(seconds, self.longest) - self.mean
 
 
@@ -223,13 +223,13 @@ class Governor:
     """Measure one rank's steps, and decide with all ranks when windows may begin and which tiers rest.
 
     Args:
-        workers: of all tiers; those that take every generation never rest.
+        workers: workers of all tiers; tiers that take every generation never rest.
         target: share of training's time that checkpoints may cost; `None` only measures.
         at_least: most time from one generation of a tier to the next.
         speaks: whether to log decisions here.
-        least_seconds: of training, before anything is decided.
-        least_steps: of training, before anything is decided.
-        clock: seconds.
+        least_seconds: seconds of training before the first decision.
+        least_steps: steps of training before the first decision.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -248,15 +248,15 @@ class Governor:
         self._target, self._at_least, self._speaks = target, at_least.total_seconds(), speaks
         self._least_seconds, self._least_steps, self._clock = least_seconds, least_steps, clock
         self.gap_steps = 0
-        """Least steps from the start of a window to that of the next; the same on all ranks."""
+        """Least steps from one window's start to the next; the same on all ranks."""
         self.rests = {worker.name: 0.0 for worker in self._workers}
         """Seconds that each tier rests after a generation; the same on all ranks."""
         self.resting: frozenset[str] = frozenset()
         """Tiers that rest here now."""
         self.captured = False
-        """Set where the step under way has captured something."""
+        """Whether the step under way has captured something; set by the tiers."""
         self.unusual = False
-        """Set where the step under way is like no other."""
+        """Whether the step under way is not comparable with other steps; set by the tiers."""
         self._period = 1
         self._last: tuple[float, float, float] | None = None
         self._states = [(False, 0)] * len(self._workers)
@@ -265,20 +265,20 @@ class Governor:
         """Steps in which each tier has worked since it last completed a generation."""
         self._lasted: list[deque[int]] = [deque(maxlen=16) for _ in self._workers]
         self._in_window, self._windows = 0, deque[int](maxlen=16)
-        """Steps since the newest window began in which captures worked, and of earlier windows."""
+        """Steps with captures since the newest window began, and in each earlier window."""
         self._quiet, self._base = _Quiet(), _Samples()
         self._hooks_captured, self._longer_captured = _Samples(), _Samples()
-        """Of steps in which captures worked: seconds in hooks; and by which they were longer, where no tier worked."""
+        """Seconds per step with captures: in hooks; and beyond quiet steps, where no tier worked."""
         self._longer = [_Samples() for _ in self._workers]
-        """By tier: seconds by which steps were longer in which it worked."""
+        """Seconds per tier by which steps were longer while the tier worked."""
         self._waiting: deque[tuple[bool, int, float]] = deque(maxlen=_WAITING_STEPS)
-        """Steps that are not compared yet: whether captures worked, tiers that did, and seconds outside of hooks."""
+        """Steps to be compared: whether captures worked, bits of the tiers at work, and seconds outside of hooks."""
         self._steps = self._decided = 0
         self._seconds = self._hooks = self._host = 0.0
         self._by_tier = [0.0] * len(self._workers)
-        """Seconds that training took; in hooks; by which steps were longer through captures; and through each tier."""
+        """Seconds of training; in hooks; by which captures made steps longer; by which each tier did."""
         self._marks: list[tuple[float, float]] = [(0.0, 0.0)]
-        """Seconds that training had taken, and checkpoints had cost, at earlier times."""
+        """Past states of the account: seconds of training, and seconds that checkpoints had cost."""
         self._asked = False
         """Whether the votes under way carry costs."""
         self._said: dict[str, float] = {}
@@ -295,7 +295,7 @@ class Governor:
         """Note that a step has ended.
 
         Args:
-            hooks: seconds in hooks so far; `None` in a replay, whose steps are not like others.
+            hooks: seconds in hooks so far; `None` in a replay, whose steps are not comparable.
             period_steps: steps between starts of windows without a limit.
             validated: seconds of validation so far.
         """
@@ -323,7 +323,7 @@ class Governor:
                 self._compare(*self._waiting.popleft())
 
     def _look_at_workers(self, now: float) -> int:
-        """Return as bits which tiers have worked since the last call."""
+        """Return bits of the tiers that have worked since the last call."""
         touched, resting = 0, []
         for index, worker in enumerate(self._workers):
             (was_busy, had), busy, has = self._states[index], not worker.idle, worker.num_complete
@@ -341,9 +341,9 @@ class Governor:
         return touched
 
     def _compare(self, captured: bool, touched: int, body: float) -> None:  # of a queue
-        """Charge captures, or tiers, with what a step took longer than quiet ones.
+        """Charge captures, or tiers, with a step's time beyond the mean of quiet steps.
 
-        Where both worked captures are charged with what they cost where they worked alone, and tiers with the rest.
+        If both worked, captures are charged with their mean cost without tiers, and tiers with the rest.
         """
         more = self._quiet.more(body)
         if captured and not touched:
@@ -357,7 +357,7 @@ class Governor:
                 self._by_tier[index] += share
 
     def costs(self) -> Costs:
-        """Return what was measured here."""
+        """Return this rank's costs."""
         base, known = self._base.mean(), len(self._quiet) >= _SOME_STEPS
         captured_steps = sum(self._windows) / len(self._windows) if self._windows else self._in_window
         in_hooks = max(0.0, self._hooks_captured.mean() - base)
@@ -380,7 +380,7 @@ class Governor:
         return self._hooks + max(0.0, self._host) + sum(max(0.0, each) for each in self._by_tier)
 
     def overhead(self, *, start_seconds: float, end_seconds: float) -> Overhead:
-        """Return what checkpoints have cost here."""
+        """Return the cost of checkpoints on this rank."""
         seconds = self._seconds or 1.0
         past = next(mark for mark in reversed(self._marks) if mark[0] <= self._seconds / 2)
         by_tier = zip(self._workers, self._by_tier, strict=True)
@@ -396,7 +396,7 @@ class Governor:
         )
 
     def _mark(self) -> None:
-        """Remember the account, half as often each time that there are too many."""
+        """Remember the account's state; drop every second past state when there are too many."""
         if self._seconds - self._marks[-1][0] >= self._marks[-1][0] / _MARKS:
             self._marks.append((self._seconds, self._cost))
         if len(self._marks) > 4 * _MARKS:
@@ -405,10 +405,10 @@ class Governor:
     # -- deciding
 
     def vote(self) -> PacingVote | None:
-        """Return what this rank tells the others, nothing but zeros unless it is time for a decision; `None` without a target."""
+        """Return this rank's vote, all zeros unless a decision is due; `None` without a target."""
         if self._target is None:
             return None
-        # By steps, which all ranks have taken alike; whether that was long enough they tell each other.
+        # Due by steps, which all ranks count alike; ranks tell each other whether their seconds are enough.
         self._asked = self._steps >= self._least_steps and self._steps - self._decided >= min(
             _DECISION_STEPS, self._least_steps
         )
@@ -422,7 +422,7 @@ class Governor:
         return PacingVote(1, int(costs.known), step, base, window, owed, tiers)
 
     def agreed(self, votes: Sequence[PacingVote]) -> None:
-        """Take the votes of all ranks, and decide."""
+        """Take all ranks' votes, and decide if all of them are due."""
         if self._target is None or not self._asked or not all(vote.is_due for vote in votes):
             return
         self._decided = self._steps
@@ -453,7 +453,7 @@ class Governor:
         left = max(allowed - costs.window / (apart * costs.step), allowed * _LEAST_PART) / max(1, costly)
         for index, worker in enumerate(self._workers):
             cost, busy = costs.tiers[index]
-            # When it has rested the next window may just have begun: it takes the one after that.
+            # When the rest ends the next window may just have begun, and the tier takes the window after that.
             most = self._at_least - apart * costs.step - costs.window
             rest = self.rests[worker.name] = next_rest(costs, index, share=left, most=most)
             if cost and self._is_news(worker.name, busy + rest, busy):
@@ -463,7 +463,7 @@ class Governor:
                 )
 
     def _is_news(self, what: str, now: float, first: float) -> bool:
-        """Return whether it has changed by more than a factor of two since that was said."""
+        """Return whether a value has changed by more than a factor of two since it was logged."""
         said = self._said.get(what, first)
         if not self._speaks or said / 2 <= now <= 2 * said or now <= 0:
             return False

@@ -1,4 +1,4 @@
-"""The steps that an incarnation repeats, from the first boundary of what it resumed from until every operator is active again."""
+"""An incarnation's repeated steps, from the first boundary it resumes at until every operator is active again."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ log = rank_logger(__name__)
 
 
 class Repeats:
-    """Follows one replay, if there is one."""
+    """One replay, if there is one."""
 
     def __init__(self) -> None:
         self.replay: Replay | None = None
-        """What is frozen and loaded step by step; `None` if everything is active."""
+        """Replay with frozen operators, loaded step by step; `None` if all operators are active."""
         self.layout: WindowLayout | None = None
-        """Of the generation that is replayed."""
+        """Layout of the replayed generation."""
         self.unsettled: Replay | None = None
-        """What has loaded a slot that hooks may have changed since."""
+        """Replay whose newest loaded slot may have been changed by hooks since."""
         self.steps = self.mismatches = 0
 
     def begin(self, replay: Replay, layout: WindowLayout) -> None:
-        """Follow what was just loaded."""
+        """Follow a replay whose first slot was just loaded."""
         self.unsettled = replay
         if not replay.dense:
             self.replay, self.layout = replay, layout
 
     def go_on(self, layout: WindowLayout, groups: ParallelGroups, engine: CopyEngine) -> None:
-        """Follow on where another session is opened in the midst of it, with a plan, groups and an engine of its own."""
+        """Go on with a replay in another session, with that session's plan, groups and engine."""
         for each in (self.replay, self.unsettled):
             if each is not None:
                 each.groups, each.engine = groups, engine
@@ -45,15 +45,15 @@ class Repeats:
 
     @property
     def frozen(self) -> Frozen | None:
-        """What does not train yet; `None` if everything is active."""
+        """Operators that do not train yet; `None` if all operators are active."""
         return None if self.replay is None else self.replay.frozen
 
     def outcome(self, step: int) -> Journal | None:
-        """Return the original run's outcome of the step that ends at boundary `step`, while replaying it."""
+        """Return the original run's outcome of the step that ends at boundary `step`, or `None` after the replay."""
         return self.replay.outcome(step) if self.replay is not None else None
 
     def freeze(self) -> None:
-        """Freeze operators again, as hooks of the user may have changed what trains."""
+        """Freeze operators again, since user hooks may have set parameters to train."""
         if self.replay is not None:
             self.replay.freeze()
 
@@ -62,11 +62,11 @@ class Repeats:
 
         Args:
             step: the boundary.
-            losses: what the step gave.
-            known: what is known to give other losses, in words.
+            losses: losses of the replayed step.
+            known: known reasons for other losses, in words.
 
         Returns:
-            The start half that the original run took of that boundary.
+            The original run's start half of the boundary.
         """
         replay = made(self.replay)
         self.steps += 1
@@ -80,21 +80,22 @@ class Repeats:
         return replay.start(step)
 
     def reconcile(self, all_agree: Callable[[bool], bool], *, disturbed: bool) -> None:
-        """Undo what hooks did since the newest slot was loaded; call as the next batch begins, when it was sealed.
+        """Undo changes by hooks since the newest slot was loaded; call as the next batch begins, when the slot was
+        sealed.
 
         Args:
-            all_agree: asks all ranks that replay.
-            disturbed: whether what was loaded may have changed without a trace.
+            all_agree: asks all replaying ranks.
+            disturbed: whether the loaded state may have changed without a trace.
         """
         made(self.unsettled).reconcile(all_agree, disturbed=disturbed)
         self.unsettled = None
 
     def waive_reconciling(self) -> None:
-        """Let hooks until the next batch change what was loaded, since it was taken right after its step."""
+        """Keep changes by hooks to the newest slot, since it was taken right after its step."""
         self.unsettled = None
 
     def close(self) -> None:
-        """Let everything train again."""
+        """Let all operators train again."""
         if self.replay is not None:
             self.replay.frozen.thaw()
             self.replay = None

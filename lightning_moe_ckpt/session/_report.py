@@ -33,75 +33,68 @@ class Report:
     window_position: int
     """Boundaries of the window under way that are sealed; 0 between windows."""
     nbytes_per_step: float
-    """Mean bytes of the segments taken."""
+    """Mean bytes per segment; 0 before the first."""
     nbytes_captured: int
-    """Bytes of all segments taken."""
+    """Bytes of all segments."""
     nbytes_persisted: int
     """Bytes of this rank in generations that became durable in this incarnation."""
     dense_nbytes: int
-    """Bytes of a snapshot of everything on this rank."""
+    """Bytes of a full snapshot on this rank."""
     reserved_nbytes: dict[str, int]
-    """Shared memory that tiers hold on this node for this rank: `host` for its own generations, `peer` for copies that
-    it keeps for others."""
+    """Bytes of shared memory here for this rank: `host` for own generations, `peer` for copies of other ranks."""
     stall_seconds: dict[str, float]
     """Seconds that the training thread waited, by cause.
 
-    Not all of it is lost with a CUDA device, which has work meanwhile.
+    A CUDA device has work during a part of them, so training loses less.
     """
     device_stall_seconds: dict[str, float]
-    """Seconds that the training stream of a CUDA device stood still, by cause, up to where the device is.
-
-    Else empty.
-    """
+    """Seconds that a CUDA device's training stream stood still, by cause, up to its current work; empty without one."""
     overhead_seconds: float
-    """Seconds of the training thread in hooks of this package, waits included, within `seconds`; not token counts in
-    forward passes."""
+    """Seconds of the training thread in our hooks, with waits, within `seconds`; without token counts in forward."""
     seconds: float
     """Wall time since this incarnation was ready for its first batch."""
     generations_complete: int
     generations_committed: int
     generations: dict[str, int]
-    """Newest generation whole in each tier, by the boundary at which it is dense; tiers that hold none are left out.
+    """Newest whole generation in each tier, by the boundary at which it is dense; tiers without a generation are left
+    out.
 
     `storage` means committed on the coordinator, and "my part is stored" on other ranks.
     """
     generations_skipped: dict[str, int]
-    """Complete generations that a tier never got, because it was still busy when a newer one was complete."""
+    """Complete generations that passed a tier by, because it was still busy when a newer generation was complete."""
     generations_failed: dict[str, int]
-    """Generations that a tier was given and some rank does not have there, for good, over all ranks: storage that
-    failed, memory
-    that was full, a node or a connection that is gone."""
+    """Generations that a tier was given and some rank lost for good: a failed store, full memory, a lost node."""
     windows_skipped: int
-    """Windows that were not begun, because memory was full of generations that are being read, or was taken away."""
+    """Windows that did not begin, because memory was full of generations being read, or was taken away."""
     windows_missed: int
-    """Windows in a row, up to now, that gave no generation, whatever for; from 3 on that is an error."""
+    """Consecutive windows up to now without a generation, for any reason; 3 or more are an error."""
     resumed_from: int | None
     """Boundary at which this incarnation became, or will become, dense again; `None` for a fresh start."""
     restored_from: dict[str, int]
-    """Bytes that this incarnation began from, on this rank, by where they were read: `host`, `peer` or `storage`."""
+    """Bytes read on this rank for the restore, by place: `host`, `peer` or `storage`."""
     missing_experts: tuple[str, ...]
-    """Experts of which nothing whole was left, and that began anew; the same on all ranks."""
+    """Experts without any whole copy, which began anew; the same on all ranks."""
     replayed_steps: int
     replay_steps: int
-    """Steps this incarnation replays in all; 0 where it resumed from a dense generation or not at all."""
+    """Steps this incarnation replays in all; 0 after a fresh start or a dense generation."""
     replay_mismatches: int
     restore_seconds: float
-    """From the start of `fit` to the first slot loaded."""
+    """Seconds from the start of `fit` to the first loaded slot."""
     overhead: Overhead
-    """Shares of training's time, with what tiers slow steps down by; steps of a replay and the first ones do not count."""
+    """Shares of training's time, with the slowdown by tiers; replayed steps and the first steps do not count."""
     deltas: DeltaFigures | None = None
-    """What copies on other nodes took on the wire, where gradients may be sent for experts that stay chosen."""
+    """Bytes sent to other nodes, where gradients may be sent for experts that stay chosen."""
     redundancy: RedundancyFigures | None = None
-    """What was sent to other nodes, and what was not since they have it anyway; `None` without copies there."""
+    """Bytes sent to other nodes, and bytes not sent since other nodes have them; `None` without copies there."""
     bubbles: BubbleFigures | None = None
-    """What was copied in the bubbles of a pipeline; `None` without pipeline stages, and where torch copies."""
+    """Copies in a pipeline's bubbles; `None` without pipeline stages, and where torch copies."""
     upstream_log_nbytes: int = 0
-    """Bytes of host memory that this rank takes for what its neighbours in the pipeline would repeat steps from; 0 where all stages
-    go back."""
+    """Bytes of host memory from which neighbours in the pipeline would repeat steps; 0 if all stages go back."""
     lost: LossFigures | None = None
-    """What restarts have cost, under a policy whose restarts are not exact; up to the newest window."""
+    """Cost of restarts up to the newest window, under a policy whose restarts are not exact."""
     began: bool = True
-    """Whether the run was opened; all figures are zero, empty or `None` where `fit` ended before."""
+    """Whether the run was opened; if `fit` ended before, all figures are zero, empty or `None`."""
 
     @classmethod
     def empty(cls) -> Report:
@@ -121,7 +114,7 @@ class Report:
 
     @property
     def device_stall_seconds_per_step(self) -> float:
-        """Mean time that the training stream of a CUDA device stood still per optimizer step; 0 without one."""
+        """Mean time that a CUDA device's training stream stood still per optimizer step; 0 without CUDA."""
         return sum(self.device_stall_seconds.values()) / max(1, self.steps)
 
     @property
@@ -151,7 +144,7 @@ class Report:
 
     @override
     def __str__(self) -> str:
-        """Return a short table, for `print(callback.report)`; the fields have the rest."""
+        """Return a short table, for `print(callback.report)`; the fields have more."""
         if not self.began:
             return "no figures: the fit ended before its run was opened"
         resumed = "nothing: a fresh start"
@@ -191,7 +184,7 @@ class Report:
 
 
 def captured_figures(capture: CaptureSession | None) -> dict[str, Any]:
-    """Return what has been taken; `None` stands for the time before anything can be."""
+    """Return the figures of captures; zeros if `capture` is `None`, before the run is open."""
     taken = capture.segments_captured if capture is not None else 0
     return {
         "window": len(capture.layout.steps) if capture is not None and capture.layout is not None else 0,
@@ -205,7 +198,7 @@ def captured_figures(capture: CaptureSession | None) -> dict[str, Any]:
 
 
 def tier_figures(tiers: Tiers, found: RestoreSource | None) -> dict[str, Any]:
-    """Return what tiers hold and skipped; of an earlier incarnation, the generations that this one began from."""
+    """Return the figures of tiers, among them generations of an earlier incarnation that this one resumed from."""
     return {
         "reserved_nbytes": tiers.reserved(),
         "generations": (found.tiers if found is not None else {}) | tiers.newest(),
@@ -219,11 +212,11 @@ def tier_figures(tiers: Tiers, found: RestoreSource | None) -> dict[str, Any]:
 def log_figures(
     tiers: Tiers, capture: CaptureSession | None, began: tuple[float, float] | None, hook_seconds: float
 ) -> dict[str, object]:
-    """Return figures for the log of the run, as JSON values; the thread of storage calls it while training goes on.
+    """Return figures for the run's log, as JSON values; called on the storage thread during training.
 
     Args:
-        tiers: what they hold and skipped.
-        capture: what has been taken.
+        tiers: tiers of this incarnation.
+        capture: its captures, if the run is open.
         began: `perf_counter` and seconds in hooks as the first batch began.
         hook_seconds: seconds in hooks by now.
     """
@@ -239,7 +232,7 @@ def log_figures(
 
 
 def found_figures(found: RestoreSource | None) -> dict[str, Any]:
-    """Return what this incarnation began from; `None` stands for a fresh start."""
+    """Return figures of the restore; `None` stands for a fresh start."""
     return {
         "resumed_from": found.generation.step if found is not None else None,
         "restored_from": found.restored_from if found is not None else {},
@@ -249,6 +242,6 @@ def found_figures(found: RestoreSource | None) -> dict[str, Any]:
 
 
 def made(part: T | None) -> T:
-    """Return the part, which is there once `begin` was called."""
+    """Return `part`, which exists once `begin` was called."""
     assert part is not None
     return part

@@ -1,7 +1,7 @@
-"""Run one incarnation: from finding what to resume, over replay and capture, to the last durable byte.
+"""Run one incarnation: from finding a generation to resume, over replay and capture, to the last durable byte.
 
-Everything here is independent of Lightning; the callbacks call one method per hook. All methods are called from the
-training thread, by every rank, in the same order.
+Nothing here depends on Lightning; the callbacks call one method per hook. Every rank calls all methods from the
+training thread, in the same order.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from lightning_moe_ckpt.tiers import (
 log = rank_logger(__name__)
 
 _MEASURED_JOURNALS = 2
-"""Steps whose journals are measured, taken or not: the first plan reserves room by them."""
+"""Steps whose journals are measured, captured or not, to reserve room in the first plan."""
 
 
 class CheckpointSession:
     """Checkpointing of one `fit`.
 
-    With `may_skip`, `requires_grad` may be toggled in replay, unless a compiler makes other programs, of other
-    rounding, where modules are watched or frozen (`compiled`). `extra` is what the trainer adds to checkpoints of its
-    own, for exports; what cannot be stored is left out. `averages` are those that callbacks keep of the module. `repeats` are those of
-    a session before this one, in the midst of which this one is opened.
+    With `may_skip`, `requires_grad` may be toggled in replay, unless a compiler (`compiled`) makes other programs, with
+    other rounding, for watched or frozen modules. `extra` holds the trainer's entries for exports; entries that cannot
+    be stored are left out. `averages` are the module's averages kept by callbacks. `repeats` belongs to an earlier
+    session, in the midst of whose replay this session is opened.
     """
 
     @collections_paused()
@@ -105,11 +105,11 @@ class CheckpointSession:
         self._found: RestoreSource | None = None
         self.repeats = Repeats() if repeats is None else repeats
         self.alone = False
-        """Whether nothing is taken, as a pipeline stage repeats steps that others have taken, or they wait for one that does."""
+        """Whether captures are off, as this pipeline stage repeats steps alone, or waits for the stage that does."""
         self._steps = 0
         self._restore_seconds = self._start_seconds = self._end_seconds = 0.0
         self._outcome: Journal = {}
-        self._began: tuple[float, float] | None = None  # time, and seconds on the clock of hooks
+        self._began: tuple[float, float] | None = None  # `perf_counter`, and seconds in hooks, at the first batch
         self._last_window: int | None = None
         self._at: int | None = None
         self._last_step: int | None = None
@@ -117,9 +117,9 @@ class CheckpointSession:
     # -- start
 
     def begin(self, *, stay: bool = False) -> Journal | None:
-        """Open the run, load what it can resume from, and return its boundary's start half; `None` for a fresh start.
+        """Open the run, load the generation to resume, and return its boundary's start half; `None` for a fresh start.
 
-        With `stay` the live state is one of a later step, and nothing is loaded into it.
+        With `stay` the live state, of a later step, is kept, and nothing is loaded.
         """
         started = time.perf_counter()
         with self._heap.keeping():
@@ -234,11 +234,11 @@ class CheckpointSession:
         return start
 
     def _take_up(self, found: RestoreSource, layout: WindowLayout, outcome: Journal) -> WindowLayout:
-        """Plan on from what was found."""
+        """Go on planning from the restored generation."""
         self._planner.journal_had(found.journal_nbytes)
         layout = layout.mirrored(self._planner.mirroring)
         if self._planner.accepts(layout):
-            # The next windows follow the restored plan, so that capture can go on during replay.
+            # Windows follow the restored plan, so that capture can go on during replay.
             self._planner.adopt(layout)
             made(self._capture).use_layout(layout)
         self._planner.restore(outcome)
@@ -251,7 +251,7 @@ class CheckpointSession:
 
     @property
     def memory_tag(self) -> str | None:
-        """Tag by which its shared memory is found, once it is open."""
+        """Tag of the run's shared memory, once the run is open."""
         return self._runs.claim.tag if self._runs else None
 
     # -- replay
@@ -262,24 +262,26 @@ class CheckpointSession:
         return self.repeats.replay is not None
 
     def reconcile(self, *, disturbed: bool) -> None:
-        """Undo what hooks did since the newest slot was loaded, see `Repeats`. Collective, of a stage that repeats `alone` or of all."""
+        """Undo changes by hooks since the newest slot was loaded, see `Repeats`. Collective, over `among`."""
         if self.repeats.unsettled is not None:
             self.repeats.reconcile(self.among.all_agree, disturbed=disturbed)
 
     @property
     def among(self) -> Exchange:
-        """The ranks that go on together: those of a stage that repeats `alone`, or all."""
+        """Exchange of the ranks that repeat together: a stage that is `alone`, or all."""
         return Exchange(self._groups, "stage_control") if self.alone else self._exchange
 
     # -- capture
 
     def forward_begins(self, last_step: int | None = None) -> None:
-        """Call before a batch runs forward and backward, with the step that is planned to be the last, if one is."""
+        """Note that a batch runs forward and backward; `last_step` is the planned last step, if any."""
         self._last_step = last_step
         self._planner.forward_begins(replaying=self.replaying, last_step=last_step)
 
     def fence_gradients(self, *, seal: bool = True, why_not: str = "") -> None:
-        """Wait for copies of gradients, as they are zeroed or let go of; with `seal` complete the newest boundary, or give it up."""
+        """Wait for copies of gradients before zeroing or freeing; with `seal` complete the boundary, or spoil it by
+        `why_not`.
+        """
         capture = made(self._capture)
         capture.fence_gradients()
         if seal:
@@ -291,22 +293,22 @@ class CheckpointSession:
         made(self._capture).fence()
 
     def regrouped(self) -> None:
-        """Give the window under way up and plan anew, as parameters were added to the optimizer. Collective."""
+        """Abort the window under way and plan anew, as parameters were added to the optimizer. Collective."""
         made(self._capture).forget_layout()
         self._planner.forget_layout()
 
     def _thaw(self, *, thoroughly: bool = False) -> bool:
-        """Give the window under way up and plan anew if constants have changed; return whether some have. Collective."""
+        """Abort the window under way and plan anew if constants have changed; return whether any has. Collective."""
         if thawed := self._planner.thaw(thoroughly=thoroughly):
             made(self._capture).forget_layout()
         return thawed
 
     def boundary(self, step: int, outcome: Journal) -> None:
-        """Take what the policy asks for; call right after an optimizer step."""
+        """Capture the policy's part of boundary `step`; call right after an optimizer step."""
         if self.alone:
             return
         capture = made(self._capture)
-        capture.complete_seal()  # where no optimizer step asked for it
+        capture.complete_seal()  # if no optimizer step has completed it
         self._report_failures()
         # The first generation after a replay is complete where it ends: training catches up first.
         if capture.generations_complete == (2 if self.repeats.steps else 1):
@@ -346,21 +348,21 @@ class CheckpointSession:
         return not soon and self._policy.due(step, self._last_window, self._planner.interval_steps)
 
     def takes(self, step: int) -> bool:
-        """Return whether `seal` has to be called for boundary `step`, the newest."""
+        """Return whether the newest boundary, `step`, needs a call of `seal`."""
         capture = made(self._capture)
         return not self.alone and (self._steps < _MEASURED_JOURNALS or capture.window_open or capture.whole_at == step)
 
     def within_window(self, step: int) -> bool:
-        """Whether boundary `step`, the newest, is in the middle of a window: no run will resume from it."""
+        """Return whether the newest boundary, `step`, is in the middle of a window: no run will resume from it."""
         return self._steps >= _MEASURED_JOURNALS and made(self._capture).is_within(step)
 
     def seal(self, start: Journal, *, step: int, disturbed: bool = False, room: Callable[[], int] = lambda: 0) -> None:
-        """Complete what boundary `step` took, as the next batch begins. Boundary 0 of a fresh run is taken here.
+        """Complete the capture of boundary `step` as the next batch begins; a fresh run captures its boundary 0 here.
 
         Args:
             start: the journal's start half.
             step: the boundary.
-            disturbed: whether parameters may have changed, or been away, since it was taken without a trace.
+            disturbed: whether parameters may have changed without a trace, or been moved, since the capture.
             room: returns the bytes by which later journals may be larger.
 
         Raises:
@@ -382,7 +384,7 @@ class CheckpointSession:
             self._thaw()
         elif capture.window_open and self._planner.constants.edited():
             start = {**start, UNFIT: "a parameter that did not train has changed"}
-        if fresh:  # training goes on: a crash before storage has it, and memory anything newer, is a start from nothing
+        if fresh:  # training goes on: a crash before any generation exists is a fresh start
             self._tiers.begin_first(STORAGE, made(self._runs).name(step))
         if fresh or capture.whole_at == step:
             with self._heap.keeping():
@@ -398,7 +400,7 @@ class CheckpointSession:
             made(self._dense).hold(step, start)
 
     def end(self, step: int, start: Journal) -> None:
-        """Leave a dense generation of the last boundary, as training ended normally."""
+        """Store a dense generation of the last boundary, after training ended normally."""
         made(self._capture).abort_window()
         if not self.replaying and (self._steps > 0 or self._found is None):
             self._copies.compare(first=False)
@@ -407,19 +409,21 @@ class CheckpointSession:
 
     @property
     def dense_possible(self) -> bool:
-        """Whether this incarnation has taken steps that end in a dense state; none does in replay."""
+        """Whether this incarnation has taken steps and is dense; never in replay."""
         return not self.replaying and self._steps > 0
 
     def stop(self, step: int, start: Journal, *, timeout: float) -> bool:
-        """Leave a dense generation of boundary `step`, at which training stops; return whether it is durable on all ranks. Collective.
+        """Store a dense generation of boundary `step`, where training stops; return whether it is durable on all ranks.
+        Collective.
 
-        `start` is its start half, `timeout` seconds for what is on its way to storage already, and then for this.
+        `start` is the boundary's start half; `timeout` seconds cover earlier generations under way, and then this.
         """
         capture, storage, began = made(self._capture), made(self._storage), time.perf_counter()
         capture.abort_window()
         drained = self._exchange.all_agree(storage.drain(timeout))
         capture.hear()  # the generation at hand names copies of the newest that storage has
-        # In the middle of the next step the boundary may have given one already, whose files would be replaced.
+        # If training stops inside the next step, storage may have this boundary's generation already; writing again
+        # would replace its files.
         committed = self.any_rank(self._exchange.is_coordinator and storage.holds(made(self._runs).name(step)))
         saved = committed or (drained and self._write_dense(step, start, timeout=timeout + began - time.perf_counter()))
         self._end_seconds = time.perf_counter() - began
@@ -444,20 +448,27 @@ class CheckpointSession:
         return [1] in self._exchange.gather([int(flag)])
 
     def leave_nothing_behind(self) -> None:
-        """Leave nothing half written, nor memory nobody will want; any thread, right before the process ends."""
+        """Cut writes to storage short, and remove memory that no restart needs; right before the process ends, any
+        thread.
+        """
         if self._storage is not None:
             self._storage.cut_short()
         if self._memory_is_superseded():
             self._tiers.unlink()
 
     def drain(self, timeout: float) -> bool:
-        """Wait until everything taken so far that goes to storage is durable, and what is whole is found in memory; seconds."""
+        """Wait until all generations taken so far are durable or whole in memory; return whether they are in `timeout`
+        seconds.
+        """
         if self._capture is not None:
             self._capture.complete_seal(wait=False)
         return all(each.drain(timeout) for each in self._tiers.workers if not each.paced)
 
     def close(self, *, keep_memory: bool = False, keep_frozen: bool = False) -> None:
-        """Release threads, hooks (but those of `repeats`, if kept) and shared memory, of which stays what is newer than storage, or all."""
+        """Release threads, hooks and shared memory.
+
+        Memory newer than storage stays, all of it with `keep_memory`; hooks of `repeats` stay with `keep_frozen`.
+        """
         self._heap.thaw()
         self._planner.close()
         if not keep_frozen:
@@ -466,7 +477,7 @@ class CheckpointSession:
             self._capture.close()
         self._tiers.close()
         self._tiers.release(unlink=not keep_memory and self._memory_is_superseded(ask=True))
-        if self._memory is not None and not self._tiers.workers:  # another rank has failed while they were joined
+        if self._memory is not None and not self._tiers.workers:  # another rank failed while tiers were joined
             self._memory.close(unlink=False)
         self._engine.close()
         if self._runs is not None:
@@ -478,7 +489,7 @@ class CheckpointSession:
         return bool(self._tiers.everywhere)
 
     def _figures(self) -> dict[str, object]:
-        """Return what the log tells of this incarnation; the thread of storage calls it."""
+        """Return this incarnation's figures for the run's log; called on the storage thread."""
         found = None if self._found is None else self._found.generation.step
         told: dict[str, object] = {"step": self._at, "last_step": self._last_step, "resumed_from": found}
         told |= {"steps": self._steps, "replayed": self.repeats.steps, "world_size": self._groups.world_size}
@@ -491,13 +502,13 @@ class CheckpointSession:
 
     @property
     def newest_step(self) -> int | None:
-        """Boundary that a restart goes on from, or from a newer one; `None` if every rank has none in any tier."""
+        """Boundary from which, or from a newer one, restarts go on; `None` without a generation on all ranks."""
         held = [each.step for each in self._tiers.everywhere.values()]
         return max([*held, *([self._found.generation.step] if self._found is not None else [])], default=None)
 
     @property
     def horizon(self) -> int:
-        """Step before which no restart begins; right after `begin` that from which this incarnation goes on."""
+        """Step before which no restart begins; right after `begin`, the first step of this incarnation."""
         newest, found, capture = self.newest_step, self._found, made(self._capture)
         if found is not None and newest == found.generation.step:
             return found.first_step
@@ -505,8 +516,10 @@ class CheckpointSession:
 
     @property
     def most_steps_back(self) -> int | None:
-        """Steps from the horizon on, at most, as windows follow each other now: until one is known to be complete, and the next
-        one is; `None` before the first plan.
+        """Most steps from the horizon to the newest step at the present distance of windows; `None` before the first
+        plan.
+
+        The horizon moves when a window is known to be complete: two distances cover that window and the next.
         """
         layout = made(self._capture).layout
         apart = max(self.least_steps, self._planner.interval_steps, self._tiers.governor.gap_steps)
@@ -514,7 +527,7 @@ class CheckpointSession:
 
     @property
     def windows_missed(self) -> int:
-        """Windows in a row without a generation, if they are worth a word."""
+        """Consecutive windows without a generation, once worth a warning; else 0."""
         return 0 if self._capture is None else self._capture.misses.worth_a_word
 
     def report(self) -> Report:
@@ -543,13 +556,13 @@ class CheckpointSession:
     # -- private
 
     def _memory_is_superseded(self, *, ask: bool = False) -> bool:
-        """Return whether nobody needs what this rank has in memory; `ask` storage, or go by what is known here."""
+        """Return whether no restart needs this rank's memory; `ask` storage, or go by generations known here."""
         storage, found = self._storage, self._found
         if self._memory is None or storage is None or self._runs is None:
             return True
         known = [self._tiers.everywhere.get(STORAGE), found.generation if found and found.committed else None]
         if self._exchange.is_coordinator:
-            known.append(storage.newest)  # which it committed
+            known.append(storage.newest)  # the coordinator committed it
         stored = None if self._policy.exact else storage.marker_of
         return is_superseded(self._memory, known, self._runs.store if ask else None, stored=stored)
 

@@ -1,19 +1,17 @@
 """Decide which generation goes to which tier, alike on all ranks.
 
-A tier that takes every generation gets its segments as they are sealed. Any other gets, when it is idle on all ranks,
-the newest complete generation that it has not had, else the one that begins; while it is busy generations pass it by.
-So a slow tier never stretches the window or starves another.
+A tier that takes every generation gets its segments as they are sealed. Any other tier, when idle on all ranks, gets
+the newest complete generation that it has not had, else the beginning window; while the tier is busy, generations pass
+by. So a slow tier never stretches the window or starves another.
 
-A generation is complete in a tier when every rank holds it there. Ranks do not compare the newest that each holds, of
-which the smallest may be one that another rank failed to keep: each says which of the generations given to the tier
-it holds, and what all of them say is complete. Each also says which of them it has given up, whatever went wrong:
-nobody waits for those any more, and their memory is free. Else a fault that lasts for a few generations would leave
-memory full of what no rank will ever ask for.
+A generation is complete in a tier when every rank holds it there. Ranks do not compare their newest generations: the
+smallest may be one that another rank failed to keep. Each rank says which of the generations given to the tier it
+holds, and which it has given up. Generations held by all are complete. For given-up generations nobody waits, and their
+memory is free; else a fault over a few generations would fill memory with segments that no rank will ever ask for.
 
-A generation with only some operators is complete in a tier together with older ones. A tier that has none to build on,
-or has lost it, is given a *whole* one, of which nothing is taken to memory: it needs no place in the ring. While that
-fails, every second window is such an attempt: each costs a snapshot of everything, and once the fault is over the tier
-is never further behind than that.
+A partial generation is complete in a tier together with older ones. A tier without a base, or that lost its base, is
+given a *whole* generation, which needs no place in the ring. While whole generations fail, every second window is
+another attempt: each costs a full snapshot, and once the fault is over the tier is at most two windows behind.
 
 Source: TierCheck (2026), Sec. 3.3 and Fig. 5.
 """
@@ -52,38 +50,38 @@ from lightning_moe_ckpt.tiers import (
 log = rank_logger(__name__)
 
 _LINKS_IN_LINE = 12
-"""Generations that a tier may have under way as a difference comes; else it gets none until the next base."""
+"""Most generations under way in a tier as a difference comes; beyond, the tier gets none until the next base."""
 _BASES_IN_LINE = 2
-"""Generations that a tier may have under way as a base comes; else that passes it by, with what follows on it."""
+"""Most generations under way in a tier as a base comes; beyond, the base and its differences pass the tier by."""
 
 
 class TierWatcher(Protocol):
-    """Follows what tiers hold, on all ranks alike."""
+    """Observer of the generations in tiers, on all ranks alike."""
 
     def given(
         self, tier: str, generation: GenerationId, layout: WindowLayout, generations_kept: int | None = None
     ) -> None:
-        """Note that a tier begins to take a generation, and keeps so many of the newest; `None` for all it needs."""
+        """Note that a tier begins to take a generation, and keeps the newest `generations_kept`, if not `None`."""
 
     def given_everything(self, tier: str, generation: GenerationId) -> None:
-        """Note that a tier begins to take a generation of everything, which is taken for it alone."""
+        """Note that a tier begins to take a whole generation, captured for this tier alone."""
 
     def complete_everywhere(self, tier: str, generation: GenerationId) -> None:
         """Note that a tier has all of a generation on every rank."""
 
     def given_up(self, tier: str, generation: GenerationId) -> None:
-        """Note that a tier will never have all of a generation that it was given."""
+        """Note that a tier will never have all of a given generation."""
 
     def lost(self, tier: str) -> None:
-        """Note that some rank has lost all that a tier held."""
+        """Note that some rank has lost everything a tier held."""
 
     @property
     def bad_copies(self) -> BadCopies:
-        """Copies in storage that are not built on any more; the same on all ranks."""
+        """Copies in storage that later generations do not build on; the same on all ranks."""
 
     @property
     def all_have_copies(self) -> bool:
-        """Whether a good one is left of each of these operators; the same on all ranks."""
+        """Whether every operator has a good copy in storage; the same on all ranks."""
 
 
 class Tiers:
@@ -104,52 +102,51 @@ class Tiers:
         self.governor = Governor(workers, target=target, at_least=at_least, speaks=speaks)
         self._lanes = [Lane(worker=worker, skips=SkipCounter(worker.name)) for worker in workers]
         self.everywhere: dict[str, GenerationId] = {}
-        """Newest generation that was found complete on all ranks, by tier."""
+        """Newest generation complete on all ranks, by tier."""
 
     # -- the exchange before a window
 
     def vote(self) -> TiersVote:
-        """Return what this rank tells the others."""
+        """Return this rank's vote on tiers."""
         resting = self.governor.resting
         own = tuple(lane.vote(rests=lane.worker.name in resting) for lane in self._lanes)
         return TiersVote(own, self.governor.vote())
 
     def agreed(self, votes: Sequence[TiersVote], *, filling: GenerationId | None = None) -> set[GenerationId]:
-        """Take the votes of all ranks: tiers hear what is complete everywhere, and may recycle what is older, and what
-        never will be.
+        """Take all ranks' votes: tells tiers which generations are complete everywhere, and which are given up.
 
         Args:
-            votes: of all ranks.
-            filling: the generation of the window under way, which runs to its end whatever tiers make of it.
+            votes: votes of all ranks.
+            filling: generation of the window under way, which runs to its end even if a tier gives it up.
 
         Returns:
-            Generations that a tier that takes every one has given up: their memory is not theirs any more.
+            Generations given up by a tier that takes every generation: their memory is free.
         """
         freed: set[GenerationId] = set()
         self.governor.agreed([vote.pacing for vote in votes if vote.pacing is not None])
         for index, lane in enumerate(self._lanes):
             complete, given_up = lane.agreed([vote.lanes[index] for vote in votes], filling)
-            for generation in given_up:  # first: what is kept of the complete ones does not count these
+            for generation in given_up:  # first: complete generations are counted without these
                 self._give_up(lane.worker, generation)
             freed |= set(given_up) if lane.worker.takes_every else set()
             if complete:
                 self.complete_everywhere(lane.worker.name, *complete)
                 lane.supersedes = complete[-1]
-        for lane in self._lanes:  # memory keeps what came before a base until that is on other nodes
+        for lane in self._lanes:  # memory keeps older generations until the base is on other nodes
             if lane.supersedes is not None and not (lane.worker.takes_every and self.base_under_way):
                 lane.worker.complete_everywhere(lane.supersedes)
                 lane.supersedes = None
         return freed
 
     def complete_everywhere(self, tier: str, *generations: GenerationId) -> None:
-        """Note that a tier has all of these on every rank, which all ranks know; oldest first."""
+        """Note that a tier has these generations, oldest first, on every rank. On all ranks."""
         self.build_on(tier, generations[-1])
         if self._watcher is not None:
             for generation in generations:
                 self._watcher.complete_everywhere(tier, generation)
 
     def build_on(self, tier: str, generation: GenerationId) -> None:
-        """Note that a tier has `generation`, on which later ones may be built; all ranks know it."""
+        """Note that a tier has `generation`, on which later generations may be built. On all ranks."""
         self.everywhere[tier] = generation
         for lane in self._lanes:
             if lane.worker.name == tier:
@@ -159,7 +156,7 @@ class Tiers:
                     memory.saw(generation)
 
     def memory_lost(self, *, here: bool) -> None:
-        """Note that some rank has lost all it held in memory, this one if it is `here`. On all ranks."""
+        """Note that some rank has lost its memory of generations, this rank if `here`. On all ranks."""
         for lane in self._lanes:
             if lane.worker.takes_every:
                 if here:
@@ -169,25 +166,25 @@ class Tiers:
 
     @property
     def outstanding(self) -> bool:
-        """Whether a tier that takes every generation may have completed an earlier one than the newest meanwhile.
+        """Whether a tier that takes every generation may have completed an older generation than the newest meanwhile.
 
-        The same on all ranks. What it completes makes room for the window under way.
+        Its completion makes room for the window under way. The same on all ranks.
         """
         return any(lane.worker.takes_every and len(lane.given) > 1 for lane in self._lanes)
 
     # -- plans and steps
 
     def planned(self, exchange: Exchange, ring: SegmentRing, layout: WindowLayout) -> None:
-        """Tell tiers that generations are laid out so, in slots of `ring`, from here on. Collective.
+        """Tell tiers the layout of later generations, in slots of `ring`. Collective.
 
         Raises:
-            ConfigurationError: on every rank, if one has no room for what a tier keeps of that.
+            ConfigurationError: on every rank, if any rank has no room for the generations that a tier keeps.
         """
         for worker in self.workers:
             worker.planned(exchange, ring, len(layout.steps), layout.mirrors_nbytes[0])
 
     def stepped(self, period_steps: int, hooks: float | None, validated: float = 0.0) -> None:
-        """Tell tiers that a step has ended, and how many steps generations are apart; the rest as in `Governor.stepped`."""
+        """Tell tiers that a step has ended, and the steps between generations; the rest as in `Governor.stepped`."""
         self.governor.stepped(hooks, period_steps, validated)
         period_steps = max(period_steps, self.governor.gap_steps)
         for worker in self.workers:
@@ -196,7 +193,7 @@ class Tiers:
     # -- generations
 
     def offer(self, newest: Window | None) -> None:
-        """Give a generation that is complete on all ranks to every tier that is idle and has not had it."""
+        """Give a generation that is complete on all ranks to every idle tier that has not had it."""
         if newest is None or newest.is_link:
             return
         for lane in self._lanes:
@@ -215,10 +212,10 @@ class Tiers:
                 self._begin(lane, window)
 
     def begin_first(self, tier: str, generation: GenerationId) -> None:
-        """Note that a tier is to get the first generation of a run, of everything, which whoever takes it hands over.
+        """Note that a tier gets a run's first generation, dense, from the caller. On all ranks.
 
-        On all ranks. Until it is complete the tier is busy and nothing is built on it; if it fails the next one is whole.
-        The watcher hears of it when it is complete: nothing has been trained that it could have saved.
+        Until it is complete the tier is busy and has no base; after a failure the next generation is whole. The watcher
+        hears of it only when complete: nothing trained could have been saved before.
         """
         self.governor.unusual = True
         for lane in self._lanes:
@@ -226,9 +223,10 @@ class Tiers:
                 lane.take(generation)
 
     def wants_whole(self, generation: GenerationId, layout: WindowLayout) -> bool:
-        """Return whether a tier is to get all of the boundary at hand, having nothing that `layout` can be built on.
+        """Return whether a tier without a base for `layout` gets this whole boundary.
 
-        The same on all ranks; ask once before each window. Whoever hands it over begins it with the worker.
+        The same on all ranks; ask once before each window. The caller takes the generation and begins it with the
+        worker.
         """
         if not layout.is_incomplete:
             return False
@@ -244,27 +242,27 @@ class Tiers:
         return bool(lanes)
 
     def want_gradients(self, window: Window) -> bool:
-        """Return whether a tier that takes a generation wants the gradients that led to it."""
+        """Return whether a tier that takes the window wants the gradients of its steps."""
         return any(worker.wants_gradients for worker in window.workers)
 
     def add(self, window: Window, segment: SealedSegment) -> None:
-        """Hand a sealed segment to every tier that takes its generation."""
+        """Hand a sealed segment to every tier that takes its window."""
         self.governor.captured = True
         for worker in window.workers:
             worker.add(segment.generation, segment)
 
     def abandon(self, window: Window) -> None:
-        """Tell every tier that took a generation that it will not be whole."""
+        """Tell every tier that took a window that its generation will not be complete."""
         for worker in window.workers:
             worker.abandon(window.generation)
 
     def abandon_whole(self, generation: GenerationId) -> None:
-        """Tell whichever tier gets a generation of everything that it is of no use."""
+        """Tell all tiers that a whole generation is useless."""
         for lane in self._lanes:
             lane.worker.abandon(generation)
 
     def withdraw(self, window: Window) -> None:
-        """End a window before its time, on all ranks: tiers give it up, and none has failed to keep it."""
+        """Abort a window, on all ranks: tiers give it up without counting a failure."""
         for lane in self._lanes:
             lane.let_go(window.generation)
             if window.generation in lane.given:
@@ -273,34 +271,34 @@ class Tiers:
         self.abandon(window)
 
     def not_taken(self, generation: GenerationId) -> None:
-        """Note that some rank could not take a generation to its end. On all ranks."""
+        """Note that some rank could not complete a generation. On all ranks."""
         for lane in self._lanes:
             lane.let_go(generation)
 
     def superseded(self, window: Window) -> None:
-        """Count a skip for tiers that have not had this generation, since a newer one is complete."""
+        """Count a skip for tiers that have not had this window's generation, since a newer one is complete."""
         for lane in self._lanes:
             if lane.worker not in window.workers and not window.is_chained:
                 lane.skips.skipped(window.generation, meant=bool(self.governor.rests.get(lane.worker.name)))
 
     def flush(self, timeout: float, *, paced_only: bool = False) -> None:
-        """Wait for tiers to let go of memory that the next generation needs."""
+        """Wait for tiers to release memory that the next generation needs, at most `timeout` seconds per tier."""
         for lane in self._lanes:
             if lane.worker.paced or (lane.chain is not None and not paced_only):
                 lane.worker.drain(timeout)
 
     @property
     def base_under_way(self) -> bool:
-        """Whether a tier that differences go to one by one still takes their base, on some rank; the same on all ranks."""
+        """Whether a tier that takes single differences still takes their base on some rank; the same on all ranks."""
         return any(lane.worker.takes_links and lane.chain and lane.chain[0] in lane.given for lane in self._lanes)
 
     @property
     def lost_chain(self) -> bool:
-        """Return whether a tier that differences are gathered for has nothing that more could follow on."""
+        """Whether a tier with gathered differences has no generation that more could follow on."""
         return any(lane.worker.uses_references and lane.chain is None for lane in self._lanes)
 
     def settle(self, timeout: float) -> None:
-        """Wait for tiers that take every generation."""
+        """Wait for tiers that take every generation, at most `timeout` seconds per tier."""
         for worker in self.workers:
             if worker.takes_every:
                 worker.drain(timeout)
@@ -309,45 +307,42 @@ class Tiers:
 
     @property
     def busy(self) -> list[str]:
-        """Names of tiers that have a generation under way on this rank."""
+        """Names of tiers with a generation under way on this rank."""
         return [worker.name for worker in self.workers if not worker.idle]
 
     def newest(self) -> dict[str, int]:
-        """Return the step of the newest generation of this incarnation that this rank holds, by tier."""
+        """Return the step of this incarnation's newest generation on this rank, by tier."""
         held = {worker.name: worker.newest for worker in self.workers}
         return {name: generation.step for name, generation in held.items() if generation is not None}
 
     def skipped(self) -> dict[str, int]:
-        """Return how many complete generations passed by each tier that does not take every one."""
+        """Return the number of complete generations that passed by each tier that does not take every generation."""
         return {lane.worker.name: lane.skips.total for lane in self._lanes if not lane.worker.takes_every}
 
     def failed(self) -> dict[str, int]:
-        """Return how many generations each tier was given that some rank does not have there, for good."""
+        """Return the number of given generations that some rank lost for good, by tier."""
         return {lane.worker.name: lane.num_failed for lane in self._lanes}
 
     def reserved(self) -> dict[str, int]:
-        """Return the bytes of memory that tiers take on this rank; those that take none are left out."""
+        """Return the bytes of tiers' memory on this rank; tiers without memory are left out."""
         sizes = {worker.name: sum(memory.nbytes for memory in worker.memories) for worker in self.workers}
         return {name: nbytes for name, nbytes in sizes.items() if nbytes}
 
     def unlink(self) -> None:
-        """Leave no name behind in shared memory, right before the process is ended."""
+        """Remove all names of shared memory, right before the process is ended."""
         for worker in self.workers:
             for memory in worker.memories:
-                # Without logging: the thread that the process is ended over may hold the lock of the log.
+                # Without logging: the hanging thread that caused the end may hold the log's lock.
                 memory.unlink()
 
     def release(self, *, unlink: bool) -> None:
-        """Give memory back, after `close`.
-
-        With `unlink` its names go too; else a later incarnation finds what is in it.
-        """
+        """Release memory, after `close`. With `unlink` also remove names; else a later incarnation finds its contents."""
         for worker in self.workers:
             for memory in worker.memories:
                 memory.close(unlink=unlink)
 
     def close(self) -> None:
-        """End all threads; what is under way is abandoned."""
+        """End all threads; generations under way are abandoned."""
         for lane in self._lanes:
             lane.worker.close()
             lane.skips.close()
@@ -360,7 +355,10 @@ class Tiers:
         worker.give_up(generation)
 
     def _open_in_chain(self, lane: Lane, window: Window) -> None:
-        """Give what was gathered to a tier, and begin or gather the window; what it follows on waits in line before it."""
+        """Give gathered differences to a tier, then begin or gather the window.
+
+        Drops the tier's chain if too many generations are under way.
+        """
         if lane.gathered and (lane.gathered[-1].ends_batch or not window.is_link):
             self._hand_over(lane)
         if not window.is_link:
@@ -379,7 +377,7 @@ class Tiers:
             lane.gathered.append(window)
 
     def _hand_over(self, lane: Lane) -> None:
-        """Give the differences that were gathered to a tier, as a generation with the name of the last."""
+        """Give the gathered differences to a tier, as a generation with the last one's name."""
         windows, lane.gathered = lane.gathered, []
         last = windows[-1]
 
@@ -387,7 +385,7 @@ class Tiers:
             for each in windows:
                 each.ring.unpin(each.generation)
 
-        if lane.chain is None:  # what they follow on was given up meanwhile
+        if lane.chain is None:  # their base was given up meanwhile
             release(last.generation)
             return
         lane.take(last.generation)
@@ -434,7 +432,7 @@ class Tiers:
 
 
 def report_failures(tiers: Tiers, not_taken: list[str], url: str) -> None:
-    """Log what went wrong since the last call.
+    """Log failures since the last call.
 
     Args:
         tiers: tiers of this incarnation.
@@ -459,10 +457,10 @@ def report_failures(tiers: Tiers, not_taken: list[str], url: str) -> None:
 
 
 def make_ring(rings: Rings, tiers: Tiers, plans: Planner, least_steps: int, layout: WindowLayout) -> SegmentRing:
-    """Return a ring for windows of a layout, which no policy lets follow each other faster than `least_steps`."""
+    """Return a ring for a layout's windows, which no policy starts more often than every `least_steps`."""
     window, kept = len(layout.steps), plans.kept(layout)
     readers, busy = sum(worker.readers for worker in tiers.workers), least_steps <= window
-    kept["copies"] = 1 + any(worker.name == PEER for worker in tiers.workers)  # one completes what other nodes have
+    kept["copies"] = 1 + any(worker.name == PEER for worker in tiers.workers)  # one completes other nodes' generations
     ring = rings.make(layout.slot_nbytes, window, readers=readers, back_to_back=busy, **kept)
     sizes = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in tiers.reserved().items())
     log.info("shared memory: %s; of it journals %s", sizes, size_text(ring.num_slots * plans.journal_nbytes))
@@ -472,17 +470,17 @@ def make_ring(rings: Rings, tiers: Tiers, plans: Planner, least_steps: int, layo
 def build_on_stored(
     store: RunStore, exchange: Exchange, tiers: Tiers, worker: PersistWorker, found: RestoreSource | None
 ) -> None:
-    """Build generations of this incarnation on the newest that is committed, if all ranks can read it. Collective.
+    """Build this incarnation's generations on the newest commit, if all ranks can read it. Collective.
 
     Args:
         store: of the run, its incarnation open.
         exchange: between ranks.
-        tiers: told that storage has it.
-        worker: of storage on this rank.
-        found: what this incarnation resumes from.
+        tiers: told that storage has the commit's generation.
+        worker: storage worker of this rank.
+        found: the restored generation.
     """
     chosen = None if found is None else found.chosen
-    # Of what was bad twice, or is nowhere, the newest commit names no copy that the next one could reference.
+    # A copy that was bad twice, or is nowhere, has no older copy in the newest commit for the next to reference.
     completes = chosen is None or not (chosen.missing or any(sum(each.values()) > 1 for each in chosen.bad.values()))
     try:
         stored = exchange.run_on_coordinator(lambda: [commit.to_bytes() for commit in store.candidates()[:1]])

@@ -1,4 +1,4 @@
-"""What ranks tell each other before a window: records with named fields, which one exchange carries as integers."""
+"""Votes before a window: records with named fields, which one exchange carries as integers."""
 
 from __future__ import annotations
 
@@ -10,63 +10,63 @@ from lightning_moe_ckpt.coordination import Exchange
 
 
 class WindowVote(NamedTuple):
-    """What one rank tells the others before a window, ahead of its tiers and of plans."""
+    """One rank's vote before a window, ahead of its tiers and of plans."""
 
     has_room: int
-    """Whether it could begin one."""
+    """Whether the rank's ring has room for a window."""
     journal_nbytes: int
-    """Bytes that a journal lacked; 0 if all had room."""
+    """Bytes that a journal record needs; 0 if all records had room."""
     spoiled: int
-    """Whether it has not taken all of the window before."""
+    """Whether the rank could not take the whole last window."""
     fits: int
-    """Whether the plan that follows fits into the memory that it has."""
+    """Whether the next plan fits into the rank's ring."""
     unnamed: int
-    """Whether that memory has lost its name."""
+    """Whether the ring has lost its name."""
     follows: int = 0
-    """Whether the boundary at hand is a difference to the one before."""
+    """Whether this boundary can be a difference to the boundary before."""
 
 
 class LaneVote(NamedTuple):
-    """What one rank tells the others of a tier, before a window."""
+    """One rank's vote on a tier, before a window."""
 
     idle: int
-    """Whether it can take a generation."""
+    """Whether the tier can take a generation."""
     holds: int
-    """Of the outstanding generations, a bit for each that it has."""
+    """Bits of the outstanding generations that the tier holds."""
     gave_up: int
-    """The same of those that it will never have."""
+    """Bits of the outstanding generations that the tier will never hold."""
     lost_base: int
-    """Whether nothing can be built on what it has."""
+    """Whether the tier lost the generation that later ones build on."""
 
 
 class PacingVote(NamedTuple):
-    """What one rank tells the others of its `Costs`, before a window; microseconds."""
+    """One rank's `Costs` before a window, in microseconds."""
 
     is_due: int
-    """Whether it has measured for long enough."""
+    """Whether the rank has measured for long enough."""
     is_known: int
     step: int
     base: int
     window: int
     owed: int
     tiers: tuple[int, ...]
-    """Two for each tier."""
+    """Two integers for each tier."""
 
 
 class TiersVote(NamedTuple):
-    """What one rank tells the others of all tiers, before a window."""
+    """One rank's vote on all tiers, before a window."""
 
     lanes: tuple[LaneVote, ...]
     pacing: PacingVote | None
-    """Missing where there is no target."""
+    """`None` without a target."""
 
     def row(self) -> list[int]:
-        """Return it as integers."""
+        """Return the vote as integers."""
         pacing = () if self.pacing is None else (*self.pacing[:-1], *self.pacing.tiers)
         return [*chain.from_iterable(self.lanes), *pacing]
 
     def read(self, row: Sequence[int]) -> TiersVote:
-        """Return what the row of another rank says, whose vote has as many integers as this one."""
+        """Return the vote in another rank's row, which has as many integers as this vote."""
         lanes, at, size = [], 0, len(LaneVote._fields)
         for _ in self.lanes:
             lanes.append(LaneVote(*row[at : at + size]))
@@ -80,7 +80,7 @@ class TiersVote(NamedTuple):
 def gather_votes(
     exchange: Exchange, own: WindowVote, tiers: TiersVote, inputs: Sequence[int]
 ) -> tuple[list[WindowVote], list[TiersVote], list[list[int]]]:
-    """Return the votes of all ranks, those of their tiers, and what they give for plans. Collective."""
+    """Return all ranks' votes, votes on tiers, and inputs of plans. Collective."""
     told = tiers.row()
     size, behind = len(own), len(own) + len(told)
     votes, of_tiers, of_plans = [], [], []
