@@ -1,4 +1,4 @@
-"""What is taken when: measuring, agreeing between ranks, planning. Internal: may change in any version."""
+"""Plans of windows: measuring, agreeing between ranks, planning. Internal: may change in any version."""
 
 from lightning_moe_ckpt.planning._ledger import LossFigures as LossFigures
 from lightning_moe_ckpt.planning._planning import Planner as Planner

@@ -10,7 +10,7 @@ from lightning_moe_ckpt.snapshot import WindowLayout
 
 
 def in_background(make: Callable[[], WindowLayout]) -> Future[WindowLayout]:
-    """Make a plan on a thread of its own: for thousands of operators that takes a good part of a second."""
+    """Make a plan on its own thread: planning thousands of operators takes a good part of a second."""
     made: Future[WindowLayout] = Future()
 
     def run() -> None:

@@ -1,8 +1,8 @@
-"""Which stored copies of experts turned out bad, on any rank: told to all of them, so that all plan and reference alike.
+"""Bad copies of experts in storage, exchanged between ranks, so that all ranks plan and reference alike.
 
-A few integers of the exchange before a window carry what a rank has found since; more wait for the next one. An expert
-of which a copy is bad is taken again, and its bad copy is not referenced any more, until a newer one is complete that was
-begun since: one that was under way may name the bad copy as its second.
+A few integers of the exchange before a window carry a rank's newest findings; more wait for the next exchange. An
+expert with a bad copy is taken again, and the bad copy is not referenced until a newer copy is complete whose
+generation began after the finding: a generation already under way may name the bad copy as its second.
 """
 
 from __future__ import annotations
@@ -14,56 +14,56 @@ from lightning_moe_ckpt.storage import BadCopies, GenerationId
 from lightning_moe_ckpt.tiers import BadCopy, Scrubber
 
 _AT_ONCE = 4
-"""Copies that a rank tells of before one window."""
+"""Most copies that a rank reports before one window."""
 _INTEGERS = 5
-"""That say which one: place of the expert, counted from 1, then step, incarnation and nonce; and whether there is another."""
+"""Integers per copy: the expert's place, counted from 1; step, incarnation and nonce; whether another copy exists."""
 
 WIDTH = _AT_ONCE * _INTEGERS
 """Integers that each rank adds to an exchange."""
 
 
 class BadCopyList:
-    """Bad copies known to one incarnation; the same on all ranks but for what this one has found and not told.
+    """Bad copies known to one incarnation; the same on all ranks, except unsent findings.
 
-    `names` are those of the operators of all experts, by place over all layers.
+    `names` are the names of all experts' operators, by place over all layers.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names, self._places = names, {name: place for place, name in enumerate(names)}
         self._known: dict[int, set[GenerationId]] = {}
         self._newest: set[int] = set()
-        """Experts whose newest copy is among them."""
+        """Experts whose newest copy is bad."""
         self._alone: set[int] = set()
-        """Of these, those that had no other one, as far as the rank knew that found it."""
+        """Experts among `_newest` without another copy, as far as the finding rank knew."""
         self._begun: dict[int, int] = {}
-        """Newest boundary that storage had begun when an expert got here: up to that, markers may name the bad copy."""
+        """Newest boundary that storage had begun at an expert's finding: markers up to there may name the bad copy."""
         self.scrubber: Scrubber | None = None
-        """Finds some on this rank."""
+        """Reader of stored copies on this rank, which finds bad ones."""
 
     @property
     def not_referenced(self) -> BadCopies:
-        """Of experts whose newest copy is bad."""
+        """Bad copies of experts whose newest copy is bad, by name."""
         return {self._names[place]: frozenset(self._known[place]) for place in sorted(self._newest)}
 
     @property
     def all_have_copies(self) -> bool:
-        """Whether each of these experts has another one; else nothing completes a generation without it."""
+        """Whether each of these experts has another copy; else no generation is complete without the expert."""
         return not any(place in self._alone or len(self._known[place]) > 1 for place in self._newest)
 
     def restored(self, bad: Mapping[str, Collection[GenerationId]]) -> None:
-        """Note what the restore of this incarnation found, by name of expert; the newest copy is among them."""
+        """Note the bad copies that this incarnation's restore found, by expert; the newest copy is among them."""
         for name, generations in bad.items():
             if generations:
                 self._newest.add(self._places[name])
                 self._known.setdefault(self._places[name], set()).update(generations)
 
     def again(self, storage: TierLedger) -> list[int]:
-        """Return places of experts that have to be taken once more, as none that storage is given has them."""
+        """Return the places of experts with bad copies that no generation under way to storage takes."""
         under_way = {expert for each in storage.pending for expert in each.experts.tolist()}
         return sorted(self._known.keys() - under_way)
 
     def completed(self, storage: TierLedger, step: int) -> None:
-        """Note that storage has all of generation `step`; call before its ledger takes that in."""
+        """Note that storage has all of generation `step`; call before the ledger completes it."""
         for each in storage.pending:
             for expert in each.experts.tolist() if each.step == step else ():
                 self._newest.discard(expert)
@@ -73,18 +73,18 @@ class BadCopyList:
                     self._begun.pop(expert, None)
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop reading stored copies."""
         if self.scrubber is not None:
             self.scrubber.close()
 
     def inputs(self) -> list[int]:
-        """Return what this rank tells the others: `WIDTH` integers."""
+        """Return this rank's new findings as `WIDTH` integers."""
         found = [] if self.scrubber is None else self.scrubber.take_found(_AT_ONCE)
         told = [number for copy in found if copy.operator in self._places for number in self._numbers(copy)]
         return told + [0] * (WIDTH - len(told))
 
     def agreed(self, rows: Sequence[Sequence[int]], storage: TierLedger) -> None:
-        """Take what all ranks told."""
+        """Take all ranks' findings."""
         for row in rows:
             for i in range(0, WIDTH, _INTEGERS):
                 place, step, incarnation, nonce, spared = row[i] - 1, *row[i + 1 : i + _INTEGERS]

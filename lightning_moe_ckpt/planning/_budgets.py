@@ -1,8 +1,8 @@
-"""How many bytes a generation may take: as given, or what steps can hide, the smallest of all ranks.
+"""Bytes that a generation may take: as given, or as steps can hide, the smallest of all ranks.
 
-A budget is of one rank and of everything that it writes. Of a partial generation the dense part comes first, what is left
-is for experts. How much that is differs between ranks, and so does what was measured; every rank tells its own with the
-votes of a window, and the smallest counts. So all ranks choose alike, and no rank writes more than its budget.
+A budget covers everything that one rank writes. A partial generation takes the dense part first; the rest is for
+experts. The rest and the measurements differ between ranks, so every rank sends its own with the votes of a window, and
+the smallest counts. So all ranks choose alike, and no rank writes more than its budget.
 
 Source: MOETION (2024), Sec. 4.3; we differ in measuring over the whole run, and in agreeing on the smallest.
 """
@@ -30,7 +30,7 @@ from lightning_moe_ckpt.tiers import RING_HEADROOM
 log = rank_logger(__name__)
 
 MEASURED_STEPS = 3
-"""Steps of an incarnation before what they can hide, and the precisions in which they compute, are known."""
+"""Steps of an incarnation before the first measured budgets and compute precisions."""
 
 BUDGET_SHARE = 0.8
 """Part of the measured bandwidth that a generation may use; the rest absorbs noise."""
@@ -39,12 +39,12 @@ NOISE = 0.2
 """Part by which measured budgets must change to count."""
 
 _REMEMBERED_STEPS = 32
-"""Of which the median counts."""
+"""Newest steps whose median counts."""
 
 _BANDWIDTH_NBYTES = 16 * 2**20
 
 _NAMES = {MEMORY: "local_budget", STORAGE: "remote_budget"}
-"""What the user calls the budget of a level."""
+"""The user's argument for each level's budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +52,11 @@ class SlotSizes:
     """Bytes of this rank's segment of one level."""
 
     bare: int
-    """Without any expert."""
+    """Bytes without any expert."""
     full: int
-    """With all of them."""
+    """Bytes with all experts."""
     gradients: int = 0
-    """Kept behind it, of all of them."""
+    """Bytes of all experts' gradients, kept behind the segment."""
 
     def behind(self, nbytes: int) -> int:
         """Return the bytes of gradients behind a segment of up to `nbytes`."""
@@ -64,7 +64,7 @@ class SlotSizes:
         return -(-self.gradients * max(0, experts) // max(1, self.full - self.bare))
 
     def experts(self, budget: int, nbytes: int) -> int:
-        """Return the bytes of experts of one position that fit, of `nbytes` in all: this rank writes its share."""
+        """Return the bytes of one position's experts that fit, out of `nbytes` in all: this rank writes its share."""
         return max(0, budget - self.bare) * nbytes // max(1, self.full - self.bare)
 
     def missing(self, budget: int, wanted: int, nbytes: int) -> int:
@@ -73,7 +73,7 @@ class SlotSizes:
 
 
 class StepClock:
-    """How long steps compute: from the end of one to the optimizer step of the next, which copies must not delay."""
+    """Compute time of steps: from one step's end to the next optimizer step, which copies must not delay."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
@@ -91,90 +91,90 @@ class StepClock:
 
     @property
     def median(self) -> float:
-        """Seconds."""
+        """Median seconds."""
         return statistics.median(self._seconds)
 
     @property
     def is_steady(self) -> bool:
-        """Whether it has seen as many steps as it remembers since it last forgot them."""
+        """Whether as many steps as the clock remembers have passed since it was last reset."""
         return len(self._seconds) == self._seconds.maxlen
 
     def forget(self) -> None:
-        """Begin anew: what is decided next is decided by other steps."""
+        """Reset the clock: later decisions depend on later steps."""
         self._seconds.clear()
 
 
 class Budgets:
-    """Bytes that one rank may write of a generation, by level; the same on all ranks. Records are copied from `device`."""
+    """Bytes of a generation that one rank may write, by level; the same on all ranks. Records are copied from `device`."""
 
     def __init__(self, config: Mapping[str, Budget], device: torch.device, *, every_n_steps: int = 1) -> None:
         self._config, self._device, self._every_n_steps = config, device, every_n_steps
         self.clock = StepClock()
         self.remote_rate: Callable[[], float | None] = lambda: None
-        """Bytes per second that leave the node while they are not made to wait; `None` as long as nothing did."""
+        """Bytes per second that leave the node at full speed; `None` before anything was sent."""
         self.copies_leave = False
-        """Whether other nodes get all that memory takes, so that it must not take more than leaves meanwhile."""
+        """Whether other nodes get all that memory takes, so that memory must not take more than can be sent meanwhile."""
         self.local_share = 1.0
-        """Part of what is copied to memory that this rank writes; the rest is taken for others."""
+        """This rank's own part of the copies to memory; the rest are for other owners."""
         self.in_force: dict[str, int] = {}
-        """By level; empty until ranks have agreed."""
+        """Bytes by level; empty until ranks have agreed."""
         self.capped: dict[str, int] = {}
-        """By name of the argument, bytes by which memory keeps a measured budget below what steps can hide."""
+        """Bytes by which memory keeps a measured budget below the hidden bytes of steps, by the argument's name."""
         self._local_rate = 0.0
         self._ring_nbytes: int | None = None
-        """What a slot of the ring holds, once it is known: budgets that are measured later do not exceed it."""
+        """Bytes of a ring slot, once known: budgets measured later do not exceed it."""
 
     @property
     def reserve_nbytes(self) -> int:
-        """Bytes of this rank's segment, once a budget is in force, and of the gradients behind it; 0 where plans say it."""
+        """Bytes of this rank's largest segment under a budget, with the gradients behind it; 0 if plans decide."""
         return 0
 
     @property
     def peer_nbytes(self) -> int | None:
-        """Bytes that holders of copies reserve for a segment of this rank, and to rebuild one; `None` for those of the ring."""
+        """Bytes that holders of copies reserve per segment, and to rebuild one; `None` for the ring's slots."""
         return None
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Of one generation and rank, as given or measured, by the name of the argument; empty until they are known."""
+        """Budget of one generation and rank, given or measured, by the argument's name; empty before ranks have agreed."""
         return {_NAMES[level]: self._nbytes(level) for level in self._config} if self.in_force else {}
 
     @property
     def rates(self) -> dict[str, float]:
-        """Bytes per second that were measured, by the name of the argument whose budget follows from them."""
+        """Measured bytes per second, by the name of the argument whose budget follows from them."""
         measured = [level for level, given in self._config.items() if self.in_force and given == "auto"]
         return {_NAMES[level]: self._rate(level) for level in measured}
 
     def measure(self) -> None:
-        """Estimate what is `auto`: nothing was sent anywhere yet, so what memory takes stands for it."""
+        """Estimate `auto` budgets by the bandwidth to memory, since nothing was sent to other nodes yet."""
         if "auto" in self._config.values():
             self._local_rate = rate = measure_bandwidth(_BANDWIDTH_NBYTES, self._device)
             log.info("copies to memory run at %s, steps compute for %.4f s", rate_text(rate), self.clock.median)
 
     def inputs(self) -> list[int]:
-        """Return what this rank adds to the exchange: what it could take, by level."""
+        """Return this rank's budgets for the exchange, by level."""
         return [self._nbytes(level) for level in self._config]
 
     def look_again(self) -> list[int]:
-        """Return what this rank could take by now, by level; zeros as long as too few steps were seen for that."""
+        """Return this rank's present budgets, by level; zeros before enough steps have passed."""
         if not self.clock.is_steady:
             return [0] * len(self._config)
-        if not self._local_rate:  # the plan in force is of an incarnation before, maybe on another machine
+        if not self._local_rate:  # the plan is an earlier incarnation's, maybe from another machine
             self.measure()
         return self.inputs()
 
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
-        """Take what every rank added."""
+        """Put the smallest of all ranks' budgets in force."""
         self.in_force = {
             level: min(column) for level, column in zip(self._config, zip(*rows, strict=True), strict=True)
         }
 
     def _nbytes(self, level: str) -> int:
-        """Return the bytes of a generation; what is measured does not outgrow the ring, which is made once."""
+        """Return the budget of a level; a measured budget does not outgrow the ring, which is made once."""
         given = self._config[level]
         if given != "auto":
             return given
-        # Copies to memory must be over by the next optimizer step, whenever the next generation is.
+        # Copies to memory must end by the next optimizer step, however far generations are apart.
         steps = 1 if level == MEMORY else self._every_n_steps
         nbytes = max(1, int(self._rate(level) * self.clock.median * steps * BUDGET_SHARE))
         if self._ring_nbytes is None:
@@ -202,7 +202,7 @@ class Budgets:
 
 
 class ExpertBudgets(Budgets):
-    """What a budget leaves for experts, to memory and to storage: bytes per position. `sizes` measures this rank's segments."""
+    """Budgets left for experts, to memory and to storage, in bytes per position. `sizes` measures this rank's segments."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class ExpertBudgets(Budgets):
     def reserve_nbytes(self) -> int:
         if STORAGE not in self._config:
             return 0
-        # What is measured may grow up to what memory takes; gradients are of the experts that leave the node.
+        # A measured budget may grow up to memory's; gradients are kept for the experts that leave the node.
         given = self._config[STORAGE]
         remote = self._nbytes(MEMORY) if given == "auto" else min(self._nbytes(MEMORY), given)
         return self._segment_nbytes + self._sizes()[STORAGE].behind(max(remote, self._least_nbytes))
@@ -243,7 +243,7 @@ class ExpertBudgets(Budgets):
 
     @override
     def inputs(self) -> list[int]:
-        """Return the bytes of experts of one position that it could take, by level."""
+        """Return the bytes of one position's experts that this rank could take, by level."""
         sizes, nbytes, least = self._sizes(), self._position_nbytes(), self._least()
         found = []
         for level in self._config:
@@ -268,22 +268,22 @@ class ExpertBudgets(Budgets):
 
     @override
     def _note_cap(self, level: str, over: int, ring_nbytes: int) -> None:
-        if ring_nbytes < self._sizes()[level].full:  # else there is nothing more to take
+        if ring_nbytes < self._sizes()[level].full:  # else all experts fit already
             super()._note_cap(level, over, ring_nbytes)
 
     @property
     def _segment_nbytes(self) -> int:
-        """Of this rank's segment, once a budget is in force."""
+        """Bytes of this rank's segment under the budget in force."""
         return min(self._nbytes(MEMORY), self._sizes()[MEMORY].full)
 
     @property
     def _least_nbytes(self) -> int:
-        """Of this rank's segment with the least that is taken."""
+        """Bytes of this rank's smallest segment, with one expert of each position."""
         sizes = self._sizes()[STORAGE]
         return sizes.bare + -(-self._least() * (sizes.full - sizes.bare) // self._position_nbytes())
 
     def _unless_noise(self, level: str, nbytes: int) -> int:
-        """Return what is in force, where a measured budget has changed by little: plans that stay are laid out once."""
+        """Return the budget in force if a measured budget has changed little, since an unchanged plan keeps its layout."""
         before = self.in_force.get(level)
         if before is None or self._config[level] != "auto" or abs(nbytes - before) >= NOISE * before:
             return nbytes
@@ -294,7 +294,7 @@ class ExpertBudgets(Budgets):
         return sum(each.nbytes * each.num_experts for each in self._layouts) // positions
 
     def _least(self) -> int:
-        """One expert of each position is taken whatever the budget: else some would never be."""
+        """Bytes of the largest expert: each position gives one whatever the budget; else some are never taken."""
         return max(each.nbytes for each in self._layouts)
 
     def _warn(self, level: str, budget: int, missing: int) -> None:
@@ -308,7 +308,7 @@ class ExpertBudgets(Budgets):
 
 
 def slot_sizes(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> dict[str, SlotSizes]:
-    """Measure this rank's files at each level, without experts and with all of them."""
+    """Measure this rank's files at each level, without experts and with all experts."""
     everything = tuple(tuple(range(layer.num_experts)) for layer in view.operators.layers)
     nothing: Experts = tuple(() for _ in everything)
 
@@ -319,7 +319,7 @@ def slot_sizes(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> 
 
     bare, local, remote = step(nothing, nothing), step(everything, nothing), step(everything, everything)
     gradients = remote.nbytes - remote.files_nbytes
-    second = SegmentLayout([], metadata={}).nbytes  # what a second file takes before it has any expert
+    second = SegmentLayout([], metadata={}).nbytes  # bytes of a second file without experts
     return {
         MEMORY: SlotSizes(bare=bare.files_nbytes + second, full=local.files_nbytes, gradients=gradients),
         STORAGE: SlotSizes(bare=bare.files_nbytes, full=remote.files_nbytes, gradients=gradients),

@@ -1,7 +1,8 @@
-"""Watch the first steps of an incarnation: whether tokens are counted right, and in which precision parameters are consumed.
+"""Checks during an incarnation's first steps: right counts of tokens, and the precision in which parameters are
+consumed.
 
-Popularity only orders experts, and a run is exact in whatever order. Where counts decide what may be lost, training
-does not go on without them.
+Popularity only orders experts, and a run is exact in any order. If counts decide which experts a restart may lose,
+training does not go on without right counts.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ log = rank_logger(__name__)
 
 
 class CountProof:
-    """Watch whole optimizer steps until every layer is judged by its counts. All ranks call it in the same steps.
+    """Check over whole optimizer steps until every layer's counts are judged. All ranks call it in the same steps.
 
-    Wrong counts end the fit where they are `required`; else they are left out.
+    Wrong counts end the fit if counts are `required`; else such layers are left out.
 
     Raises:
-        WrongCounts: counts are required, and of some layer there is none.
+        WrongCounts: counts are required, and a layer has none.
     """
 
     def __init__(self, operators: OperatorSet, module: torch.nn.Module, exchange: Exchange, *, required: bool) -> None:
@@ -40,19 +41,19 @@ class CountProof:
         self._watching = False
 
     def batch_begins(self) -> None:
-        """Start to watch, before a batch that is no replay."""
+        """Start to watch, before a batch outside of replay."""
         if not self._watching and not self._probe.done:
             self._watching = True
             self._probe.install()
 
     def before_step(self) -> Collection[str]:
-        """Judge, when gradients are whole and before the optimizer steps.
+        """Judge the counts, when gradients are whole and before the optimizer steps. Collective while watching.
 
         Returns:
             Layers whose counts are wrong, and not required.
 
         Raises:
-            WrongCounts: on every rank, if they are wrong on one and required.
+            WrongCounts: on every rank, if counts are required and wrong on any rank.
         """
         if not self._watching or self._probe.done:
             return ()
@@ -66,7 +67,7 @@ class CountProof:
         return [failure.layer for failure in failures]
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         self._probe.remove()
 
 
@@ -89,7 +90,7 @@ class PrecisionProof:
             self._probe.__exit__(None, None, None)
 
     def agreed(self, names: Sequence[str], exchange: Exchange) -> dict[str, torch.dtype]:
-        """Return the low precision, for those of the named parameters that every rank may store in it. Collective."""
+        """Return the low precision of the named parameters that every rank may store in it. Collective."""
         verdict = self._probe.verdict()
         rows = exchange.gather([int(verdict.get(name) == self._dtype) for name in names])
         return {name: self._dtype for i, name in enumerate(names) if all(row[i] for row in rows)}

@@ -1,13 +1,13 @@
-"""The token ledger of one incarnation: tokens are counted, tiers say what they hold, bad copies are told.
+"""The token ledger of one incarnation: counted tokens, the experts that tiers hold, bad copies.
 
-The exchange that opens a window carries the tokens that each rank has counted since the last one, so all ranks have the
-same ledger. What tiers are given and have completed is agreed on by the same exchange, see `Tiers`.
+The exchange that opens a window carries each rank's tokens since the last window, so all ranks have the same ledger.
+The same exchange agrees on the generations that tiers were given and have completed, see `Tiers`.
 
-The ledger is as of a boundary, so counts cannot come a window late: the journal of that boundary has them. But nothing
-is counted between the end of backward and the boundary, so the copy of counts to the host begins there, on a stream of
-its own. Whoever needs the numbers waits for backward at most, and never for the optimizer or for copies of snapshots.
+The ledger is as of a boundary, so counts cannot come a window late: that boundary's journal has them. But nothing is
+counted between the end of backward and the boundary, so the copy of counts to the host begins there, on its own stream.
+A reader waits for backward at most, never for the optimizer or for copies of snapshots.
 
-Source: PEC/MoC (2024), Sec. 3.1 and Algorithm 1; we differ in the exchange, which is that of the windows and not one per step.
+Source: PEC/MoC (2024), Sec. 3.1 and Algorithm 1; we differ in the exchange: one per window, not one per step.
 """
 
 from __future__ import annotations
@@ -46,41 +46,41 @@ from lightning_moe_ckpt.tiers import STORAGE as STORAGE_TIER
 log = rank_logger(__name__)
 
 LEVEL_OF_TIER: dict[str, str] = {HOST: MEMORY, STORAGE_TIER: STORAGE}
-"""Whose completion the ledger follows; copies on other nodes of all that memory has come and go with it."""
+"""Level of each tier that the ledger follows; copies on other nodes come and go with memory's if they hold the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossFigures:
-    """Tokens of experts in a run whose restarts are not exact, over all ranks and faults."""
+    """Experts' tokens in a run whose restarts are not exact, over all ranks and faults."""
 
     k: int | None
-    """Experts per layer that each generation takes to storage now, where the policy counts them."""
+    """Experts per layer that each generation now takes to storage; `None` if the policy does not count experts."""
     plt: float
     """Portion of lost tokens (PEC, eq. 4)."""
     mlt: float
-    """Lost tokens by layer, added up (MOETION, eq. 6)."""
+    """Lost tokens, summed over layers (MOETION, eq. 6)."""
     faults: int
-    """Recoveries that lost something."""
+    """Recoveries that lost updates."""
     processed: int
-    """Tokens that experts processed, each as often as it was routed."""
+    """Tokens that experts processed, counted once per routing."""
     lost: int
-    """Of them, those whose updates are in no weights any more."""
+    """Processed tokens whose updates are in no weights any more."""
     unsaved: dict[str, int]
-    """Of them, those whose updates only live weights have: what losing everything but `memory` or `storage` would cost."""
+    """Tokens by level, `memory` and `storage`, whose updates would be lost if only that level were left."""
     accounting: TokenLedger = field(repr=False, compare=False)
-    """What all of these are taken from, by expert."""
+    """Ledger of tokens by expert, the source of these figures."""
     budgets: dict[str, int] = field(default_factory=dict, compare=False)
-    """Bytes of a generation of this rank in force, `local_budget` and `remote_budget`, where a policy has some."""
+    """Bytes per generation of this rank in force, `local_budget` and `remote_budget`; empty without budgets."""
     bandwidths: dict[str, float] = field(default_factory=dict, compare=False)
-    """Bytes per second of this rank from which these follow, where they are measured."""
+    """Measured bytes per second of this rank behind the budgets."""
     capped: dict[str, int] = field(default_factory=dict, compare=False)
-    """Bytes by which the size of memory keeps a measured budget below what steps can hide, where it ever did."""
+    """Bytes by which the size of memory keeps a measured budget below the hidden bytes of steps, if it ever did."""
     taken: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
-    """Experts of each layer that the newest generation takes, to `memory` and to `storage`."""
+    """Experts of each layer in the newest generation, to `memory` and to `storage`."""
 
 
 class RoutedCounter:
-    """Count the tokens that experts process, and those that layers drop over capacity, as far as layers show these."""
+    """Counter of tokens that experts process, and of tokens dropped over capacity in layers that show them."""
 
     def __init__(self, operators: OperatorSet, module: torch.nn.Module) -> None:
         layers = operators.layers
@@ -101,7 +101,7 @@ class RoutedCounter:
         self._dropped.remove()
 
     def read_and_reset(self) -> Tensor:
-        """Return what was counted since the last call: int64 `[E + L]`, without waiting for the device."""
+        """Return the counts since the last call: int64 `[E + L]`, without waiting for the device."""
         processed_E, dropped_E = self._processed.read_and_reset(), self._dropped.read_and_reset().to(torch.int64)
         dropped_E = dropped_E.to(processed_E.device)
         self._layer_of = self._layer_of.to(dropped_E.device)
@@ -110,7 +110,7 @@ class RoutedCounter:
 
 
 class CountCopies:
-    """Read a counter early, while the optimizer steps; nobody else reads it."""
+    """Early copies of a counter, made while the optimizer steps; the counter has no other reader."""
 
     def __init__(self, counter: LoadCounter | RoutedCounter) -> None:
         self._counter = counter
@@ -120,18 +120,18 @@ class CountCopies:
         """Whether nothing was counted since the newest copy began."""
 
     def forward_begins(self) -> None:
-        """Note that more is about to be counted."""
+        """Note that more tokens are about to be counted."""
         self._is_new = False
 
     def start(self) -> None:
-        """Copy what was counted, as nothing more is until the next batch. Does not wait for the device."""
+        """Copy the counts, which stay until the next batch. Does not wait for the device."""
         self._under_way.append(self._arrivals.start([self._counter.read_and_reset()]))
         self._is_new = True
 
     def take(self) -> list[int]:
-        """Return all that was counted since the last call, by expert and then by layer.
+        """Return all counts since the last call, by expert and then by layer.
 
-        Waits for copies, and begins one if none is new.
+        Waits for copies, and begins a new copy if counts have changed.
         """
         if not (self._is_new and self._under_way):
             self.start()
@@ -141,7 +141,7 @@ class CountCopies:
 
 
 class LedgerKeeper:
-    """Keep the ledger of the tokens of `module`. `Tiers` says what they hold, the policy what a restart changes."""
+    """Keeper of the token ledger of `module`. `Tiers` reports generations, the policy changes it after a restart."""
 
     def __init__(self, policy: Policy, view: StateView, module: torch.nn.Module) -> None:
         self._policy, self._view = policy, view
@@ -154,13 +154,13 @@ class LedgerKeeper:
         self._levels = LEVEL_OF_TIER
         self._taken: dict[str, tuple[int, ...]] = {}
         self.coming = torch.zeros_like(self.ledger.alive)
-        """int64 `[E]`: tokens between the newest two generations, and so, most likely, until the next one."""
+        """int64 `[E]`: tokens between the newest two generations, an estimate for the time until the next."""
         self._processed_E = self.ledger.processed
-        """As of the newest generation."""
+        """int64 `[E]`: processed tokens as of the newest generation."""
         self._counted_at: int | None = None
         """Step up to which tokens are counted."""
         self.last_step: int | None = None
-        """That training is planned to take."""
+        """Planned last step of training, if any."""
         self._bad = BadCopyList([name for layer in view.operators.layers for name in expert_names(layer)])
 
     def begin(self) -> None:
@@ -177,11 +177,11 @@ class LedgerKeeper:
 
     @property
     def to_take_again(self) -> list[int]:
-        """Places of experts of which a stored copy is bad, and that nothing under way has."""
+        """Places of experts with a bad stored copy that no generation under way takes."""
         return self._bad.again(self.ledger.saved[STORAGE])
 
     def took(self, step: int, selection: Selection) -> None:
-        """Note which experts the generation of boundary `step` takes; `given` says which tiers get it."""
+        """Note the experts in the generation of boundary `step`; `given` says which tiers get it."""
         self._taken = {level: tuple(map(len, selection.of(level))) for level in (MEMORY, STORAGE)}
         self.ledger = self.ledger.take(step, selection, levels=())
         self.coming, self._processed_E = self.ledger.processed - self._processed_E, self.ledger.processed
@@ -205,7 +205,7 @@ class LedgerKeeper:
         )
 
     def close(self) -> None:
-        """Stop counting, and reading what is stored."""
+        """Stop counting, and stop reading stored copies."""
         self._bad.close()
         self._counter.remove()
 
@@ -217,15 +217,15 @@ class LedgerKeeper:
         return self._width + BAD_COPIES_WIDTH
 
     def inputs(self) -> list[int]:
-        """Return the tokens of this rank since the last window, by expert and layer, its last step, and copies found bad."""
+        """Return this rank's tokens since the last window, by expert and layer, its last step, and bad copies."""
         return [*self.counted(), *self._bad.inputs()]
 
     def counted(self) -> list[int]:
-        """Return the first part of that."""
+        """Return the tokens and the last step, the first part of `inputs`."""
         return [*self.counts.take(), self.last_step or 0]
 
     def agreed(self, rows: Sequence[Sequence[int]], step: int | None) -> None:
-        """Take what every rank added at boundary `step`, by rank."""
+        """Take every rank's inputs at boundary `step`, by rank."""
         self.count([row[: self._width] for row in rows], step)
         self._bad.agreed([row[self._width :] for row in rows], self.ledger.saved[STORAGE])
 
@@ -240,7 +240,7 @@ class LedgerKeeper:
         self.ledger = self._policy.after_count(self.ledger.add(tokens_E, dropped_L, steps=steps, steps_left=left))
 
     def stepped(self, step: int) -> None:
-        """Note that step `step` is over; before the first one, nothing was counted."""
+        """Note that step `step` is over; nothing was counted before the first."""
         if self._counted_at is None:
             self._counted_at = step - 1
 
@@ -252,21 +252,21 @@ class LedgerKeeper:
     # -- the journal
 
     def state(self) -> dict[str, Any]:
-        """Return what the journal keeps at a boundary; call before the next optimizer step."""
+        """Return the journal's entries at a boundary; call before the next optimizer step."""
         return {"accounting": self.ledger.to_journal(), "scalars": _shared_scalars(self._view)}
 
     def restore(self, outcome: Mapping[str, Any]) -> None:
-        """Go on from the ledger of the boundary that this incarnation starts from.
+        """Go on from the ledger at the boundary this incarnation starts from.
 
         Raises:
-            IdentityMismatch: it is of other experts.
+            IdentityMismatch: the ledger counts other experts.
         """
         stored = outcome.get("accounting")
         self._bad.restored(outcome.get("bad", {}))
         if stored is None:
             log.info("the generation that is resumed from was not counted: tokens are counted from here on")
             return
-        # Older versions counted no steps: all of the run's then.
+        # Older versions counted no steps: their counts cover the whole run.
         ledger = TokenLedger.from_journal({"steps": outcome["step"], **stored})
         if ledger.num_experts != self.ledger.num_experts:
             raise IdentityMismatch(
@@ -274,11 +274,11 @@ class LedgerKeeper:
                 f"{self.ledger.num_experts}. Resume with the code that wrote it."
             )
         lost_E: Tensor | None = outcome.get("lost")
-        if lost_E is None:  # it has everything, and is in storage
+        if lost_E is None:  # a whole generation, in storage
             whole = torch.ones_like(ledger.alive, dtype=torch.bool)
             at = torch.full_like(ledger.alive, outcome["step"])
             ledger, _ = ledger.restore(ledger.alive, at, {STORAGE: whole})
-        # What others still hold of an earlier incarnation is not gone through: they count as having nothing.
+        # Copies on other nodes of an earlier incarnation are not looked at, and count as none.
         ledger = ledger.with_peers(kept=PEER in self._levels.values())
         self.ledger = self._policy.after_restart(ledger, lost_E)
         self._processed_E, self._counted_at = ledger.processed, outcome["step"]
@@ -287,24 +287,24 @@ class LedgerKeeper:
 
     @property
     def bad_copies(self) -> BadCopies:
-        """Copies of experts in storage that are not referenced any more."""
+        """Copies of experts in storage that are no longer referenced."""
         return self._bad.not_referenced
 
     @property
     def all_have_copies(self) -> bool:
-        """Whether there is another one of each of these experts."""
+        """Whether each of these experts has another copy."""
         return self._bad.all_have_copies
 
     def given(
         self, tier: str, generation: GenerationId, layout: WindowLayout, generations_kept: int | None = None
     ) -> None:
-        """Note that a tier begins to take the generation of the boundary at hand."""
+        """Note that a tier begins to take the generation of this boundary."""
         if tier in self._levels:
             selection = Selection.of_plan(layout.record.plan, self._view.operators)
             self.ledger = self.ledger.give(self._levels[tier], generation.step, selection, generations_kept)
 
     def given_everything(self, tier: str, generation: GenerationId) -> None:
-        """Note that a tier is to get all of the boundary at hand, in a generation of its own."""
+        """Note that a tier gets this whole boundary, in a generation of its own."""
         self.ledger = self.ledger.give(self._levels[tier], generation.step, Selection.everything(self.layouts))
 
     def complete_everywhere(self, tier: str, generation: GenerationId) -> None:
@@ -317,19 +317,19 @@ class LedgerKeeper:
         self.ledger = self.ledger.complete(level, generation.step)
 
     def given_up(self, tier: str, generation: GenerationId) -> None:
-        """Note that a tier will never have all of a generation that it was given."""
+        """Note that a tier will never have all of a given generation."""
         if tier in self._levels:
-            # Holders of copies know of a generation that others lack only what they have themselves: it keeps its place there.
+            # A holder of copies keeps the slot of a generation that others lack: it only knows its own part.
             self.ledger = self.ledger.give_up(self._levels[tier], generation.step, place_is_free=tier == HOST)
 
     def lost(self, tier: str) -> None:
-        """Note that some rank has lost all that a tier held."""
+        """Note that some rank has lost everything a tier held."""
         if tier in self._levels:
             self.ledger = self.ledger.forget(self._levels[tier])
 
 
 def _shared_scalars(view: StateView) -> dict[str, dict[str, Tensor]]:
-    """Return optimizer state that is one value for several experts, as of now: no record of one of them can have it."""
+    """Return optimizer state shared by several experts as one value, as of now: no single expert's record can have it."""
     experts = [op for op in view.operators if op.expert_idx is not None]
     sharing = Counter(fqn for op in experts for fqn in {piece.fqn for piece in op.slices})
     found: dict[str, dict[str, Tensor]] = {}

@@ -1,15 +1,16 @@
-"""From a policy to bytes: when plans are due, what they are made of, and how windows look.
+"""From a policy to bytes: when plans are due, their inputs, and the layout of windows.
 
-The planner measures what a policy needs, agrees on it with the other ranks (the smallest budget, tokens and popularity
-over all ranks, the strictest compute precision), asks the policy and lays its plan out. So every rank has the same plan.
+The planner measures a policy's inputs, agrees on them with the other ranks (the smallest budget, tokens and popularity
+over all ranks, the strictest compute precision), asks the policy and lays the plan out. So every rank has the same
+plan.
 
-With pipeline stages each plans for itself, from what its own ranks have measured. Before a plan is put in force the stages'
-plans are joined to one, with the same window for all, on the training thread.
+Each pipeline stage plans for itself, from its own ranks' measurements. Before a plan is put in force, the stages' plans
+are joined to one on the training thread, with the same window for all.
 
-A plan holds until popularity asks for another order, or what steps can hide has changed so much that windows would have another
-length: steps, machines and links to other nodes are measured again while training goes on. Where tokens are counted every window has a plan of its own: while
-a window is being taken, the next one is planned on a thread. What experts learn from until then is not known yet, and
-taken to be what they learned from since the window before: else none would ever be taken twice in a row.
+A plan holds until popularity asks for another order, or steps can hide so much more or less that windows change their
+length: steps, machines and links to other nodes are measured again while training goes on. If tokens are counted, every
+window has its own plan: during a window, the next is planned on a thread. The tokens until then are not known yet, and
+are taken to equal those since the window before: else no expert would be taken twice in a row.
 """
 
 from __future__ import annotations
@@ -63,27 +64,27 @@ from lightning_moe_ckpt.tiers import PEER, STORAGE, Mirroring, PeerRoom, TierWor
 log = rank_logger(__name__)
 
 _IN_FLIGHT = 4
-"""Generations of which a journal says that they are under way, over all tiers, roughly."""
+"""Approximate generations under way in a journal, over all tiers."""
 
 _IN_FLIGHT_NBYTES = 64
-"""In a journal, per expert of such a generation, both levels together, roughly."""
+"""Approximate bytes in a journal per expert of a generation under way, both levels together."""
 
 
 class Planner:
     """Decide when a new plan is due and make it.
 
     Args:
-        policy: what is taken when.
+        policy: the checkpoint policy.
         view: live state, operators not split.
         groups, exchange: of this rank; between all ranks.
         module: the model, in which the policy's needs are measured.
         autocast_dtype: low precision under autocast, `None` without.
-        may_probe: whether the first steps may be watched by what later ones are not. If not, parameters are stored in
-            the precision that they have, and counts of tokens are believed unless restores depend on them.
-        constants: what does not train; found in the view if it is not given.
+        may_probe: whether the first steps may run under probes that later steps lack. Without probes, parameters are
+            stored in their own precision, and token counts are believed unless restores depend on them.
+        constants: constants of an earlier planner; found in the view if `None`.
 
     Raises:
-        ConfigurationError: the policy cannot plan over the operators of the model.
+        ConfigurationError: the policy cannot plan over the model's operators.
     """
 
     def __init__(
@@ -132,21 +133,21 @@ class Planner:
         self._step: int | None = None
         self._replaying, self._boundaries, self.chains = False, 0, policy.chains
         self._ended = False
-        """Whether no more plans are made."""
+        """Whether planning has ended for good."""
         self._kept: int | None = None
         self._made_for, self._reserve_nbytes = dict[str, int](), 0
         self._room: list[int] = []
-        """Bytes of experts of each position that ring slots are made for."""
+        """Bytes of each position's experts that fit into ring slots."""
 
     def settle(
         self, store: RunStore, generation: GenerationId, resumed: Mapping[str, object] | None, *, load: bool
     ) -> Planner:
-        """Settle constants, and return what plans from here on: another if that leaves other layers whose experts train. Collective.
+        """Settle constants, and return the planner to use: a new one if other layers' experts train now. Collective.
 
         Args:
             store: of the run.
-            generation: of this incarnation.
-            resumed: policy of what is resumed from; `None` for a run that begins.
+            generation: name for this incarnation's constants.
+            resumed: policy of the resumed generation; `None` for a new run.
             load: see `Constants.settle`.
         """
         self.constants.settle(store, generation, resumed, self._everyone, load=load)
@@ -156,7 +157,7 @@ class Planner:
         return self._anew(constants=self.constants)
 
     def thaw(self, *, thoroughly: bool = False) -> bool:
-        """Plan anew, with constants that have changed, and return whether some have. Collective, see `Constants.thaw`."""
+        """Plan anew if constants have changed; return whether any has. Collective, see `Constants.thaw`."""
         if thawed := self.constants.thaw(self._everyone, thoroughly=thoroughly):
             self.forget_layout(regrouped=False)
         return thawed
@@ -165,27 +166,27 @@ class Planner:
 
     @property
     def generations_kept(self) -> int:
-        """Generations that other nodes keep; their memory is made for what is said after the first plan."""
+        """Generations that other nodes keep; fixed by the first plan, since their memory is made for it."""
         return self._policy.generations_kept(self._inputs()) if self._kept is None else self._kept
 
     def kept(self, layout: WindowLayout) -> dict[str, Any]:
-        """Return what memory keeps beside whole generations, as `Rings.make` takes it."""
+        """Return what memory keeps beside whole generations, as arguments of `Rings.make`."""
         if (chains := self.chains) is None:
             return {"experts": expert_nbytes(self._view, self._groups) if layout.record.plan.partial else {}}
         return {"links": SlotClass(self.differential(layout).slot_nbytes, chains.links_kept)}
 
     @property
     def peer_audiences(self) -> frozenset[Audience]:
-        """Files that copies on other nodes have."""
+        """Files in copies on other nodes."""
         return self._policy.peer_audiences
 
     def peer_room(self) -> PeerRoom | None:
-        """Return what holders of copies reserve for this rank; `None` for slots as the ring has them."""
+        """Return the room that holders of copies reserve for this rank; `None` for slots like the ring's."""
         keep, nbytes = self._policy.copies_kept(self._inputs()), self._budgets.peer_nbytes
         return None if keep is None or nbytes is None else PeerRoom(slot_nbytes=nbytes, keep=keep)
 
     def deltas(self) -> Deltas | None:
-        """Return how gradients may be sent to other nodes in place of states, if so; the same on all ranks. Collective."""
+        """Return how gradients replace states sent to other nodes, if at all; the same on all ranks. Collective."""
         wanted = self._policy.deltas
         if wanted is not None:
             reason = why_no_deltas(self._view, every_n_steps=self._period, exact=wanted.kind == "lossless")
@@ -213,11 +214,11 @@ class Planner:
 
     @property
     def journal_nbytes(self) -> int:
-        """Capacity of a journal record, from the journals seen so far."""
+        """Capacity of a journal record in bytes, from the journals so far."""
         return self._journal.nbytes
 
     def journal_needs(self, nbytes: int) -> None:
-        """Note a journal of `nbytes`, maybe before there was a generation under way; records reserve twice that."""
+        """Note a journal of `nbytes`, maybe from before the first generation under way; records reserve twice that."""
         under_way = 0 if self.tokens is None else _IN_FLIGHT * len(self.tokens.ledger.alive)
         self._journal.needs(nbytes + under_way * _IN_FLIGHT_NBYTES)
 
@@ -226,12 +227,12 @@ class Planner:
         self._journal.had(nbytes)
 
     def state(self) -> dict[str, Any]:
-        """Return what the journal keeps at a boundary; call before the next optimizer step."""
+        """Return the planner's journal entries at a boundary; call before the next optimizer step."""
         counted = {} if self.tokens is None else self.tokens.state()
         return {"popularity": None if self.order is None else self.order.state(), **counted}
 
     def restore(self, outcome: Mapping[str, Any]) -> None:
-        """Go on from the state of the boundary that this incarnation starts from; call after `adopt`."""
+        """Go on from the journal at the boundary this incarnation starts from; call after `adopt`."""
         if self.tokens is not None:
             self.tokens.restore(outcome)
         state = outcome.get("popularity")
@@ -241,7 +242,7 @@ class Planner:
 
     @property
     def bad_copies(self) -> BadCopies:
-        """Copies in storage that no generation names any more."""
+        """Copies in storage that generations no longer name."""
         return {} if self.tokens is None else self.tokens.bad_copies
 
     # -- training steps
@@ -254,7 +255,7 @@ class Planner:
             self.tokens.begin()
 
     def forward_begins(self, *, replaying: bool, last_step: int | None = None) -> None:
-        """Note that a batch is about to run forward and backward, in a training that is planned to end with `last_step`."""
+        """Note that a batch is about to run forward and backward; `last_step` is the planned last step, if any."""
         if self.tokens is not None:
             self.tokens.last_step = last_step
             self.tokens.counts.forward_begins()
@@ -265,10 +266,10 @@ class Planner:
             self._probe.enter(self._boundaries < MEASURED_STEPS and self._current is None)
 
     def forward_ends(self) -> None:
-        """Note that the optimizer is about to step, with whole gradients.
+        """Note that the optimizer is about to step, with whole gradients. Collective while counts are checked.
 
         Raises:
-            WrongCounts: restores depend on counts of tokens, and these are not what experts process.
+            WrongCounts: restores depend on token counts, and the counts differ from the tokens that experts process.
         """
         if self._probe is not None:
             self._probe.leave()
@@ -283,7 +284,7 @@ class Planner:
     def stepped(self, step: int) -> None:
         """Note that optimizer step `step` has ended."""
         self._step = step
-        if not self._replaying:  # what is frozen makes steps shorter
+        if not self._replaying:  # frozen operators make steps shorter
             self._budgets.clock.stepped()
         if self.tokens is not None:
             self.tokens.stepped(step)
@@ -291,12 +292,12 @@ class Planner:
             self.order.stepped(step)
 
     def collect(self) -> None:
-        """Take in the tokens counted since the last window, before a generation outside of windows. Collective."""
+        """Count the tokens since the last window, before a generation outside of windows. Collective."""
         if self.tokens is not None:
             self.tokens.count(self._exchange.gather(self.tokens.counted()), self._step)
 
     def loss_figures(self) -> LossFigures | None:
-        """Return the figures on lost tokens for `Report`; `None` where restarts are exact."""
+        """Return the figures on lost tokens for `Report`; `None` if restarts are exact."""
         budgets = self._budgets
         return None if self.tokens is None else self.tokens.figures(budgets.nbytes, budgets.rates, budgets.capped)
 
@@ -323,7 +324,7 @@ class Planner:
         return self._current.record.plan.interval_steps if self._current is not None else 1
 
     def accepts(self, layout: WindowLayout) -> bool:
-        """Return whether this policy goes on with a restored plan; the experts of a partial one have just been taken."""
+        """Return whether this policy goes on with a restored plan; not if partial, as its experts were just taken."""
         return not layout.record.plan.partial and bool(layout.record.config == self._policy.config())
 
     def adopt(self, layout: WindowLayout) -> None:
@@ -331,7 +332,7 @@ class Planner:
         self._current = layout
 
     def forget_layout(self, *, regrouped: bool = True) -> None:
-        """Plan as in the first steps, if possible: parameters were added to the optimizer (`regrouped`), or constants changed."""
+        """Drop all plans, as the optimizer got parameters (`regrouped`), or constants changed; end planning if need be."""
         self.sizes.forget()
         self._layouts.clear()
         if self._policy.exact or not regrouped:
@@ -344,7 +345,7 @@ class Planner:
             )
 
     def first_layout(self) -> WindowLayout | None:
-        """Return the first plan of this incarnation once what it needs is known; call at boundaries outside windows. Collective."""
+        """Return the first plan once its inputs are known, else `None`; call at boundaries outside windows. Collective."""
         self._boundaries += 1
         wait = "bandwidths" in self._policy.needs or self._probe is not None
         if self._ended or self._current is not None or (wait and self._boundaries < MEASURED_STEPS):
@@ -357,7 +358,7 @@ class Planner:
         inputs = self._inputs(popularity)
         layout = self._joined(made := self._make(inputs, dtypes)) or made
         if self.tokens is not None:
-            # One round of turns as if nothing were at risk: each position gives most of all once.
+            # One round of turns without any tokens at risk: each position gives most of all once.
             nothing, positions = self.tokens.ledger.blank(), {rank for each in inputs.layouts for rank in each.rank_of}
             turns = [replace(inputs, index=turn, ledger=nothing, coming=None, bad=()) for turn in range(len(positions))]
             layouts = [layout, *(self._make(turn, dtypes) for turn in turns)]
@@ -367,12 +368,12 @@ class Planner:
         return layout
 
     def differential(self, layout: WindowLayout) -> WindowLayout:
-        """Return the layout of what leads from one boundary to the next, cut as the states of `layout` are."""
+        """Return the layout of differences from one boundary to the next, cut like the states of `layout`."""
         plan = Plan.of_everything(layout.record.plan.names, RecordKind.DELTA)
         return self._lay_out(replace(layout.record, plan=plan))
 
     def relayout(self, layout: WindowLayout, journal_nbytes: int) -> WindowLayout:
-        """Return a plan with room for a larger journal; the one that follows gets it too."""
+        """Return a plan with room for a larger journal, and enlarge the following plan."""
         self._journal.nbytes = journal_nbytes
         self._layouts.clear()
         following, self._next = self._next, None
@@ -387,7 +388,7 @@ class Planner:
     # -- at window boundaries
 
     def inputs(self) -> list[int]:
-        """Return what rides on the exchange between all ranks; what is a stage's own affair is exchanged by `agreed`."""
+        """Return this rank's inputs to the exchange between all ranks; `agreed` exchanges a stage's own inputs."""
         told: list[int] = []
         if self.tokens is not None:
             told += [*self.tokens.inputs(), *self._budgets.inputs()]
@@ -396,7 +397,7 @@ class Planner:
         return self._stages.riding(told + self.order.inputs() if self.order is not None else told)
 
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
-        """Take what every rank added, by rank. Collective, as `take_next`."""
+        """Take every rank's inputs, by rank. Collective, as is `take_next`."""
         rows = self._stages.exchanged(rows)
         if self.tokens is not None:
             width, levels = self.tokens.width, len(self._policy.budgets)
@@ -415,23 +416,23 @@ class Planner:
         self._replan(popularity)
 
     def take_next(self) -> WindowLayout | None:
-        """Return the plan of the window that may begin now, and wait for it; `None` for the one in force. Collective."""
+        """Wait for the next plan and return it; `None` to keep the plan in force. Collective."""
         following, self._next = self._next, None
         layout = None if following is None else following.result()
         if layout is not None and self._current is not None and not layout.record.plan.partial:
-            # Another budget that leads to windows of the same length is not worth a change.
+            # A new budget with the same window length is not worth a change.
             old, new = self._stages.own(self._current.record), layout.record
             if len(old.plan.steps) == len(new.plan.steps) and old.popularity == new.popularity:
                 layout = None
         return self._joined(layout)
 
     def refused(self) -> None:
-        """Note that a plan could not be put in force; what asked for it may ask again."""
+        """Note that a plan could not be put in force; its cause may ask again."""
         if self.order is not None and self._current is not None:
             self.order.refused(self._current.record.popularity)
 
     def started(self, step: int, layout: WindowLayout) -> None:
-        """Note that a window begins; where tokens are counted, the next is planned from what is known now."""
+        """Note that a window begins; if tokens are counted, start to plan the next."""
         if self.tokens is not None:
             self.tokens.took(step, self._selection(layout.record.plan))
             self._next = in_background(partial(self._make, self._inputs(), {}))
@@ -439,7 +440,7 @@ class Planner:
     # -- private
 
     def _joined(self, layout: WindowLayout | None) -> WindowLayout | None:
-        """Return the layout of the plans of all stages; `None` if none has another one than before. Collective with stages."""
+        """Return the layout of all stages' plans; `None` if no stage has a new plan. Collective with stages."""
         if not self._stages.several:
             return layout
         return None if (record := self._stages.joined(layout, self._current)) is None else self._lay_out(record)
@@ -455,7 +456,7 @@ class Planner:
     def _inputs(
         self, popularity: Sequence[float] | None = None, budgets: Mapping[str, int] | None = None
     ) -> PlanInputs:
-        """Return what is known now."""
+        """Return the policy's inputs as known now."""
         operators, tokens = self._view.operators, self.tokens
         return PlanInputs(
             operators=operators,
@@ -471,7 +472,7 @@ class Planner:
         )
 
     def _budgets_changed(self, rows: Sequence[Sequence[int]]) -> bool:
-        """Take what every rank could take by now; return whether that is another budget than that of the plan in force."""
+        """Take every rank's present budget; return whether it differs from the plan's budget by more than noise."""
         assert self._current is not None
         found, before = [min(column) for column in zip(*rows, strict=True)], self._current.record.budget_nbytes
         if 0 in found:
@@ -484,7 +485,7 @@ class Planner:
         return True
 
     def _replan(self, popularity: list[float] | None) -> None:
-        """Make the plan in force in another order, or for another budget, if one is due."""
+        """Start to plan another order, or another budget, if `popularity` asks for it."""
         if popularity is None:
             return
         assert self._current is not None
@@ -494,11 +495,11 @@ class Planner:
         self._next = in_background(partial(self._make, self._inputs(popularity, budgets), dtypes))
 
     def _make(self, inputs: PlanInputs, dtypes: dict[str, torch.dtype]) -> WindowLayout:
-        """Ask the policy, and lay out; from any thread."""
+        """Ask the policy, and lay its plan out; from any thread."""
         inputs, limit = self.sizes.inputs(self._policy, inputs, dtypes)
         plan = self._policy.plan(inputs)
         if inputs.bad and not self._has_room(plan):
-            plan = self._policy.plan(replace(inputs, bad=()))  # they have to wait for the turn of their position
+            plan = self._policy.plan(replace(inputs, bad=()))  # bad copies wait for the turn of their position
         if plan.partial:
             return self._lay_out(PlanRecord.over(self._view.operators, plan=plan, config=self._policy.config()))
         return self._lay_out(
@@ -515,13 +516,13 @@ class Planner:
         )
 
     def _lay_out(self, record: PlanRecord) -> WindowLayout:
-        """Return a layout of the plan, made once while partial plans come round again."""
+        """Return the plan's layout; partial plans, which come round again, are laid out once."""
         key = (record.to_json(), self._journal.nbytes)
         layout = self._layouts.get(key)
         if layout is None:
             layout = lay_out(record, self._view, self._groups, key[1]).mirrored(self.mirroring)
             for step in layout.steps:
-                columns_of(step)  # made here, which is not the training thread where plans are made while it trains
+                columns_of(step)  # in advance, since plans are mostly made beside the training thread
             if record.plan.partial:
                 self._layouts[key] = layout
             while len(self._layouts) > REMEMBERED_PLANS:
@@ -529,7 +530,7 @@ class Planner:
         return layout
 
     def _reserve(self, turns: Sequence[WindowLayout]) -> int:
-        """Return the bytes of slots for the first round, and for what later budgets may take."""
+        """Return the bytes of slots for the first round, and for later budgets."""
         sizes = [self._nbytes_by_position(self._selection(each.record.plan)) for each in turns]
         self._room = [max(column) for column in zip(*sizes, strict=True)]
         later = self._budgets.reserve_nbytes
@@ -537,12 +538,12 @@ class Planner:
         return self._reserve_nbytes
 
     def _has_room(self, plan: Plan) -> bool:
-        """Return whether no position gives more than slots are made for, which they are for equal turns."""
+        """Return whether every position's experts fit into the slots, which were made for equal turns."""
         sizes = self._nbytes_by_position(self._selection(plan))
         return all(nbytes <= room for nbytes, room in zip(sizes, self._room, strict=False))
 
     def _nbytes_by_position(self, selection: Selection) -> list[int]:
-        """Return the bytes of the experts that memory takes from each position; the same on all ranks."""
+        """Return the bytes of experts that memory takes from each position; the same on all ranks."""
         layouts = () if self.tokens is None else self.tokens.layouts
         positions = sorted({position for each in layouts for position in each.rank_of})
         rows = list(zip(layouts, selection.memory, strict=True))

@@ -1,13 +1,13 @@
-"""Popularity of experts over the history of a run, and when it changes the order of capture; a process's timing does not.
+"""Popularity of experts over a run's history, and when it changes the order of capture, whatever a process's timing.
 
-Each rank measures its own tokens, step by step, and holds the result at every multiple of `reorder_every_n_steps`
-until the next window boundary carries it to the others. All measures are linear, so sums over ranks are taken there
-and nowhere else. What a rank has measured is journaled with the window's first boundary: a resumed run re-runs the
-steps after it, counts each of them once, and has the popularity that the undisturbed run has at the same step.
+Each rank measures its own tokens, step by step, and holds the result at every multiple of `reorder_every_n_steps` until
+the next window boundary sends it to the other ranks. All measures are linear, so sums over ranks are taken there and
+nowhere else. A rank's measure is journaled with the window's first boundary: a resumed run re-runs the steps after it,
+counts each of them once, and has the undisturbed run's popularity at the same step.
 
-At the boundary each rank compares the sum with the popularity the newest plan was made of. If enough has changed, the
-next plan is made on a thread of its own and holds from the next window on, whether it takes milliseconds or not: so a
-run that is killed and resumed follows the same sequence of plans, though its windows start at other steps.
+At the boundary each rank compares the sum with the newest plan's popularity. If enough has changed, the next plan is
+made on its own thread and holds from the next window on, however long planning takes: so a killed and resumed run
+follows the same sequence of plans, though its windows start at other steps.
 
 Source: MoEvement (2026), Sec. 3.5, Appendix B.
 """
@@ -34,10 +34,10 @@ log = rank_logger(__name__)
 
 
 class PopularityMeter:
-    """Measure the popularity of experts among this rank's tokens, and decide if the order of capture is out of date.
+    """Meter of experts' popularity among this rank's tokens, which decides if the order of capture is out of date.
 
     Raises:
-        ConfigurationError: a layer does not show what `config` needs.
+        ConfigurationError: a layer does not show the counts that `config` needs.
     """
 
     def __init__(self, config: Popularity, operators: OperatorSet, module: nn.Module) -> None:
@@ -51,13 +51,13 @@ class PopularityMeter:
         self._value_E = torch.zeros(operators.num_experts, dtype=torch.float64)
         self._held: list[Tensor] = []
         self._arrivals, self._coming = Arrivals(), list[Arrival]()
-        """Of what is held."""
+        """Copies of `_held` to the host under way."""
         self._planned: list[float] | None = None
         """Popularity of the newest plan, in force or not."""
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether what is measured are tokens, not probabilities."""
+        """Whether tokens are measured, not probabilities."""
         return self._config.counts == "hard"
 
     def install(self) -> None:
@@ -67,17 +67,17 @@ class PopularityMeter:
             self._capacity.install()
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         self._counter.remove()
         if self._capacity is not None:
             self._capacity.remove()
 
     def distrust(self, layers: Collection[str]) -> None:
-        """Count nothing in these layers: their experts keep their order."""
+        """Count nothing in these layers, whose experts then keep their order."""
         self._counter.distrust(layers)
 
     def stepped(self, step: int) -> None:
-        """Optimizer step `step` has ended, with all its micro-batches. Nothing waits for the device."""
+        """Note that optimizer step `step` has ended, with all its micro-batches. Does not wait for the device."""
         due = step % self._config.reorder_every_n_steps == 0
         if self._every_step or due:
             self._fold()
@@ -93,7 +93,7 @@ class PopularityMeter:
         return self._value_E
 
     def restore_measure(self, state: Mapping[str, Any]) -> bool:
-        """Go on from a state; `False` if it measured something else, then this starts anew."""
+        """Go on from a state; return `False` if it has another measure, and keep the own one."""
         if state["measure"] != self._measure:
             return False
         self._value_E, self._held, self._coming = state["value"].clone(), [], []
@@ -103,19 +103,19 @@ class PopularityMeter:
     # -- at window boundaries
 
     def first(self, exchange: Exchange) -> list[float]:
-        """Return the popularity for the first plan: what all ranks have measured, else that of the incarnation before."""
+        """Return the popularity for the first plan: the sum over ranks, or if zero the last incarnation's. Collective."""
         popularity: list[float] = sum_in_order(exchange.gather_tensor(self._newest().cpu())).tolist()
         if self._planned is None or any(popularity):
             self._planned = popularity
         return self._planned
 
     def inputs(self) -> list[int]:
-        """Return what this rank adds to the exchange that opens a window: bits of its popularity, usually nothing."""
+        """Return this rank's inputs to the exchange that opens a window: bits of its popularity, usually none."""
         values: list[int] = self._take_held().view(torch.int64).flatten().tolist()
         return values
 
     def agreed(self, rows: Sequence[Sequence[int]]) -> list[float] | None:
-        """Take what every rank added, by rank. Return the popularity of which another plan is due, if one is."""
+        """Take every rank's inputs, by rank. Return the popularity for another plan if one is due, else `None`."""
         due = None
         if rows[0]:
             own = [torch.from_numpy(np.array(row, np.int64)).view(torch.float64) for row in rows]
@@ -124,11 +124,11 @@ class PopularityMeter:
         return due
 
     def refused(self, in_force: Sequence[float]) -> None:
-        """Note that the newest plan was not put in force: the next look compares with the one that is."""
+        """Note that the newest plan was not put in force: the next look compares with the plan in force."""
         self._planned = list(in_force)
 
     def state(self) -> dict[str, Any]:
-        """Return what a later incarnation needs to go on from this boundary; tensors may be on the device."""
+        """Return the journal's entry for going on from this boundary; tensors may be on the device."""
         planned = None if self._planned is None else torch.tensor(self._planned, dtype=torch.float64)
         measured = {"measure": self._measure, "value": self.value().clone(), "held": list(self._held)}
         return {**measured, "planned": planned}
@@ -137,8 +137,8 @@ class PopularityMeter:
         """Go on from a state.
 
         Args:
-            state: of the boundary that this incarnation starts from.
-            in_force: popularity of the plan that it has adopted, if any.
+            state: entry of the boundary that this incarnation starts from.
+            in_force: popularity of the adopted plan, if any.
 
         Returns:
             The popularity of a newer plan, if one was under way.
@@ -153,9 +153,10 @@ class PopularityMeter:
     # -- private
 
     def _take_held(self) -> Tensor:
-        """Return what was held since the last call, oldest first: float64 `[looks, E]`, on the CPU.
+        """Return the looks held since the last call, oldest first: float64 `[looks, E]`, on the CPU.
 
-        Equally many on all ranks, since steps are. Only here something waits for the device, up to the step of the look.
+        The same number on all ranks, since steps are. Waits for the device, up to the looks' steps; nothing else here
+        does.
         """
         coming, self._coming, self._held = self._coming, [], []
         if not coming:
@@ -163,20 +164,20 @@ class PopularityMeter:
         return torch.stack([value_E for each in coming for value_E in each.wait()])
 
     def _newest(self) -> Tensor:
-        """Return what a plan may be made of outside the looks: `value`, or the look just held if that has reset it."""
+        """Return the popularity for a plan outside the looks: `value`, or the look just held if that look has reset it."""
         if self._held and self._config.half_life_steps is None:
             return self._held[-1]
         return self.value()
 
     @property
     def _measure(self) -> dict[str, Any]:
-        """What makes values comparable; thresholds may change between incarnations."""
+        """Settings that make values comparable; thresholds may change between incarnations."""
         names = ("counts", "half_life_steps", "per_capacity", "reorder_every_n_steps")
         return {name: getattr(self._config, name) for name in names}
 
     @property
     def _every_step(self) -> bool:
-        """Whether steps weigh differently; otherwise counts may pile up until they are needed."""
+        """Whether steps weigh differently; otherwise counts may pile up until needed."""
         return self._config.half_life_steps is not None or self._config.per_capacity
 
     def _hold(self, values: Sequence[Tensor]) -> None:

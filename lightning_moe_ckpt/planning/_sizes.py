@@ -1,4 +1,4 @@
-"""Bytes of operators: measured once for a plan's precisions, and cut where a policy wants smaller pieces."""
+"""Bytes of operators: measured once for a plan's precisions, and cut if a policy wants smaller pieces."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_moe_ckpt.policies import PlanInputs, Policy
 from lightning_moe_ckpt.snapshot import StateView, dense_nbytes, record_nbytes, split_operators
 
 Dtypes = dict[str, torch.dtype]
-"""Precisions of COMPUTE by parameter, where they are not its own."""
+"""Compute precisions by parameter, where they differ from its own."""
 
 
 class OperatorSizes:
-    """Bytes that this rank writes of the operators that the view has."""
+    """Bytes that this rank writes of the view's operators."""
 
     def __init__(self, view: StateView, groups: ParallelGroups) -> None:
         self._view, self._groups = view, groups
@@ -23,18 +23,18 @@ class OperatorSizes:
         self._dense: int | None = None
 
     def forget(self) -> None:
-        """Measure anew: the view has other operators, or an optimizer that keeps more of them."""
+        """Measure anew: the view's operators or the optimizer's state have changed."""
         self._whole = self._dense = None
 
     @property
     def dense_nbytes(self) -> int:
-        """Bytes of a snapshot of everything, without alignment and journal."""
+        """Bytes of a full snapshot, without alignment and journal."""
         if self._dense is None:
             self._dense = dense_nbytes(self._view, self._groups)
         return self._dense
 
     def inputs(self, policy: Policy, inputs: PlanInputs, dtypes: Dtypes) -> tuple[PlanInputs, int]:
-        """Return the inputs with sizes, operators cut into pieces of so many bytes, as the policy wants them; 0 cuts none."""
+        """Return the inputs with sizes, and the policy's limit in bytes for pieces of operators; 0 for no limit."""
         if self._whole is None or self._whole[0] != dtypes:
             self._whole = dtypes, record_nbytes(self._view.replanned(self._view.operators, dtypes), self._groups)
         inputs = replace(inputs, sizes=self._whole[1])

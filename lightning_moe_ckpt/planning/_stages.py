@@ -1,8 +1,8 @@
-"""Join the plans of pipeline stages: each plans for itself, and all take the same windows.
+"""Join the plans of pipeline stages: each stage plans for itself, and all take the same windows.
 
-Ranks of a stage measure and agree among themselves; what other stages hide or count is no concern of theirs. A window of
-all is as long as the longest of a stage. A stage whose plan is shorter is dense before the others, and trains on while they
-replay.
+A stage's ranks measure and agree among themselves; other stages' budgets and counts do not concern them. A common
+window is as long as the longest of a stage. A stage with a shorter plan is dense before the others, and trains on while
+they replay.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_moe_ckpt.snapshot import PlanRecord, StateView, WindowLayout, den
 
 
 class StagePlans:
-    """The plan of this rank's stage among those of all. Its construction is collective.
+    """Plan of this rank's stage among all stages' plans. Construction is collective.
 
     Args:
         view: live state, operators not split.
@@ -34,31 +34,31 @@ class StagePlans:
         """Whether there is more than one stage."""
         view.dense_plan = dense_plan_of_stages(view, groups, everyone)
         self.exchange = Exchange(groups, "stage_control") if self.several else everyone
-        """Between the ranks of this stage."""
+        """Exchange between this stage's ranks."""
         self._inputs: list[int] = []
 
     def riding(self, inputs: list[int]) -> list[int]:
-        """Return the part of a rank's inputs that all ranks exchange: all, or nothing with stages, which measure other things."""
+        """Return the part of `inputs` that all ranks exchange: all, or nothing with stages, which measure differently."""
         self._inputs = inputs
         return [] if self.several else inputs
 
     def exchanged(self, rows: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Return the inputs of every rank of the stage, of which `rows` is what all ranks have exchanged. Collective."""
+        """Return the inputs of every rank of the stage; `rows` are all ranks' exchanged parts. Collective."""
         return self.exchange.gather(self._inputs) if self.several else rows
 
     def own(self, record: PlanRecord) -> PlanRecord:
-        """Return the record of this stage, of that of all."""
+        """Return this stage's record from the record of all stages."""
         if not record.stages:
             return record
         view = self._view.replanned(split_operators(self._view, self._groups, record.split_nbytes), {})
         return replace(record, plan=record.plan.restricted(set(all_names(view.operators))), stages=())
 
     def joined(self, layout: WindowLayout | None, in_force: WindowLayout | None) -> PlanRecord | None:
-        """Return the plan of all stages; `None` if no stage has another one than before. Collective.
+        """Return the plan of all stages; `None` if no stage has a new plan. Collective.
 
         Args:
-            layout: of this stage's new plan; `None` to go on with that in force.
-            in_force: layout of the plan of all stages; `None` before the first.
+            layout: layout of this stage's new plan; `None` to keep the plan in force.
+            in_force: layout of all stages' plan; `None` before the first.
         """
         if not any(self._told(layout is not None)):
             return None
@@ -78,7 +78,7 @@ class StagePlans:
 
 
 def require_plans(policy: Policy, view: StateView, groups: ParallelGroups, exchange: Exchange) -> None:
-    """Raise `ConfigurationError`, on all ranks, if a policy cannot plan over what some rank has. Collective with stages."""
+    """Raise `ConfigurationError`, on all ranks, if a policy cannot plan for any rank. Collective with stages."""
     refusal = policy.refusal(view.operators)
     if groups.num_stages > 1 and getattr(policy, "schedule", None) is not None:
         refusal = (

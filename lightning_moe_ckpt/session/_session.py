@@ -279,9 +279,7 @@ class CheckpointSession:
         self._planner.forward_begins(replaying=self.replaying, last_step=last_step)
 
     def fence_gradients(self, *, seal: bool = True, why_not: str = "") -> None:
-        """Wait for copies of gradients before zeroing or freeing; with `seal` complete the boundary, or spoil it by
-        `why_not`.
-        """
+        """Wait for copies of gradients before zeroing; with `seal` complete the boundary, or spoil it (`why_not`)."""
         capture = made(self._capture)
         capture.fence_gradients()
         if seal:
@@ -413,8 +411,7 @@ class CheckpointSession:
         return not self.replaying and self._steps > 0
 
     def stop(self, step: int, start: Journal, *, timeout: float) -> bool:
-        """Store a dense generation of boundary `step`, where training stops; return whether it is durable on all ranks.
-        Collective.
+        """Store a dense generation of boundary `step`, where training stops; return if durable on all ranks. Collective.
 
         `start` is the boundary's start half; `timeout` seconds cover earlier generations under way, and then this.
         """
@@ -422,8 +419,7 @@ class CheckpointSession:
         capture.abort_window()
         drained = self._exchange.all_agree(storage.drain(timeout))
         capture.hear()  # the generation at hand names copies of the newest that storage has
-        # If training stops inside the next step, storage may have this boundary's generation already; writing again
-        # would replace its files.
+        # In the middle of the next step, storage may have this generation already: never replace its files.
         committed = self.any_rank(self._exchange.is_coordinator and storage.holds(made(self._runs).name(step)))
         saved = committed or (drained and self._write_dense(step, start, timeout=timeout + began - time.perf_counter()))
         self._end_seconds = time.perf_counter() - began
@@ -448,27 +444,20 @@ class CheckpointSession:
         return [1] in self._exchange.gather([int(flag)])
 
     def leave_nothing_behind(self) -> None:
-        """Cut writes to storage short, and remove memory that no restart needs; right before the process ends, any
-        thread.
-        """
+        """Cut writes to storage short, and remove memory no restart needs; any thread, right before the process ends."""
         if self._storage is not None:
             self._storage.cut_short()
         if self._memory_is_superseded():
             self._tiers.unlink()
 
     def drain(self, timeout: float) -> bool:
-        """Wait until all generations taken so far are durable or whole in memory; return whether they are in `timeout`
-        seconds.
-        """
+        """Wait `timeout` seconds for generations taken so far; return whether all are durable, or whole in memory."""
         if self._capture is not None:
             self._capture.complete_seal(wait=False)
         return all(each.drain(timeout) for each in self._tiers.workers if not each.paced)
 
     def close(self, *, keep_memory: bool = False, keep_frozen: bool = False) -> None:
-        """Release threads, hooks and shared memory.
-
-        Memory newer than storage stays, all of it with `keep_memory`; hooks of `repeats` stay with `keep_frozen`.
-        """
+        """Release threads, hooks (`keep_frozen`: not of `repeats`), and memory superseded by storage (`keep_memory`: none)."""
         self._heap.thaw()
         self._planner.close()
         if not keep_frozen:
@@ -516,11 +505,7 @@ class CheckpointSession:
 
     @property
     def most_steps_back(self) -> int | None:
-        """Most steps from the horizon to the newest step at the present distance of windows; `None` before the first
-        plan.
-
-        The horizon moves when a window is known to be complete: two distances cover that window and the next.
-        """
+        """Most steps since the horizon, which moves once a window is known complete; `None` before the first plan."""
         layout = made(self._capture).layout
         apart = max(self.least_steps, self._planner.interval_steps, self._tiers.governor.gap_steps)
         return None if layout is None else 2 * max(apart, len(layout.steps))
