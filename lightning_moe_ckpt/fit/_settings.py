@@ -105,6 +105,10 @@ _RULES = {**_YOURS, **_OF_LOADERS}
 """All settings for which the script's value is used; for any other, the stored value is."""
 
 
+_OF_CONFIGS = ("interval", "frequency")
+"""Fields of Lightning's scheduler configurations, which no state of a scheduler has."""
+
+
 def _of_optimizer(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     """Yield fields of the optimizer's groups and arguments of schedulers, for which the stored value is used."""
     groups: Sequence[Mapping[str, Any]] = trainer.optimizers[0].param_groups
@@ -114,6 +118,7 @@ def _of_optimizer(trainer: Trainer) -> Iterator[tuple[str, Any]]:
             yield f"optimizer.{field}", [_plain(group.get(first, group.get(field))) for group in groups]
     for index, config in enumerate(trainer.lr_scheduler_configs):
         yield from _arguments(f"scheduler{index}", config.scheduler.state_dict())
+        yield from ((f"scheduler{index}.{name}", getattr(config, name)) for name in _OF_CONFIGS)
 
 
 def _arguments(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -213,6 +218,7 @@ class Settings:
         self._compare(self._mine)
         kept = [name for name in self._mine if name in self._stored and (name not in _RULES or name in _REPLAYED)]
         self._used |= {name: self._stored[name] for name in kept}
+        self._use_configs(self._stored)
 
     def _compare(self, mine: Mapping[str, Any]) -> None:
         for name in sorted(self._stored.keys() & mine.keys()):
@@ -243,6 +249,7 @@ class Settings:
             if self._resized is not None:
                 self._resized.go_on(mid_epoch=mid_epoch, accumulate=own)
             if self._on_change == "mine" and any(name.startswith(("optimizer.", "scheduler")) for name in self._differ):
+                self._use_configs(self._mine)
                 self._use_own_rates()
         self.pending = mid_epoch and bool(_trainer.batches_done(self._trainer) % own) and _ACCUMULATE in self._differ
         if not self.pending:
@@ -362,6 +369,11 @@ class Settings:
             until = None, self._start["batches_done"]
         if until is not None:
             self._resized = _loaders.Resized(trainer, was[0], until, replayed=replay is not None)
+
+    def _use_configs(self, values: Mapping[str, Any]) -> None:
+        for index, config in enumerate(self._trainer.lr_scheduler_configs):
+            for name in _OF_CONFIGS:
+                setattr(config, name, values.get(f"scheduler{index}.{name}", getattr(config, name)))
 
     def _use_own_rates(self) -> None:
         """Use the script's fields of groups and arguments of schedulers where they differ.

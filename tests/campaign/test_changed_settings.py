@@ -123,7 +123,8 @@ class ChangingModule(Module):
         steps = setup.of(life, "T_max", 40)
         if steps == 0:
             return optimizer
-        return [optimizer], [{"scheduler": CosineAnnealingLR(optimizer, steps), "interval": "step"}]
+        when = {name: setup.of(life, name, usual) for name, usual in (("interval", "step"), ("frequency", 1))}
+        return [optimizer], [{"scheduler": CosineAnnealingLR(optimizer, steps), **when}]
 
 
 class Looks(Callback):
@@ -166,6 +167,8 @@ class Looks(Callback):
                     schedule.step()
                 group["lr"], group["initial_lr"] = fresh.param_groups[0]["lr"], fresh.defaults["lr"]
                 trainer.lr_scheduler_configs[0].scheduler.load_state_dict(schedule.state_dict())
+            elif name in ("interval", "frequency"):
+                setattr(trainer.lr_scheduler_configs[0], name, value)
             elif name in group:
                 group[name] = value
             elif name not in ("batch_size", "accumulate_grad_batches"):
@@ -186,10 +189,11 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"accumulate_grad_batches": 2}, "yours"),
     ({"batch_size": 2, "accumulate_grad_batches": 2}, "yours"),
     ({"batch_size": 3}, "yours"),
-    ({"weight_decay": 0.5, "lr": 1e-3, "T_max": 20}, "stored"),
+    ({"weight_decay": 0.5, "lr": 1e-3, "T_max": 20, "interval": "epoch"}, "stored"),
     ({"weight_decay": 0.5}, "mine"),
     ({"lr": 1e-3}, "mine"),
     ({"lr": 2e-2, "T_max": 20, "weight_decay": 0.0}, "mine"),
+    ({"frequency": 2}, "mine"),
 ]
 QUICK = [(1, SPARSE), (3, SPARSE), (3, DENSE), (5, SPARSE), (8, SPARSE), (8, DENSE)]
 
