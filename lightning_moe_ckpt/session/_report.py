@@ -100,7 +100,7 @@ class Report:
     def empty(cls) -> Report:
         """Return the report of a fit that ended before it began."""
         overhead = Overhead(
-            target=None, hooks=0.0, tiers={}, recent=0.0, gap_steps=0, rests={}, start_seconds=0.0, end_seconds=0.0
+            target=None, hooks=0.0, tiers={}, recent=0.0, gap_steps=0, rest_seconds={}, start_seconds=0.0, end_seconds=0.0
         )
         values: dict[str, Any] = {"int": 0, "float": 0.0, "tuple[str, ...]": (), "Overhead": overhead}
         wanted = {each.name: str(each.type) for each in fields(cls) if each.default is MISSING}
@@ -183,7 +183,7 @@ class Report:
         return {"skipped": self.generations_skipped, "failed": self.generations_failed}
 
 
-def captured_figures(capture: CaptureSession | None) -> dict[str, Any]:
+def capture_figures(capture: CaptureSession | None) -> dict[str, Any]:
     """Return the figures of captures; zeros if `capture` is `None`, before the run is open."""
     taken = capture.segments_captured if capture is not None else 0
     return {
@@ -193,7 +193,7 @@ def captured_figures(capture: CaptureSession | None) -> dict[str, Any]:
         "nbytes_captured": capture.nbytes_captured if capture is not None else 0,
         "generations_complete": capture.generations_complete if capture is not None else 0,
         "windows_skipped": capture.windows_skipped if capture is not None else 0,
-        "windows_missed": capture.misses.in_a_row if capture is not None else 0,
+        "windows_missed": capture.missed_windows.in_a_row if capture is not None else 0,
     }
 
 
@@ -241,7 +241,7 @@ def found_figures(found: RestoreSource | None) -> dict[str, Any]:
     }
 
 
-def made(part: T | None) -> T:
+def expect(part: T | None) -> T:
     """Return `part`, which exists once `begin` was called."""
     assert part is not None
     return part

@@ -28,7 +28,14 @@ from lightning_moe_ckpt.recovery import RestoreSource, ResumeRequest, RunOpener,
 from lightning_moe_ckpt.session._chain import Capture, capture_session
 from lightning_moe_ckpt.session._dense import DenseCapture, DenseTurns
 from lightning_moe_ckpt.session._repeats import Repeats
-from lightning_moe_ckpt.session._report import Report, captured_figures, found_figures, log_figures, made, tier_figures
+from lightning_moe_ckpt.session._report import (
+    Report,
+    capture_figures,
+    found_figures,
+    log_figures,
+    require,
+    tier_figures,
+)
 from lightning_moe_ckpt.session._tiers import Tiers, build_on_stored, make_ring, report_failures
 from lightning_moe_ckpt.snapshot import Averages, Copies, Identity, StateView, WindowLayout, describe_stages, log_plan
 from lightning_moe_ckpt.tiers import (
@@ -150,8 +157,8 @@ class CheckpointSession:
             engine=self._engine,
             tiers=self._tiers,
             stalls=self._stalls,
-            make_ring=partial(make_ring, made(self._rings), self._tiers, self._planner, self.least_steps),
-            renew_ring=made(self._rings).renew,
+            make_ring=partial(make_ring, expect(self._rings), self._tiers, self._planner, self.least_steps),
+            renew_ring=expect(self._rings).renew,
             plans=self._planner,
         )
         self._planner.begin()
@@ -172,7 +179,7 @@ class CheckpointSession:
 
     def _join_tiers(self, identity: Identity) -> None:
         """Make one worker per tier, in the same order on all ranks."""
-        is_first, runs, view = self._exchange.is_coordinator, made(self._runs), self._view
+        is_first, runs, view = self._exchange.is_coordinator, expect(self._runs), self._view
         markers = Markers(
             run_id=runs.run_id,
             rank=self._groups.rank,
@@ -240,7 +247,7 @@ class CheckpointSession:
         if self._planner.accepts(layout):
             # Windows follow the restored plan, so that capture can go on during replay.
             self._planner.adopt(layout)
-            made(self._capture).use_layout(layout)
+            expect(self._capture).use_layout(layout)
         self._planner.restore(outcome)
         return layout
 
@@ -280,32 +287,32 @@ class CheckpointSession:
 
     def fence_gradients(self, *, seal: bool = True, why_not: str = "") -> None:
         """Wait for copies of gradients before zeroing; with `seal` complete the boundary, or spoil it (`why_not`)."""
-        capture = made(self._capture)
+        capture = expect(self._capture)
         capture.fence_gradients()
         if seal:
-            capture.seal_beside(why_not)
+            capture.begin_seal(why_not)
 
     def fence(self) -> None:
         """Wait for copies of parameters; call before the optimizer overwrites them."""
         self._planner.forward_ends()
-        made(self._capture).fence()
+        expect(self._capture).fence()
 
     def regrouped(self) -> None:
         """Abort the window under way and plan anew, as parameters were added to the optimizer. Collective."""
-        made(self._capture).forget_layout()
+        expect(self._capture).forget_layout()
         self._planner.forget_layout()
 
     def _thaw(self, *, thoroughly: bool = False) -> bool:
         """Abort the window under way and plan anew if constants have changed; return whether any has. Collective."""
         if thawed := self._planner.thaw(thoroughly=thoroughly):
-            made(self._capture).forget_layout()
+            expect(self._capture).forget_layout()
         return thawed
 
     def boundary(self, step: int, outcome: Journal) -> None:
         """Capture the policy's part of boundary `step`; call right after an optimizer step."""
         if self.alone:
             return
-        capture = made(self._capture)
+        capture = expect(self._capture)
         capture.complete_seal()  # if no optimizer step has completed it
         self._report_failures()
         # The first generation after a replay is complete where it ends: training catches up first.
@@ -328,31 +335,31 @@ class CheckpointSession:
         capture.capture(step, outcome)
 
     def _plan(self) -> None:
-        with self._heap.keeping(when=made(self._capture).layout is None):
+        with self._heap.keeping(when=expect(self._capture).layout is None):
             if self.repeats.replay is None and (layout := self._planner.first_layout()) is not None:
                 self._use(layout)
 
     def _use(self, layout: WindowLayout) -> None:
-        in_force = made(self._capture).layout
-        if made(self._capture).use_layout(layout):
+        in_force = expect(self._capture).layout
+        if expect(self._capture).use_layout(layout):
             self._planner.adopt(layout)
             again = layout is in_force or (layout.record.plan.partial and not layout.reserve_nbytes)
             log_plan(layout, self._planner.sizes.dense_nbytes, again=again)
 
     def _due(self, step: int) -> bool:
-        if self.repeats.replay is not None and made(self._capture).layout is not self.repeats.layout:
+        if self.repeats.replay is not None and expect(self._capture).layout is not self.repeats.layout:
             return False  # another plan could ask for the full state of an operator that is still frozen
         soon = self._last_window is not None and step - self._last_window < self._tiers.governor.gap_steps
         return not soon and self._policy.due(step, self._last_window, self._planner.interval_steps)
 
     def takes(self, step: int) -> bool:
         """Return whether the newest boundary, `step`, needs a call of `seal`."""
-        capture = made(self._capture)
+        capture = expect(self._capture)
         return not self.alone and (self._steps < _MEASURED_JOURNALS or capture.window_open or capture.whole_at == step)
 
     def within_window(self, step: int) -> bool:
         """Return whether the newest boundary, `step`, is in the middle of a window: no run will resume from it."""
-        return self._steps >= _MEASURED_JOURNALS and made(self._capture).is_within(step)
+        return self._steps >= _MEASURED_JOURNALS and expect(self._capture).is_within(step)
 
     def seal(self, start: Journal, *, step: int, disturbed: bool = False, room: Callable[[], int] = lambda: 0) -> None:
         """Complete the capture of boundary `step` as the next batch begins; a fresh run captures its boundary 0 here.
@@ -368,7 +375,7 @@ class CheckpointSession:
         """
         if self.alone:
             return
-        capture = made(self._capture)
+        capture = expect(self._capture)
         fresh = self._found is None and self._began is None
         if self._began is None:
             self._began = time.perf_counter(), self.clock.seconds
@@ -383,23 +390,23 @@ class CheckpointSession:
         elif capture.window_open and self._planner.constants.edited():
             start = {**start, UNFIT: "a parameter that did not train has changed"}
         if fresh:  # training goes on: a crash before any generation exists is a fresh start
-            self._tiers.begin_first(STORAGE, made(self._runs).name(step))
+            self._tiers.begin_first(STORAGE, expect(self._runs).name(step))
         if fresh or capture.whole_at == step:
             with self._heap.keeping():
-                made(self._dense).begin(step, start)
+                expect(self._dense).begin(step, start)
         capture.seal(start, step=step, disturbed=disturbed)
 
     def hold(self, step: int, start: Journal) -> None:
         """Capture the last boundary for `end`, before hooks of the epoch's end; see `DenseCapture.hold`."""
-        made(self._capture).abort_window()
+        expect(self._capture).abort_window()
         if not self.replaying and (self._steps > 0 or self._found is None):
             self._planner.collect()
             self._thaw(thoroughly=True)
-            made(self._dense).hold(step, start)
+            expect(self._dense).hold(step, start)
 
     def end(self, step: int, start: Journal) -> None:
         """Store a dense generation of the last boundary, after training ended normally."""
-        made(self._capture).abort_window()
+        expect(self._capture).abort_window()
         if not self.replaying and (self._steps > 0 or self._found is None):
             self._copies.compare(first=False)
             self.stop(step, start, timeout=self._config.commit_timeout.total_seconds())
@@ -415,12 +422,12 @@ class CheckpointSession:
 
         `start` is the boundary's start half; `timeout` seconds cover earlier generations under way, and then this.
         """
-        capture, storage, began = made(self._capture), made(self._storage), time.perf_counter()
+        capture, storage, began = expect(self._capture), expect(self._storage), time.perf_counter()
         capture.abort_window()
         drained = self._exchange.all_agree(storage.drain(timeout))
         capture.hear()  # the generation at hand names copies of the newest that storage has
         # In the middle of the next step, storage may have this generation already: never replace its files.
-        committed = self.any_rank(self._exchange.is_coordinator and storage.holds(made(self._runs).name(step)))
+        committed = self.any_rank(self._exchange.is_coordinator and storage.holds(expect(self._runs).name(step)))
         saved = committed or (drained and self._write_dense(step, start, timeout=timeout + began - time.perf_counter()))
         self._end_seconds = time.perf_counter() - began
         level, how = (logging.INFO, "is durable") if saved else (logging.ERROR, "was not stored")
@@ -433,7 +440,7 @@ class CheckpointSession:
     def _write_dense(self, step: int, start: Journal, *, timeout: float) -> bool:
         self._planner.collect()
         self._thaw(thoroughly=True)
-        if (durable := made(self._dense).write(step, start, timeout=timeout)) is not None:
+        if (durable := expect(self._dense).write(step, start, timeout=timeout)) is not None:
             self._tiers.complete_everywhere(STORAGE, durable)
         return durable is not None
 
@@ -498,7 +505,7 @@ class CheckpointSession:
     @property
     def horizon(self) -> int:
         """Step before which no restart begins; right after `begin`, the first step of this incarnation."""
-        newest, found, capture = self.newest_step, self._found, made(self._capture)
+        newest, found, capture = self.newest_step, self._found, expect(self._capture)
         if found is not None and newest == found.generation.step:
             return found.first_step
         return 0 if newest is None or capture.layout is None else max(0, newest + 1 - len(capture.layout.steps))
@@ -506,21 +513,21 @@ class CheckpointSession:
     @property
     def most_steps_back(self) -> int | None:
         """Most steps since the horizon, which moves once a window is known complete; `None` before the first plan."""
-        layout = made(self._capture).layout
+        layout = expect(self._capture).layout
         apart = max(self.least_steps, self._planner.interval_steps, self._tiers.governor.gap_steps)
         return None if layout is None else 2 * max(apart, len(layout.steps))
 
     @property
     def windows_missed(self) -> int:
         """Consecutive windows without a generation, once worth a warning; else 0."""
-        return 0 if self._capture is None else self._capture.misses.worth_a_word
+        return 0 if self._capture is None else self._capture.missed_windows.worth_a_word
 
     def report(self) -> Report:
         """Return the figures so far."""
         storage = self._storage
         return Report(
             steps=self._steps,
-            **captured_figures(self._capture),
+            **capture_figures(self._capture),
             nbytes_persisted=storage.nbytes_complete if storage is not None else 0,
             dense_nbytes=self._planner.sizes.dense_nbytes,
             stall_seconds=self._stalls.totals(),
@@ -552,4 +559,4 @@ class CheckpointSession:
         return is_superseded(self._memory, known, self._runs.store if ask else None, stored=stored)
 
     def _report_failures(self) -> None:
-        report_failures(self._tiers, made(self._capture).failures, self._config.url)
+        report_failures(self._tiers, expect(self._capture).failures, self._config.url)
