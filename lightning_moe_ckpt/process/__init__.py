@@ -3,7 +3,7 @@
 Internal: may change in any version.
 """
 
-from lightning_moe_ckpt.process._beside import Beside as Beside
+from lightning_moe_ckpt.process._call_thread import CallThread as CallThread
 from lightning_moe_ckpt.process._fork import compute_alone as compute_alone
 from lightning_moe_ckpt.process._fork import guard_forks as guard_forks
 from lightning_moe_ckpt.process._heap import FrozenHeap as FrozenHeap

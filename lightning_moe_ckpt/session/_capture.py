@@ -25,7 +25,7 @@ from lightning_moe_ckpt.errors import CheckpointError, CodecError, Configuration
 from lightning_moe_ckpt.journal import UNFIT, Arrivals, Journal, JournalOverflow
 from lightning_moe_ckpt.native import CopyEngine, Ticket
 from lightning_moe_ckpt.planning import Planner
-from lightning_moe_ckpt.process import Beside, StallMeter
+from lightning_moe_ckpt.process import CallThread, StallMeter
 from lightning_moe_ckpt.session._edits import PassEdits
 from lightning_moe_ckpt.session._lane import Window
 from lightning_moe_ckpt.session._tiers import Tiers
@@ -42,7 +42,7 @@ from lightning_moe_ckpt.snapshot import (
     WindowLayout,
 )
 from lightning_moe_ckpt.storage import GenerationId
-from lightning_moe_ckpt.tiers import Misses, SegmentRing, Slot
+from lightning_moe_ckpt.tiers import MissedWindows, SegmentRing, Slot
 
 log = rank_logger(__name__)
 
@@ -104,7 +104,7 @@ class CaptureSession:
         """First boundary of the last window."""
         self._why = ""
         """Reason why the last window was spoiled on this rank."""
-        self.misses = Misses()
+        self.misses = MissedWindows()
         self.generations_complete = self.windows_skipped = self.segments_captured = self.nbytes_captured = 0
 
     @property
@@ -275,7 +275,7 @@ class CaptureSession:
                         self._journal_nbytes = self._plans.journal_nbytes
                     self._spoil(f"its buffers or what was changed cannot be stored: {error}", failed=not changed)
 
-    def seal_beside(self, why_not: str = "") -> None:
+    def begin_seal(self, why_not: str = "") -> None:
         """Begin to complete the newest boundary on a thread; call where training is about to run without Python.
 
         Copies on a device wait for the fence: there the training thread runs ahead of the device, and loses nothing.
@@ -286,13 +286,13 @@ class CaptureSession:
             if self._window is None and self.whole_at is not None:
                 self._tiers.abandon_whole(self._name(self.whole_at))
         window, pending = self._window, self._pending
-        if self._sealing is None or window is None or pending is None or window.spoiled or self._beside.busy:
+        if self._sealing is None or window is None or pending is None or window.spoiled or self._seal_thread.busy:
             return
         if (torn := self._edits.torn(pending)) is not None:
             self._spoil(torn)
         elif not pending.waits_for_device:
             assert self._slot is not None
-            self._beside.begin(partial(self._hand_over, window, pending, self._slot))
+            self._seal_thread.begin(partial(self._hand_over, window, pending, self._slot))
 
     def complete_seal(self, *, wait: bool = True) -> None:
         """Complete the newest boundary after `seal`, and hand it to the tiers. Without `wait`, skip a device's copies."""
@@ -302,7 +302,7 @@ class CaptureSession:
         self._pending = self._sealing = None
         if pending is not None and not window.spoiled:
             torn = self._edits.torn(pending)
-            if self._beside.busy or torn is None:
+            if self._seal_thread.busy or torn is None:
                 self._complete_journal(window, pending)
             if torn is not None:
                 self._spoil(torn)
@@ -316,8 +316,8 @@ class CaptureSession:
                 with self._stalls.measure("arrival"):
                     pending.arrive()
             with self._stalls.measure("journal"):
-                if self._beside.busy:
-                    self._beside.join()
+                if self._seal_thread.busy:
+                    self._seal_thread.join()
                 else:
                     self._hand_over(window, pending, self._slot)
         except (JournalOverflow, CodecError, RuntimeError) as error:  # RuntimeError: torch's, from a lost device
@@ -350,7 +350,7 @@ class CaptureSession:
     def abort_window(self) -> None:
         """Forget the window under way; every rank does so at the same boundary."""
         self.whole_at = None
-        self._beside.finish()
+        self._seal_thread.finish()
         self._await_copies()
         if self._window is not None:
             self._tiers.withdraw(self._window)
@@ -360,7 +360,7 @@ class CaptureSession:
         """End all writes to the ring. A boundary that a failed step left unsealed goes to the tiers."""
         self._data.close()
         self.complete_seal()
-        self._beside.finish()
+        self._seal_thread.finish()
         self._await_copies()
         if self._gradients is not None:
             self._gradients.close()

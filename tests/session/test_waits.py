@@ -53,7 +53,7 @@ class Net(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
 
 
-class Beside(Callback):
+class WaitForStorage(Callback):
     """Storage takes every generation. What happens while a run starts does not count."""
 
     def __init__(self, checkpoint: CheckpointCallback, device: SeemingDevice | None) -> None:
@@ -83,7 +83,7 @@ def fit(
         trainer = Trainer(
             accelerator=accelerator, devices=1, max_steps=10, max_epochs=-1, logger=False, enable_progress_bar=False,
             enable_model_summary=False, gradient_clip_val=0.5, accumulate_grad_batches=2,
-            callbacks=[Beside(checkpoint, device), *others, checkpoint], plugins=[scaling()] if scaled else None,
+            callbacks=[WaitForStorage(checkpoint, device), *others, checkpoint], plugins=[scaling()] if scaled else None,
         )  # fmt: skip
         trainer.fit(net, DataLoader(TensorDataset(torch.arange(64.0 * FEATURES).view(-1, FEATURES).sin()), 4))
 
@@ -240,7 +240,7 @@ def test_values_that_find_no_memory_cost_a_window_only(tmp_path: Path, monkeypat
 
 
 def make(policy: str, path: Path) -> CheckpointCallback:
-    untouched = ["callback.Beside.*"]
+    untouched = ["callback.WaitForStorage.*"]
     if policy == "popularity":
         looks = Popularity(reorder_every_n_steps=3, half_life_steps=2)
         return SparseCheckpoint(str(path), window=2, keep=10, popularity=looks, untouched=untouched)

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from lightning_moe_ckpt.process._fork import guard_forks
 
 
-class Beside:
+class CallThread:
     """A thread that makes one call at a time, for the training thread."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Beside:
         """Whether `join` is due."""
 
     def begin(self, call: Callable[[], None]) -> None:
-        """Make a call on the thread; `join` comes before the next."""
+        """Make `call` on the thread; `join` comes before the next `begin`."""
         if self._thread is None:
             guard_forks()
             self._thread = threading.Thread(target=self._serve, name="moe-ckpt-seal", daemon=True)
