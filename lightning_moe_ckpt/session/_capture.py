@@ -191,7 +191,7 @@ class CaptureSession:
             why_not = self._make_room()
         if why_not is not None:
             self.windows_skipped += 1
-            self.misses.missed(step, why_not)
+            self.missed_windows.add(step, why_not)
             return False
         self._start(step)
         if plans is not None:
@@ -415,9 +415,11 @@ class CaptureSession:
         elif 0 < len(spoiled) < self._exchange.world_size:
             self._forget_complete()  # the other ranks have dropped it: all ranks offer a generation, or none does
         if spoiled:
-            self.misses.missed(self._first, why or f"ranks {list(spoiled)} could not take it, and their logs say why.")
+            self.missed_windows.add(
+                self._first, why or f"ranks {list(spoiled)} could not take it, and their logs say why."
+            )
         elif newest is not None:
-            self.misses.taken(newest.step)
+            self.missed_windows.taken(newest.step)
 
     def _hear(self, votes: Sequence[TiersVote], *, filling: GenerationId | None = None) -> None:
         """Give all ranks' votes to the tiers, and stop offering a generation that memory has given up."""

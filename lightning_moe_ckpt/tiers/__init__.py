@@ -48,7 +48,7 @@ from lightning_moe_ckpt.tiers._sealed import is_differential as is_differential
 from lightning_moe_ckpt.tiers._sealed import is_partial as is_partial
 from lightning_moe_ckpt.tiers._shm import shared_directory as shared_directory
 from lightning_moe_ckpt.tiers._shm import shared_name as shared_name
-from lightning_moe_ckpt.tiers._skips import Misses as Misses
+from lightning_moe_ckpt.tiers._skips import MissedWindows as MissedWindows
 from lightning_moe_ckpt.tiers._skips import SkipCounter as SkipCounter
 from lightning_moe_ckpt.tiers._storage_writer import PersistWorker as PersistWorker
 from lightning_moe_ckpt.tiers._survival import Survival as Survival

@@ -36,7 +36,7 @@ class _Stretch:
     """Generations taken since the last skipped one."""
 
 
-class Misses:
+class MissedWindows:
     """Count of windows in a row without a generation; the same on all ranks."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Misses:
         """Windows in a row without a generation; 0 while their number may be noise."""
         return self.in_a_row if self.in_a_row >= NO_NOISE else 0
 
-    def missed(self, step: int, cause: str) -> None:
+    def add(self, step: int, cause: str) -> None:
         """Count the window at boundary `step`, which gives no generation; `cause` includes the remedy."""
         self.in_a_row += 1
         if self.in_a_row == NO_NOISE:

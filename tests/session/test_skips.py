@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from lightning_moe_ckpt.storage import GenerationId
-from lightning_moe_ckpt.tiers._skips import Misses, SkipCounter
+from lightning_moe_ckpt.tiers._skips import MissedWindows, SkipCounter
 
 
 def follow(story: str) -> SkipCounter:
@@ -43,10 +43,10 @@ def test_a_stretch_is_said_when_it_begins_and_when_it_is_over(caplog: pytest.Log
 
 def said_of(story: str, caplog: pytest.LogCaptureFixture) -> list[str]:
     """What is said of windows in a row, each `t`aken or `m`issed."""
-    misses = Misses()
+    missed_windows = MissedWindows()
     with caplog.at_level(logging.DEBUG):
         for step, what in enumerate(story):
-            misses.taken(step) if what == "t" else misses.missed(step, f"because {step}.")
+            missed_windows.taken(step) if what == "t" else missed_windows.add(step, f"because {step}.")
     return [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
 
 

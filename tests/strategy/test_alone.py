@@ -229,7 +229,7 @@ def test_an_attempt_leaves_nothing_in_metrics() -> None:
     module.update()
     module.several.compute()
     before, held, users = module.now, hold_metrics(module), _hold_users(module)
-    assert not users.misses
+    assert not users.incomplete
     for undone in (module.update, module.several.reset, module.many.reset):
         undone()
         assert differs(before, module.now)

@@ -439,7 +439,7 @@ class StageAlone:
         if not self._log.apart:
             run.together()
             self._keep_within_limit(run)
-            if self._attempt is not None and self._attempt.misses and self._may:
+            if self._attempt is not None and self._attempt.incomplete and self._may:
                 log.warning(
                     "if a rank fails, all stages recover: the module has a container of more than %d objects, which are not looked "
                     "into in every step. Keep them outside of it, or in several containers",

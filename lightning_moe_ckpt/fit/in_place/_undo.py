@@ -56,7 +56,7 @@ class StepUndo:
             *(run.hold_attempt(), hold(trainer, module), _hold_buffers(module)),
             *(held.restore, users.restore),
         ]
-        self.misses = users.misses
+        self.incomplete = users.incomplete
         """Whether the module has containers that are not looked into."""
         self._accesses, self._count = accesses, accesses.count
         self._names, self._weights = zip(*module.named_parameters(), strict=True)

@@ -72,7 +72,7 @@ class Memento:
         most_nbytes: int = _MOST_NBYTES,
     ) -> None:
         self._apart, self._most_items, self._most_nbytes = (*_OPAQUE, *apart), most_items, most_nbytes
-        self.misses = False
+        self.incomplete = False
         """Whether there are objects in longer containers, whose content is not remembered."""
         self._restored = {id(tensor): tensor for tensor in restored}
         self._spaces: list[tuple[dict[Any, Any], list[tuple[Any, Any]]]] = []
@@ -174,7 +174,7 @@ class Memento:
     def _within(self, items: Collection[object]) -> Iterable[object]:
         if len(items) <= self._most_items:
             return items
-        self.misses |= not _ATOMS.issuperset(map(type, items))
+        self.incomplete |= not _ATOMS.issuperset(map(type, items))
         return ()
 
     def _remember_tensor(self, tensor: Tensor) -> None:
