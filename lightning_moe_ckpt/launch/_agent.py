@@ -34,7 +34,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from typing_extensions import override
 
 from lightning_moe_ckpt.launch._log import EventLog, JobEvent, NodeWatch
-from lightning_moe_ckpt.launch._members import Clock, Happening, Member, Switchboard
+from lightning_moe_ckpt.launch._members import Clock, Member, NodeEvent, Switchboard
 from lightning_moe_ckpt.launch._output import RankOutput
 from lightning_moe_ckpt.launch._spares import Spares, close_streams
 from lightning_moe_ckpt.launch._verdict import FailureRate, Judge, describe_exit
@@ -149,8 +149,8 @@ class SupervisingAgent(LocalElasticAgent):
     @override
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         give_up = time.monotonic() + _LOOK_SECONDS
-        while not self._verdict and (happening := self._board.take(give_up - time.monotonic())) is not None:
-            self._consider(happening, worker_group)
+        while not self._verdict and (event := self._board.take(give_up - time.monotonic())) is not None:
+            self._consider(event, worker_group)
         if not self._verdict:
             self._look()
         if self._verdict == "restart":
@@ -245,8 +245,8 @@ class SupervisingAgent(LocalElasticAgent):
 
     # -- what happens
 
-    def _consider(self, happening: Happening, worker_group: WorkerGroup) -> None:
-        kind, key, what = happening
+    def _consider(self, event: NodeEvent, worker_group: WorkerGroup) -> None:
+        kind, key, what = event
         if kind == "logged":
             if self._log is not None and key == self._log.prefix:
                 self._follow(what, worker_group)

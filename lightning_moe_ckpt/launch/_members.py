@@ -119,7 +119,7 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-Happening = tuple[str, Any, Any]
+NodeEvent = tuple[str, Any, Any]
 """("exited", pid, None), ("connected", pid, socket), ("said", pid, message), ("logged", prefix, event)."""
 
 
@@ -128,7 +128,7 @@ class Switchboard:
 
     def __init__(self) -> None:
         self.name = f"moe-ckpt-{uuid.uuid4()}"
-        self.queue: queue.SimpleQueue[Happening] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[NodeEvent] = queue.SimpleQueue()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(address_of(self.name))
         self._socket.listen(128)
@@ -140,7 +140,7 @@ class Switchboard:
         """Put the end of a child into the queue. It remains to be waited for."""
         self._start(self._wait, pid)
 
-    def take(self, timeout: float) -> Happening | None:
+    def take(self, timeout: float) -> NodeEvent | None:
         """Return what happened next; None if nothing does for `timeout` seconds."""
         with suppress(queue.Empty):
             return self.queue.get(timeout=max(0.0, timeout))

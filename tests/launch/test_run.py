@@ -18,7 +18,7 @@ from launcher import exit_after
 
 from launch._jobs import LIMIT_SECONDS, Ended, Job
 from lightning_moe_ckpt.launch import _imports
-from lightning_moe_ckpt.launch._members import Happening, Switchboard
+from lightning_moe_ckpt.launch._members import NodeEvent, Switchboard
 from lightning_moe_ckpt.launch._wire import Heartbeat, address_of
 from lightning_moe_ckpt.testing._attempts import free_port
 
@@ -289,7 +289,7 @@ def test_who_connects_while_there_is_no_descriptor_waits_for_one() -> None:
     """The supervisor goes on listening."""
     board, limits = Switchboard(), resource.getrlimit(resource.RLIMIT_NOFILE)
     gate, opened = os.pipe()
-    children, came = [], list[Happening]()
+    children, came = [], list[NodeEvent]()
     for _ in range(2):
         children.append(os.fork())
         if children[-1] == 0:
