@@ -62,7 +62,7 @@ from lightning_moe_ckpt.storage import RecordRows, Retention, RunStore, open_bac
 from lightning_moe_ckpt.storage._object_options import split_url, translate
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
 from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
-from lightning_moe_ckpt.tiers._writer import Announced
+from lightning_moe_ckpt.tiers._writer import WriteRequest
 
 T = TypeVar("T")
 StorageOptions = Mapping[str, Any]
@@ -181,7 +181,7 @@ def _segment(number: int, nbytes: int) -> tuple[memoryview, RecordRows]:
 def _persist(store: RunStore, worker: PersistWorker, segments: list[tuple[memoryview, RecordRows]], step: int) -> None:
     """Store a generation and return when it is committed."""
     generation = store.name(step)
-    worker.begin(Announced(generation=generation, plan_hash="bench", plan_json="{}", num_segments=len(segments)))
+    worker.begin(WriteRequest(generation=generation, plan_hash="bench", plan_json="{}", num_segments=len(segments)))
     for index, (view, rows) in enumerate(segments):
         file = SealedFile(generation=generation, rank=0, step=step + index, view=view, records=rows)
         worker.add(generation, SealedSegment.of_file(file))

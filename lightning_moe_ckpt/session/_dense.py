@@ -21,7 +21,7 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.process import StallMeter
 from lightning_moe_ckpt.snapshot import BoundaryCapture, SegmentWriter, StateView, WindowLayout, dense_layout
 from lightning_moe_ckpt.storage import BadCopies, GenerationId
-from lightning_moe_ckpt.tiers import Announced, PersistWorker
+from lightning_moe_ckpt.tiers import PersistWorker, WriteRequest
 
 log = rank_logger(__name__)
 
@@ -159,7 +159,7 @@ class DenseCapture:
                 )
         segment = capture.sealed(generation)  # first: a failed seal must not leave a generation begun
         self._worker.begin(
-            Announced(
+            WriteRequest(
                 generation=generation,
                 plan_hash=layout.record.plan_hash,
                 plan_json=layout.record.to_json(),

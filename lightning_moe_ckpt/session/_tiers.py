@@ -36,7 +36,6 @@ from lightning_moe_ckpt.storage import BadCopies, Commit, GenerationId, RankMark
 from lightning_moe_ckpt.tiers import (
     PEER,
     STORAGE,
-    Announced,
     Base,
     PersistWorker,
     Rings,
@@ -45,6 +44,7 @@ from lightning_moe_ckpt.tiers import (
     SessionConfig,
     SkipCounter,
     TierWorker,
+    WriteRequest,
 )
 
 log = rank_logger(__name__)
@@ -390,7 +390,7 @@ class Tiers:
             return
         lane.take(last.generation)
         lane.worker.begin(
-            Announced(
+            WriteRequest(
                 generation=last.generation,
                 plan_hash=last.layout.record.plan_hash,
                 plan_json=last.layout.record.to_json(),
@@ -417,7 +417,7 @@ class Tiers:
         )
         base = Base(generation=lane.base if completes else None, missing=layout.missing) if uses_references else None
         worker.begin(
-            Announced(
+            WriteRequest(
                 generation=window.generation,
                 plan_hash=layout.record.plan_hash,
                 plan_json=layout.record.to_json(),

@@ -54,6 +54,6 @@ from lightning_moe_ckpt.tiers._storage_writer import PersistWorker as PersistWor
 from lightning_moe_ckpt.tiers._survival import Survival as Survival
 from lightning_moe_ckpt.tiers._survival import percent as percent
 from lightning_moe_ckpt.tiers._survival import survival_probability as survival_probability
-from lightning_moe_ckpt.tiers._writer import Announced as Announced
 from lightning_moe_ckpt.tiers._writer import Base as Base
 from lightning_moe_ckpt.tiers._writer import TierWorker as TierWorker
+from lightning_moe_ckpt.tiers._writer import WriteRequest as WriteRequest

@@ -24,7 +24,7 @@ from lightning_moe_ckpt.tiers._ring import SegmentRing, slots_needed
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.tiers._shm import expect_room, shared_directory
 from lightning_moe_ckpt.tiers._slots import slot_classes
-from lightning_moe_ckpt.tiers._writer import Announced, TierWorker, WriteJob
+from lightning_moe_ckpt.tiers._writer import TierWorker, WriteJob, WriteRequest
 
 log = rank_logger(__name__)
 
@@ -139,11 +139,11 @@ class HostWorker(TierWorker):
         self._rings: dict[GenerationId, SegmentRing] = {}
 
     @override
-    def begin(self, announced: Announced) -> None:
+    def begin(self, request: WriteRequest) -> None:
         assert self._memory.ring is not None
-        self._rings[announced.generation] = ring = self._memory.ring
+        self._rings[request.generation] = ring = self._memory.ring
         ring.on_retired = lambda: self._queue.put(partial(self._condense, ring))
-        super().begin(announced)
+        super().begin(request)
 
     @override
     def complete_everywhere(self, generation: GenerationId) -> None:

@@ -61,7 +61,7 @@ from lightning_moe_ckpt.tiers._ring import SegmentRing
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.tiers._shm import expect_room, has_room, shared_directory
 from lightning_moe_ckpt.tiers._survival import survival_summary
-from lightning_moe_ckpt.tiers._writer import Announced, Released, TierWorker, WriteJob
+from lightning_moe_ckpt.tiers._writer import Released, TierWorker, WriteJob, WriteRequest
 
 log = rank_logger(__name__)
 
@@ -212,20 +212,20 @@ class PeerWorker(TierWorker):
         self._replication.pacer.step()
 
     @override
-    def begin(self, announced: Announced) -> None:
-        before, self._begun = self._begun, announced.generation
-        self._follows = before is not None and before.step + 1 == announced.generation.step
-        num_segments = announced.num_segments
+    def begin(self, request: WriteRequest) -> None:
+        before, self._begun = self._begun, request.generation
+        self._follows = before is not None and before.step + 1 == request.generation.step
+        num_segments = request.num_segments
         num_steps = max(num_segments, self._period_steps)
         undecided = before if self._replication.ahead else self._base
         # A generation that some rank failed to replicate cannot be restored from copies.
         self._give_back(lambda held: held not in {self._keep, undecided})
         if (chains := self._chains) is not None:
-            num_steps = 1 if announced.follows else max(1, min(chains.batch, chains.every_n_steps // 2, _BASE_STEPS))
-            self._base = self._base if announced.follows else announced.generation
-        self._replication.pacer.begin(num_segments=num_segments, num_steps=num_steps, name=announced.generation)
-        self._replication.mirrors.begin(announced.generation)
-        super().begin(announced)
+            num_steps = 1 if request.follows else max(1, min(chains.batch, chains.every_n_steps // 2, _BASE_STEPS))
+            self._base = self._base if request.follows else request.generation
+        self._replication.pacer.begin(num_segments=num_segments, num_steps=num_steps, name=request.generation)
+        self._replication.mirrors.begin(request.generation)
+        super().begin(request)
 
     @override
     def add(self, generation: GenerationId, segment: SealedSegment) -> None:
@@ -298,9 +298,9 @@ class PeerWorker(TierWorker):
                 job.generation,
                 keep=self._keep,
                 base=self._chain.newest if self._replication.ahead else None,
-                num_segments=job.announced.num_segments,
-                slot_nbytes=max(self._link_nbytes if job.announced.follows else self._slot_nbytes, segment.view.nbytes),
-                is_link=bool(job.announced.follows),
+                num_segments=job.request.num_segments,
+                slot_nbytes=max(self._link_nbytes if job.request.follows else self._slot_nbytes, segment.view.nbytes),
+                is_link=bool(job.request.follows),
             )
         view_U8, run = torch.frombuffer(segment.view, dtype=torch.uint8), self._filled(segment)
         if not (self._replication.ahead and self._send_delta(job, segment, view_U8, run)):
@@ -357,10 +357,10 @@ class PeerWorker(TierWorker):
             self._chain.whole(marker, nbytes, drift)
         self._sending = None
         with self._changed:
-            if job.on_released is not None and not job.announced.follows:
+            if job.on_released is not None and not job.request.follows:
                 self._held[job.generation], job.on_released = job.on_released, None
         log.log(
-            logging.DEBUG if job.announced.follows else logging.INFO,
+            logging.DEBUG if job.request.follows else logging.INFO,
             "%s is replicated to ranks %s: %s, and %s that are there anyway",
             *(job.generation, stream.holders, size_text(nbytes), size_text(mirrored)),
         )

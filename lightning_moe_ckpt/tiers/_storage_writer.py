@@ -55,7 +55,7 @@ class PersistWorker(TierWorker):
         retention: rule for the committed generations to keep.
         on_complete: see `TierWorker`.
         commit_timeout: the coordinator's longest wait for other ranks.
-        twofold: names of this rank's operators that keep two copies.
+        duplicated: names of this rank's operators that keep two copies.
     """
 
     uses_references = True
@@ -69,12 +69,12 @@ class PersistWorker(TierWorker):
         retention: Retention,
         on_complete: Callable[[GenerationId], None] | None = None,
         commit_timeout: timedelta = timedelta(minutes=2),
-        twofold: Collection[str] = (),
+        duplicated: Collection[str] = (),
     ) -> None:
         super().__init__(STORAGE, markers, on_complete=on_complete)
         self._store, self._rank = store, markers.rank
         self._retention = retention
-        self._commit_timeout, self._twofold = commit_timeout, frozenset(twofold)
+        self._commit_timeout, self._twofold = commit_timeout, frozenset(duplicated)
         self._bases: dict[GenerationId, RankMarker] = {}
         """This rank's markers of its newest stored generations; later partial generations reference their records."""
         self._agreed: GenerationId | None = None
@@ -129,9 +129,9 @@ class PersistWorker(TierWorker):
 
     @override
     def _references(self, job: WriteJob) -> References:
-        if job.announced.follows:
-            return self._chain(job.announced.follows), ()
-        base = job.announced.base or Base(generation=self._agreed, missing=frozenset())
+        if job.request.follows:
+            return self._chain(job.request.follows), ()
+        base = job.request.base or Base(generation=self._agreed, missing=frozenset())
         marker = None if base.generation is None else self._bases.get(base.generation)
         if marker is None:
             if base.missing:

@@ -75,7 +75,7 @@ class Base:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Announced:
+class WriteRequest:
     """Generation whose segments are about to come."""
 
     generation: GenerationId
@@ -102,7 +102,7 @@ class Announced:
 class WriteJob:
     """Generation under way in one tier."""
 
-    announced: Announced
+    request: WriteRequest
     on_released: Released | None = field(init=False)
     """Callback still to be called; `None` once it was."""
     abandoned: bool = False
@@ -114,7 +114,7 @@ class WriteJob:
     """Seconds that the worker has spent on the segments."""
 
     def __post_init__(self) -> None:
-        self.on_released = self.announced.on_released
+        self.on_released = self.request.on_released
 
     @property
     def generation(self) -> GenerationId:
@@ -225,12 +225,12 @@ class TierWorker(ABC):
         with self._changed:
             return generation not in self._jobs and generation not in self._complete
 
-    def begin(self, announced: Announced) -> None:
+    def begin(self, announced: WriteRequest) -> None:
         """Begin a generation; `add` brings its segments."""
         with self._changed:
-            assert announced.generation not in self._jobs, f"{announced.generation} was begun before"
-            self._jobs[announced.generation] = WriteJob(announced=announced)
-        if announced.base is None:
+            assert request.generation not in self._jobs, f"{request.generation} was begun before"
+            self._jobs[request.generation] = WriteJob(request=request)
+        if request.base is None:
             self.lost_base = False
         self._start_thread()
 
@@ -366,7 +366,7 @@ class TierWorker(ABC):
                 job.num_put += 1
                 job.seconds += time.perf_counter() - started
                 if self._wanted(job):
-                    if job.num_put < job.announced.num_segments:
+                    if job.num_put < job.request.num_segments:
                         return
                     self._finish(job, self._marker(job))
                     self._completed(job)
@@ -388,9 +388,9 @@ class TierWorker(ABC):
         return self._markers.of(
             job.generation,
             job.entries,
-            plan_hash=job.announced.plan_hash,
-            plan_json=job.announced.plan_json,
-            unix_time=job.announced.unix_time,
+            plan_hash=job.request.plan_hash,
+            plan_json=job.request.plan_json,
+            unix_time=job.request.unix_time,
             referenced=referenced,
             spares=spares,
         )

@@ -34,7 +34,7 @@ from lightning_moe_ckpt.tiers import _writer as _worker
 from lightning_moe_ckpt.tiers._ring import SegmentRing
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
 from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
-from lightning_moe_ckpt.tiers._writer import Announced, Base, Released
+from lightning_moe_ckpt.tiers._writer import Base, Released, WriteRequest
 
 LAYOUT = SegmentLayout([TensorSpec("w", torch.float32, (8,)), TensorSpec("b", torch.bfloat16, (3,))], metadata={})
 NOW = timedelta(0)
@@ -44,8 +44,10 @@ def generation(step: int, incarnation: int = 1, life: str = "") -> GenerationId:
     return GenerationId(step=step, incarnation=incarnation, nonce=life)
 
 
-def announced(name: GenerationId, num_segments: int, on_released: Released | None = None) -> Announced:
-    return Announced(generation=name, plan_hash="h", plan_json="{}", num_segments=num_segments, on_released=on_released)
+def request(name: GenerationId, num_segments: int, on_released: Released | None = None) -> WriteRequest:
+    return WriteRequest(
+        generation=name, plan_hash="h", plan_json="{}", num_segments=num_segments, on_released=on_released
+    )
 
 
 def segment(
@@ -137,7 +139,7 @@ class Bench:
         )  # fmt: skip
 
     def begin(self, step: int, num_segments: int) -> GenerationId:
-        self.worker.begin(announced(generation(step), num_segments, self.release))
+        self.worker.begin(request(generation(step), num_segments, self.release))
         return generation(step)
 
     def release(self, generation: GenerationId) -> None:
@@ -192,7 +194,7 @@ def test_what_is_built_on_stays_known_however_many_fail_on_other_ranks(bench: Be
     bench.save(1)
     base = Base(generation=generation(1), missing=frozenset({"op"}))
     for step in range(2, 12):
-        bench.worker.begin(replace(announced(generation(step), 1), base=base))
+        bench.worker.begin(replace(request(generation(step), 1), base=base))
         bench.worker.add(generation(step), segment(step))
         assert bench.worker.drain(30)
     assert bench.failures() == []
@@ -205,7 +207,7 @@ def test_a_bad_copy_is_no_spare_of_a_generation_that_has_everything(bench: Bench
     bench.save(1)
     bench.worker.complete_everywhere(generation(1))
     for step, bad in ((2, {}), (3, {"op": {generation(1)}})):
-        bench.worker.begin(replace(announced(generation(step), 1), bad=bad))
+        bench.worker.begin(replace(request(generation(step), 1), bad=bad))
         bench.worker.add(generation(step), segment(step))
         assert bench.worker.drain(30)
     spares = {marker.generation.step: [each.generation.step for each in marker.spares] for marker in bench.sink.markers}
@@ -217,7 +219,7 @@ def test_nothing_is_completed_by_a_copy_that_is_bad_and_has_no_other(bench: Benc
     bench.worker = bench.make(twofold=["op"])
     bench.save(1)
     base = Base(generation=generation(1), missing=frozenset({"op"}))
-    bench.worker.begin(replace(announced(generation(2), 1), base=base, bad={"op": {generation(1)}}))
+    bench.worker.begin(replace(request(generation(2), 1), base=base, bad={"op": {generation(1)}}))
     bench.worker.add(generation(2), segment(2))
     assert bench.worker.drain(30)
     (failure,) = bench.failures()
@@ -313,7 +315,7 @@ def test_a_callback_that_raises_is_reported_and_survived(bench: Bench) -> None:
     def broken(generation: GenerationId) -> None:
         raise ValueError("callback")
 
-    bench.worker.begin(announced(generation(1), 1, broken))
+    bench.worker.begin(request(generation(1), 1, broken))
     bench.worker.add(generation(1), segment(1))
     assert bench.worker.drain(30)
     assert bench.failures() == ["step 1 (incarnation 1): not stored: callback"]
@@ -407,7 +409,7 @@ def test_three_ranks_commit_to_a_real_store_and_every_byte_is_verified(tmp_path:
         for rank in (2, 1, 0):  # the coordinator is not the last to start, and waits for the others
             rings[rank].begin_window(taken)
             rings[rank].pin(taken)
-            workers[rank].begin(announced(taken, 2, rings[rank].unpin))
+            workers[rank].begin(request(taken, 2, rings[rank].unpin))
             for step in (last - 1, last):
                 slot = rings[rank].acquire(taken, step)
                 sealed = segment(step, value=float(100 * rank + step), memory=slot.view, of=taken, rank=rank)
@@ -447,7 +449,7 @@ def test_a_rank_that_fails_leaves_the_older_generation_the_newest(tmp_path: Path
     ]
     for step, num_ranks in ((1, 2), (2, 1)):
         for rank in reversed(range(num_ranks)):
-            workers[rank].begin(announced(name(step), 1))
+            workers[rank].begin(request(name(step), 1))
             workers[rank].add(name(step), segment(step, of=name(step), rank=rank))
             assert num_ranks == 1 or rank == 0 or workers[rank].drain(30)
         assert workers[0].drain(30)

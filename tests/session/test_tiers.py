@@ -22,7 +22,7 @@ from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import SegmentRing
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
-from lightning_moe_ckpt.tiers._writer import Announced, TierWorker, WriteJob
+from lightning_moe_ckpt.tiers._writer import TierWorker, WriteJob, WriteRequest
 
 
 @dataclass
@@ -49,11 +49,11 @@ class ByHand(TierWorker):
         self.given_up: list[int] = []
 
     @override
-    def begin(self, announced: Announced) -> None:
-        self.begun.append(announced.generation.step)
-        self.times[announced.generation.step] = announced.unix_time
+    def begin(self, request: WriteRequest) -> None:
+        self.begun.append(request.generation.step)
+        self.times[request.generation.step] = request.unix_time
         self.lost_base = False
-        self._jobs[announced.generation] = WriteJob(announced=announced)
+        self._jobs[request.generation] = WriteJob(request=request)
 
     @override
     def complete_everywhere(self, generation: GenerationId) -> None:
@@ -130,7 +130,7 @@ def test_a_tier_that_is_late_states_the_time_of_the_first(monkeypatch: pytest.Mo
     window(ranks, 1)
     ranks[0].host.end(1)
     ranks[0].slow.end(1)
-    ranks[0].slow.begin(Announced(generation=generation(0), plan_hash="h", plan_json="{}", num_segments=1))
+    ranks[0].slow.begin(WriteRequest(generation=generation(0), plan_hash="h", plan_json="{}", num_segments=1))
     window(ranks, 2)
     ranks[0].host.end(2)
     ranks[0].slow.end(0)
@@ -281,7 +281,7 @@ def partial_window(ranks: list[Rank], step: int) -> bool:
     assert len(wanted) == 1
     for rank in ranks:
         if wanted == {True}:
-            rank.slow.begin(Announced(generation=generation(step), plan_hash="h", plan_json="{}", num_segments=1))
+            rank.slow.begin(WriteRequest(generation=generation(step), plan_hash="h", plan_json="{}", num_segments=1))
             rank.slow.whole.append(step)
         else:
             rank.open(step, PARTIAL)

@@ -32,7 +32,7 @@ from lightning_moe_ckpt.storage import (
 )
 from lightning_moe_ckpt.tiers import Holding, SegmentRing, Tier
 from lightning_moe_ckpt.tiers._sealed import SealedFile, SealedSegment
-from lightning_moe_ckpt.tiers._writer import Announced, TierWorker
+from lightning_moe_ckpt.tiers._writer import TierWorker, WriteRequest
 
 TIMEOUT = 30.0
 """Most seconds that a test waits for anything."""
@@ -128,7 +128,7 @@ class TierCapture:
             self.tier.ring.begin_window(name)
             self.tier.ring.pin(name)
         self.worker.begin(
-            Announced(
+            WriteRequest(
                 generation=name,
                 plan_hash=PLAN_HASH,
                 plan_json=PLAN,

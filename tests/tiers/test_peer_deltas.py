@@ -36,7 +36,7 @@ from lightning_moe_ckpt.tiers._peer_stream import NotReplicated, Replication
 from lightning_moe_ckpt.tiers._peer_wire import Message, MessageKind, Wire
 from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
-from lightning_moe_ckpt.tiers._writer import Announced
+from lightning_moe_ckpt.tiers._writer import WriteRequest
 
 from ._nodes import Cluster, Rank, cluster, run
 from ._steps import Training, baseline
@@ -442,7 +442,7 @@ class Bench:
         self.ring.begin_window(name)
         self.ring.pin(name)
         self.worker.begin(
-            Announced(generation=name, plan_hash="plan", plan_json="{}", num_segments=1, on_released=self._release)
+            WriteRequest(generation=name, plan_hash="plan", plan_json="{}", num_segments=1, on_released=self._release)
         )
 
     def add(self, index: int, *, gradients: Gradients | str | None = "real") -> None:

@@ -17,7 +17,7 @@ from lightning_moe_ckpt.tiers import SegmentRing, shared_name
 from lightning_moe_ckpt.tiers._peer_stream import Replication
 from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
 from lightning_moe_ckpt.tiers._sealed import Markers
-from lightning_moe_ckpt.tiers._writer import Announced
+from lightning_moe_ckpt.tiers._writer import WriteRequest
 
 from ._networks import INTERFACE, two_networks
 from ._nodes import Cluster, Rank, cluster, run
@@ -71,7 +71,9 @@ class Bench:
         self.ring.begin_window(name)
         self.ring.pin(name)
         self.worker.begin(
-            Announced(generation=name, plan_hash="plan", plan_json="{}", num_segments=WINDOW, on_released=self._release)
+            WriteRequest(
+                generation=name, plan_hash="plan", plan_json="{}", num_segments=WINDOW, on_released=self._release
+            )
         )
 
     def add(self, name: GenerationId, step: int) -> None:
@@ -85,7 +87,7 @@ class Bench:
         self.ring.pin(name)
         follows = () if base is None else (base,)
         self.worker.begin(
-            Announced(
+            WriteRequest(
                 generation=name,
                 plan_hash="plan",
                 plan_json="{}",
