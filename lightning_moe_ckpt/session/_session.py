@@ -203,7 +203,7 @@ class CheckpointSession:
             markers,
             retention=self._config.retention,
             commit_timeout=self._config.commit_timeout,
-            twofold=[operator.name for operator in in_turns if operator.kind == "expert"],
+            duplicated=[operator.name for operator in in_turns if operator.kind == "expert"],
             on_complete=self._memory.saw if is_first else None,
         )
         self._dense = DenseCapture(

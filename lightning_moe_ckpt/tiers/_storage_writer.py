@@ -151,7 +151,7 @@ class PersistWorker(TierWorker):
             raise CheckpointError(
                 f"storage has no good copy of {', '.join(sorted(gone))}, which it was to take from there."
             )
-        return referenced, carry_spares(marker, base.missing, self._twofold - base.missing, bad)
+        return referenced, carry_spares(marker, base.missing, self._duplicated - base.missing, bad)
 
     def _chain(self, follows: Sequence[GenerationId]) -> tuple[ReferencedEntry, ...]:
         """Return the entries of a difference's predecessors. Raises `CheckpointError` if one is not stored."""

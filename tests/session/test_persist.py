@@ -203,7 +203,7 @@ def test_what_is_built_on_stays_known_however_many_fail_on_other_ranks(bench: Be
 
 def test_a_bad_copy_is_no_spare_of_a_generation_that_has_everything(bench: Bench) -> None:
     """Nobody would find out again that it is bad."""
-    bench.worker = bench.make(twofold=["op"])
+    bench.worker = bench.make(duplicated=["op"])
     bench.save(1)
     bench.worker.complete_everywhere(generation(1))
     for step, bad in ((2, {}), (3, {"op": {generation(1)}})):
@@ -216,7 +216,7 @@ def test_a_bad_copy_is_no_spare_of_a_generation_that_has_everything(bench: Bench
 
 def test_nothing_is_completed_by_a_copy_that_is_bad_and_has_no_other(bench: Bench) -> None:
     """A generation without the operator would count as whole; the next one has to be."""
-    bench.worker = bench.make(twofold=["op"])
+    bench.worker = bench.make(duplicated=["op"])
     bench.save(1)
     base = Base(generation=generation(1), missing=frozenset({"op"}))
     bench.worker.begin(replace(request(generation(2), 1), base=base, bad={"op": {generation(1)}}))
