@@ -242,7 +242,7 @@ def _overhead(found: Overhead) -> dict[str, float]:
         "moe/overhead/hooks": found.hooks,
         **{f"moe/overhead/{tier}": share for tier, share in found.tiers.items()},
         "moe/gap_steps": found.gap_steps,
-        **{f"moe/rest_seconds/{tier}": seconds for tier, seconds in found.rests.items()},
+        **{f"moe/rest_seconds/{tier}": seconds for tier, seconds in found.rest_seconds.items()},
     }
 
 

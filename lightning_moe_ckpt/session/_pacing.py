@@ -335,7 +335,7 @@ class Governor:
                     self._ended[index] = now
                     self._lasted[index].append(self._touched[index])
                     self._touched[index] = 0
-            if not busy and now < self._ended[index] + self.rests[worker.name]:
+            if not busy and now < self._ended[index] + self.rest_seconds[worker.name]:
                 resting.append(worker.name)
         self.resting = frozenset(resting)
         return touched
@@ -390,7 +390,7 @@ class Governor:
             tiers={"host": max(0.0, self._host) / seconds, **{w.name: max(0.0, each) / seconds for w, each in by_tier}},
             recent=max(0.0, self._cost - past[1]) / ((self._seconds - past[0]) or 1.0),
             gap_steps=self.gap_steps,
-            rests=dict(self.rests),
+            rest_seconds=dict(self.rest_seconds),
             start_seconds=start_seconds,
             end_seconds=end_seconds,
         )
@@ -455,7 +455,7 @@ class Governor:
             cost, busy = costs.tiers[index]
             # When the rest ends the next window may just have begun, and the tier takes the window after that.
             most = self._at_least - apart * costs.step - costs.window
-            rest = self.rests[worker.name] = next_rest(costs, index, share=left, most=most)
+            rest = self.rest_seconds[worker.name] = next_rest(costs, index, share=left, most=most)
             if cost and self._is_news(worker.name, busy + rest, busy):
                 log.info(
                     "a generation in %s costs %.2f s of training (overhead_target=%g): it now rests for %.1f s after each",

@@ -109,7 +109,7 @@ class Tiers:
     def vote(self) -> TiersVote:
         """Return this rank's vote on tiers."""
         resting = self.governor.resting
-        own = tuple(lane.vote(rests=lane.worker.name in resting) for lane in self._lanes)
+        own = tuple(lane.vote(resting=lane.worker.name in resting) for lane in self._lanes)
         return TiersVote(own, self.governor.vote())
 
     def agreed(self, votes: Sequence[TiersVote], *, filling: GenerationId | None = None) -> set[GenerationId]:
@@ -279,7 +279,7 @@ class Tiers:
         """Count a skip for tiers that have not had this window's generation, since a newer one is complete."""
         for lane in self._lanes:
             if lane.worker not in window.workers and not window.is_chained:
-                lane.skips.skipped(window.generation, meant=bool(self.governor.rests.get(lane.worker.name)))
+                lane.skips.skipped(window.generation, meant=bool(self.governor.rest_seconds.get(lane.worker.name)))
 
     def flush(self, timeout: float, *, paced_only: bool = False) -> None:
         """Wait for tiers to release memory that the next generation needs, at most `timeout` seconds per tier."""

@@ -117,7 +117,7 @@ def test_a_tier_that_slows_steps_down_rests(busy: int, slowdown: float) -> None:
     steps = max(4000, 100 * busy)
     assert train([free], steps)[0] > 2 * 0.03
     assert train([rank], steps)[0] < 0.036
-    assert rank.governor.rests["storage"] > 0
+    assert rank.governor.rest_seconds["storage"] > 0
     assert rank.tiers[0].num_complete >= 5
     found = rank.governor.overhead(start_seconds=1.0, end_seconds=2.0)
     assert found.tiers["storage"] > 0.005
@@ -129,7 +129,7 @@ def test_no_tier_rests_for_longer_than_it_may() -> None:
     """Whatever it costs."""
     rank = Rank(at_least=timedelta(seconds=20), tiers=[Worker("storage", 50, 2.0)])
     train([rank], 6000)
-    assert 10 <= rank.governor.rests["storage"] <= 20 - 50 * STEP
+    assert 10 <= rank.governor.rest_seconds["storage"] <= 20 - 50 * STEP
 
 
 @pytest.mark.parametrize("capture", [0.0, 0.1])
@@ -151,7 +151,7 @@ def test_what_costs_little_is_left_alone(noise: float) -> None:
     for _ in range(40):
         train([rank], 100)
         gaps.append(rank.governor.gap_steps)
-        rests.append(rank.governor.rests["storage"])
+        rests.append(rank.governor.rest_seconds["storage"])
     assert statistics.quantiles(gaps, n=10)[7] == 0
     assert statistics.quantiles(rests, n=10)[7] < 2 * 10 * STEP
 
@@ -160,7 +160,7 @@ def test_nothing_is_decided_before_there_is_enough_to_go_by() -> None:
     """By steps and by seconds."""
     rank = Rank(capture=0.01, tiers=[Worker("storage", 10, 0.5)])
     train([rank], 17)
-    assert (rank.governor.gap_steps, rank.governor.rests) == (0, {"storage": 0.0})
+    assert (rank.governor.gap_steps, rank.governor.rest_seconds) == (0, {"storage": 0.0})
 
 
 def test_windows_come_closer_again_when_they_cost_less() -> None:
@@ -182,9 +182,9 @@ def test_all_ranks_decide_alike() -> None:
     for _ in range(30):
         train(ranks, 100)
         assert len({rank.governor.gap_steps for rank in ranks}) == 1
-        assert len({tuple(rank.governor.rests.items()) for rank in ranks}) == 1
+        assert len({tuple(rank.governor.rest_seconds.items()) for rank in ranks}) == 1
     assert ranks[0].governor.gap_steps > 8
-    assert ranks[0].governor.rests["storage"] > 1.0
+    assert ranks[0].governor.rest_seconds["storage"] > 1.0
 
 
 @pytest.mark.parametrize("seconds", [12.0, 40.0])
