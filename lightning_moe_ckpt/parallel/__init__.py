@@ -7,7 +7,6 @@ from lightning_moe_ckpt.parallel._collectives import global_grad_norm as global_
 from lightning_moe_ckpt.parallel._collectives import ordered_all_reduce as ordered_all_reduce
 from lightning_moe_ckpt.parallel._collectives import ordered_hook as ordered_hook
 from lightning_moe_ckpt.parallel._collectives import plain_all_reduce as plain_all_reduce
-from lightning_moe_ckpt.parallel._door import closed_doors as closed_doors
 from lightning_moe_ckpt.parallel._elastic import init_fresh_process_group as init_fresh_process_group
 from lightning_moe_ckpt.parallel._elastic import restart_is_likely as restart_is_likely
 from lightning_moe_ckpt.parallel._elastic import shares_agent_store as shares_agent_store
@@ -20,4 +19,5 @@ from lightning_moe_ckpt.parallel._groups import build_groups as build_groups
 from lightning_moe_ckpt.parallel._groups import check_ep_size as check_ep_size
 from lightning_moe_ckpt.parallel._groups import current_groups as current_groups
 from lightning_moe_ckpt.parallel._groups import set_current_groups as set_current_groups
+from lightning_moe_ckpt.parallel._listeners import closed_listeners as closed_listeners
 from lightning_moe_ckpt.parallel._reducer import GradientReducer as GradientReducer

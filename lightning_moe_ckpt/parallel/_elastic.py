@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.parallel._door import closed_doors
+from lightning_moe_ckpt.parallel._listeners import closed_listeners
 
 _PREFIX = "lightning_moe_ckpt/incarnation"
 _POLL_SECONDS = 0.01
@@ -80,7 +80,7 @@ def init_fresh_process_group(backend: str, *, rank: int, world_size: int, timeou
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     shared = PrefixStore(_PREFIX, TCPStore(host, port, is_master=False, timeout=timeout))
     store = _serve(shared, host, world_size, timeout) if rank == 0 else _ask(shared, rank, timeout)
-    with closed_doors() if backend == "gloo" else nullcontext():
+    with closed_listeners() if backend == "gloo" else nullcontext():
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.parallel._door import closed_doors
+from lightning_moe_ckpt.parallel._listeners import closed_listeners
 
 GroupName = Literal[
     "world",
@@ -154,14 +154,14 @@ def build_groups(
     ]
     new = _Maker(rank, everyone, timeout)
     groups = placed.groups
-    with closed_doors() if dist.get_backend() == "gloo" else nullcontext():
+    with closed_listeners() if dist.get_backend() == "gloo" else nullcontext():
         groups["world"] = _world()
         groups["expert"], groups["expert_data"] = new.part("expert"), new.part("expert_data")
         groups["stage"] = groups["world"]
         if num_stages > 1:
             groups["stage"], groups["pipeline"] = new.part("stage"), new.part("pipeline")
         groups["reduce"] = new.own("reduce")
-    with closed_doors():
+    with closed_listeners():
         groups["control"] = groups["stage_control"] = new.own("control", backend="gloo")
         groups["replicate"] = new.own("replicate", backend="gloo")
         if num_stages > 1:

@@ -36,7 +36,7 @@ from lightning_moe_ckpt.parallel import (
     ParallelGroups,
     broadcast_tensors,
     build_groups,
-    closed_doors,
+    closed_listeners,
     expert_parallel_fqns,
     expert_parallel_modules,
     global_grad_norm,
@@ -178,7 +178,7 @@ class MoEStrategy(PipelinedStrategy):
         if supervised is not None and self._fits:
             supervised.fits += 1
         self._join_fresh_store()
-        with self._closed_doors():
+        with self._closed_listeners():
             super().setup_distributed()
         self.groups = _groups_of_this_process(self._sizes, self.timeout)
         set_current_groups(self.groups)
@@ -271,7 +271,7 @@ class MoEStrategy(PipelinedStrategy):
             store = supervised.rejoin(self.timeout.total_seconds())
             store.set_timeout(limit)
             supervised.watch(abort.abort)
-            with self._closed_doors():
+            with self._closed_listeners():
                 dist.init_process_group(self._backend, store=store, rank=rank, world_size=world_size, timeout=limit)
             groups = build_groups(self.expert_parallel, limit, num_stages=self.pipeline_parallel)
         for group in {dist.group.WORLD, *groups.groups.values()}:
@@ -291,12 +291,12 @@ class MoEStrategy(PipelinedStrategy):
     def _backend(self) -> str:
         return self.process_group_backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
 
-    def _closed_doors(self) -> AbstractContextManager[None]:
+    def _closed_listeners(self) -> AbstractContextManager[None]:
         """Return a context for making the default group: only ranks can connect, and the store stays reachable."""
         environment = self.cluster_environment
         if environment is None or self._backend != "gloo":
             return nullcontext()  # NCCL connects when it likes
-        return closed_doors(open_ports={environment.main_port})
+        return closed_listeners(open_ports={environment.main_port})
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -48,7 +48,7 @@ class Fed(Variant):
 
     @override
     def fit_options(self, life: Attempt) -> dict[str, Any]:
-        return {"datamodule": Asked(self)} if self.feed == "asked" else {}
+        return {"datamodule": CountingData(self)} if self.feed == "asked" else {}
 
     @override
     def loaders(self, life: Attempt) -> tuple[Any, Any]:
@@ -86,7 +86,7 @@ class Drawing(VariantModule):
         return configured
 
 
-class Asked(LightningDataModule):
+class CountingData(LightningDataModule):
     """Counts how often it is asked for loaders, once in state of its own, and gives other ones each time."""
 
     def __init__(self, setup: Fed) -> None:

@@ -35,7 +35,7 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 @contextmanager
-def closed_doors(*, open_ports: Collection[int] = ()) -> Iterator[None]:
+def closed_listeners(*, open_ports: Collection[int] = ()) -> Iterator[None]:
     """Close the listening sockets of every gloo group that is made in this context, on this rank.
 
     Args:
@@ -48,7 +48,7 @@ def closed_doors(*, open_ports: Collection[int] = ()) -> Iterator[None]:
         return
     for inode, (descriptor, port) in listening().items():
         if inode not in before and port not in open_ports:
-            _close_door(descriptor, port)
+            _drop_connections(descriptor, port)
 
 
 def listening() -> dict[int, tuple[int, int]]:
@@ -72,10 +72,10 @@ def listening() -> dict[int, tuple[int, int]]:
     return found
 
 
-def _close_door(descriptor: int, port: int) -> None:
+def _drop_connections(descriptor: int, port: int) -> None:
     program = ctypes.create_string_buffer(_DROP_ALL)
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as door:
-            door.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
+        with socket.socket(fileno=os.dup(descriptor)) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
     except OSError as error:
         log.info("port %d goes on listening after its process group is whole: %s", port, error)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from launcher import run_world
 
 from lightning_moe_ckpt.parallel import build_groups
-from lightning_moe_ckpt.parallel._door import closed_doors, listening
+from lightning_moe_ckpt.parallel._listeners import closed_listeners, listening
 
 STRANGERS = 400
 ROOM = 200
@@ -76,7 +76,7 @@ def test_only_what_began_to_listen_meanwhile_is_closed() -> None:
         stay = socket.create_server(("127.0.0.1", 0))
         kept = stay.getsockname()[1]
         stay.close()
-        with closed_doors(open_ports={kept}):
+        with closed_listeners(open_ports={kept}):
             made.append(stack.enter_context(socket.create_server(("127.0.0.1", 0))))
             made.append(stack.enter_context(socket.create_server(("127.0.0.1", kept))))
         assert connected([before.getsockname()[1]], 1) == 1
