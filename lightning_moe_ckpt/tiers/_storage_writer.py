@@ -142,7 +142,7 @@ class PersistWorker(TierWorker):
             return (), ()
         if len(marker.steps) != 1 or not (base.missing or self._twofold):
             return (), ()  # A marker of several steps has no states of one step to reference.
-        bad = job.announced.bad
+        bad = job.request.bad
         referenced = carry_forward(marker, base.missing, bad)
         gone = {record.operator for _, record in full_records(marker)} & base.missing
         gone -= {record.operator for each in referenced for record in each.segment.records}
@@ -170,13 +170,13 @@ class PersistWorker(TierWorker):
                 self._store.commit(marker, timeout=self._commit_timeout, cancelled=lambda: not self._wanted(job))
             except Corrupt:
                 # The next generation would reference the same records, and be refused for the same reason.
-                self.lost_base = job.announced.base is not None
+                self.lost_base = job.request.base is not None
                 raise
             self._retain(job.generation)
         self._bases[job.generation] = marker
         # The generation agreed on may be older than many that are whole here: other ranks may have failed at those.
-        agreed = {self._agreed, *job.announced.follows}
-        agreed.add(None if job.announced.base is None else job.announced.base.generation)
+        agreed = {self._agreed, *job.request.follows}
+        agreed.add(None if job.request.base is None else job.request.base.generation)
         for oldest in sorted(self._bases.keys() - agreed)[:-_BASES]:
             del self._bases[oldest]
         nbytes = sum(entry.nbytes for entry in job.entries)

@@ -119,11 +119,11 @@ class WriteJob:
     @property
     def generation(self) -> GenerationId:
         """Name of the generation."""
-        return self.announced.generation
+        return self.request.generation
 
     def is_whole(self) -> bool:
         """Return whether all segments are here, or none will come any more."""
-        return self.abandoned or self.handed_over == self.announced.num_segments
+        return self.abandoned or self.handed_over == self.request.num_segments
 
 
 class TierWorker(ABC):
@@ -225,7 +225,7 @@ class TierWorker(ABC):
         with self._changed:
             return generation not in self._jobs and generation not in self._complete
 
-    def begin(self, announced: WriteRequest) -> None:
+    def begin(self, request: WriteRequest) -> None:
         """Begin a generation; `add` brings its segments."""
         with self._changed:
             assert request.generation not in self._jobs, f"{request.generation} was begun before"
