@@ -11,7 +11,7 @@ from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.native import CopyEngine
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery import Frozen, Replay
-from lightning_moe_ckpt.session._report import require
+from lightning_moe_ckpt.session._report import expect
 from lightning_moe_ckpt.snapshot import WindowLayout
 
 log = rank_logger(__name__)
@@ -68,7 +68,7 @@ class Repeats:
         Returns:
             The original run's start half of the boundary.
         """
-        replay = require(self.replay)
+        replay = expect(self.replay)
         self.steps += 1
         self.mismatches += not replay.matches(step, losses, known)
         replay.load(step)
@@ -87,7 +87,7 @@ class Repeats:
             all_agree: asks all replaying ranks.
             disturbed: whether the loaded state may have changed without a trace.
         """
-        require(self.unsettled).reconcile(all_agree, disturbed=disturbed)
+        expect(self.unsettled).reconcile(all_agree, disturbed=disturbed)
         self.unsettled = None
 
     def waive_reconciling(self) -> None:

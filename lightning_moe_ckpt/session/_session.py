@@ -28,14 +28,7 @@ from lightning_moe_ckpt.recovery import RestoreSource, ResumeRequest, RunOpener,
 from lightning_moe_ckpt.session._chain import Capture, capture_session
 from lightning_moe_ckpt.session._dense import DenseCapture, DenseTurns
 from lightning_moe_ckpt.session._repeats import Repeats
-from lightning_moe_ckpt.session._report import (
-    Report,
-    capture_figures,
-    found_figures,
-    log_figures,
-    require,
-    tier_figures,
-)
+from lightning_moe_ckpt.session._report import Report, capture_figures, expect, found_figures, log_figures, tier_figures
 from lightning_moe_ckpt.session._tiers import Tiers, build_on_stored, make_ring, report_failures
 from lightning_moe_ckpt.snapshot import Averages, Copies, Identity, StateView, WindowLayout, describe_stages, log_plan
 from lightning_moe_ckpt.tiers import (
