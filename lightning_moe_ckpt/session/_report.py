@@ -100,7 +100,14 @@ class Report:
     def empty(cls) -> Report:
         """Return the report of a fit that ended before it began."""
         overhead = Overhead(
-            target=None, hooks=0.0, tiers={}, recent=0.0, gap_steps=0, rest_seconds={}, start_seconds=0.0, end_seconds=0.0
+            target=None,
+            hooks=0.0,
+            tiers={},
+            recent=0.0,
+            gap_steps=0,
+            rest_seconds={},
+            start_seconds=0.0,
+            end_seconds=0.0,
         )
         values: dict[str, Any] = {"int": 0, "float": 0.0, "tuple[str, ...]": (), "Overhead": overhead}
         wanted = {each.name: str(each.type) for each in fields(cls) if each.default is MISSING}
