@@ -88,7 +88,7 @@ class CaptureSession:
         """Memory of the newest capture."""
         self._sealing: int | None = None
         """Boundary for which `complete_seal` is due."""
-        self._beside, self._edits, self._data = Beside(), PassEdits(), DataAccess(params, self._before_data)
+        self._seal_thread, self._edits, self._data = CallThread(), PassEdits(), DataAccess(params, self._before_data)
         self._accesses = 0
         """Accesses to `.data` before the newest capture."""
         self._ticket: Ticket | None = None
@@ -104,7 +104,7 @@ class CaptureSession:
         """First boundary of the last window."""
         self._why = ""
         """Reason why the last window was spoiled on this rank."""
-        self.misses = MissedWindows()
+        self.missed_windows = MissedWindows()
         self.generations_complete = self.windows_skipped = self.segments_captured = self.nbytes_captured = 0
 
     @property
@@ -220,7 +220,7 @@ class CaptureSession:
             record = self._record_step(window, layout, slot)  # first: gradients go sooner than the changed parameters
             pending = BoundaryCapture(writer, step, outcome, record)
         except UnsupportedOptimizer as error:  # the state's form has changed; said once
-            self._spoil(str(error), failed=self.misses.in_a_row == 0)
+            self._spoil(str(error), failed=self.missed_windows.in_a_row == 0)
             return
         self._pending, self._slot, self._ticket, self._accesses = pending, slot, pending.ticket, self._data.count
         self.segments_captured += 1
@@ -516,7 +516,7 @@ class CaptureSession:
                 self._ring = make()
             except (ConfigurationError, OSError) as error:
                 made = False
-                if self.misses.in_a_row == 0:  # else said already, and tried again at every window
+                if self.missed_windows.in_a_row == 0:  # else said already, and tried again at every window
                     self.failures.append(f"there is no memory for checkpoints: {error}")
         return self._exchange.all_agree(made)
 

@@ -62,9 +62,9 @@ class Lane:
     gathered: list[Window] = field(default_factory=list)
     """Differences to be stored together, pinned, oldest first."""
 
-    def vote(self, *, rests: bool) -> LaneVote:
+    def vote(self, *, resting: bool) -> LaneVote:
         # First: a failure is recorded before the worker is idle again.
-        idle = self.worker.idle and not rests
+        idle = self.worker.idle and not resting
         holds = gave_up = 0
         for index, each in enumerate(self.given):
             holds |= self.worker.holds(each) << index

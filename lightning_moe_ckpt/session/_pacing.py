@@ -116,7 +116,7 @@ class Overhead:
     """Share of hooks and tiers in the second half of training so far."""
     gap_steps: int
     """Least steps from one window's start to the next now; 0 for no limit."""
-    rests: dict[str, float]
+    rest_seconds: dict[str, float]
     """Seconds that each tier now rests between generations."""
     start_seconds: float
     """Seconds in hooks from the start of the fit to the first batch."""
@@ -249,7 +249,7 @@ class Governor:
         self._least_seconds, self._least_steps, self._clock = least_seconds, least_steps, clock
         self.gap_steps = 0
         """Least steps from one window's start to the next; the same on all ranks."""
-        self.rests = {worker.name: 0.0 for worker in self._workers}
+        self.rest_seconds = {worker.name: 0.0 for worker in self._workers}
         """Seconds that each tier rests after a generation; the same on all ranks."""
         self.resting: frozenset[str] = frozenset()
         """Tiers that rest here now."""
