@@ -68,7 +68,7 @@ class BoundaryState:
         }
 
     def restore(self, moment: Moment, start: Start, here: Mapping[str, Any] = _NOTHING) -> None:
-        """Restore entries due at a moment, except entries equal `here`: loading runs users' code, with side effects."""
+        """Restore entries due at a moment. Users' states equal `here` are not loaded: loading may have side effects."""
         for moments, restore in _TURNS:
             if moment in moments:
                 restore(self, start, here)

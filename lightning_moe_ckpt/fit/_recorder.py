@@ -9,10 +9,10 @@ workers and user hooks draw in between, and a new process draws at other moments
 
 A resumed process passes the same moments and restores the recorded state at each.
 
-Boundaries without a snapshot are passed over: their start half is taken only if the process stops there. Where no fetch
-can influence a later fetch, only the random state before the epoch's first fetch is taken. Boundaries inside a window
-are only ever replayed. Replay follows the stored decisions of hooks and draws by itself, so there, too, progress and
-random state are taken only if the process stops.
+Boundaries without a snapshot are passed over: their start half is taken only if the process stops there. If no fetch
+can influence a later fetch, only the random state before the epoch's first fetch is taken of such boundaries.
+Boundaries inside a window are only ever replayed. Replay follows the stored decisions of hooks and draws by itself, so
+there, too, progress and random state are taken only if the process stops.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class BoundaryRecorder:
         trainer, module: the fit's trainer and its module; the trainer's loops report the moments.
         skip_callbacks: callbacks without state in the journal (our own).
         parts: further state of a boundary, by name.
-        trained: the state of `requires_grad` and optimizer groups.
-        settings: settings of this start and of the stored run.
+        trained, settings: state of `requires_grad` and optimizer groups; settings of this start and of the stored run.
         layers: attributes recorded by one of the parts, as (name of a module, attribute).
         on_mismatch, among: see `DataRecord`.
         watched: generators and workers of loaders, watched since `setup`.
@@ -113,8 +112,7 @@ class BoundaryRecorder:
 
         Args:
             original: the original run's start half, if the step was replayed. It overrides decisions of validation and
-                other
-                hooks, because they see weights that are frozen or loaded too early.
+                other hooks, because they see weights that are frozen or loaded too early.
             needed: whether a snapshot is taken of this boundary; otherwise only a stop asks for its start half.
             replayed_only: whether only a stop asks for the fields from which a run resumes.
         """

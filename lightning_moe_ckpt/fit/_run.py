@@ -47,11 +47,10 @@ class FitSession:
     """Forward one trainer's hooks to the recorder of boundaries and to the process's `CheckpointSession`.
 
     Args:
-        config, policy: where checkpoints live and how to resume; snapshots of each step.
+        config, policy: where checkpoints live and how to resume; the snapshot of each step.
         trainer, module: as in `on_fit_start`: parameters are on their device and the optimizer exists.
         own_callbacks: callback classes without state in the journal.
-        watched: see `BoundaryRecorder`.
-        stop_grace, batches, on_change, on_mismatch: see `CheckpointArguments`.
+        watched, stop_grace, batches, on_change, on_mismatch: see `BoundaryRecorder` and `CheckpointArguments`.
     """
 
     resumed = False
@@ -273,9 +272,7 @@ class FitSession:
         self._disturbed = True  # hooks at the end and start of an epoch may change weights, through `.data` too
         self.session.repeats.freeze()
         self._release_files()
-        if not loads_again(
-            self._trainer
-        ):  # after a reload, the stop waits for the next fetch: only then are its draws recorded
+        if not loads_again(self._trainer):  # else the next fetch stops
             self._stop_if_agreed()
 
     @clocked

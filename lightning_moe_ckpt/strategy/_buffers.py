@@ -20,13 +20,7 @@ _PREFIX = "buffer/"
 
 
 class BufferSync:
-    """Keep a module's buffers equal; call `votes` before and `apply` after the gradient reduction's exchange.
-
-    Args:
-        module: the module with the buffers.
-        ignored: names of buffers that are left alone.
-        groups: this rank's place.
-    """
+    """Keep a module's buffers equal, except `ignored`; call `votes` before, `apply` after the reduction's exchange."""
 
     def __init__(self, module: nn.Module, ignored: Collection[str], groups: ParallelGroups) -> None:
         self._groups = groups

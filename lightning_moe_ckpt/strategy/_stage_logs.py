@@ -32,10 +32,9 @@ class StageLogs:
     """Losses and logged values of the batch under way.
 
     Args:
-        module: the module with the `log` in use.
+        module, metrics: the module with the `log` in use, and its metrics.
         exchange: exchange between the stages of this rank's pipeline.
         upstream: log with recorded answers, for a stage that repeats steps.
-        metrics: the module's metrics.
     """
 
     def __init__(

@@ -29,11 +29,7 @@ from lightning_moe_ckpt.parallel._upstream import UpstreamLog
 
 
 class StageMetrics:
-    """The metrics of a module in stages.
-
-    Args:
-        upstream: log with the metrics' values for a stage that repeats steps.
-    """
+    """The metrics of a module in stages; `upstream` has their values for a stage that repeats steps."""
 
     def __init__(self, upstream: UpstreamLog) -> None:
         self._upstream, self._is_local = upstream, False
@@ -70,11 +66,11 @@ class StageMetrics:
             self._is_local = before
 
     def value(self, metric: Metric, compute: Callable[[], Any]) -> Any:
-        """Return the value for all stages. Collective, unless this rank asks as part of its stage.
+        """Return a metric's value for all stages. Collective, unless this rank asks as part of its stage.
 
         Args:
             metric: this rank's metric.
-            compute: returns the metric's value over this stage's ranks, which it asks.
+            compute: returns its value over this stage's ranks. Collective over the stage.
         """
         # `forward` computes its own batch's value, without unsynchronising, until it has put the states back.
         if self._is_local or self._upstream.silent or not metric._should_unsync:  # noqa: SLF001

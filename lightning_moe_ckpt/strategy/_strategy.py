@@ -58,7 +58,8 @@ from lightning_moe_ckpt.strategy._state_dict import (
 log = rank_logger(__name__)
 
 _FORMING = timedelta(seconds=15)
-"""Limit for making a process group under a supervisor, once all ranks have come; gloo connects for up to 5 times it."""
+"""Limit for making a process group under a supervisor, once all ranks have come; gloo connects up to 5 times as
+long."""
 
 
 class MoEStrategy(PipelinedStrategy):
@@ -68,24 +69,20 @@ class MoEStrategy(PipelinedStrategy):
 
     Args:
         expert_parallel: Number of ranks that share one set of experts; divides the number of processes of a stage.
-            Modules
-            that shard experts (`MoELayer`) must be built in `LightningModule.configure_model`.
+            Modules that shard experts (`MoELayer`) must be built in `LightningModule.configure_model`.
         pipeline_parallel: Number of stages into which the model is cut; divides the number of processes. With several,
-            the
-            LightningModule has `configure_stage`, `split_batch` and `stage_loss` in place of `configure_model`,
+            the LightningModule has `configure_stage`, `split_batch` and `stage_loss` in place of `configure_model`,
             `training_step` and `validation_step`.
         micro_batches: Number of parts into which a batch is cut for the pipeline; divides the batch size. With
-            ``"1f1b"``
-            at least the number of stages.
+            ``"1f1b"`` at least the number of stages.
         schedule: ``"1f1b"`` keeps activations of at most as many micro-batches as there are stages, ``"gpipe"`` of all.
         localized_recovery: Whether only a dead rank's stage repeats steps, where this is exact; under `moe-ckpt run`
-            and
-            with pipeline stages. Otherwise all stages go back to the newest generation.
+            and with pipeline stages. Otherwise all stages go back to the newest generation.
         upstream_log_nbytes: Bytes of host memory per rank for copies of tensors across its stage's borders, from which
             neighbouring stages repeat; a number or text such as `4GiB`. If too small, all stages go back.
         gradient_reduction: ``"ordered"`` adds gradients in rank order, so a resumed run has the same bits as an
             uninterrupted run; ``"allreduce"`` leaves the order to the backend, faster on some networks, exact to
-                rounding.
+            rounding.
         bucket_nbytes: Bytes per message of the gradient reduction, a number or text such as `32MiB`.
         timeout: Limit for one collective operation: a `timedelta`, seconds, or text such as `10min`.
         process_group_backend: ``"gloo"`` or ``"nccl"``; by default the device's.

@@ -69,9 +69,8 @@ class InPlace:
     """The recoveries of one fit.
 
     Args:
-        trainer, module: as in `setup`.
-        supervisor: this process's supervisor.
-        own_callbacks: callback classes that are not part of the run.
+        trainer, module, supervisor: as in `setup`, and this process's supervisor.
+        own_callbacks: callback classes outside of the run.
         exact: see `StageAlone`.
         leave: closes the aborted run's `FitSession`, if there is one.
     """
@@ -275,7 +274,7 @@ APART: tuple[type, ...] = (Trainer, Strategy, Logger, Profiler)
 def tap_run(
     trainer: Trainer, meet: Callable[[Callable[[], Any]], Any], stage: Callable[[Callable[[], Any]], Any]
 ) -> Callable[[], None]:
-    """Let `meet` run the meeting of all ranks behind `on_fit_start`, once, and `stage` run everything behind it.
+    """Let `meet` run the meeting of all ranks behind `on_fit_start`, once, and `stage` the rest, sanity check included.
 
     Returns:
         A function that undoes this.

@@ -82,8 +82,8 @@ _MOVES = {
     RecoveryState.REPEATING: {RecoveryState.JOINED, RecoveryState.TRAINING},
     RecoveryState.WAITING: {RecoveryState.JOINED, RecoveryState.TRAINING},
 }
-"""`decide` moves to JOINED, `_feed` from there, `_meet` to TRAINING, as do `_give_up` and `ended`: all go on in
-place."""
+"""`decide` moves to JOINED, `_feed` from there, `_meet` to TRAINING, like `_give_up` and `ended` (recovery in
+place)."""
 
 
 class Supervisor(Protocol):
@@ -101,7 +101,7 @@ class Supervisor(Protocol):
         """Note that the main thread has come to `step`; a long silence from here on is a hang."""
 
     def pause(self, *, aborted: bool = False) -> None:
-        """Note that the time behind a step that has ended or was aborted is unlimited."""
+        """Note that the time behind an ended or aborted step is unlimited."""
 
     def call_off(self, why: str) -> None:
         """End this incarnation for all ranks without replacing any of them."""
@@ -176,11 +176,11 @@ class Decision:
 
     @property
     def repeating(self) -> list[int]:
-        """Stages that repeat steps."""
+        """Repeating stages, failed or going on."""
         return sorted({*self.failed, *self.going})
 
     def taken(self, stage: int) -> int:
-        """Return the steps taken by a stage that stays."""
+        """Return the steps taken by a surviving stage."""
         return self.going.get(stage, self.step)
 
     def segment(self, stage: int) -> range:
@@ -212,12 +212,11 @@ class StageAlone:
     """This rank's part in recoveries of single stages.
 
     Args:
-        trainer, module: as in `setup`.
-        own_callbacks: callback classes that are not part of the run.
+        trainer, module, supervisor: as in `setup`, and this process's supervisor.
+        own_callbacks: callback classes outside of the run.
         exact: whether stored state leads back to the same bits, and batches can be fetched again.
         join: joins the other ranks again, and calls `decide`.
         confirm: raises an error again unless another rank has failed.
-        supervisor: this process's supervisor.
     """
 
     def __init__(
@@ -249,7 +248,7 @@ class StageAlone:
         self._has_said_size = False
         self._joined_at = 0.0
         self._attempt: StepUndo | None = None
-        """State that the newest step may change."""
+        """State held for undoing the newest step."""
         self._segment, self._target = range(0), -1
         """Stages of this stage's segment, and the step up to which they repeat; -1 if they do not."""
         self._live: Segment | None = None

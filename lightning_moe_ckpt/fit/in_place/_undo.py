@@ -34,18 +34,11 @@ from lightning_moe_ckpt.fit.objects._memento import Memento
 from lightning_moe_ckpt.snapshot import DataAccess, versions
 
 MOST_ITEMS = 1000
-"""Longest container of the user's that is looked into in every step, in items."""
+"""Longest user's container, in items, that is looked into in every step."""
 
 
 class StepUndo:
-    """The state that a step may change, held as the step begins.
-
-    Args:
-        trainer, module: trainer and module of the step.
-        run: this process's session.
-        batch: the step's batch.
-        accesses: counter of uses of `.data` of the module's parameters.
-    """
+    """State that a step may change, held at its begin; `accesses` counts uses of `.data` of the module's parameters."""
 
     def __init__(
         self, trainer: Trainer, module: LightningModule, run: FitSession, batch: Any, accesses: DataAccess

@@ -178,7 +178,6 @@ def _go_on_csv(logger: CSVLogger, folder: Path) -> LineCounts:
 
 
 def _cut_torn_row(path: Path) -> None:
-    """Remove an incomplete last line."""
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if whole != content:

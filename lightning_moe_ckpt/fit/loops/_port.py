@@ -56,7 +56,7 @@ class OneProcess(_SubprocessScriptLauncher):
 
 
 def keep_threads(launcher: object) -> None:
-    """Limit torch's threads to the process's number when a Trainer function is called.
+    """Keep torch's threads at most at their number when a Trainer function is called.
 
     Lightning gives each process its share of the cores, whatever number the script has set, and whether or not torch
     counts two threads of a core as two: a small model's step then takes many times as long. Uses

@@ -57,7 +57,7 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 _MOST_ITEMS, _MOST_PARTS = 100_000, 10_000
 """Longest searched container, of plain values and of objects; longer containers hold data."""
 COMPARED_NBYTES = 2**16
-"""Largest tensor on the host that is compared element by element: changes through `.data` leave no trace."""
+"""Largest tensor on the host, in bytes, compared element by element: changes through `.data` leave no trace."""
 CONTENT = "{}"
 """End of the names of entries for an object's content; other entries are attributes."""
 GONE = ("gone",)

@@ -51,7 +51,7 @@ class Values:
 
     Args:
         most_nbytes: limit for all changes together, in bytes.
-        untouched: names of attributes and objects that are left alone; `*` stands for anything.
+        untouched: names of attributes and objects to leave alone; `*` stands for anything.
         speaks: whether the log names objects that cannot be stored.
     """
 
@@ -77,7 +77,7 @@ class Values:
         self._taken: dict[str, Text] | None = None
         self._said: set[str] = set()
         self._pending: dict[str, Text] = {}
-        """Entries of owners that this process does not have yet."""
+        """Entries of owners still missing in this process."""
 
     def hold(
         self,
@@ -168,7 +168,7 @@ class Values:
             moved: result of `take`, in this process or an earlier process.
             of: first parts of owners' names; other owners are left as they are.
             forget_new: whether attributes added since then are deleted.
-            but: first parts of names that are left as they are.
+            but: first parts of names to leave alone.
         """
         self._look()
         nodes = {**self._kept, **self._roots, **{node.name: node for node in self._order}}
