@@ -58,8 +58,7 @@ from lightning_moe_ckpt.strategy._state_dict import (
 log = rank_logger(__name__)
 
 _FORMING = timedelta(seconds=15)
-"""Limit for making a process group under a supervisor, once all ranks have come; gloo connects up to 5 times as
-long."""
+"""Limit for making a process group under a supervisor, when all ranks have come; gloo may take it 5 times."""
 
 
 class MoEStrategy(PipelinedStrategy):

@@ -82,8 +82,7 @@ _MOVES = {
     RecoveryState.REPEATING: {RecoveryState.JOINED, RecoveryState.TRAINING},
     RecoveryState.WAITING: {RecoveryState.JOINED, RecoveryState.TRAINING},
 }
-"""`decide` moves to JOINED, `_feed` from there, `_meet` to TRAINING, like `_give_up` and `ended` (recovery in
-place)."""
+"""`decide` moves to JOINED, `_feed` from there, `_meet` to TRAINING; `_give_up`, `ended` too, to recover in place."""
 
 
 class Supervisor(Protocol):
