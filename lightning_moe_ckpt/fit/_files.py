@@ -68,7 +68,7 @@ class CheckpointFiles:
         self._suspects = True
 
     def asks_as_resumed(self) -> None:
-        """Agree with all ranks on existing files even in processes that never had to resume."""
+        """Decide on all ranks together which files exist, as after a resume, also in processes that never resumed."""
         self._resumed = True
 
     def take(self) -> FilesState:

@@ -197,7 +197,7 @@ def _not_users(owner: object) -> frozenset[str]:
 
 @functools.cache
 def _set_by_library(kind: type) -> frozenset[str]:
-    """Return names of attributes that library classes with a state of their own set in subclasses' instances."""
+    """Return attributes set in a user's subclass by library base classes that have a `state_dict`."""
     bases = [each for each in kind.__mro__ if is_library(each) and each not in (Callback, LightningDataModule)]
     if not any("state_dict" in vars(base) for base in bases):
         return frozenset()

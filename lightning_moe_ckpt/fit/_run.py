@@ -197,7 +197,7 @@ class FitSession:
         return put_back
 
     def raise_broken(self) -> None:
-        """Raise the exception by which the session failed between two steps beside another rank's failure, if any."""
+        """Raise the exception that was put off between two steps, if there is one; see `_put_off`."""
         if self._broken is not None:
             raise self._broken
 

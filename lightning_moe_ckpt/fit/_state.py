@@ -300,7 +300,7 @@ class Trained:
 
 
 def _put_in_order(entries: dict[Any, Any], first: Sequence[Any]) -> None:
-    """Move these keys to a dictionary's front, in place."""
+    """Move the keys in `first` to a dictionary's front, in place and in their order."""
     if not all(map(is_, entries, first)):
         items = {key: entries[key] for key in first} | dict(entries)
         entries.clear()

@@ -133,14 +133,14 @@ class Where(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """The answer to a failure, the same on all ranks."""
+    """Stages that repeat steps after a failure, and up to which step; the same on all ranks."""
 
     failed: tuple[int, ...]
     """Stages that begin to repeat steps."""
     step: int
     """Number of taken steps: stages repeat up to there."""
     going: Mapping[int, int] = field(default_factory=dict)
-    """Steps taken by each stage that repeats already and goes on, by stage."""
+    """Steps taken, by stage, of stages that were repeating already and go on."""
 
     @classmethod
     def of(cls, rows: Sequence[Where], groups: ParallelGroups) -> Decision | str:
@@ -266,7 +266,7 @@ class StageAlone:
     # -- after all ranks have joined
 
     def decide(self) -> None:
-        """Agree on the answer to the failure for which groups were made anew. Collective."""
+        """Agree on stages to repeat steps after a failure, once groups were made anew; see `Decision`. Collective."""
         exchange, upstream = Exchange(self._strategy.groups), self._log
         between = upstream.silent or (upstream.apart and self._place is StepPosition.ELSEWHERE)
         here = Where(int(self._possible), self._place, self._taken, int(self._has_generation))

@@ -55,7 +55,7 @@ def epochs_of(trainer: Trainer) -> list[int | None]:
 
 
 def set_epochs(trainer: Trainer, epochs: Sequence[int | None]) -> None:
-    """Tell these data sets their epochs."""
+    """Tell data sets of other packages the epochs returned by `epochs_of`."""
     for each, epoch in zip(loaders_of(trainer), epochs, strict=False):  # the user may have other loaders now
         if epoch is not None and hasattr(each.dataset, "set_epoch"):
             each.dataset.set_epoch(epoch)

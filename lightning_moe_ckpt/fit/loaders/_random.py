@@ -287,7 +287,7 @@ _MOST = 1_000
 _STATE_NBYTES = 2**13
 
 NO_FETCHES: dict[str, Any] = {"states": {}, "restarts": {}}
-"""Entry for journals without one."""
+"""Default for journals without an entry of fetches."""
 
 
 class FetchLog:

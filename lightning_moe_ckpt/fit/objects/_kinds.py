@@ -138,7 +138,7 @@ class Node:
         return self.why != last
 
     def compare(self, *, always: Collection[str] = ()) -> None:
-        """Note differences from the reference, or become the reference; entries in `always` differ always."""
+        """Note entries that differ from the reference; the first call sets it. Entries in `always` always differ."""
         if not self.is_new and not self.first:
             self.first = {end: NEW if f"{self.name}{end}" in always else text for end, text in self.now.items()}
             self._first_why = {end: set(why) for end, why in self.why.items()}
@@ -495,7 +495,7 @@ def may_make(kind: type, cls: type[Node]) -> bool:
 
 
 def same(first: Text, now: Text) -> bool:
-    """Return whether two descriptions are equal in type and bits; descriptions with tensors or arrays, if identical."""
+    """Return whether two descriptions are equal in type and bits; except containers', objects' must be identical."""
     if isinstance(first, dict) and first["kind"] not in FILLED_LAST:
         return first is now
     return same_text(first, now)

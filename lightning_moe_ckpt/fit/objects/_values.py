@@ -417,7 +417,7 @@ class _Parts:
         self._first = list(map(_GET, self._get, self._values))
 
     def moved(self) -> dict[str, object]:
-        """Return parts with an attribute that is new or another object; cheap per part if there are none."""
+        """Return parts with an added, removed or replaced attribute, by name; fast if there are none."""
         return dict(self._moved(0, len(self._names)))
 
     def _moved(self, start: int, stop: int) -> Iterator[tuple[str, object]]:
