@@ -74,7 +74,7 @@ class PersistWorker(TierWorker):
         super().__init__(STORAGE, markers, on_complete=on_complete)
         self._store, self._rank = store, markers.rank
         self._retention = retention
-        self._commit_timeout, self._twofold = commit_timeout, frozenset(duplicated)
+        self._commit_timeout, self._duplicated = commit_timeout, frozenset(duplicated)
         self._bases: dict[GenerationId, RankMarker] = {}
         """This rank's markers of its newest stored generations; later partial generations reference their records."""
         self._agreed: GenerationId | None = None
@@ -140,7 +140,7 @@ class PersistWorker(TierWorker):
                     "it has only some experts, and storage has no whole generation of this run to take the others from."
                 )
             return (), ()
-        if len(marker.steps) != 1 or not (base.missing or self._twofold):
+        if len(marker.steps) != 1 or not (base.missing or self._duplicated):
             return (), ()  # A marker of several steps has no states of one step to reference.
         bad = job.request.bad
         referenced = carry_forward(marker, base.missing, bad)
