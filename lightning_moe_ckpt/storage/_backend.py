@@ -31,21 +31,21 @@ StorageOptions = Mapping[str, object]
 T = TypeVar("T")
 
 PATIENCE = timedelta(minutes=2)
-"""How long a failed operation is retried, so that a store can come back. Memory holds newer generations meanwhile."""
+"""Longest time that a failed operation is retried, so that a store can come back; memory has newer generations."""
 MIN_NBYTES_PER_SECOND = 4 * 2**20
-"""The slowest transfer that counts as alive."""
+"""Slowest transfer that counts as alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One stored object as a listing shows it."""
+    """One stored object in a listing."""
 
     key: str
     nbytes: int
 
 
 class Backend(Protocol):
-    """A place that keeps objects under slash-separated keys.
+    """Place that keeps objects under slash-separated keys.
 
     The main thread calls it at start, the persist thread afterwards. Calls may overlap, so an implementation must be
     thread safe. Views belong to the caller again as soon as a call returns or raises. Every failure of the medium is a
@@ -61,13 +61,13 @@ class Backend(Protocol):
         """Whether `create` refuses an existing key even in a race; probed by writing at first use."""
 
     def put(self, key: str, *views: bytes | memoryview) -> None:
-        """Store the concatenated views and replace an older object; durable and visible when this returns."""
+        """Store the concatenated views and replace an older object; durable and visible on return."""
 
     def create(self, key: str, data: bytes) -> None:
-        """Store a small object if the key is free, else raise `KeyExists`. Of several callers exactly one wins."""
+        """Store a small object if the key is free, else raise `KeyExists`. Exactly one of several callers succeeds."""
 
     def get(self, key: str) -> bytes:
-        """Read an object. Raises `KeyMissing`, or `Corrupt` if it is larger than an object of that name ever is."""
+        """Read an object. Raises `KeyMissing`, or `Corrupt` if the object is larger than its name allows."""
 
     def get_into(self, key: str, out: memoryview) -> None:
         """Fill `out` completely. Raises `KeyMissing`, or `Corrupt` if the object has another size."""
@@ -84,10 +84,10 @@ class Backend(Protocol):
         """List all complete objects whose key starts with `prefix`, sorted by key."""
 
     def delete(self, key: str) -> None:
-        """Remove an object; a missing one is no error. The removal need not survive a power cut."""
+        """Remove an object; a missing object is no error. The removal need not survive a power cut."""
 
     def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
-        """List what interrupted or running writes left under `prefix`, as far as the store tells; see `sweep`.
+        """List leftovers of interrupted or running writes under `prefix`, as far as the store tells; see `sweep`.
 
         Keys need not name objects. An unknown size is 0.
         """
@@ -95,7 +95,7 @@ class Backend(Protocol):
     def sweep(self, prefix: str) -> None:
         """Remove the unfinished writes under `prefix`, which `list` does not show.
 
-        A write that runs elsewhere may fail because of this with a `StorageError`, never silently; its retry succeeds.
+        A write in another process may then fail with a `StorageError`, never silently; its retry succeeds.
         """
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class Backend(Protocol):
 
 
 def expect_readable(key: str, nbytes: int, where: str, read_range: Callable[[str, int, memoryview], None]) -> None:
-    """Raise `Corrupt` if an object is too large to be read whole, before it is read.
+    """Raise `Corrupt` if an object is too large to be read whole, before any of it is read.
 
     Args:
         key: key of the object.
@@ -156,9 +156,9 @@ _INSIST_PAUSE_SECONDS = 0.05
 
 
 def insist(call: Callable[[], T]) -> T:
-    """Return what `call` returns, tried again for two seconds: for one of many requests that an operation consists of.
+    """Return the result of `call`, which is tried again for two seconds; for one request of an operation with many.
 
-    `Retrying` repeats whole operations, which would hardly ever succeed where a part of all requests fails.
+    `Retrying` repeats whole operations, which would hardly ever succeed if a share of all requests fails.
     """
     end, pause = time.monotonic() + _INSIST_SECONDS, _INSIST_PAUSE_SECONDS
     while True:
@@ -174,7 +174,7 @@ def insist(call: Callable[[], T]) -> T:
 
 
 def _refuses(key: str, create: Callable[[str, bytes], None], get: Callable[[str], bytes]) -> bool:
-    """Whether a second `create` leaves the object of the first.
+    """Return whether a second `create` leaves the first object.
 
     Stores disagree on the error, so the stored bytes decide. A request that failed for another reason is repeated.
     """
@@ -209,10 +209,10 @@ def probe_create(
 
 
 class Pace:
-    """Limits the bandwidth of one backend: every writer calls `wait` before each chunk.
+    """Limit one backend's bandwidth: every writer calls `wait` before each chunk.
 
-    Chunks of all threads get consecutive places on one time line, so together they stay below the rate. The wait
-    blocks only the writing thread and releases the GIL. `wait` also tells a running write that its backend was closed.
+    Chunks of all threads get consecutive places on one time line, so together they stay below the rate. The wait blocks
+    only the writing thread and releases the GIL. `wait` also ends a running write whose backend was closed.
 
     Args:
         bandwidth: bytes per second; `None` for no limit.
@@ -253,7 +253,7 @@ class Pace:
         self._closed.set()
 
     def _reserve(self, nbytes: int) -> float:
-        """Reserve a chunk's place and return the seconds until it may be written."""
+        """Reserve a chunk's place and return the seconds until the chunk may be written."""
         if self.bandwidth is None:
             return 0.0
         with self._turns:

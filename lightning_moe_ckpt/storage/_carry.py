@@ -1,11 +1,11 @@
-"""Choose what the next generation references: the two newest stored copies of every operator that it does not store.
+"""Choose the next generation's references: the two newest stored copies of every operator that it does not store.
 
-References stay flat: a marker names files that hold the bytes, never a generation that references in turn. So a partial
-generation needs only the older ones that hold the newest copy of some operator, however long the chain is. The second
+References stay flat: a marker names the files with the bytes, never a generation that references in turn. So a partial
+generation needs only the older generations with the newest copy of some operator, however long the chain is. The second
 copy is the spare: if the newest copy is damaged, a restore uses the spare.
 
-Source: PEC (2024), Sec. 3: a checkpoint of some experts is completed by the last one of each other expert. We differ in
-the second copy.
+Source: PEC (2024), Sec. 3: a checkpoint of some experts is completed by the last copy of each other expert. We differ
+in the second copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_moe_ckpt.storage._records import RankMarker
 _FULL = "full"
 
 BadCopies = Mapping[str, Collection[GenerationId]]
-"""Generations whose copy of an operator is damaged, by operator; includes the newest copy; equal on all ranks."""
+"""Generations with a damaged copy of an operator, by operator; includes the newest copy; equal on all ranks."""
 
 _NONE: BadCopies = MappingProxyType({})
 
@@ -29,20 +29,20 @@ _NONE: BadCopies = MappingProxyType({})
 def carry_forward(
     previous: RankMarker, lacking: Collection[str], bad: BadCopies = _NONE
 ) -> tuple[ReferencedEntry, ...]:
-    """Return what this rank's marker references in the generation after `previous`.
+    """Return the references of this rank's marker in the generation after `previous`.
 
     Whole operators are referenced, not single records: generations may cut an operator differently among ranks, but
-    each generation that has the operator has all of it.
+    each generation with the operator has all of it.
 
     Args:
-        previous: this rank's marker of one of the two newest committed generations, the same one on all ranks. These
-            two, and what they refer to, are never given up during a save.
-        lacking: names of the operators of which no rank stores a full record in the new generation.
+        previous: this rank's marker of one of the two newest committed generations, the same generation on all ranks.
+            These two, and their references, are never given up during a save.
+        lacking: names of the operators without a full record on any rank in the new generation.
         bad: damaged copies; the spare is referenced instead.
 
     Returns:
-        Full records of those operators that this rank stored or referenced in `previous`: one entry per file, oldest
-        first.
+        Full records of the lacking operators that this rank stored or referenced in `previous`: one entry per file,
+        oldest first.
 
     Raises:
         ValueError: `previous` is a window of several steps, so its records are not the state of one step.
@@ -56,7 +56,7 @@ def carry_forward(
 def carry_spares(
     previous: RankMarker, lacking: Collection[str], stored: Collection[str], bad: BadCopies = _NONE
 ) -> tuple[ReferencedEntry, ...]:
-    """Return the spares that this rank's marker names in the generation after `previous`.
+    """Return the spares in this rank's marker of the generation after `previous`.
 
     Args:
         previous: as in `carry_forward`; may be of an older generation if nothing is referenced.
@@ -82,13 +82,13 @@ def carry_spares(
 
 
 def full_records(marker: RankMarker) -> Iterator[tuple[SegmentEntry, RecordEntry]]:
-    """Yield every full record of a rank, with the file that holds it: own segments first, then referenced files."""
+    """Yield every full record of a rank with its file: own segments first, then referenced files."""
     files: Sequence[SegmentEntry] = [*marker.segments, *(each.segment for each in marker.referenced)]
     return ((file, record) for file in files for record in file.records if record.kind == _FULL)
 
 
 def _newest(previous: RankMarker) -> list[ReferencedEntry]:
-    """Return the files with the newest copies: the referenced ones, then the marker's own."""
+    """Return the files with the newest copies: referenced ones, then the marker's. Refuses several steps."""
     if len(previous.steps) != 1:
         raise ValueError(
             f"`carry_forward({previous.generation})`: it is a window of {len(previous.steps)} steps; only dense and "
@@ -99,7 +99,7 @@ def _newest(previous: RankMarker) -> list[ReferencedEntry]:
 
 
 def _only(entries: Iterable[ReferencedEntry], wanted: Callable[[str, GenerationId], bool]) -> Iterator[ReferencedEntry]:
-    """Yield the entries with only those full records whose operator is `wanted` from that generation."""
+    """Yield the entries with only those full records whose operator is `wanted` from their generation."""
     for each in entries:
         names = {record.operator for record in each.segment.records if record.kind == _FULL}
         chosen = {name for name in names if wanted(name, each.generation)}

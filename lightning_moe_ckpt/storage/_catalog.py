@@ -27,15 +27,15 @@ from lightning_moe_ckpt.storage._records import Commit, RankMarker, StoredMarker
 
 @dataclass(slots=True)
 class Contents:
-    """The stored objects of one generation."""
+    """Stored objects of one generation."""
 
     generation: GenerationId
     sizes: dict[str, int] = field(default_factory=dict)
     """Bytes by key."""
     ranks: set[int] = field(default_factory=set)
-    """Ranks whose marker is there."""
+    """Ranks with a stored marker."""
     committed: bool = False
-    """Whether there is a `_COMMITTED`, readable or not."""
+    """Whether there is a `_COMMITTED` object, readable or not."""
 
 
 Catalog = Mapping[GenerationId, Contents]
@@ -57,10 +57,10 @@ def read_catalog(backend: Backend, prefix: str = SNAP_PREFIX) -> Catalog:
 
 
 def read_commit(backend: Backend, generation: GenerationId, run_id: str | None = None) -> Commit:
-    """Read a manifest and check that it is this generation's, and this run's if there is a `run_id`.
+    """Read a manifest and check that it is this generation's, and this run's if `run_id` is given.
 
     Raises:
-        Corrupt: the manifest is not what was written, or belongs elsewhere.
+        Corrupt: the manifest is damaged, or belongs to another generation or run.
         KeyMissing: the manifest was deleted.
     """
     key = commit_key(generation)
@@ -71,9 +71,9 @@ def read_commit(backend: Backend, generation: GenerationId, run_id: str | None =
 
 
 def run_reader(backend: Backend) -> Callable[[GenerationId], str | None]:
-    """Return a function that says which run wrote a generation, `None` if its manifest is damaged or missing.
+    """Return a function from a generation to its run's name, `None` if the manifest is damaged or missing.
 
-    It reads each manifest once, and raises `StorageError` if the medium fails.
+    The function reads each manifest once, and raises `StorageError` if the medium fails.
     """
     read = cache(lambda generation: read_commit(backend, generation).run_id)
 
@@ -87,11 +87,11 @@ def run_reader(backend: Backend) -> Callable[[GenerationId], str | None]:
 
 
 def read_marker(backend: Backend, generation: GenerationId, rank: int) -> StoredMarker:
-    """Read a marker and check that it is this generation's and rank's.
+    """Read a marker and check its generation and rank.
 
     Raises:
-        Corrupt: it is not what was written, or belongs elsewhere.
-        KeyMissing: it was deleted.
+        Corrupt: the marker is damaged, or belongs to another generation or rank.
+        KeyMissing: the marker was deleted.
     """
     key = marker_key(generation, rank)
     data = backend.get(key)
@@ -115,16 +115,16 @@ def read_committed_marker(backend: Backend, commit: Commit, rank: int) -> RankMa
 
 
 def missing_objects(marker: RankMarker, contents: Contents) -> list[str]:
-    """Return the keys of files that a marker names and the listing lacks, or shows with another size."""
+    """Return the keys of the marker's files that the listing lacks, or shows with another size."""
     return [each.key for each in marker.segments if contents.sizes.get(each.key) != each.nbytes]
 
 
 def missing_parts(commit: Commit, contents: Contents) -> str | None:
-    """Return what the listing lacks of a committed generation; `None` if all is there."""
+    """Return a text on a committed generation's missing parts in the listing; `None` if all are there."""
     absent = sorted(set(range(commit.world_size)) - contents.ranks)
     if absent:
         return f"markers of ranks {absent[:8]} are missing"
-    # A window that was given up may have left segments of other steps beside a generation of its last step.
+    # An abandoned window may have left segments of other steps beside a generation of its last step.
     steps = {key: parse_data_name(key.rpartition("/")[2]) for key in contents.sizes}
     nbytes = sum(size for key, size in contents.sizes.items() if steps[key] in commit.steps)
     if nbytes != commit.nbytes:
@@ -133,7 +133,7 @@ def missing_parts(commit: Commit, contents: Contents) -> str | None:
 
 
 def delete_generation(backend: Backend, contents: Contents) -> None:
-    """Delete a generation with its leftovers, manifest first, so that readers never see a manifest without files."""
+    """Delete a generation with its leftovers, manifest first: readers must never see a manifest without files."""
     # The manifest, then markers, then segments.
     for key in sorted(
         contents.sizes, key=lambda key: (not key.endswith(f"/{COMMITTED}"), not key.endswith(".done"), key)
@@ -143,11 +143,11 @@ def delete_generation(backend: Backend, contents: Contents) -> None:
 
 
 _NAMED = 4
-"""Entries of a folder that a message names."""
+"""Entries of a folder named in a message."""
 
 
 def nothing_at(url: str) -> str:
-    """Return that there is no run, and of a folder what is there instead."""
+    """Return a message that there is no run at `url`, with the contents of a local folder."""
     folder = Path(url.removeprefix("file://"))
     if not url.startswith("file://"):
         return f"{url} holds no run. Check the URL."
@@ -170,7 +170,7 @@ def _named(names: Sequence[str]) -> str:
 
 
 def expect_folder(backend: Backend) -> None:
-    """Raise `NoUsableGeneration` if the path is that of a file, where a listing could only fail."""
-    # Not `Path.is_file`, which raises for a path that is too long; the listing then says that.
+    """Raise `NoUsableGeneration` if the path is a file, where a listing could only fail."""
+    # Not `Path.is_file`, which raises for a path that is too long; the listing reports that better.
     if backend.url.startswith("file://") and os.path.isfile(backend.url.removeprefix("file://")):  # noqa: PTH113
         raise NoUsableGeneration(nothing_at(backend.url))

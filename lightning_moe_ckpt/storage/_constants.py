@@ -1,9 +1,9 @@
 """Constants: parameters that training does not change, stored once and named by every generation.
 
-Files of constants are segments like any other. What describes them is a document with a line of records for each file, as a
-marker has. Both are named by their digest, and lie under the incarnation that wrote them: nobody else writes there, so what no
-generation names any more can go as soon as that incarnation is over. Generations name the description in their `policy`, under
-`CONSTANTS`, so those of later incarnations refer to it as those of its own do.
+Files of constants are segments like any other. Their description is a document with a line of records per file, as in a
+marker. Files and description are named by their digest, and lie under their incarnation: nobody else writes there, so
+constants that no generation names can go as soon as the incarnation is over. Generations name the description in their
+`policy`, under `CONSTANTS`; so do later incarnations' generations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_moe_ckpt.storage._json import Form, decode, digest_of, encode, ke
 from lightning_moe_ckpt.storage._names import CONST_PREFIX, GenerationId, const_key, parse_const_key
 
 CONSTANTS = "constants"
-"""In a policy, the key of the description of the constants that its generation has; absent without any."""
+"""Key of the constants' description in a policy; absent without constants."""
 
 
 class _Description(NamedTuple):
@@ -27,7 +27,7 @@ class _Description(NamedTuple):
 
 
 def put_constants(backend: Backend, generation: GenerationId, files: Sequence[SegmentEntry]) -> str:
-    """Store the description of files that are durable, and return its key."""
+    """Store the description of durable files, and return its key."""
     data = constants_bytes(files)
     key = const_key(generation, digest_of(data), "done")
     backend.put(key, data)
@@ -35,14 +35,14 @@ def put_constants(backend: Backend, generation: GenerationId, files: Sequence[Se
 
 
 def constants_bytes(files: Sequence[SegmentEntry]) -> bytes:
-    """Return what describes files of constants."""
+    """Return the description of files of constants."""
     lines = MarkerLines()
     document = encode(CONSTANTS, _form(lines).body(_Description(tuple(files))))
     return b"".join([document, *lines.written])
 
 
 def constants_in(data: bytes, where: str) -> tuple[SegmentEntry, ...]:
-    """Return the files that `constants_bytes` described. Raises `Corrupt`."""
+    """Return the files described by `constants_bytes`. Raises `Corrupt`."""
     end = data.find(b"\n") + 1
     lines = MarkerLines(data, end)
     described = decode(data[:end], _form(lines), kind=CONSTANTS, where=where)
@@ -51,11 +51,11 @@ def constants_in(data: bytes, where: str) -> tuple[SegmentEntry, ...]:
 
 
 def read_constants(backend: Backend, policy: Any) -> tuple[SegmentEntry, ...]:
-    """Return the files of constants that a generation with this policy refers to, each with its records.
+    """Return a policy's files of constants, each with its records; none if the policy names none.
 
     Raises:
-        Corrupt: what describes them is not what was written.
-        KeyMissing: it is gone.
+        Corrupt: the description is damaged.
+        KeyMissing: the description is gone.
     """
     key = policy.get(CONSTANTS)
     if key is None:
@@ -68,12 +68,12 @@ def read_constants(backend: Backend, policy: Any) -> tuple[SegmentEntry, ...]:
 
 
 def sweep_constants(backend: Backend, catalog: Catalog, *, incarnation: int) -> int:
-    """Delete constants that no manifest names, and return how many bytes they had.
+    """Delete constants that no manifest names, and return their bytes.
 
     Args:
-        backend: where they are.
-        catalog: generations that are stored; if some manifest cannot be read, nothing is deleted.
-        incarnation: whose constants stay, and those of later ones: they may be about to be named.
+        backend: storage of the run.
+        catalog: stored generations; if some manifest cannot be read, nothing is deleted.
+        incarnation: oldest incarnation whose constants stay: they may be about to be named.
     """
     places = [(each, place) for each in backend.list(CONST_PREFIX) if (place := parse_const_key(each.key)) is not None]
     old = [each for each, place in places if place[0] < incarnation]

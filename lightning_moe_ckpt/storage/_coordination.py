@@ -1,11 +1,11 @@
-"""The coordinator's part: what it finds at start, what it appends to the log, and how a generation becomes visible.
+"""Coordinate a run: read its state at start, append to the log, and make generations visible.
 
 A start that finds nothing begins a new run. So a loss must not look like an empty place: generations without a log, or
 a log whose generations are all gone, are reported. (The backend itself refuses links in place of folders.)
 
 A commit waits for every rank's marker, checks the markers against the listing, and publishes last: a reader that sees
-`_COMMITTED` must find every object, so that manifest is created last, and exclusively. Its bytes follow from the
-markers alone. If the same bytes are already there, the commit succeeded, whoever wrote them.
+`_COMMITTED` must find every object, so the manifest is created last, and exclusively. Its bytes follow from the markers
+alone. If the same bytes are already there, the commit succeeded, whoever wrote them.
 """
 
 from __future__ import annotations
@@ -93,15 +93,15 @@ def next_incarnation(history: History | None, run_log: Log, known: Collection[Ge
 
 @dataclass(slots=True)
 class Coordination:
-    """The coordinator's state: the log, its history, and the number of its own incarnation."""
+    """State of the coordinator: the log, its history, and the number of its own incarnation."""
 
     log: Log
     history: History
     run_of: Callable[[GenerationId], str | None]
-    """Returns the run that wrote a committed generation; `None` if unknown."""
+    """Returns the run of a committed generation; `None` if unknown."""
     incarnation: int | None = None
     figures: Callable[[], Mapping[str, object]] = dict
-    """Returns what the job tells of itself, JSON values, with every entry of its own; any thread may call it."""
+    """Returns the job's figures, JSON values, for every log entry of its own; any thread may call it."""
     offered: frozenset[GenerationId] = frozenset()
     lineage: Lineage | None = None
     """Lineage of our incarnation, as it began."""
@@ -109,7 +109,7 @@ class Coordination:
     """Generations with a manifest, readable or not, in the last listing."""
 
     def refresh(self) -> None:
-        """Read entries of other processes; after `open` they only mean that this process is fenced."""
+        """Read other processes' entries; after `open` they only mean that this process is fenced."""
         if self.incarnation is not None:
             self.catch_up()
             return
@@ -120,7 +120,7 @@ class Coordination:
 
     def open(self, resumed: GenerationId | None, known: Collection[GenerationId]) -> bool:
         incarnation = next_incarnation(self.history, self.log, known)
-        # Of the incarnations that began from the same step, those that stored nothing decide nothing.
+        # Among incarnations that began from the same step, those without stored generations decide nothing.
         floor = None if resumed is None else resumed.step
         stored = {(each.incarnation, each.nonce) for each in known}
         cuts = tuple(c for c in self.history.cuts if c.step != floor or (c.incarnation, c.nonce) in stored)
@@ -138,13 +138,13 @@ class Coordination:
         return True
 
     def catch_up(self) -> bool:
-        """Adopt entries that `moe-ckpt gc` appended; return whether there were any. Raises `Fenced` for others."""
+        """Adopt entries appended by `moe-ckpt gc`; return whether there were any. Raises `Fenced` for others."""
         news = self.log.news(self.history)
         self.history = news or self.history
         return news is not None
 
     def advance(self, history: History | None) -> bool:
-        """Append a watermark if there is a new one, or before the first commit; false if `moe-ckpt gc` was faster.
+        """Append a new watermark, or the entry before the first commit; return `False` if `moe-ckpt gc` was faster.
 
         If the process is killed before that commit, the markers of all ranks stay, and the next incarnation commits.
         """
@@ -179,17 +179,17 @@ def await_markers(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[StoredMarker]:
-    """Poll the listing until every rank's marker for this generation and plan is there, with all files it names.
+    """Poll the listing until every rank's marker for this generation and plan is there, with all its files.
 
-    It polls listings, never single keys: some stores remember for a while that a key was absent.
+    Listings are polled, never single keys: some stores remember for a while that a key was absent.
 
     Args:
-        backend: where the run is stored.
+        backend: storage of the run.
         own: the coordinator's marker; every other rank must agree with it.
-        timeout: how long to wait.
+        timeout: longest wait.
         cancelled: called between two listings; true ends the wait.
-        check_fence: called between two listings; raises `Fenced` if a later incarnation has begun, because that one may
-            have deleted the files.
+        check_fence: called between two listings; raises `Fenced` if a later incarnation has begun, which may have
+            deleted the files.
         clock: monotonic seconds, for tests.
         sleep: pause between two listings, for tests.
 
@@ -221,7 +221,7 @@ def await_markers(
 def _take(
     backend: Backend, own: RankMarker, rank: int, contents: Contents, markers: dict[int, StoredMarker]
 ) -> str | None:
-    """Add the marker of `rank` to `markers`; return what is missing, `None` if nothing is."""
+    """Add the marker of `rank` to `markers`; return the reason why it cannot be added yet, else `None`."""
     if rank in markers:
         return None
     if rank not in contents.ranks:
@@ -240,7 +240,7 @@ def _take(
 
 
 def complete_markers(backend: Backend, run_id: str, contents: Contents) -> list[StoredMarker]:
-    """Read all markers of a generation that every rank finished but its incarnation did not commit.
+    """Read all markers of a generation that its incarnation did not commit; the caller counts the ranks.
 
     Raises:
         Corrupt: a marker is damaged, belongs to another run, or names an object that is missing.
@@ -276,16 +276,16 @@ def publish(backend: Backend, stored: Sequence[StoredMarker], history: History) 
 
 
 def expect_needs(backend: Backend, history: History, commit: Commit, stored: Sequence[StoredMarker]) -> None:
-    """Check, before a generation becomes visible, that the files it references are committed and not given up.
+    """Check, before a generation becomes visible, that its referenced files are committed and not given up.
 
     Args:
-        backend: where the run is stored.
+        backend: storage of the run.
         history: state of the log.
         commit: the manifest that is about to be created.
         stored: markers of all ranks.
 
     Raises:
-        Corrupt: a referenced file was given up, was never committed, or is not what was written.
+        Corrupt: a referenced file was given up, was never committed, is gone, or has another size.
         StorageError: the medium failed.
     """
     if not commit.needs:

@@ -1,8 +1,8 @@
-"""Files that a marker names, and the records in them: one entry per tensor, in a line behind the marker's document.
+"""Files that a marker names, and their records: one entry per tensor, in a line behind the marker's document.
 
-A marker is one line of JSON about its segments, then one line of records per segment. The first line has length and
-digest of the others. So a commit over many ranks parses only first lines and digests the rest. From one generation to
-the next only the digests in a line of records change; its other text is encoded once per plan, and parsed on demand.
+A marker is one line of JSON about its segments, then one line of records per segment. The first line has the length and
+digest of each other line. So a commit over many ranks parses only first lines and digests the rest. From one generation
+to the next only the digests in a line of records change; its other text is encoded once per plan, and parsed on demand.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class RecordEntry:
     name: str
     """Tensor name in the safetensors file."""
     operator: str
-    """Operator the record belongs to; empty for the journal."""
+    """Operator of the record; empty for the journal."""
     kind: str
     """`RecordKind` value, or `journal`."""
     fqn: str
     """Parameter or buffer name; empty for the journal."""
     state_key: str
-    """Which tensor of the parameter's state: e.g. `param`, `exp_avg`; empty for the journal."""
+    """Tensor of the parameter's state, e.g. `param`, `exp_avg`; empty for the journal."""
     dtype: str
     """safetensors code, e.g. `BF16`."""
     global_shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class RecordEntry:
     numel: int
     """Elements in the interval."""
     offset: int
-    """From the start of the file, in bytes."""
+    """Bytes from the start of the file."""
     nbytes: int
     digest: str
     """Digest of the file's bytes `[offset, offset + nbytes)`."""
@@ -72,13 +72,13 @@ class RecordEntry:
 
 
 RECORD_COLUMNS = [column.name for column in fields(RecordEntry) if column.name != "digest"]
-"""Columns of a row in a line of records; the line has the digests in a separate list."""
+"""Columns of a row in a line of records; a separate list has the digests."""
 
 _ROW = attrgetter(*RECORD_COLUMNS)
 
 
 class RecordColumns(NamedTuple):
-    """The records of a file by column, a value for each record in all of them: objects for a million records take seconds."""
+    """Records of a file by column, a value per record: objects for a million records take seconds."""
 
     name: Sequence[str]
     operator: Sequence[str]
@@ -96,14 +96,14 @@ class RecordColumns(NamedTuple):
 
     @classmethod
     def of(cls, records: Sequence[RecordEntry]) -> RecordColumns:
-        """Return records by column; parsed as such where they come from a marker."""
+        """Return records by column; a marker's records are parsed as columns."""
         if isinstance(records, RecordTable):
             return records.columns
         columns: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in cls._fields}
         return cls(**columns)
 
     def by_offset(self) -> RecordColumns:
-        """Return the same in the order in which the records lie in the file."""
+        """Return the records in their order in the file."""
         if all(map(le, self.offset, self.offset[1:])):
             return self
         order = sorted(range(len(self.offset)), key=self.offset.__getitem__)
@@ -122,19 +122,19 @@ class RecordColumns(NamedTuple):
 
 
 class RecordTable(Sequence[RecordEntry]):
-    """The records of one segment, backed by a line of a marker; parsed on first access.
+    """Records of one segment, backed by a line of a marker; parsed on first access.
 
     Args:
-        parts: the stored bytes, with the newline, one behind the other: most of them are the same in every generation.
+        parts: stored bytes, with the newline, one behind the other: most parts are the same in every generation.
         where: key of the marker, for messages.
-        rows: what these are of, where they were made here.
+        rows: source of the parts if they were made here.
     """
 
     def __init__(self, *parts: bytes | memoryview, where: str = "records", rows: RecordRows | None = None) -> None:
         self.parts = parts
         self._where, self._rows = where, rows
         self.file_nbytes = MAX_INTEGER
-        """Size of the segment file; a record that ends beyond it is refused."""
+        """Bytes of the segment file; a record that ends beyond is refused."""
 
     @classmethod
     def of(cls, records: Sequence[RecordEntry]) -> RecordTable:
@@ -144,7 +144,7 @@ class RecordTable(Sequence[RecordEntry]):
 
     @property
     def line(self) -> bytes:
-        """Return the stored bytes, with the newline."""
+        """Stored bytes, with the newline."""
         return b"".join(self.parts)
 
     @overload
@@ -174,7 +174,7 @@ class RecordTable(Sequence[RecordEntry]):
 
     @cached_property
     def columns(self) -> RecordColumns:
-        """The records by column, checked. Raises `Corrupt` if the line does not hold records."""
+        """Records by column, checked. Raises `Corrupt` if the line does not hold records."""
         if self._rows is not None:
             said = bytes(self.parts[1]).decode("ascii")
             return self._rows.columns._replace(digest=said.split(_SEPARATOR.decode()) if said else [])
@@ -198,15 +198,15 @@ class RecordTable(Sequence[RecordEntry]):
 
 
 SpelledRows = tuple[Sequence[str], Sequence[tuple[int, int]]]
-"""JSON of the columns `RECORD_COLUMNS`, one per tensor, and offset and bytes of each in the file."""
+"""JSON of the columns `RECORD_COLUMNS`, a text per tensor, and each tensor's offset and bytes in the file."""
 
 
 class RecordRows:
-    """The records of a segment without digests: everything known before the bytes are final.
+    """Records of a segment without digests: everything known before the bytes are final.
 
     Args:
-        records: one per tensor; their digests are ignored. A function that spells them is called when they are first
-            needed, on the thread that needs them.
+        records: one record per tensor, with digests ignored; or a function that spells the records, called on first
+            need, on the thread in need.
     """
 
     def __init__(self, records: Sequence[RecordEntry] | Callable[[], SpelledRows]) -> None:
@@ -221,7 +221,7 @@ class RecordRows:
 
     @cached_property
     def columns(self) -> RecordColumns:
-        """The records by column, with empty digests: parsed once for all generations of a plan."""
+        """Records by column, with empty digests: parsed once for all generations of a plan."""
         rows = json.loads(self._spelled[1])
         return _read_columns(rows, [""] * len(rows), "records")
 
@@ -234,7 +234,7 @@ class RecordRows:
         return self.digested_with_file(segment)[0]
 
     def digested_with_file(self, segment: memoryview) -> tuple[RecordTable, str]:
-        """Return what `digested` does, and the digest of the file, in one pass over its bytes."""
+        """Return the result of `digested` and the digest of the file, in one pass over its bytes."""
         ranges, rows = self._spelled
         digests, whole = ranges.digest(segment, _SEPARATOR)
         return RecordTable(*_line(digests, rows), rows=self), whole
@@ -253,11 +253,11 @@ def _array(rows: Iterable[str]) -> bytes:
 
 
 _SEPARATOR = b'","'
-"""Between digests in a line of records."""
+"""Text between two digests in a line of records."""
 
 
 def _line(digests: bytes | memoryview, rows: bytes) -> tuple[bytes | memoryview, ...]:
-    """Return the parts of a line; lines of many records have many MB, which copying would hold the interpreter lock for."""
+    """Return the parts of a line, unjoined: copying many MB would hold the interpreter lock."""
     quote = b'"' if digests else b""
     return b'{"digests":[' + quote, digests, quote + b'],"rows":', rows, b"}\n"
 
@@ -282,7 +282,7 @@ _LINE: Form[tuple[list[str], list[list[Any]]]] = keys(
 
 
 def _read_columns(rows: Sequence[list[Any]], digests: Sequence[str], where: str) -> RecordColumns:
-    """Return rows by column. A restore reads every row, so nothing here is called for each of them from Python."""
+    """Return rows by column. A restore reads every row, so no Python function is called per row."""
     columns: list[Any] = list(zip(*rows, strict=True)) if rows else [()] * len(RECORD_COLUMNS)
     for name, column in zip(RECORD_COLUMNS, columns, strict=True):
         _CHECKS[name](column, f"{where}: {name}")
@@ -295,8 +295,8 @@ _SHAPES = RECORD_COLUMNS.index("global_shape")
 
 
 def _are_consistent(columns: RecordColumns, file_nbytes: int) -> bool:
-    """Return whether no record has a `_contradiction`; whole numbers of Python have no limit."""
-    # There are few sizes, and few shapes.
+    """Return whether no record has a `_contradiction`; Python's whole numbers have no limit."""
+    # There are few different sizes and shapes.
     sizes = set(zip(columns.dtype, columns.numel, columns.nbytes, strict=True))
     itemsizes = {code: itemsize_of(code) for code, _, _ in sizes}
     numels = {shape: prod(shape) for shape in set(columns.global_shape)}
@@ -310,7 +310,7 @@ def _are_consistent(columns: RecordColumns, file_nbytes: int) -> bool:
 
 
 def _contradiction(record: RecordEntry, file_nbytes: int) -> str | None:
-    """Return how a record contradicts itself or the file; `None` if it does not. Readers allocate by its sizes."""
+    """Return a record's contradiction in itself or with the file; `None` without one. Readers allocate by its sizes."""
     numel, itemsize = prod(record.global_shape), itemsize_of(record.dtype)
     if itemsize is None:
         return f"has the unknown type {record.dtype!r:.40}"
@@ -358,7 +358,7 @@ _CHECKS: dict[str, Callable[[Sequence[Any], str], None]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentEntry:
-    """One segment file as its rank wrote it."""
+    """One segment file as written by its rank."""
 
     step: int
     """Step boundary at which the file was captured."""
@@ -371,20 +371,20 @@ class SegmentEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferencedEntry:
-    """Records in a file of an older generation of the same rank, to which a generation refers."""
+    """Records in an older generation's file of the same rank, referenced by a generation."""
 
     generation: GenerationId
-    """The generation that the file belongs to; committed before the one that refers to it."""
+    """Generation of the file, committed before the referencing generation."""
     segment: SegmentEntry
     """The file as its own marker describes it, reduced to the referenced records."""
 
 
 class MarkerLines:
-    """The lines behind a marker's document: taken one after another when it is read, collected when it is written.
+    """Lines behind a marker's document: taken one after another on reading, collected on writing.
 
     Args:
         data: all bytes of the marker.
-        start: where the first line begins.
+        start: first byte of the first line.
     """
 
     def __init__(self, data: bytes = b"", start: int = 0) -> None:
@@ -394,13 +394,13 @@ class MarkerLines:
     def form(
         self, read: Callable[[memoryview, str], T], parts_of: Callable[[T], Sequence[bytes | memoryview]]
     ) -> Form[T]:
-        """Return the form of what is in the next line; the document has the line's length and digest."""
+        """Return the form of the next line's contents; the document has the line's length and digest."""
         return Form(
             lambda value, where: read(self._take(value, where), where), lambda value: self._put(parts_of(value))
         )
 
     def segment(self) -> Form[SegmentEntry]:
-        """Return the form of a file, whose records are in the next line."""
+        """Return the form of a file with its records in the next line."""
         records = self.form(
             lambda line, where: RecordTable(line, where=where), lambda records: RecordTable.of(records).parts
         )

@@ -2,8 +2,8 @@
 
 Only `pipe_file` writes: `open("wb")` publishes a partial file when an exception passes, or when an unclosed handle is
 collected. fsspec wants `bytes`, so a segment is copied once, in chunks that release the GIL in between. File systems
-without a deadline of their own (s3fs was seen hanging for minutes) are called in a daemon thread that is abandoned
-when time is up. A late success of such a call is harmless, because keys are never reused.
+without a deadline of their own (s3fs was seen hanging for minutes) are called in a daemon thread that is abandoned when
+time is up. A late success of such a call is harmless, because keys are never reused.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from lightning_moe_ckpt.storage._names import PROBE_PREFIX
 
 _CHUNK_NBYTES = 16 * 2**20
 _IN_PROCESS = {"memory", "file", "local"}  # these check, then write, so calls take turns; none hangs
-_MAX_PRUNED = 8  # others may remove an emptied folder as often, just when something is about to be written there
+_MAX_PRUNED = 8  # attempts: another process may remove an emptied folder just before a write to it
 _TURNS = threading.RLock()
 
 T = TypeVar("T")
 
 
 class FsspecBackend:
-    """Any fsspec URL. Thread safe; open it after a fork, because asynchronous file systems do not survive one."""
+    """Any fsspec URL. Thread safe; open it after a fork, because asynchronous file systems do not survive a fork."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class FsspecBackend:
         """Open the file system of `url`; nothing is read or written.
 
         Args:
-            url: where the objects go; `memory://` is seen by this process only.
+            url: place of the objects; `memory://` is seen by this process only.
             storage_options: arguments of the file system.
             timeout: limit of one call, without the time for its bytes.
             min_nbytes_per_second: slowest expected transfer, from which the time for bytes follows.
             bandwidth: bytes per second that `put` may write, as a mean over objects: an object is written in one call,
-                at the speed of the file system. `None` for no limit.
+                at the file system's speed. `None` for no limit.
 
         Raises:
             ConfigurationError: unknown scheme, missing package, or options the file system refuses.
@@ -89,7 +89,7 @@ class FsspecBackend:
         self._call("put", key, lambda path: self._pipe(path, body), nbytes=len(body))
 
     def create(self, key: str, data: bytes) -> None:
-        """Upload if the key is free. The store is asked first: many file systems cannot refuse, or take a failed question for no."""
+        """Upload if the key is free. A first look at the store is needed: many file systems cannot refuse."""
         if self._holds(key):
             raise KeyExists(f"create {key}: exists at {self.url}.")
         try:
@@ -120,7 +120,7 @@ class FsspecBackend:
     def list(self, prefix: str) -> list[Entry]:
         """List the directory part of `prefix`, past every listing cache; all of it, or an error.
 
-        Not by `find` or `walk`: they take a folder that cannot be listed for an empty one.
+        Not by `find` or `walk`, which take an unlistable folder for an empty one.
         """
         self._fs.invalidate_cache()
         found, folders = [], [prefix.rpartition("/")[0]]
@@ -160,7 +160,7 @@ class FsspecBackend:
 
     @cached_property
     def _has_folders(self) -> bool:
-        """Whether folders stay when they are emptied, and `rmdir` spares those that are not, as some do not; probed once."""
+        """Whether empty folders stay and `rmdir` spares non-empty ones; probed once."""
         folder = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
         self.put(f"{folder}/x", b"x")
         self._removes(folder)
@@ -194,7 +194,7 @@ class FsspecBackend:
         self._fs.pipe_file(path, body, **mode)
 
     def _size(self, path: str) -> int:
-        self._fs.invalidate_cache()  # all of it: many derive what they say of an object from a listing of its folder
+        self._fs.invalidate_cache()  # all of it: many derive an object's facts from a listing of its folder
         return int(self._fs.info(path)["size"])
 
     def _range(self, key: str, start: int, stop: int) -> bytes:
@@ -205,13 +205,13 @@ class FsspecBackend:
         return bytes(chunk)
 
     def _entries(self, folder: str) -> Sequence[tuple[str, Mapping[str, Any]]]:
-        """Return what is in a folder by key; nothing if it is not there, or was deleted since the one above was listed."""
+        """Return a folder's entries by key; none if it is missing, or was deleted since its parent was listed."""
         try:
             listed = self._call("list", folder, lambda path: self._fs.ls(path.rstrip("/"), detail=True))
         except KeyMissing:
             return []
         entries = [(self._key(str(each["name"])).rstrip("/"), each) for each in listed]
-        # An object store's mark of a folder has the folder's name, and so has a file where a folder was asked for.
+        # An object store's mark of a folder has the folder's name; so has a file in a folder's place.
         return [each for each in entries if each[0] != folder]
 
     def _key(self, name: str) -> str:

@@ -4,11 +4,11 @@ Any process may delete generations that the log has given up, because no process
 entry is appended to the log. A job that starts at the same time needs the same index, so one of the two reads the log
 again. The entry names the newest incarnation, so that a running job adopts it and is not fenced.
 
-Never deleted: files of incarnations newer than the log's newest, what the newest incarnation has not committed yet, and
-the newest restorable generation with the older files that it needs.
+Never deleted: files of incarnations newer than the log's newest, the newest incarnation's uncommitted files, and the
+newest restorable generation with the older files that it needs.
 
 Manifests and listings show names and sizes, not whether the bytes are intact. Files can be read before anything is
-given up: a damaged generation then counts neither as kept nor as given up, and an older one stays in its place.
+given up: a damaged generation then counts neither as kept nor as given up, and an older generation stays in its place.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from lightning_moe_ckpt.storage._retention import Retention, Survey, doomed_gene
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedGeneration:
-    """A stored generation, and why it stays or goes."""
+    """Stored generation, with the reason why it stays or goes."""
 
     generation: GenerationId
     reason: str
-    """Why it goes, or why it stays."""
+    """Reason why the generation stays or goes."""
     nbytes: int
-    """Size of its objects and leftovers, as far as the store tells."""
+    """Bytes of its objects and leftovers, as far as the store tells."""
     num_objects: int
     num_unfinished: int = 0
     """Interrupted or running writes and uploads, which are no objects yet."""
@@ -55,11 +55,11 @@ class Garbage:
     url: str
     run_id: str
     watermark: int
-    """Generations below this step are given up, except those that stay by name."""
+    """Step below which generations are given up, except those kept by name."""
     goes: Sequence[JudgedGeneration]
-    """Oldest first."""
+    """Generations given up, oldest first."""
     stays: Sequence[JudgedGeneration]
-    """Oldest first."""
+    """Generations that stay, oldest first."""
     deleted: bool
     """Whether `goes` was deleted; false for a dry run."""
 
@@ -95,7 +95,7 @@ def collect_garbage(
     while True:
         history = _read(log, backend)
         unfinished = _unfinished(backend)
-        # A generation may have leftovers only, from an incarnation that is over or is writing it now.
+        # A generation may consist of leftovers only, of a past incarnation or of a running write.
         catalog = {g: Contents(g) for g in unfinished} | dict(read_catalog(backend))
         survey = Survey.take(backend, history, catalog)
         if checked is not None and retention is not None:
@@ -142,7 +142,7 @@ def _read(log: Log, backend: Backend) -> History:
 
 
 def _require_fence(backend: Backend, log: Log) -> None:
-    """Refuse stores on which a job that runs or starts meanwhile could miss the new entry."""
+    """Refuse stores on which a running or starting job could miss the new entry."""
     if log.num_lost:
         raise Corrupt(
             f"{backend.url}: the newest log entry cannot be read, and may be of a job that runs. Without a retention only "
@@ -174,7 +174,7 @@ def _why_it_stays(
 
 
 def _unfinished(backend: Backend) -> dict[GenerationId, list[Entry]]:
-    """List unfinished writes by generation; foreign ones are ignored."""
+    """List unfinished writes by generation; foreign names are ignored."""
     found: dict[GenerationId, list[Entry]] = {}
     for entry in backend.unfinished_writes(SNAP_PREFIX):
         place = parse_snap_key(entry.key)

@@ -1,11 +1,11 @@
-r"""Canonical JSON documents that carry the digest of their own bytes, and the forms of what is in them.
+r"""Canonical JSON documents that carry the digest of their own bytes, and the forms of their contents.
 
 ```text
 {"digest":"<32 hex digits>","document":{"body":{...},"format":"lightning-moe-ckpt/<kind>","version":7}}\n
 ```
 
 The digest covers the bytes of the value of `document`. Keys are sorted, no blanks, ASCII only, no NaN: one value has
-one spelling. The reader encodes what it parsed and compares the bytes, so it also sees damage that JSON tolerates (a
+one spelling. The reader encodes the parsed value and compares the bytes, so it also sees damage that JSON tolerates (a
 letter's case in an escape, a blank, a repeated key).
 
 A `Form` describes a value once, for the writer and for the reader: every key with the form of its value.
@@ -28,12 +28,11 @@ DIGEST_NAME = "xxh3-128"
 """Name of the digest in documents. It detects accidents (flips, truncation, mix-ups), not attackers.
 
 xxhash releases the GIL and runs at memory speed, so a background thread may digest a segment while training goes on.
-Measured: 10 GB/s on one core; crc32 3, sha256 0.4.
-"""
+Measured: 10 GB/s on one core; crc32 3, sha256 0.4."""
 
 
 class OtherVersion(Corrupt):
-    """A document is whole and of another version of the format."""
+    """The document is whole, but of another version of the format."""
 
 
 def digest_of(*views: bytes | memoryview) -> str:
@@ -54,7 +53,7 @@ def digest_of(*views: bytes | memoryview) -> str:
 
 
 VERSION = 7
-"""Version of every document; no other one is read."""
+"""Version of every document; no other version is read."""
 
 T = TypeVar("T")
 
@@ -65,7 +64,7 @@ _HEAD_NBYTES = len('{"digest":"') + 32 + len('","document":')
 
 @dataclass(frozen=True, slots=True)
 class Form(Generic[T]):
-    """How a kind of value is written as JSON and read back strictly: a missing or strange value is never a default."""
+    """Form of a value, to be written as JSON and read back strictly: a missing value is never a default."""
 
     read: Callable[[object, str], T]
     """Takes the parsed value and its place, for messages. Raises `Corrupt`."""
@@ -74,7 +73,7 @@ class Form(Generic[T]):
 
 
 class _Nothing:
-    """Stands for the value of a missing key."""
+    """Placeholder for the value of a missing key."""
 
 
 def _name_of(value: object) -> str:
@@ -122,7 +121,7 @@ def keys(make: Callable[..., T], fixed: Mapping[str, object] = MappingProxyType(
     """Return the form of an object with exactly these keys.
 
     Args:
-        make: makes the value from what the keys hold; its attributes of these names are written.
+        make: makes the value from the keys' values; its attributes of the same names are written.
         fixed: further keys, each with its only value.
         forms: keys in the order in which they are read.
     """
@@ -204,7 +203,7 @@ def decode(data: bytes, form: Form[T], *, kind: str, where: str) -> T:
 
 
 def described_nbytes(head: bytes) -> int | None:
-    """Return the size of a file that starts with a document, with the lines it names; `None` without a document."""
+    """Return the size of a file from its leading document, with the lines named there; `None` without one."""
     end = head.find(b"\n") + 1
     payload = head[_HEAD_NBYTES : max(end - 2, 0)]
     if _sealed(payload) != head[:end]:

@@ -1,15 +1,15 @@
 """The run's log: a dense list of small, exclusively created entries with incarnations (fencing) and the watermark.
 
-Each start of the job is an incarnation; `incarnation` is its number, `nonce` its random name. Whoever appends entry `n`
+Each start of the job is an incarnation; `incarnation` is its number, `nonce` its random name. The writer of entry `n`
 has seen all entries before, because creating a taken index fails. Every entry repeats the whole history, so the newest
 readable entry is the state, and a damaged older entry does no harm. If the newest entry is damaged, only its own event
-is lost: later numbers skip it, and its writer, if it still runs, repeats the event with its next entry.
+is lost: later numbers skip it, and its writer, if still running, repeats the event with its next entry.
 
 Timeline rule: a generation is dead once a later incarnation began from an earlier step, however late its commit lands.
 
 Lineage rule: a log may be copied or put back to an older state, and a number is then given twice. So each incarnation
 draws a name and puts it into its `open` entry and all its markers. A name that the log lacks is not of its past. The
-nonce of the newest entry tells a process that the log is still the one it writes.
+newest entry's nonce tells a process that the log is still the one it writes.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ log = rank_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """An incarnation and the step it began from; generations of earlier incarnations beyond that step are dead."""
+    """Start of an incarnation from a step; older incarnations' generations beyond that step are dead."""
 
     incarnation: int
     step: int | None
-    """`None` if the incarnation began from nothing."""
+    """Step that the incarnation began from; `None` if it began from nothing."""
     nonce: str
 
     @property
     def floor(self) -> int:
-        """Newest step of earlier incarnations that survives; -1 if none does."""
+        """Newest surviving step of earlier incarnations; -1 if none survives."""
         return -1 if self.step is None else self.step
 
 
@@ -64,7 +64,7 @@ class Lineage:
     """
 
     opened_ns: int
-    """When the incarnation began, by its coordinator's clock, in nanoseconds since 1970."""
+    """Begin of the incarnation by its coordinator's clock, in nanoseconds since 1970."""
     first_incarnation: int
     watermark: int
     kept: frozenset[GenerationId]
@@ -95,32 +95,31 @@ LINEAGE = keys(Lineage, opened_ns=INTEGER, first_incarnation=INTEGER, watermark=
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """State of a run's log: everything that readers need from it."""
+    """State of a run's log, with everything that readers need."""
 
     run_id: str
     first_incarnation: int
-    """First incarnation of this run; earlier ones belong to runs it replaced."""
+    """First incarnation of this run; earlier incarnations belong to replaced runs."""
     last_incarnation: int
     """Newest incarnation under this URL."""
     watermark: int = 0
-    """Generations below this step may be deleted, except `kept`; zero until the run has more than it keeps."""
+    """Step below which generations may be deleted, except `kept`; 0 until the run has more than it keeps."""
     kept: frozenset[GenerationId] = frozenset()
     """Generations that stay by name, although the watermark or a cut would give them up."""
     cuts: tuple[Cut, ...] = ()
-    """The incarnations that still decide something, oldest first. Every incarnation with a living generation is here,
-    unless all of those are in `kept`."""
+    """Incarnations that still decide something, oldest first: all with living generations that `kept` does not name."""
     key: str = ""
-    """Secret of the run, from which names of its shared memory derive."""
+    """Secret of the run, from which the names of its shared memory derive."""
     replaced: tuple[str, ...] = ()
-    """Runs under this URL that this one replaced, oldest first."""
+    """Runs under this URL replaced by this run, oldest first."""
     has_commits: bool = False
     """Whether this run is known to have committed something."""
     num_lost: int = field(default=0, compare=False)
-    """Unreadable entries after the one that this was read from; each may have opened an incarnation."""
+    """Unreadable entries after the newest readable one; each may have opened an incarnation."""
 
     @property
     def nonce(self) -> str:
-        """Name of the newest incarnation; empty before the first one began."""
+        """Name of the newest incarnation; empty before the first began."""
         return next((cut.nonce for cut in self.cuts if cut.incarnation == self.last_incarnation), "")
 
     def lineage(self, opened_ns: int) -> Lineage:
@@ -141,7 +140,7 @@ class History:
             return replace(after, watermark=0, kept=frozenset(), cuts=(Cut(incarnation, None, nonce),))
         if resumed.step < self.watermark:
             return _began_below(after, resumed, nonce)
-        # `resumed` may belong to an incarnation whose entry is lost; that one began somewhere below `resumed`.
+        # `resumed` may belong to an incarnation whose entry is lost; it began somewhere below `resumed`.
         lost = (
             [Cut(resumed.incarnation, _below(resumed.step), resumed.nonce)]
             if resumed.incarnation > self.last_incarnation
@@ -151,7 +150,7 @@ class History:
         return replace(after, cuts=_deciding(cuts, self.watermark))
 
     def adopted(self, generation: GenerationId) -> History:
-        """Return the history that also allows `generation`, by name, although it comes from another past."""
+        """Return the history that also allows `generation`, by name, although its past is another."""
         return replace(self, kept=self.kept | {generation})
 
     def advanced(self, step: int, kept: Iterable[GenerationId] = ()) -> History:
@@ -159,11 +158,11 @@ class History:
         return replace(self, watermark=step, kept=frozenset(kept), cuts=_deciding(self.cuts, step))
 
     def why_dead(self, generation: GenerationId) -> str | None:
-        """Return why a generation must not be restored; `None` if it may."""
+        """Return the reason why a generation must not be restored; `None` if it may be."""
         return self.why_left_behind(generation) or self.why_unknown(generation)
 
     def why_left_behind(self, generation: GenerationId) -> str | None:
-        """Return why a generation was given up, judged by its step and incarnation number; `None` if it was not."""
+        """Return why a generation was given up, by step and incarnation number; `None` if it was not."""
         if generation.incarnation < self.first_incarnation:
             return "belongs to an earlier run"
         if generation in self.kept:
@@ -177,7 +176,7 @@ class History:
         return f"incarnation {cut.incarnation} began again from {'nothing' if cut.step is None else f'step {cut.step}'}"
 
     def why_unknown(self, generation: GenerationId) -> str | None:
-        """Return why a generation is not of this log's past, judged by its incarnation's name; `None` if it is."""
+        """Return why a generation is not of this log's past, by its incarnation's name; `None` if it is."""
         if generation in self.kept:
             return None
         wrote = next((cut.nonce for cut in self.cuts if cut.incarnation == generation.incarnation), None)
@@ -195,7 +194,7 @@ def _began_below(history: History, resumed: GenerationId, nonce: str) -> History
     """Return the history after its newest incarnation began from a kept generation below the watermark.
 
     The watermark moves down to that step. Other generations of the same step may be dead, but the cuts that said so
-    were dropped. So the new cut is one step lower: of earlier incarnations only `kept` live on from there.
+    were dropped. So the new cut is one step lower: from earlier incarnations only `kept` generations live on.
     """
     kept = frozenset(each for each in history.kept if each.step <= resumed.step)
     cut = Cut(history.last_incarnation, _below(resumed.step), nonce)
@@ -226,9 +225,9 @@ class Log:
         self._backend = backend
         self._newest = -1  # index of the newest known entry, readable or not
         self._nonce: str | None = None  # nonce of that entry, if it could be read
-        self._defect: CheckpointError | None = None  # of the entry that could not be read last
+        self._defect: CheckpointError | None = None  # error of the last unreadable entry
         self.num_lost = 0
-        """Unreadable entries after the one the history was read from; each may have opened an incarnation."""
+        """Unreadable entries after the newest readable one; each may have opened an incarnation."""
 
     def read(self) -> History | None:
         """Read the newest readable entry; `None` if there is no log yet.
@@ -275,7 +274,7 @@ class Log:
         return True
 
     def news(self, own: History) -> History | None:
-        """Return the state after entries that others appended after ours; `None` if nobody did.
+        """Return the state after other processes' newer entries; `None` if there are none.
 
         Args:
             own: the state after our newest entry.
@@ -325,7 +324,7 @@ class Log:
 
 
 def watermark_event(incarnation: int, step: int) -> dict[str, object]:
-    """Return the event that gives up generations below `step`."""
+    """Return the event of giving up generations below `step`."""
     return {"type": "watermark", "incarnation": incarnation, "step": step}
 
 
@@ -340,7 +339,7 @@ class _Entry:
 
 
 def _names(history: History) -> tuple[str, int, str]:
-    """Return what identifies the incarnation that may write."""
+    """Return run, number and nonce of the incarnation that may write."""
     return history.run_id, history.last_incarnation, history.nonce
 
 

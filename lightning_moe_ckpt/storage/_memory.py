@@ -2,7 +2,7 @@
 
 ```text
 <name>.ring                              one page of header, then slots: equal ones for segments, then smaller ones
-<name>.ring.<step>.i<incarnation>-<nonce>.done  a line that says in which slots the segments lie, then the rank's marker
+<name>.ring.<step>.i<incarnation>-<nonce>.done  a line with the segments' slots, then the rank's marker
 ```
 
 Both contain the ring's nonce, so a marker is never matched with a later ring of the same name.
@@ -43,9 +43,9 @@ class RingHeader:
     slot_nbytes: int
     num_slots: int
     small: tuple[SlotClass, ...] = ()
-    """Further slots behind those: of differences, or of one expert each."""
+    """Further slots behind the segments' slots: for differences, or for one expert each."""
     origin: str
-    """Digest of the run's URL, by which rings of replaced runs are recognized."""
+    """Digest of the run's URL, which identifies rings of replaced runs."""
 
     @property
     def classes(self) -> tuple[SlotClass, ...]:
@@ -56,7 +56,7 @@ class RingHeader:
         return RING_HEADER_NBYTES + sum(each.nbytes * each.slots for each in self.classes)
 
     def extent(self, slot: int) -> tuple[int, int]:
-        """Return the first byte behind the header, and the bytes, of a slot. Raises `LookupError` if there is none."""
+        """Return a slot's first byte behind the header, and its bytes. Raises `LookupError` without the slot."""
         start, index = 0, slot
         for nbytes, slots in self.classes:
             if 0 <= index < slots:
@@ -78,18 +78,18 @@ _RING = keys(RingHeader, nonce=TEXT, slot_nbytes=INTEGER, num_slots=INTEGER, sma
 
 
 class ExpertSlot(NamedTuple):
-    """Where a ring has the records of one operator of a generation of which it keeps no more."""
+    """Place in a ring of one operator's records, from a generation that is not kept whole."""
 
     operator: str
     step: int
     start: int
-    """First byte, in the files of the step one behind the other."""
+    """First byte in the step's files, one behind the other."""
     nbytes: int
     slot: int
 
     @classmethod
     def all_of(cls, marker: RankMarker, operators: Collection[str]) -> list[ExpertSlot]:
-        """Return where a generation's files have these operators, as far as they do; in no slot yet."""
+        """Return the places of these operators in a generation's files, as far as they are there; in no slot."""
         found: dict[str, ExpertSlot] = {}
         for entry in marker.segments:
             base, columns = marker.slot_offset(entry), RecordColumns.of(entry.records).by_offset()
@@ -108,20 +108,20 @@ class MemoryMarker:
     ring: str
     """The ring's nonce."""
     slots: Mapping[int, int]
-    """Slot of each segment, by the segment's step; none where there are only `experts`."""
+    """Slot of each segment, by the segment's step; empty if there are only `experts`."""
     experts: tuple[ExpertSlot, ...] = ()
-    """What is left of the generation, whose dense part newer ones have."""
+    """Experts left of the generation, whose dense part newer generations replace."""
     marker: RankMarker
-    """Names the records that are there."""
+    """Marker with the records that are there."""
     seen: GenerationId | None = None
-    """Newest commit that the writing process knew of. Storage without that commit has another past."""
+    """Newest commit known to the writing process. Storage without that commit has another past."""
 
     def to_bytes(self) -> bytes:
         """Encode the file: one document, then the rank's marker with the same bytes as in storage."""
         return b"".join(self.parts())
 
     def parts(self) -> list[bytes | memoryview]:
-        """Return the bytes of `to_bytes` one behind the other, see `RankMarker.parts`."""
+        """Return the bytes of `to_bytes` in parts, see `RankMarker.parts`."""
         data = self.marker.parts()
         slots = [{"step": step, "slot": self.slots[step]} for step in sorted(self.slots)]
         seen = maybe(GENERATION).body(self.seen)
@@ -146,7 +146,7 @@ class MemoryMarker:
         return cls(ring=body["ring"], slots=slots, experts=experts, marker=marker, seen=body["seen"])
 
     def only(self, experts: Collection[ExpertSlot]) -> MemoryMarker:
-        """Return the statement that no more than these experts are left of the generation."""
+        """Return the statement that only these experts are left of the generation."""
         names = {each.operator for each in experts}
         segments = [
             replace(entry, records=tuple(RecordColumns.of(entry.records).of_operators(names).entries()))
@@ -156,7 +156,7 @@ class MemoryMarker:
         return replace(self, slots={}, experts=tuple(experts), marker=marker)
 
     def places(self, header: RingHeader) -> dict[str, list[tuple[int, int, int]]]:
-        """Return which bytes of each file, by key, are where: from, to, and the first byte behind the ring's header.
+        """Return extents by file key: first byte of the file, end, and position behind the ring's header.
 
         Raises:
             LookupError: the ring has no such slot.
@@ -186,10 +186,10 @@ _MEMORY = Path("/proc/meminfo")
 
 
 def lacking_memory(nbytes: int) -> str | None:
-    """Return why `nbytes` of memory are not available; `None` if they are, or if the machine does not say.
+    """Return the reason why `nbytes` of memory are not available; `None` if they are, or if the machine does not say.
 
-    Call it before allocating what a document asks for, because the document may be forged. The kernel grants more
-    memory than there is and kills the process that uses it.
+    Call it before allocating by a document's numbers, because the document may be forged. The kernel grants more memory
+    than there is and kills the process that uses it.
     """
     with suppress(OSError, ValueError, IndexError):
         lines = dict(line.split(":", 1) for line in _MEMORY.read_text(encoding="ascii").splitlines())

@@ -38,20 +38,20 @@ _OURS = re.compile(
 )
 
 MAX_DOCUMENT_NBYTES = 16 * 2**20
-"""Largest document. Larger ones are not parsed, because parsing is slow and takes many times their size in memory."""
+"""Bytes of the largest document. Parsing larger ones is slow and takes many times their size in memory."""
 MAX_MARKER_NBYTES = 256 * 2**20
-"""Largest marker, including the lines after its document. A marker above `MAX_DOCUMENT_NBYTES` is read only if its
-document states that size: see `expect_readable`."""
+"""Bytes of the largest marker, including the lines after its document. A marker above `MAX_DOCUMENT_NBYTES` is read
+only if its document states that size: see `expect_readable`."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class GenerationId:
-    """Name of a generation, which a restart can resume from; ordered by step, then by incarnation."""
+    """Name of a generation, from which a restart can resume; ordered by step, then by incarnation."""
 
     step: int
-    """Step boundary whose state the generation restores."""
+    """Step boundary of the generation's state."""
     incarnation: int
-    """Number of the incarnation that wrote it."""
+    """Number of the incarnation that wrote the generation."""
     nonce: str = ""
     """Random name of that incarnation, see `new_nonce`; nothing is stored without one."""
 
@@ -75,7 +75,7 @@ def new_nonce() -> str:
 
 
 def is_ours(key: str, *, folder: bool) -> bool:
-    """Whether a path has the form of a run's object or, with `folder`, of a folder with such objects."""
+    """Return whether a path looks like a run's object or, with `folder`, like a folder with such objects."""
     names_object = any(parse(key) is not None for parse in (parse_log_key, parse_snap_key, parse_const_key))
     return _OURS.fullmatch(key) is not None and names_object != folder
 
@@ -90,7 +90,7 @@ def log_block(index: int) -> str:
 
 
 def segment_key(generation: GenerationId, rank: int, step: int, audience: str = DURABLE) -> str:
-    """Key of the file that `rank` captured at `step`. Node files have a key too: markers name them by it."""
+    """Return the key of the file that `rank` captured at `step`. Node files have a key too: markers name them by it."""
     told = "" if audience == DURABLE else f".{audience}"
     return f"{generation.prefix}rank{rank:05d}.{step:012d}{told}.safetensors"
 
@@ -105,12 +105,12 @@ def commit_key(generation: GenerationId) -> str:
 
 
 def const_key(generation: GenerationId, digest: str, ending: str) -> str:
-    """Key of a file of constants, or of what describes them; of a generation only the incarnation counts."""
+    """Return the key of a file of constants, or of their description; only `generation`'s incarnation counts."""
     return f"{CONST_PREFIX}{generation.directory}/{digest}.{ending}"
 
 
 def parse_const_key(key: str) -> tuple[int, str] | None:
-    """Return incarnation and digest from the key of a file of constants, or of what describes them; `None` for any other key."""
+    """Return incarnation and digest from the key of a file of constants, or of their description; else `None`."""
     match = _CONST.fullmatch(key)
     return (int(match[1]), match[3]) if match else None
 

@@ -44,13 +44,13 @@ _MIN_PART_NBYTES = 5 * 2**20  # the limit of S3, except for the last part
 _STORES: Mapping[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 
 _runtime_pid: int | None = None
-"""Process whose threads serve obstore. A fork does not inherit the threads, so a call in it would never return."""
+"""Process whose threads serve obstore. A fork does not inherit the threads, so a call there would never return."""
 
 T = TypeVar("T")
 
 
 class ObjectBackend:
-    """One prefix of a bucket. Thread safe. Open it after a fork, and only where the parent has opened none."""
+    """One prefix of a bucket. Thread safe. Open it after a fork, and only if the parent has opened none."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class ObjectBackend:
         self._concurrency = options.transfer.get("max_concurrency", 4)
         part_limit = timeout + timedelta(seconds=self._part_nbytes / min_nbytes_per_second)
         client = {"connect_timeout": timedelta(seconds=min(10.0, timeout.total_seconds())), "timeout": part_limit}
-        # obstore retries requests for a short while only; `Retrying` repeats whole calls with longer pauses.
+        # obstore retries requests only for a short while; `Retrying` repeats whole calls with longer pauses.
         backoff = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2)}
         retry = {"max_retries": 2, "retry_timeout": timeout, "backoff": backoff}
         self.unfinished: UnfinishedUploads | None = None
@@ -134,7 +134,7 @@ class ObjectBackend:
         self._call(what, lambda: put(self._store, key, body))
 
     def create(self, key: str, data: bytes) -> None:
-        """Upload if the key is free. A store that cannot refuse is asked first, which a race can defeat."""
+        """Upload if the key is free. A store that cannot refuse is looked at first, which a race can defeat."""
         if not self.creates_exclusively and self._holds(key):
             raise KeyExists(f"create {key}: exists at {self.url}.")
         self._create(key, data)
@@ -176,7 +176,7 @@ class ObjectBackend:
         folder, found, idle = prefix.rpartition("/")[0], dict[str, int](), 0
         while idle < (1 if found else 2):
             listed = self._call(f"list {folder} at {self.url}", partial(self._behind, folder, max(found, default=None)))
-            idle += listed.keys() <= found.keys()  # not by emptiness: a server may ignore where it is to begin
+            idle += listed.keys() <= found.keys()  # not by emptiness: a server may ignore the start key
             found |= listed
         return [Entry(key, found[key]) for key in sorted(found) if key.startswith(prefix)]
 
@@ -205,7 +205,7 @@ class ObjectBackend:
         return "/".join(filter(None, (self._store.prefix, key)))
 
     def modified(self, key: str) -> float:
-        """Return when an object was written, in seconds since 1970 by the store's clock."""
+        """Return an object's time of writing, in seconds since 1970 by the store's clock."""
         facts = self._call(f"head {key} at {self.url}", lambda: obstore.head(self._store, key))
         return float(facts["last_modified"].timestamp())
 
@@ -214,7 +214,7 @@ class ObjectBackend:
         self._pace.close()
 
     def _behind(self, folder: str, last: str | None) -> Mapping[str, int]:
-        """Return key and size of the objects in a folder behind a key; of all if that is `None`."""
+        """Return key and size of the objects in a folder behind a key; of all objects if the key is `None`."""
         found = obstore.list(self._store, folder or None, offset=last, chunk_size=1000).collect()
         return {str(facts["path"]): int(facts["size"]) for facts in found}
 
@@ -284,7 +284,7 @@ class ObjectBackend:
 
 
 _METADATA = "/latest/api/token"
-"""Where machines of AWS hand out keys, which is asked if there are none elsewhere."""
+"""Address where AWS machines get keys, asked if there are none elsewhere."""
 _KEYLESS = (
     " (No keys were given, so the machine was asked for its own. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or what your "
     "store takes, or pass storage_options.)"

@@ -24,16 +24,16 @@ class Unmapped(LookupError):
 
 @dataclass(slots=True)
 class ObjectOptions:
-    """Options with which obstore opens a store."""
+    """Options for opening a store with obstore."""
 
     config: dict[str, Any] = field(default_factory=dict)
     """obstore's configuration of the store."""
     client: dict[str, Any] = field(default_factory=dict)
     """obstore's options of the HTTP client."""
     transfer: dict[str, int] = field(default_factory=dict)
-    """`part_nbytes`, `max_concurrency`."""
+    """Transfer options: `part_nbytes`, `max_concurrency`."""
     certificates: str | None = None
-    """File with certificates of trusted authorities."""
+    """File with the certificates of trusted authorities."""
 
 
 Apply = Callable[[ObjectOptions, Any], object]
@@ -143,13 +143,13 @@ _CLIENT = {
     *("http2_keep_alive_interval", "http2_keep_alive_timeout", "http2_keep_alive_while_idle", "http2_max_frame_size"),
     *("pool_idle_timeout", "pool_max_idle_per_host", "proxy_url", "randomize_addresses", "timeout", "user_agent"),
 }
-"""Words of obstore for its HTTP client. Among those of a store it would take them, and end the process when it is asked for them."""
+"""obstore's names of HTTP client options. Given among a store's, they end the process when used."""
 _WITHOUT_MEANING = {"default_cache_type", "default_fill_cache", "project", "skip_instance_cache", "use_listings_cache"}
 """Options without effect here: caches, and options for creating buckets."""
 
 
 def _finish_s3(options: ObjectOptions) -> None:
-    """Add settings that botocore finds by itself and obstore does not."""
+    """Add settings that botocore finds by itself, but obstore does not."""
     own = {"access_key_id", "skip_signature", "role_arn", "web_identity_token_file"}
     if own.isdisjoint(options.config) and not os.environ.get("AWS_ACCESS_KEY_ID"):
         options.config.update({**_shared_credentials(os.environ.get("AWS_PROFILE", "default")), **options.config})
@@ -177,10 +177,10 @@ def _shared_credentials(profile: str) -> dict[str, str]:
 
 
 def split_url(url: str) -> tuple[str, str, str]:
-    """Return kind of store, bucket or container, and prefix of `s3://bucket/prefix` and its like.
+    """Return kind of store, bucket or container, and prefix of URLs such as `s3://bucket/prefix`.
 
     Raises:
-        ValueError: no bucket, or characters that a URL would need for something else.
+        ValueError: no bucket, or characters with another meaning in a URL.
         Unmapped: an Azure account in the URL.
     """
     match = re.fullmatch(r"([A-Za-z0-9]+)://([^/@?#]+)(@[^/?#]+)?/*([^?#]*)", url)

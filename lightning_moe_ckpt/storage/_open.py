@@ -93,7 +93,7 @@ def checked_url(url: object) -> str:
 
 
 def _expect_known(url: str) -> None:
-    """Refuse a scheme that no file system has, with the one that it looks like."""
+    """Raise `ConfigurationError` for a scheme that no file system has, with the most similar known scheme."""
     known = {*known_implementations, *registry, *SCHEMES}
     scheme = scheme_of(url)
     if scheme in known:
@@ -112,13 +112,13 @@ _JITTER = random.SystemRandom()
 
 
 class Retrying:
-    """A backend that retries failed calls of another one; see `Backend` for the methods.
+    """Backend that retries another backend's failed calls; see `Backend` for the methods.
 
     A retried `create` may raise `KeyExists` because of its own first attempt: use `create_once`.
 
     Args:
         backend: the backend to call.
-        patience: time from an operation's first attempt to the start of its last one, without the time for its bytes.
+        patience: time from an operation's first attempt to the start of its last, without the time for its bytes.
         min_nbytes_per_second: slowest expected transfer, from which the time for bytes follows.
         clock: monotonic seconds, for tests.
         sleep: waits so many seconds and returns whether the backend was closed, for tests.
@@ -212,11 +212,11 @@ def open_backend(
     """Choose a backend by the scheme of `url` and put retries around it; nothing is written yet.
 
     Args:
-        url: a path, `file://`, `s3://`, `gs://`, `az://`, or any other URL fsspec knows. Open after a fork, not before.
-        storage_options: options of s3fs, gcsfs, adlfs or the fsspec file system that serves the URL; not accepted for
-            paths.
+        url: a path, `file://`, `s3://`, `gs://`, `az://`, or any other URL known to fsspec. Open after a fork, not
+            before.
+        storage_options: options of s3fs, gcsfs, adlfs or the URL's fsspec file system; not accepted for paths.
         bandwidth: bytes per second that `put` may write, all threads of this process together; `None` for no limit.
-        patience: how long a failing operation is retried, without the time for its bytes.
+        patience: longest time that a failing operation is retried, without the time for its bytes.
 
     Raises:
         ConfigurationError: the URL names no place, its scheme is unknown, a package is missing, or options do not fit.

@@ -61,7 +61,7 @@ class PosixBackend:
         self._root = Path(root).expanduser().absolute()
         self._prefix = os.path.join(self._root, "")  # noqa: PTH118  # a `Path` drops the slash
         self._pace = Pace(bandwidth)
-        self._synced: set[Path] = set()  # directories known to be in their parent on the medium
+        self._synced: set[Path] = set()  # directories whose entry in their parent is on the medium
         self._looked_at_root = False
         self._told: set[str] = set()
 
@@ -110,11 +110,11 @@ class PosixBackend:
                 )
 
     def list(self, prefix: str) -> list[Entry]:
-        """Walk the directory part of `prefix`; temporary files are not shown."""
+        """List files in the directory part of `prefix`; temporary files are not shown."""
         return [*self._entries(prefix, temporary=False)]
 
     def delete(self, key: str) -> None:
-        """Unlink a file, and every directory this leaves empty; what is no file stays."""
+        """Unlink a file, and every directory left empty; anything but a file stays."""
         path = self._path(key)
         with _reported("delete", path):
             if path.is_file() and not path.is_symlink():
@@ -125,7 +125,7 @@ class PosixBackend:
         return [*self._entries(prefix, temporary=True)]
 
     def sweep(self, prefix: str) -> None:
-        """Unlink temporary files; a process that still writes one gets a `StorageError` at the rename."""
+        """Unlink temporary files; a process still writing such a file gets a `StorageError` at the rename."""
         directory = self._root / prefix.rpartition("/")[0]
         with _reported("sweep", directory):
             for file in self._files(directory):
@@ -135,7 +135,7 @@ class PosixBackend:
                     self._prune(Path(file.path).parent)
 
     def modified(self, key: str) -> float:
-        """Return when an object was written, in seconds since 1970 by the file server's clock."""
+        """Return an object's time of writing, in seconds since 1970 by the file server's clock."""
         path = self._path(key)
         with _reported("get", path):
             return path.stat().st_mtime
@@ -158,10 +158,11 @@ class PosixBackend:
     def _files(self, directory: Path) -> Iterator[os.DirEntry[str]]:
         """Yield files below `directory`; tolerates concurrent deletion and follows no links.
 
-        What is no file and has the name of an object is named once and yielded too, empty: no reader takes it for one.
+        Anything but a file under an object's name is named once and yielded too, as empty: no reader takes it for an
+        object.
 
         Raises:
-            StorageRefused: what has the name of a run's object or folder is a link to where that may be, or belongs to the log.
+            StorageRefused: a link may lead to a run's object or folder, or a strange entry belongs to the log.
         """
         for above in self._below_root(directory):
             if above.is_symlink():
@@ -183,7 +184,7 @@ class PosixBackend:
                     yield entry
 
     def _pass_over(self, entry: os.DirEntry[str]) -> None:
-        """Name what stands in the place of a file or folder of ours, and raise if a run must not go on without that."""
+        """Name a strange entry in place of our file or folder; raise if a run must not go on without the real one."""
         said = _strange(Path(entry.path))
         parts = self._key(entry).split("/")
         if parts[0] == LOG_PREFIX.rstrip("/") or len(parts) == 1 or (entry.is_symlink() and Path(entry.path).exists()):
@@ -268,7 +269,7 @@ class PosixBackend:
         return file.path.removeprefix(self._prefix)
 
     def _below_root(self, directory: Path) -> Sequence[Path]:
-        """Return a folder and those above it, up to the root and without it."""
+        """Return a folder and its parents, up to the root and without it."""
         return [directory, *directory.parents][: len(directory.parts) - len(self._root.parts)]
 
 
@@ -316,7 +317,7 @@ def _opened(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def _strange(path: Path) -> str:
-    """Say what is at a path that should be one of our files or folders and is not. Raises `FileNotFoundError`."""
+    """Describe a strange entry at the path of our file or folder. Raises `FileNotFoundError`."""
     mode = path.lstat().st_mode
     kind = next((word for is_it, word in _KINDS.items() if is_it(mode)), "something else")
     leads = f" to {path.readlink()}" if stat.S_ISLNK(mode) else ""
@@ -347,7 +348,7 @@ def _write_all(file: int, views: Sequence[bytes | memoryview], pace: Pace) -> No
 
 
 def _read_all(file: int, nbytes: int) -> Iterator[bytes]:
-    """Yield a file's bytes, all at once where the system allows: they are neither zeroed before nor copied."""
+    """Yield a file's bytes, all at once where the system allows: without zeroing and copying."""
     while nbytes > 0 and (data := os.read(file, nbytes)):
         yield data
         nbytes -= len(data)

@@ -3,9 +3,9 @@
 A commit is computed from the markers alone. So every writer (the coordinator, its retry, or the next incarnation that
 promotes a generation) writes the same bytes. Coordinates are global: another number of ranks can read them.
 
-A generation may lack operators and reference them: its markers name older files, and the records in them, with the
-newest state of each operator. They name files that hold the bytes, never a generation that references in turn. Markers
-also name spares: the second newest copy of each operator, used if the newest is damaged. A missing spare is no defect.
+A generation may lack operators and reference them: its markers name older files, and the records there, with the newest
+state of each operator. They name the files with the bytes, never a generation that references in turn. Markers also
+name spares: the second newest copy of each operator, used if the newest is damaged. A missing spare is no defect.
 """
 
 from __future__ import annotations
@@ -42,54 +42,55 @@ from lightning_moe_ckpt.storage._log import LINEAGE, Lineage
 from lightning_moe_ckpt.storage._names import DURABLE, MAX_MARKER_NBYTES, NODE, GenerationId, marker_key, segment_key
 
 _PLANS = 8
-"""Number of plan texts remembered as valid; all ranks, and most generations, share one plan."""
+"""Plan texts remembered as valid; all ranks, and most generations, share one plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HuggingFaceEntry:
-    """A Hugging Face model inside the module that was trained."""
+    """Hugging Face model inside the trained module."""
 
     prefix: str
-    """Name of the submodule: `model` if its parameters are called `model.*`; empty if it is the module itself."""
+    """Name of the submodule: `model` if its parameters are called `model.*`; empty for the module itself."""
     class_name: str
     config: str
     """Content of its `config.json`."""
     generation_config: str | None
     """Content of its `generation_config.json`."""
     tied: tuple[str, ...]
-    """Names of tied parameters within it, which Hugging Face files leave out."""
+    """Names of tied parameters in the model, which Hugging Face files leave out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleEntry:
     """Description of a module, with which other programs can load its parameters and buffers.
 
-    Records name parameters and buffers. Only the training process knows which of them a strict `load_state_dict` wants,
-    under which further names, and what else a Hugging Face folder needs. So that process writes this entry.
+    Records name parameters and buffers. Only the training process knows which of these names a strict `load_state_dict`
+    wants, under which further names, and the other contents of a Hugging Face folder. So that process writes this
+    entry.
     """
 
     class_name: str
     unsaved: tuple[str, ...]
     """Stored names that the `state_dict` leaves out, such as non-persistent buffers."""
     aliases: Mapping[str, str]
-    """Further names in the `state_dict` (tied weights), each with the name under which it is stored."""
+    """Further names in the `state_dict` (tied weights), each with the stored name."""
     foreign: tuple[str, ...]
     """Names in the `state_dict` that are neither parameters nor buffers and are not stored."""
     optimizer: str
     """Class of the optimizer."""
     param_groups: tuple[tuple[str, ...], ...]
-    """Parameters of each group of the optimizer, in its order."""
+    """Parameters of each of the optimizer's groups, in its order."""
     hugging_face: tuple[HuggingFaceEntry, ...]
     """Outermost Hugging Face models in the module."""
     extra: str
-    """What the trainer adds to its own checkpoints: a value of the journal's codec, in base64."""
+    """Trainer's additions to its own checkpoints: a value of the journal's codec, in base64."""
 
 
 class ModuleLine:
-    """The last line of rank 0's marker, parsed on demand.
+    """Last line of rank 0's marker, parsed on demand.
 
     Args:
-        line: the stored bytes, with the newline.
+        line: stored bytes, with the newline.
         where: key of the marker, for messages.
     """
 
@@ -120,7 +121,7 @@ class ModuleLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMarker:
-    """One rank's statement that all its segments of a generation are durable."""
+    """Statement of one rank that all its segments of a generation are durable."""
 
     run_id: str
     rank: int
@@ -128,21 +129,21 @@ class RankMarker:
     generation: GenerationId
     plan_hash: str
     segments: tuple[SegmentEntry, ...]
-    """In step order; within a step the durable file comes first."""
+    """Segments in step order; within a step the durable file comes first."""
     policy: Mapping[str, object] = field(default_factory=dict)
-    """What a restore needs to interpret the generation: JSON values with string keys, equal on all ranks."""
+    """Facts for interpreting the generation at a restore: JSON values with string keys, equal on all ranks."""
     module: ModuleLine | None = None
     """Description of the trained module; only rank 0's marker has it."""
     unix_time: int = 0
     """Seconds since 1970 by this rank's clock; used for retention by age only."""
     referenced: tuple[ReferencedEntry, ...] = ()
-    """Records of this rank that are in older generations' files, oldest first; see `carry_forward`."""
+    """Records of this rank in older generations' files, oldest first; see `carry_forward`."""
     spares: tuple[ReferencedEntry, ...] = ()
     """Second newest copies of operators, oldest first; see `carry_spares`."""
     lineage: Lineage | None = None
     """Ancestors of the incarnation that wrote it; only rank 0's marker has them."""
     rounded: bool = False
-    """Whether this is a replica that was rebuilt from rounded gradients: its bytes are not those of its owner."""
+    """Whether this is a replica rebuilt from rounded gradients, with other bytes than its owner's."""
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -150,21 +151,21 @@ class RankMarker:
         return tuple(dict.fromkeys(segment.step for segment in self.segments))
 
     def slot_offset(self, entry: SegmentEntry) -> int:
-        """Return the byte at which a file begins in its ring slot; a slot holds all files of a step in a row."""
+        """Return the first byte of a file in its ring slot; a slot holds all files of a step in a row."""
         files = [each for each in self.segments if each.step == entry.step]
         return sum(each.nbytes for each in files[: [each.key for each in files].index(entry.key)])
 
     @property
     def needs(self) -> tuple[GenerationId, ...]:
-        """Older generations whose files hold part of this one, in order."""
+        """Older generations whose files hold part of this generation, in order."""
         return tuple(sorted({each.generation for each in self.referenced}))
 
     def to_bytes(self) -> bytes:
-        """Encode as a JSON document, then a line of records for each file that it names, then the module's line."""
+        """Encode as a JSON document, then a line of records for each named file, then the module's line."""
         return b"".join(self.parts())
 
     def parts(self) -> list[bytes | memoryview]:
-        """Return the bytes of `to_bytes` one behind the other, without a copy of those that generations share."""
+        """Return the bytes of `to_bytes` in parts, without copying parts that generations share."""
         lines = MarkerLines()
         document = encode("marker", _marker(lines).body(self))
         parts = [document, *lines.written]
@@ -177,7 +178,7 @@ class RankMarker:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str, start: int = 0) -> RankMarker:
-        """Read a marker that is stored from byte `start` on. All digests are checked now, records are parsed on first use.
+        """Read a marker stored from byte `start` on. All digests are checked now, records are parsed on first use.
 
         Raises `Corrupt`.
         """
@@ -194,7 +195,7 @@ class RankMarker:
 
 @dataclass(frozen=True, slots=True)
 class StoredMarker:
-    """A marker and the digest of the file it was read from."""
+    """Marker with the digest of the file it was read from."""
 
     marker: RankMarker
     digest: str
@@ -202,7 +203,7 @@ class StoredMarker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """The manifest of a whole generation; the generation exists once its manifest is stored."""
+    """Manifest of a whole generation; the generation exists once its manifest is stored."""
 
     run_id: str
     generation: GenerationId
@@ -213,20 +214,20 @@ class Commit:
     markers: tuple[str, ...]
     """Digest of each rank's marker file, by rank."""
     nbytes: int
-    """Size of all segments together."""
+    """Bytes of all segments together."""
     policy: Mapping[str, object] = field(default_factory=dict)
     unix_time: int = 0
-    """When rank 0 wrote its marker, in seconds since 1970 by that rank's clock."""
+    """Time of rank 0's marker, in seconds since 1970 by that rank's clock."""
     needs: tuple[GenerationId, ...] = ()
-    """Older generations whose files hold part of this one, in order."""
+    """Older generations whose files hold part of this generation, in order."""
     spares: tuple[GenerationId, ...] = ()
     """Older generations whose files hold the second newest copy of some operator, in order."""
     lineage: Lineage | None = None
-    """Ancestors of the incarnation that wrote it; `None` where rank 0's marker has none."""
+    """Ancestors of the incarnation that wrote the generation; `None` if rank 0's marker has none."""
 
     @classmethod
     def of(cls, stored: Sequence[StoredMarker]) -> Commit:
-        """Build the commit that these markers, in rank order, determine.
+        """Build the commit that follows from these markers, in rank order.
 
         Raises:
             Corrupt: a rank is missing, or ranks disagree on what they wrote.
@@ -296,7 +297,7 @@ def _plan_defect(plan: str) -> str | None:
 
 
 def _expect_own_lineage(found: RankMarker | Commit, where: str) -> None:
-    """Refuse a lineage of another incarnation than the one that wrote it."""
+    """Raise `Corrupt` if a lineage is of another incarnation than the writer."""
     own = (found.generation.incarnation, found.generation.nonce)
     if found.lineage is not None and [(cut.incarnation, cut.nonce) for cut in found.lineage.cuts[-1:]] != [own]:
         raise Corrupt(

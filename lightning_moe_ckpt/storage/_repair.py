@@ -22,7 +22,7 @@ from lightning_moe_ckpt.storage._records import Commit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepairedLog:
-    """A log that was rebuilt from manifests, or would be in a dry run."""
+    """Log rebuilt from manifests, or the log that a dry run would write."""
 
     url: str
     run_id: str
@@ -31,7 +31,7 @@ class RepairedLog:
     left_out: Mapping[GenerationId, str]
     """Other committed generations, each with the reason why it does not belong to the rebuilt run."""
     mended: Sequence[GenerationId]
-    """Generations whose unreadable manifest was rebuilt from the markers, or would be."""
+    """Generations whose unreadable manifest was, or would be, rebuilt from the markers."""
     written: bool
 
 
@@ -90,7 +90,7 @@ def _is_readable(log: Log) -> bool:
 def _manifests(
     backend: Backend, committed: Sequence[Contents]
 ) -> tuple[list[Commit], list[Commit], dict[GenerationId, str]]:
-    """Return all manifests, those among them that were rebuilt from markers, and the defects of the others."""
+    """Return all manifests, the subset rebuilt from markers, and the defects of unreadable ones."""
     commits, mended, bad = list[Commit](), list[Commit](), dict[GenerationId, str]()
     for contents in committed:
         try:
@@ -129,6 +129,6 @@ def _history_of(commits: Sequence[Commit], *, last_incarnation: int) -> History:
 
 
 def _beginning(named: tuple[Commit, Lineage]) -> tuple[int, int, int, int]:
-    """Return the sort key of incarnations by their beginning, and of the generations of each."""
+    """Return a sort key of incarnations by their beginning, with the generations of each."""
     commit, lineage = named
     return lineage.opened_ns, commit.generation.incarnation, commit.unix_time, commit.generation.step

@@ -1,14 +1,14 @@
 """Decide which generations may be restored, which stay and which go: by log, listing and manifests.
 
-Most of it is pure functions over a listing, tested against a model. Mark and sweep: the log first records what stays
-(the watermark, and the generations kept below it), then the rest is deleted. A crash in between costs space, never a
-generation. Generations that may still be written are never deleted.
+Most of it is pure functions over a listing, tested against a model. Mark and sweep: the log first records the
+generations that stay (the watermark, and those kept below it), then the rest is deleted. A crash in between costs
+space, never a generation. Generations that may still be written are never deleted.
 
-Files that a generation references must exist, and the log must allow them, as long as the generation exists. If one is
-lost and the generation names spares, a restore finds out whether these suffice. Spares are not checked: without one an
-operator only has one copy less. Source: PEC (2024), Sec. 3.
+A generation's referenced files must exist, and the log must allow them, as long as the generation exists. If such a
+file is lost and the generation names spares, a restore finds out whether these suffice. Spares are not checked: without
+its spare an operator only has one copy less. Source: PEC (2024), Sec. 3.
 
-Age is only a reason to keep. It is the time in a manifest relative to the newest manifest. No clock is read, so every
+Age is only a reason to keep. It is a manifest's time relative to the newest manifest's. No clock is read, so every
 process decides the same, however long the job was stopped.
 """
 
@@ -30,22 +30,22 @@ _SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Rules for which committed generations stay; one matching rule is enough.
+    """Rules for the committed generations to keep; one matching rule is enough.
 
     Raises:
         ConfigurationError: a value is out of range.
     """
 
     last: int = 2
-    """Number of newest generations to keep. With two, one is left if the newest is damaged."""
+    """Newest generations to keep. With two, one is left if the newest is damaged."""
     every_n_steps: int | None = None
-    """Keep for good the first generation at or after each multiple of so many steps; step 0 is a multiple."""
+    """Steps between generations kept for good: the first at or after each multiple of this; step 0 is a multiple."""
     days: float | None = None
-    """Keep generations committed at most so many days before the newest one. If the clock was ahead when the newest was
-    committed, others go that much too early; if it was behind, they stay longer."""
+    """Days before the newest commit for which generations stay. If the clock was ahead at the newest commit, others go
+    that much too early; if it was behind, they stay longer."""
 
     dense: int = 0
-    """Number of newest generations to keep of those with everything at one step, which can be exported, besides."""
+    """Newest dense generations to keep besides: with everything at one step, so that they can be exported."""
 
     def __post_init__(self) -> None:
         if not (_is_int(self.dense) and self.dense >= 0):
@@ -99,9 +99,10 @@ def _milestones(generations: Iterable[GenerationId], every: int) -> list[Generat
 def advanced_history(
     history: History, stay: Iterable[GenerationId], restorable: Sequence[GenerationId]
 ) -> History | None:
-    """Return the history after giving up all but `stay`; `None` if that gives up nothing more.
+    """Return the history after giving up all but `stay`; `None` if nothing more is given up.
 
-    Counted from the newest, the watermark is the last generation before the first gap. Older ones are kept by name.
+    Counted from the newest, the watermark is the last generation before the first gap. Older generations are kept by
+    name.
 
     Args:
         history: state of the log.
@@ -154,7 +155,7 @@ def _why_garbage(
             return None
         return "of an earlier run" + ("" if contents.committed else ", not committed")
     if not contents.committed:
-        # Ranks write generations in order: older ones than our newest commit are not being written any more.
+        # Ranks write in order: uncommitted generations older than our newest commit are not written any more.
         if generation.incarnation < newest_own.incarnation:
             return f"not committed, and incarnation {generation.incarnation} is over"
         return "not committed, and newer ones are" if generation.step < newest_own.step else None
@@ -166,20 +167,20 @@ def _why_garbage(
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """Why a referenced file is not available."""
+    """Reason why a referenced file is not available."""
 
     reason: str
     is_loss: bool
-    """False if the log gave the referenced files up; then the generation itself only stays because others need it."""
+    """Whether files are lost; false if the log gave them up, and the generation only stays for other generations."""
 
 
 def what_lacks(commit: Commit, history: History, defects: Mapping[GenerationId, str | None]) -> Lack | None:
-    """Return why a generation's referenced files are not available; `None` if all are.
+    """Return the reason why a generation's referenced files are not available; `None` if all are.
 
     Args:
         commit: manifest of the generation.
         history: state of the log.
-        defects: every stored generation with its own defect, or `None` if it has none.
+        defects: defect of every stored generation, `None` for a sound one.
     """
     for need in commit.needs:
         if (dead := history.why_dead(need)) is not None:
@@ -204,37 +205,37 @@ def spare_for(commits: Iterable[Commit]) -> dict[GenerationId, GenerationId]:
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A generation that cannot be restored, with the reason; `is_loss` if it should be restorable."""
+    """Generation that cannot be restored, with the reason; `is_loss` if it should be restorable."""
 
     generation: GenerationId
     reason: str
     is_loss: bool
     commit: Commit | None = None
-    """The manifest, if only files that the generation references are missing."""
+    """Manifest, if only referenced files are missing."""
 
     @property
     def is_for_others(self) -> bool:
-        """Whether it only stays because other generations refer to it; this is no defect."""
+        """Whether the generation only stays because others refer to it, which is no defect."""
         return self.commit is not None and not self.is_loss
 
     @property
     def may_be_restored(self) -> bool:
-        """Whether spares may replace all that is missing; only a restore can tell."""
+        """Whether spares may replace all missing files; only a restore can tell."""
         return self.is_loss and self.commit is not None and bool(self.commit.spares)
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The stored generations of a run, sorted into restorable ones and others."""
+    """Stored generations of a run, sorted into restorable ones and the rest."""
 
     usable: Sequence[Commit]
     """Restorable generations, newest first."""
     passed_over: Sequence[PassedOver]
-    """The others, newest first."""
+    """Generations that cannot be restored, newest first."""
     catalog: Catalog
-    """The listing that they were found in."""
+    """Listing of the generations."""
     damaged: Mapping[GenerationId, str] = field(default_factory=dict)
-    """Usable generations whose files were read and found damaged, with the defect."""
+    """Defects found by reading the files, by usable generation."""
 
     @classmethod
     def take(cls, backend: Backend, history: History, catalog: Catalog) -> Survey:
@@ -249,8 +250,8 @@ class Survey:
         """Return this survey with `damaged` filled: files are read, newest first, until `number` generations are good.
 
         Args:
-            check: reads all files of a generation and those it references; returns a defect, or `None`.
-            number: how many good generations to find.
+            check: reads all files of a generation and its referenced files; returns a defect, or `None`.
+            number: good generations to find.
         """
         damaged: dict[GenerationId, str] = {}
         whole, _ = self._sound()
@@ -275,7 +276,7 @@ class Survey:
         return [each.commit for each in self.passed_over if each.commit is not None and not each.may_be_restored]
 
     def give_up(self, history: History, retention: Retention) -> History | None:
-        """Return the history after `retention` gave up what need not stay; `None` if nothing changes."""
+        """Return the history after `retention` gave up unneeded generations; `None` if nothing changes."""
         whole, _ = self._sound()
         return advanced_history(history, self.reasons(retention), self._in_order(whole))
 
@@ -283,12 +284,12 @@ class Survey:
         """Return the generations that stay under `retention`, each with the reason."""
         whole, doubtful = self._sound()
         if any(commit.needs or commit.spares for commit in whole[:1]):
-            # A running save may refer to either of the last two, and to what these refer to. Keeping both also
-            # keeps two copies of what they hold.
+            # A running save may refer to either of the last two, and to their references. Keeping both also
+            # keeps two copies of their records.
             retention = replace(retention, last=max(2, retention.last))
         reasons = retention.reasons(whole, doubtful)
         counted = {commit.generation for commit in whole}
-        # An unreadable generation may come back, so what it needs stays until the log gives it up.
+        # An unreadable generation may come back, so the files that it needs stay until the log gives it up.
         needing = [c for each, c in self._manifests.items() if each in reasons or each not in counted]
         needed = {need: f"needed by {by}" for need, by in needed_by(c for c in needing if self._stays(c)).items()}
         spare = {each: f"has older copies for {by}" for each, by in spare_for(whole[: retention.last]).items()}
@@ -296,7 +297,7 @@ class Survey:
         return self._perhaps_needed(reasons) | there | needed | reasons
 
     def _perhaps_needed(self, stay: Mapping[GenerationId, str]) -> dict[GenerationId, str]:
-        """Return all generations older than a kept one whose manifest is unreadable, if the run references at all."""
+        """Return the generations that an unreadable one may need: all older ones, if the run references any."""
         manifests = self._manifests
         silent = [each.generation for each in self.passed_over if each.is_loss and each.commit is None]
         newest = max((each for each in silent if each in stay), default=None)
@@ -305,7 +306,7 @@ class Survey:
         return {each: f"may be needed by {newest}, which cannot be read" for each in manifests if each < newest}
 
     def _stays(self, commit: Commit) -> bool:
-        """Whether the generation is there for its own sake, not only because others refer to it."""
+        """Return whether the generation is there for its own sake, not only for others."""
         return all(each.commit is not commit or not each.is_for_others for each in self.passed_over)
 
     def _in_order(self, whole: Sequence[Commit]) -> list[GenerationId]:
@@ -334,7 +335,7 @@ class Survey:
         return whole, doubtful + [each.generation for each in self.passed_over if each.is_loss]
 
     def _is_whole(self, commit: Commit) -> bool:
-        """Whether no object of it, or of the generations it needs, is missing or known to be damaged."""
+        """Return whether no object of the generation, or of generations it needs, is missing or known to be damaged."""
         if commit.generation in self.damaged:
             return False
         manifests = self._manifests
@@ -345,14 +346,14 @@ class Survey:
 def _complete(
     found: Commit | PassedOver, history: History, defects: Mapping[GenerationId, str | None]
 ) -> Commit | PassedOver:
-    """Return the manifest, or why files that the generation references are not available."""
+    """Return the manifest, or the generation as passed over if its referenced files are not available."""
     if isinstance(found, PassedOver) or (lack := what_lacks(found, history, defects)) is None:
         return found
     return PassedOver(found.generation, lack.reason, lack.is_loss, commit=found)
 
 
 def _read_restorable(backend: Backend, history: History, contents: Contents) -> Commit | PassedOver:
-    """Return the manifest of a generation, or why it cannot be restored."""
+    """Return a generation's manifest, or the generation as passed over with the reason."""
     generation = contents.generation
     if (reason := history.why_left_behind(generation)) is not None:
         return PassedOver(generation, reason, is_loss=False)

@@ -71,16 +71,16 @@ Resume = Literal["auto", "must", "never", "memory"]
 
 
 class RunStore:
-    """The checkpoints of one run. Make one with `open` on the coordinator and with `join` on every other rank."""
+    """Checkpoints of one run. Make a store with `open` on the coordinator and with `join` on every other rank."""
 
     def __init__(self, backend: Backend, run_id: str, *, coordination: Coordination | None = None) -> None:
         self.run_id = run_id
         self.rejected: list[tuple[str, str]] = []
-        """Generations that the last `candidates` left out, newest first, each with the reason."""
+        """Generations left out by the last `candidates`, newest first, each with the reason."""
         self.unreadable: list[tuple[str, str]] = []
-        """The part of `rejected` that is a loss: committed generations that the log allows but that cannot be read."""
+        """Losses among `rejected`: committed generations that the log allows but that cannot be read."""
         self.sources: list[Commit] = []
-        """Generations that the last `candidates` left out, but whose operators others may use; newest first."""
+        """Generations left out by the last `candidates` whose operators others may use; newest first."""
         self._backend = backend
         self._coordination = coordination
 
@@ -156,13 +156,13 @@ class RunStore:
         return GenerationId(step=step, incarnation=self._coordinator().opened_incarnation(), nonce=self.nonce)
 
     def tell(self, figures: Callable[[], Mapping[str, object]]) -> None:
-        """Let every entry that this job adds to the log have these figures, JSON values, for people. Coordinator only."""
+        """Set the source of figures, JSON values for people, in this job's later log entries. Coordinator only."""
         self._coordinator().figures = figures
 
     # Data: any rank, any thread.
 
     def put_segment(self, generation: GenerationId, rank: int, step: int, view: memoryview) -> str:
-        """Store a sealed segment and return its key. It is then durable, and the caller may reuse the memory."""
+        """Store a sealed segment and return its key. On return the segment is durable, and the memory may be reused."""
         key = segment_key(generation, rank, step)
         self._backend.put(key, view)
         return key
@@ -174,22 +174,22 @@ class RunStore:
         return key
 
     def describe_constants(self, generation: GenerationId, parts: Iterable[bytes]) -> str:
-        """Store what describes files of constants, all of which are durable, and return its key, for policies.
+        """Store the description of durable files of constants, and return its key, for policies.
 
         Args:
-            generation: any of this incarnation.
-            parts: what `described` returned of the files of each rank.
+            generation: any generation of this incarnation.
+            parts: results of `described` for each rank's files.
         """
         files = [file for part in parts for file in constants_in(part, "constants of a rank")]
         return put_constants(self._backend, generation, files)
 
     @staticmethod
     def described(files: Sequence[SegmentEntry]) -> bytes:
-        """Return what describes files of constants, for the coordinator."""
+        """Return the description of files of constants, for the coordinator."""
         return constants_bytes(files)
 
     def read_constants(self, policy: Mapping[str, Any]) -> Sequence[SegmentEntry]:
-        """Return the files of constants of generations with that policy; none without any. Raises `Corrupt` and `KeyMissing`."""
+        """Return a policy's files of constants; none if it names none. Raises `Corrupt` and `KeyMissing`."""
         return read_constants(self._backend, policy)
 
     def put_marker(self, marker: RankMarker) -> None:
@@ -233,13 +233,13 @@ class RunStore:
         return [g.generation for g in self._promotable(coordination) if self._promote(g)]
 
     def candidates(self) -> list[Commit]:
-        """List the committed generations of this run that may be restored, newest first; `rejected` has the others.
+        """List the committed generations of this run that may be restored, newest first; `rejected` has the rest.
 
-        The list includes generations that lost files they need but name older copies; only a restore shows whether the
-        copies suffice. The call also remembers the position in the log that `open_incarnation` builds on.
+        The list includes generations that lost needed files but name older copies; only a restore shows whether the
+        copies suffice. The call also remembers the position in the log for `open_incarnation`.
         """
         coordination = self._coordinator()
-        coordination.refresh()  # before the listing: whoever moves the watermark afterwards makes `open_incarnation` refuse
+        coordination.refresh()  # before the listing: a watermark moved afterwards makes `open_incarnation` refuse
         catalog = read_catalog(self._backend)
         coordination.committed = frozenset(g for g, contents in catalog.items() if contents.committed)
         survey = Survey.take(self._backend, coordination.history, catalog)
@@ -264,11 +264,12 @@ class RunStore:
         return self._coordinator().history.why_dead(generation)
 
     def why_foreign(self, generation: GenerationId, seen: GenerationId | None) -> str | None:
-        """Return why a generation in memory does not descend from the stored log; `None` if it does, or is dead.
+        """Return the reason why a generation in memory does not descend from the stored log; `None` if it does, or is
+        dead.
 
         Args:
             generation: a generation held in memory.
-            seen: the newest commit that was known when memory took the generation.
+            seen: newest commit known when memory took the generation.
         """
         coordination = self._coordinator()
         history = coordination.history
@@ -305,7 +306,7 @@ class RunStore:
 
         Args:
             resumed: the generation that all ranks restored; `None` to start from nothing.
-            volatile: generations of this run that ranks have in memory, committed or not.
+            volatile: generations of this run in the ranks' memory, committed or not.
             foreign: whether `resumed` may come from a past that the log does not know; the log then adopts it.
 
         Returns:
@@ -362,8 +363,8 @@ class RunStore:
     def retain(self, retention: Retention) -> list[GenerationId]:
         """Record in the log which generations stay, then delete those that nobody may restore any more.
 
-        The newest generation always stays: until the first own commit, that is the one this incarnation began from. The
-        older generations whose files a kept one needs stay with it.
+        The newest generation always stays: until the first own commit, this incarnation's starting point. Older
+        generations whose files a kept one needs stay as well.
 
         Returns:
             Deleted generations, oldest first.
@@ -417,7 +418,7 @@ class RunStore:
         except (
             Corrupt,
             StorageError,
-        ) as error:  # a kill leaves what is not whole; that storage fails is another matter
+        ) as error:  # a kill leaves incomplete generations; a failure of storage is another matter
             level = logging.WARNING if isinstance(error, StorageError) else logging.INFO
             log.log(level, "%s cannot be promoted: %s", contents.generation, error)
             return False

@@ -67,12 +67,12 @@ def check_places(segment: SegmentEntry, data: memoryview) -> SegmentLayout:
 
 
 def scrub_segment(backend: Backend, entry: SegmentEntry) -> None:
-    """Read a segment file and check its header, its digest and that of every record.
+    """Read a segment file and check its header, its digest and every record's.
 
     The caller has compared the size with the listing.
 
     Raises:
-        Corrupt: the header, a record or the file is not as written; the message names the first defect.
+        Corrupt: the header, a record or the file is damaged; the message names the first defect.
         KeyMissing: the file is gone.
     """
     check_header(backend, entry)  # first, so that a file that is no segment is not read to its end
@@ -110,7 +110,7 @@ def scrub_record(backend: Backend, key: str, record: RecordEntry) -> None:
 def _feed(
     chunk: memoryview, start: int, records: Sequence[RecordEntry], digests: Sequence[xxhash.xxh3_128], first: int
 ) -> int:
-    """Feed a chunk, which begins at byte `start`, to the digests of its records; return the first unfinished record."""
+    """Feed a chunk, which begins at byte `start`, to its records' digests; return the first unfinished record."""
     stop = start + chunk.nbytes
     for i in range(first, len(records)):
         begin, end = records[i].offset, records[i].offset + records[i].nbytes

@@ -1,4 +1,4 @@
-"""The bytes of a segment: a safetensors file whose header sits in a reserved, page-aligned prefix.
+"""Bytes of a segment: a safetensors file whose header sits in a reserved, page-aligned prefix.
 
 A snapshot is copied into a buffer that equals the file byte for byte; a restore reads the file into such a buffer.
 safetensors forbids holes and guarantees no alignment, so `U8` tensors named `__pad__.N` fill the gaps, and spaces pad
@@ -28,7 +28,7 @@ from lightning_moe_ckpt.errors import Corrupt
 
 _PAGE_NBYTES = 4096
 MAX_HEADER_NBYTES = 100_000_000
-"""Bytes of a header at most: the limit of the safetensors parser."""
+"""Most bytes of a header: the limit of the safetensors parser."""
 
 _MAX_NBYTES = 2**62
 _PAD_PREFIX = "__pad__."
@@ -100,7 +100,7 @@ class Span(NamedTuple):
     """Place of a tensor in the file."""
 
     offset: int
-    """From the start of the file, in bytes."""
+    """Bytes from the start of the file."""
     nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -132,14 +132,14 @@ class SegmentLayout:
         align: int = 64,
         header_nbytes: int | None = None,
     ) -> SegmentLayout:
-        """Lay tensors out that are given by column, as `SegmentLayout` does.
+        """Lay out tensors given by column, as `SegmentLayout` does.
 
         Args:
             names: as there.
             kinds: types and shapes.
             metadata: as there.
             align: as there.
-            header_nbytes: of the header, where that is known, which is then spelled only if somebody asks for it.
+            header_nbytes: bytes of the header, if known; then the header is spelled only on demand.
         """
         layout = cls.__new__(cls)
         layout._lay_out(names, kinds, metadata, align, header_nbytes)  # noqa: SLF001  # its own
@@ -158,17 +158,17 @@ class SegmentLayout:
         self.metadata = dict(metadata)
         self.align = align
         self.names, self.kinds = names, kinds
-        """Of each tensor in order."""
+        """Names, and dtypes with shapes, of the tensors in order."""
         self._places = _place(self._distinct, align)
         nbytes = len(self.header) if header_nbytes is None else header_nbytes
         self.offsets, self.sizes = self._places.starts + nbytes, self._places.sizes
-        """Of each tensor in order, its first byte in the file, and its bytes."""
+        """First byte in the file, and bytes, of each tensor in order."""
         self.nbytes = nbytes + (int(self._places.stops[-1]) if names else 0)
         """Size of the file, a multiple of `align`."""
 
     @cached_property
     def header(self) -> bytes:
-        """The file's first bytes, up to the first tensor; a multiple of 4096."""
+        """Bytes of the file up to the first tensor; a multiple of 4096."""
         metadata = {_FORMAT_KEY: _FORMAT, _ALIGN_KEY: str(self.align), **self.metadata}
         return _header(self.names, self._distinct, self._places, metadata)
 
@@ -216,7 +216,7 @@ class SegmentLayout:
 
     @staticmethod
     def placed(kinds: Sequence[TensorKind], align: int = 64) -> list[tuple[int, int]]:
-        """Return (offset, nbytes) of each tensor as a layout would place them; offsets count from the header's end."""
+        """Return (offset, nbytes) of each tensor as a layout would place it; offsets count from the header's end."""
         places = _place(_Distinct.of(kinds), align)
         return list(zip(places.starts.tolist(), places.sizes.tolist(), strict=True))
 
@@ -260,7 +260,7 @@ _Ints = npt.NDArray[np.int64]
 
 
 class _Distinct(NamedTuple):
-    """Kinds of tensors in order, by number: there are few, and looking one up takes longer than anything else here."""
+    """Numbered kinds of tensors in order: kinds are few, and looking one up takes longer than anything else here."""
 
     kinds: list[TensorKind]
     number: list[int]
@@ -290,12 +290,12 @@ def _check(names: Sequence[str], distinct: _Distinct, metadata: Mapping[str, str
 
 
 class _Places(NamedTuple):
-    """Of tensors in order; offsets count from the end of the header, in bytes."""
+    """Places of tensors in order; offsets count from the end of the header, in bytes."""
 
     starts: _Ints
     sizes: _Ints
     stops: _Ints
-    """Where the padding behind each ends."""
+    """End of the padding behind each tensor."""
 
 
 def _place(distinct: _Distinct, align: int) -> _Places:
@@ -310,7 +310,7 @@ def _place(distinct: _Distinct, align: int) -> _Places:
 
 
 def _header(names: Sequence[str], distinct: _Distinct, places: _Places, metadata: Mapping[str, str]) -> bytes:
-    """Spell the header as `json.dumps` would, column by column: that of a large model has half a million entries."""
+    """Spell the header like `json.dumps`, column by column: a large model's header has half a million entries."""
     starts, ends, stops = (each.tolist() for each in (places.starts, places.starts + places.sizes, places.stops))
     pads = (np.cumsum(places.starts + places.sizes < places.stops) - 1).tolist()
     heads = [

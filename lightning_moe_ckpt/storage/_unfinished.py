@@ -58,7 +58,7 @@ class UnfinishedUploads:
         self._bucket, self._config, self._http, self._timeout = bucket, config, client, timeout
         self._certificates = certificates
         self.why_useless: str | None = None
-        """Why the store cannot be asked; `None` while it can."""
+        """Reason why the store cannot be asked; `None` while it can."""
 
     def abort(self, prefix: str) -> int:
         """Abort every upload to a key that starts with `prefix`.

@@ -27,7 +27,7 @@ from lightning_moe_ckpt.storage._records import Commit, RankMarker
 from lightning_moe_ckpt.storage._retention import needed_by, spare_for, what_lacks
 
 _READERS = 16
-"""Threads that read entries of the log, each of which is a request to a store."""
+"""Threads that read log entries, one request each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,15 +38,15 @@ class StoredGeneration:
     committed: bool
     """Whether there is a manifest, readable or not."""
     commit: Commit | None
-    """The manifest; `None` if there is none or it cannot be read."""
+    """Manifest; `None` if there is none or it cannot be read."""
     ranks: tuple[int, ...]
-    """Ranks whose marker is there."""
+    """Ranks with a stored marker."""
     sizes: Mapping[str, int]
     """Bytes by key, as listed."""
     dead: str | None
-    """Why the log forbids to restore it; `None` if it does not."""
+    """Reason why the log forbids a restore; `None` if it does not."""
     damage: str | None
-    """Why it cannot be restored although the log allows it, as far as listing and manifest show."""
+    """Reason why a restore is impossible although the log allows it, as far as listing and manifest show."""
 
     @property
     def nbytes(self) -> int:
@@ -54,30 +54,30 @@ class StoredGeneration:
 
     @property
     def needs(self) -> tuple[GenerationId, ...]:
-        """Older generations that it refers to."""
+        """Older generations that this generation refers to."""
         return () if self.commit is None else self.commit.needs
 
     @property
     def usable(self) -> bool:
-        """Whether a restart would try it."""
+        """Whether a restart would try the generation."""
         return self.commit is not None and self.dead is None and self.damage is None
 
     @property
     def why_not(self) -> str | None:
-        """Why it is not usable; `None` if it is."""
+        """Reason why the generation is not usable; `None` if it is."""
         return self.dead or self.damage or (None if self.committed else f"not committed; ranks done: {len(self.ranks)}")
 
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """What an entry of the log says happened, and the state of the log after it."""
+    """Event of a log entry, and the state of the log after it."""
 
     event: Mapping[str, object]
     history: History
 
 
 class RunView:
-    """The run under a URL, read only."""
+    """Run under a URL, read only."""
 
     def __init__(self, backend: Backend, history: History | None) -> None:
         self.history = history
@@ -122,11 +122,11 @@ class RunView:
         return [_explained(each, only_lent.get(each.generation)) for each in judged]
 
     def events(self, known: Mapping[int, LogEvent] | None = None, *, most: int = 1000) -> dict[int, LogEvent]:
-        """Return what the log says happened, by index of the entry, oldest first; entries that cannot be read are left out.
+        """Return the log's events by index of their entry, oldest first; unreadable entries are left out.
 
         Args:
-            known: what an earlier call returned, which is not read again.
-            most: newest entries that are read at most.
+            known: result of an earlier call, which is not read again.
+            most: newest entries to read at most.
         """
         known = known or {}
         indices = sorted(i for e in self._backend.list(LOG_PREFIX) if (i := parse_log_key(e.key)) is not None)[-most:]
@@ -199,7 +199,7 @@ class RunView:
 
 
 def _explained(stored: StoredGeneration, needed_by: GenerationId | None) -> StoredGeneration:
-    """Return `stored`; if it only stays because another one needs it, `dead` says so."""
+    """Return `stored`; if it only stays because another generation needs it, `dead` says so."""
     if needed_by is None or stored.dead is None:
         return stored
     return replace(stored, dead=f"only there for {needed_by}; {stored.dead}")
