@@ -1,11 +1,11 @@
 """Replay several steps of Adam or AdamW at once, from plain or compressed gradients.
 
 The state is read and written once for all steps; a gradient is expanded one tile at a time. The arithmetic is that of
-`torch.optim.Adam` and `AdamW` with `foreach=False`, operation for operation, and on the CPU so are the bits. Two
-things depend on the build of torch and on the processor: which multiplications and additions are fused, and whether
-square roots are MKL's, which are not always the correctly rounded ones. A small probe compares the variants with torch
-once and takes the one that agrees; if none does, torch itself replays. On CUDA the kernel fuses as on a CPU with AVX2 and
-rounds roots correctly; torch's CUDA optimizers round in other places (relative difference about 1e-6).
+`torch.optim.Adam` and `AdamW` with `foreach=False`, operation for operation, and on the CPU so are the bits. Two things
+depend on torch's build and on the processor: which multiplications and additions are fused, and whether square roots
+are MKL's, which are not always correctly rounded. A small probe compares the variants with torch once and takes the
+matching variant; without a match torch itself replays. On CUDA the kernel fuses like a CPU with AVX2 and rounds roots
+correctly; torch's CUDA optimizers round in other places (relative difference about 1e-6).
 
 Source: TierCheck, section 3.2, "fused multi-step replay". We differ in: the last step is replayed here as well.
 """
@@ -54,12 +54,12 @@ class AdamState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamStep:
-    """One step that the optimizer took, with the settings it had."""
+    """One step of the optimizer, with its settings."""
 
     gradient: Tensor | CompressedGradient
-    """Gradient that the optimizer used; a plain one is float32, bfloat16 or float16 and has the parameter's shape."""
+    """Gradient used by the optimizer; a plain one is float32, bfloat16 or float16 and has the parameter's shape."""
     step: int
-    """The optimizer's count after the step: 1 for the first."""
+    """The optimizer's count after the step: 1 for the first step."""
     lr: float
     beta1: float = 0.9
     beta2: float = 0.999
@@ -111,7 +111,7 @@ class Arithmetic:
 
 @functools.cache
 def torch_arithmetic() -> Arithmetic | None:
-    """Return the variant that this torch uses; `None` if no variant agrees, or if there is no library."""
+    """Return this torch's variant; `None` if no variant agrees, or if there is no library."""
     if _library.cpu() is None:
         return None
     for variant in (Arithmetic(fused, root) for root in (_mkl_root(), 0) for fused in (True, False)):
@@ -122,7 +122,7 @@ def torch_arithmetic() -> Arithmetic | None:
 
 
 def _mkl_root() -> int:
-    """Return the address of torch's own copy of `vmsSqrt`: the same version that takes the same code path."""
+    """Return the address of torch's own copy of `vmsSqrt`: the same version with the same code path."""
     try:
         function = c.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).vmsSqrt
     except (OSError, AttributeError):  # another file name, or a build without MKL

@@ -1,8 +1,8 @@
-"""Copy in the bubbles of a pipeline: while a stage waits for others, nobody needs the memory and the links that copies take.
+"""Copy in a pipeline's bubbles: while a stage waits for others, nobody needs the memory and the links that copies take.
 
-Bubbles are measured as training goes on, as the paper has it for schedules other than 1F1B. What the copies of a step take in
-time is their bytes over a measured rate. Of a list, as much as fits into the bubbles of a pass waits for them, and the rest is
-copied beside operations. Copies that are not made when the optimizer is about to step wait for nothing any more.
+Bubbles are measured as training goes on, like in the paper for schedules other than 1F1B. The time of a step's copies
+is their bytes over a measured rate. The part of a list that fits into the bubbles of a pass waits for bubbles, and the
+rest is copied beside operations. Once the optimizer is about to step, the remaining copies wait for nothing any more.
 
 Source: MOETION (2024), Sec. 5.3, Algorithm 4.
 """
@@ -19,9 +19,9 @@ from lightning_moe_ckpt.native._choice import measure_bandwidth
 from lightning_moe_ckpt.native._engine import CopyEngine, PipelinePhase
 
 _PASSES = 16
-"""Of which the median counts."""
+"""Newest passes through the schedule whose median counts."""
 _SHARE = 0.8
-"""Part of what bubbles have room for at the measured rate; the rest absorbs noise."""
+"""Share of the bubbles' room that is used at the measured rate; the rest absorbs noise."""
 _PROBE_NBYTES = 16 * 2**20
 
 
@@ -30,24 +30,24 @@ class BubbleFigures:
     """Copies beside a pipeline's schedule, on this rank."""
 
     seconds: float
-    """Of bubbles in a pass through the schedule, the median of the newest ones."""
+    """Seconds of bubbles in a pass through the schedule: the median of the newest passes."""
     nbytes: int
-    """Bytes of a list that wait for them."""
+    """Bytes of a list that wait for bubbles."""
     chunks: dict[str, int]
     """Chunks of up to 16 MiB copied `in_bubbles`, `beside` operations, and `outside` of the schedule."""
 
     @property
     def share(self) -> float:
-        """Part of the chunks that was not copied beside operations."""
+        """Share of the chunks that was not copied beside operations."""
         return 1 - self.chunks["beside"] / max(1, sum(self.chunks.values()))
 
 
 class Bubbles:
-    """Tells a copy engine of bubbles, and how much to leave for them.
+    """Tells a copy engine when bubbles are, and how many bytes to leave for them.
 
     Args:
-        engine: copies what training is.
-        device: of training.
+        engine: copies the training state.
+        device: device of training.
     """
 
     def __init__(self, engine: CopyEngine, device: torch.device) -> None:
@@ -57,12 +57,12 @@ class Bubbles:
         self._rate: float | None = None
 
     def enter(self, phase: PipelinePhase) -> None:
-        """Say where in the schedule the training thread is from here on."""
+        """Set the training thread's place in the schedule from here on."""
         self._engine.enter(phase)
         if phase is not PipelinePhase.OUTSIDE:
             return
         counts = self._engine.gate_counts()
-        if counts is None or counts.passes == self._passes:  # a device is not there yet
+        if counts is None or counts.passes == self._passes:  # a device lags behind
             return
         if self._rate is None:
             self._rate = measure_bandwidth(_PROBE_NBYTES, self._device)
@@ -72,7 +72,7 @@ class Bubbles:
         self._engine.fit_gaps(self._nbytes)
 
     def figures(self) -> BubbleFigures | None:
-        """Return figures so far; `None` without a schedule."""
+        """Return the figures so far; `None` without a schedule."""
         counts = self._engine.gate_counts() if self._passes else None
         if counts is None:
             return None

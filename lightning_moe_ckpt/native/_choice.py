@@ -1,4 +1,4 @@
-"""Choose who does the work on a device: the compiled part if it is there and passes its check, else its twin."""
+"""Choose the implementation for a device: the compiled part if it is there and passes its check, else its twin."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def compress_gradients(
     Args:
         gradients: contiguous tensors of float32, bfloat16 or float16, all on one device.
         how: thresholds and ratios; the paper's by default.
-        threads: CPU threads; as many as torch uses by default.
+        threads: CPU threads; torch's number by default.
         part_numel: most elements of the gradient per sparse part, a multiple of 2048.
 
     Returns:
@@ -84,8 +84,8 @@ def replay_adam(state: AdamState, steps: Sequence[AdamStep], *, threads: int | N
 
     Args:
         state: parameter and moments.
-        steps: in the order in which they were taken.
-        threads: CPU threads; as many as torch uses by default.
+        steps: steps in the optimizer's order.
+        threads: CPU threads; torch's number by default.
 
     Raises:
         ValueError: a tensor of the state is not float32, not contiguous, or of another shape or device; a gradient does

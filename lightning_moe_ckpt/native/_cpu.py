@@ -1,11 +1,11 @@
-"""Copies between CPU tensors on one background thread: one in Python, and one outside the interpreter.
+"""Copies between CPU tensors on one background thread: in Python, or outside the interpreter.
 
 The first `submit` starts the thread, and again in a forked child, because threads do not survive a fork. One thread is
 enough: copies are bound by memory bandwidth, and a second thread would only take another core from training.
 
 The compiled engine takes one call per list, on a thread that never takes the GIL. A list that was not prepared, or that
-the library cannot arrange, such as a conversion that only torch knows, goes to the thread of its twin in Python, behind
-what was submitted before.
+the library cannot arrange, such as a conversion known only to torch, goes to the thread of the twin in Python, behind
+all earlier lists.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from lightning_moe_ckpt.native._plan import (
 from lightning_moe_ckpt.native._worker import CompiledEngine, CompiledTicket, Worker
 
 _DEPTH = 2
-"""Chunks between two looks at what else is to be done; copies on the CPU are made one after another anyway."""
+"""Chunks between two looks at other work; CPU copies run one after another anyway."""
 
 
 class CpuTicket(Ticket):
-    """A list of copies submitted to the background thread."""
+    """List of copies submitted to the background thread."""
 
     def __init__(self, copies: Sequence[Copy] | CopyList) -> None:
         self._copies: Sequence[Copy] | CopyList = copies if isinstance(copies, CopyList) else list(copies)
@@ -76,7 +76,7 @@ class CpuTicket(Ticket):
 
 
 class CpuCopyEngine(CopyEngine):
-    """Copies in the order they were submitted, on one daemon thread."""
+    """Copy engine with one daemon thread, in the order of submission."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[CpuTicket | None] | None = None
@@ -120,7 +120,7 @@ class CpuCopyEngine(CopyEngine):
 def _serve(queue: SimpleQueue[CpuTicket | None]) -> None:
     while (ticket := queue.get()) is not None:
         ticket.run()
-        del ticket  # do not hold the last one while waiting for the next
+        del ticket  # do not hold the last list while waiting for the next
 
 
 def _finish(queue: SimpleQueue[CpuTicket | None], thread: threading.Thread) -> None:
@@ -129,12 +129,12 @@ def _finish(queue: SimpleQueue[CpuTicket | None], thread: threading.Thread) -> N
 
 
 class CompiledCpuEngine(CompiledEngine):
-    """Copies in the order they were submitted, on one thread outside the interpreter.
+    """Copy engine with one thread outside the interpreter, in the order of submission.
 
     Args:
         library: the CPU part.
-        arrangement: how lists are cut; fences do not wait for whole lists of others.
-        threads: that share the copying of one chunk. One is right beside training: copies are bound by memory.
+        arrangement: how lists are cut; a fence does not wait for other whole lists.
+        threads: threads that share one chunk. One thread is right beside training: copies are bound by memory.
     """
 
     def __init__(self, library: Library, arrangement: Arrangement | None = None, *, threads: int = 1) -> None:
@@ -148,7 +148,7 @@ class CompiledCpuEngine(CompiledEngine):
 
     @override
     def register(self, buffer: Tensor) -> None:
-        """Let the first copies meet memory that is mapped already; in the background."""
+        """Map the buffer's memory in the background, before the first copies."""
         self._preparations[buffer.data_ptr()] = Preparation(buffer)
 
     @override
@@ -202,7 +202,7 @@ class CompiledCpuEngine(CompiledEngine):
 
 
 class _Later(CopyList):
-    """Copies that wait, on the twin's thread, until what was submitted before them has been made."""
+    """Copies on the twin's thread that wait for all earlier lists."""
 
     def __init__(self, copies: Job, after: Ticket | None) -> None:
         super().__init__(list(copies.pairs()))
@@ -211,6 +211,6 @@ class _Later(CopyList):
     @override
     def run(self, *, non_blocking: bool = False) -> None:
         if isinstance(self._after, CompiledTicket):
-            with suppress(CheckpointError):  # told to whoever holds that ticket; the order is kept either way
+            with suppress(CheckpointError):  # the holder of that ticket gets the error; the order is kept either way
                 self._after.wait()
         super().run(non_blocking=non_blocking)

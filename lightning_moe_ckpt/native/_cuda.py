@@ -59,7 +59,7 @@ from lightning_moe_ckpt.native._worker import CompiledEngine, CompiledTicket, Wo
 log = rank_logger(__name__)
 
 PIECE_NBYTES = 2**30
-"""Bytes per `cudaHostRegister`: one call over 512 GiB fails on current drivers, and each holds a driver-wide lock."""
+"""Bytes per `cudaHostRegister`: a call over 512 GiB fails on current drivers, and each holds a driver-wide lock."""
 _POLL = timedelta(milliseconds=2)
 _cuda: Any = torch.cuda
 """Events, streams and the runtime are partly untyped in torch."""
@@ -137,7 +137,7 @@ class CudaTicket(Ticket):
 
 
 class CudaCopyEngine(CopyEngine):
-    """Copies in the order they were submitted, on one side stream of `device`."""
+    """Copy engine with one side stream of `device`, in the order of submission."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -202,7 +202,7 @@ class CudaCopyEngine(CopyEngine):
 
 
 class CompiledCudaEngine(CompiledEngine):
-    """Copies in the order they were submitted, by the copy engines of `device`.
+    """Copy engine with the copy engines of `device`, in the order of submission.
 
     Args:
         library: the CUDA part.
@@ -295,12 +295,12 @@ class CompiledCudaEngine(CompiledEngine):
     # -- private
 
     def _plan(self, planned: PlannedCopies | PlannedTable, slices: Slices) -> None:
-        """Arrange the slices; without memory to pack them in torch copies."""
+        """Arrange the slices; without memory for packing torch copies."""
         pieces = [(base, base + locks.buffer.nbytes, PIECE_NBYTES) for base, (locks, _) in self._buffers.items()]
         plan = CopyPlan(self._library, slices, replace(self._arrangement, pieces=pieces))
         try:
             self._attach(planned, plan)
-        except RuntimeError as error:  # torch has no other one for memory that is not there
+        except RuntimeError as error:  # torch raises no other error for lack of memory
             if not self._lacked_memory:
                 log.warning("torch copies some slices, which is slower: there is no memory to pack them in: %s", error)
             self._lacked_memory = True
@@ -330,7 +330,7 @@ class CompiledCudaEngine(CompiledEngine):
                 return  # that ticket reports the failure
 
     def _attach(self, copies: PlannedCopies | PlannedTable, plan: CopyPlan) -> None:
-        """Allocate staging memory and upload the list that kernels read; both are kept with the copies.
+        """Allocate staging memory and upload the list read by kernels; the copies keep both.
 
         Raises:
             RuntimeError: memory is exhausted, or the device cannot be used.
@@ -382,9 +382,10 @@ def _room(nbytes: int, found: Tensor | None, make: Callable[[int], Tensor]) -> T
 
 
 class CompiledCudaTicket(Ticket):
-    """A list of copies submitted to the worker; the fence waits on the device.
+    """List of copies submitted to the worker; the fence waits on the device.
 
-    If the device reads from the host (`reads_host`), the host waits instead: no stream keeps it from writing there.
+    If the device reads from the host (`reads_host`), the host waits instead: no stream keeps the host from writing
+    there.
     """
 
     def __init__(self, ticket: CompiledTicket, device: TorchDevice, *, reads_host: bool) -> None:
@@ -408,7 +409,7 @@ class CompiledCudaTicket(Ticket):
                 raise copy_failed(self._ticket.num_copies, error) from error
             self._ticket.release_sources()  # torch's allocator follows the stream, which waits for the copies
         if self._reads_host or self._ticket.done:
-            self._ticket.wait()  # raises if it failed
+            self._ticket.wait()  # raises if the copy failed
         return time.perf_counter() - start
 
     @override

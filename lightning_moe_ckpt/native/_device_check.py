@@ -1,7 +1,7 @@
 """Check whether the CUDA part works on a device, once per process, device and use, before the first use.
 
 Kernels are compiled for some devices and translated by the driver for others, and drivers batch copies in different
-ways. A part whose bytes differ from its twin's, or that hangs, is not used: a slow snapshot is better than a wrong one.
+ways. A part that hangs, or whose bytes differ from its twin's, is not used: a slow snapshot is better than a wrong one.
 A check takes milliseconds and a few megabytes. The checked engines and functions are arguments and run on any device,
 so that the checks can be tested themselves.
 """
@@ -47,12 +47,12 @@ class DeviceVerdict:
     """Result of a check."""
 
     failure: str | None
-    """Why the part is not used for this purpose; `None` if it is used."""
+    """Reason why the part is not used for this purpose; `None` if it is used."""
     seconds: float
 
 
 LONGEST = timedelta(seconds=60)
-"""How long training waits for a check, which takes milliseconds."""
+"""Longest wait of training for a check, which takes milliseconds."""
 _verdicts: dict[tuple[int, Use], DeviceVerdict] = {}
 _stuck: list[Any] = []
 """Engines whose device hangs; kept, because closing or collecting one would never return."""
@@ -119,7 +119,7 @@ def _check(use: Use, library: Library, device: torch.device) -> None:
 
 
 def _check_engine(library: Library, on: TorchDevice) -> None:
-    """Check copies with memory that torch has page-locked, and with memory that the engine has."""
+    """Check copies with memory page-locked by torch, and with memory page-locked by the engine."""
     engine = CompiledCudaEngine(library, torch.device("cuda", on.index))
     registered = torch.frombuffer(mmap.mmap(-1, CHECKED_NBYTES), dtype=torch.uint8)
     try:
@@ -138,7 +138,7 @@ def _check_engine(library: Library, on: TorchDevice) -> None:
 # -- copies
 
 Memory: TypeAlias = Callable[[int], Tensor]
-"""Allocates so many bytes as a uint8 tensor."""
+"""Function that allocates so many bytes as a uint8 tensor."""
 
 PATIENCE = timedelta(seconds=20)
 """Limit for copies that take milliseconds; a longer wait means that the device hangs."""
@@ -203,7 +203,7 @@ def _check_direction(engine: CopyEngine, where: str, source: Memory, target: Mem
         expected.copy_(given.copy_(_values(index, given.numel(), given.dtype).view_as(given)))
     source_U8.copy_(given_U8)
     target_U8.fill_(_UNTOUCHED)
-    count, counted = torch.full((1,), 7.0), torch.zeros(1)  # of steps, which optimizers keep on the host
+    count, counted = torch.full((1,), 7.0), torch.zeros(1)  # copies of steps, which optimizers keep on the host
     pairs = zip(_views(source_U8, "src"), _views(target_U8, "dst"), strict=True)
     ticket = engine.submit(engine.prepare([*pairs, (count, counted)]))
     engine.fence(ticket)
@@ -253,7 +253,7 @@ def _values(seed: int, numel: int, dtype: torch.dtype) -> Tensor:
 Compress: TypeAlias = Callable[[Sequence[Tensor], GradientCompression], list[CompressedGradient]]
 KernelReplay: TypeAlias = Callable[[AdamState, Sequence[AdamStep]], None]
 Settle: TypeAlias = Callable[[timedelta], None]
-"""Waits for the work queued on a device, up to a limit."""
+"""Function that waits for the work queued on a device, up to a limit."""
 
 _COMPRESSION = GradientCompression(small_numel=2000, num_samples=1024)
 _MOMENTS = ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -290,7 +290,7 @@ def _gradients() -> Iterator[Tensor]:
         odd = _noise(index, 3001)
         odd[100:200], odd[300], odd[1500], odd[3000] = 0.25, torch.nan, -torch.inf, 1e6
         yield odd.to(dtype)
-    yield _noise(3, 70_001)  # more tiles than a warp has lanes
+    yield _noise(3, 70_001)  # more tiles than lanes of a warp
 
 
 def _noise(seed: int, numel: int) -> Tensor:

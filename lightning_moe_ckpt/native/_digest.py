@@ -1,8 +1,9 @@
-"""Digests of many ranges of a buffer, and of all of it: one pass over memory, one call without the interpreter lock.
+"""Digest many ranges of a buffer, and all of it: one pass over memory, one call without the interpreter lock.
 
-In Python a segment of 80,000 records takes as many calls, between which the lock goes to and fro. The compiled part makes
-them instead. What it calls is XXH3 of the `xxhash` package, by the addresses of that package's functions, so there is one
-implementation. Without the compiled part, or where the package hides its functions, the twin in Python does the same.
+In Python a segment of 80,000 records takes as many calls, between which the lock goes to and fro. The compiled part
+makes these calls instead. It calls XXH3 in the `xxhash` package, by the addresses of that package's functions, so there
+is one implementation. Without the compiled part, or if the package hides its functions, the twin in Python does the
+same.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ log = rank_logger(__name__)
 
 _HEX = 32
 _SAMPLE = bytes(range(256)) * 4
-"""Long enough for each of the ways in which XXH3 treats inputs by their length."""
+"""Bytes that reach each of XXH3's code paths for lengths of input."""
 
 
 class Ranges:
     """Ranges of a buffer, in any order; made once for buffers of one layout.
 
     Args:
-        pairs: each from its first byte to the byte behind its last.
+        pairs: first byte of each range, and the byte behind its last.
     """
 
     def __init__(self, pairs: Iterable[tuple[int, int]]) -> None:
@@ -64,8 +65,8 @@ Pairs = npt.NDArray[np.uint64]
 def digest_compiled(
     library: Library, functions: Xxh3, pairs: Pairs, view: memoryview, separator: bytes
 ) -> tuple[bytes | memoryview, str]:
-    """Do what `Ranges.digest` does, in one call of the compiled part; a range that is not in the buffer is its error."""
-    # Not zeroed first, which would hold the lock for as long as the pages take.
+    """Compute `Ranges.digest` in one call of the compiled part, which raises if a range is not in the buffer."""
+    # Not zeroed first: that would hold the lock for as long as the pages take.
     texts = np.empty(max(len(pairs) * (_HEX + len(separator)) - len(separator), 0), np.uint8)
     whole = ctypes.create_string_buffer(_HEX)
     bytes_at = np.frombuffer(view, np.uint8).ctypes.data if view.nbytes else None
@@ -76,17 +77,17 @@ def digest_compiled(
 
 
 def digest_in_python(pairs: Pairs, view: memoryview, separator: bytes) -> tuple[bytes | memoryview, str]:
-    """Do what `Ranges.digest` does, one range after another."""
+    """Compute `Ranges.digest`, one range after another."""
     texts = [xxhash.xxh3_128_hexdigest(view[start:stop]).encode("ascii") for start, stop in pairs.tolist()]
     return separator.join(texts), str(xxhash.xxh3_128_hexdigest(view))
 
 
 @functools.cache
 def package_functions() -> Xxh3 | None:
-    """Return the addresses of the package's functions; `None` if it does not export them, or they do something else."""
+    """Return the addresses of the package's functions; `None` if they are not exported, or differ."""
     try:
         library = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
-        # Those that pick the instructions of this processor are only in newer packages, and on x86 only.
+        # Functions that pick the processor's instructions are only in newer packages, and on x86 only.
         picking = "_dispatch" if hasattr(library, "XXH3_128bits_update_dispatch") else ""
         names = [each.format(picking) for each in _NAMES]
         functions = Xxh3(*(ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in names))
@@ -106,4 +107,4 @@ _NAMES = (
     "XXH3_128bits{}", "XXH3_createState", "XXH3_freeState", "XXH3_128bits_reset", "XXH3_128bits_update{}",
     "XXH3_128bits_digest",
 )  # fmt: skip
-"""In the order of `Xxh3`."""
+"""Names in the order of `Xxh3`."""

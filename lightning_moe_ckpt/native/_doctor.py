@@ -1,6 +1,6 @@
-"""Report what machine and installation offer for copies, and why something is missing.
+"""Report the machine's and the installation's means for copies, and the reasons for missing ones.
 
-Each finding says what was found and, if it costs speed or space, what to do about it. Nothing is changed.
+Each finding says what was found and, if it costs speed or space, how to improve it. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Finding:
     """`good`; `slower`: works with less speed or room; `absent`: not there, a fallback is used."""
     found: str
     advice: str = ""
-    """How to improve it; empty if nothing needs to change."""
+    """Remedy; empty if nothing needs to change."""
 
 
 def examine() -> list[Finding]:
@@ -73,7 +73,7 @@ def _parts() -> list[Finding]:
 
 
 def _devices() -> list[Finding]:
-    """Return a finding per device on how the CUDA part works there; none if the part is not in use."""
+    """Return a finding per device on the CUDA part; none if the part is not in use."""
     library = cuda()
     if library is None:
         return []

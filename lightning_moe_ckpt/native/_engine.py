@@ -1,13 +1,13 @@
-"""The contract of copy engines, which copy training memory into pre-allocated host memory while training goes on.
+"""Contract of copy engines, which copy training memory into pre-allocated host memory while training goes on.
 
-`submit` returns at once. The caller may change the sources after `fence`, and read the destinations after `wait`.
-The engine keeps the sources alive until it has read them. Both `fence` and `wait` report a failed copy, `submit` never
+`submit` returns at once. The caller may change the sources after `fence`, and read the destinations after `wait`. The
+engine keeps the sources alive until it has read them. Both `fence` and `wait` report a failed copy, `submit` never
 does, so the training thread meets a failed snapshot in one place.
 
-Every compiled engine has a twin in Python. The compiled one adds pacing and handles many small slices well; the
+Every compiled engine has a twin in Python. The compiled engine adds pacing and handles many small slices well; the
 bandwidth is the same. In torch one `_foreach_copy_` call drops the GIL once for a whole list. A Python loop of `copy_`
-takes it back for every slice: at 5,000 slices of 4 KiB per step such a loop halves the rate of a busy training thread.
-Cutting the list into calls of some MiB changes nothing measurable, since the lock is free while torch copies.
+takes the GIL back for every slice: at 5,000 slices of 4 KiB per step such a loop halves the rate of a busy training
+thread. Cutting the list into calls of some MiB changes nothing measurable, since the GIL is free while torch copies.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _DTYPE, _SHAPE, _DEVICE = map(attrgetter, ("dtype", "shape", "device"))
 
 
 class PipelinePhase(IntEnum):
-    """Where a training is in the schedule of a pipeline; mirrors `Phase` of gate.hpp."""
+    """Place of training in a pipeline's schedule; mirrors `Phase` of gate.hpp."""
 
     OUTSIDE = 0
     OPERATION = 1
     """Forward or backward of a micro-batch."""
     GAP = 2
-    """It waits for another stage: a bubble."""
+    """Wait for another stage: a bubble."""
 
 
 class CopyList:
-    """A checked list of copies. Make one for a list that is submitted repeatedly: checking costs 1 us a pair.
+    """Checked list of copies. Make it for a list that is submitted repeatedly: checking costs 1 us a pair.
 
     Raises:
         ValueError: a pair differs in size, or its types have no exact or rounding conversion.
@@ -90,9 +90,9 @@ class CopyList:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class CopyTable:
-    """Copies of elements in order into a block of memory that is named when they are submitted; one row per copy.
+    """Copies of elements in order into a block of memory that is named at submission; one row per copy.
 
-    The same table fills any block: what a copy needs of it is only where the block begins.
+    The same table fills any block: copies depend on the block only by its address.
 
     Raises:
         ValueError: a row takes elements that its source does not have.
@@ -101,16 +101,16 @@ class CopyTable:
     sources: Sequence[Tensor]
     """Contiguous tensors."""
     source: Column
-    """Index in `sources`."""
+    """Index in `sources`, per row."""
     start: Column
-    """First element that is copied."""
+    """First element to copy, per row."""
     numel: Column
-    """Elements that are copied."""
+    """Elements to copy, per row."""
     dtypes: Sequence[torch.dtype]
     dtype: Column
-    """Index in `dtypes` of the type to store."""
+    """Index in `dtypes` of the stored type, per row."""
     offset: Column
-    """First byte in the block."""
+    """First byte in the block, per row."""
 
     def __post_init__(self) -> None:
         room = np.fromiter(map(Tensor.numel, self.sources), np.int64, len(self.sources))
@@ -136,19 +136,19 @@ class CopyTable:
         return pairs
 
     def of_sources(self, wanted: Column) -> CopyTable:
-        """Return the rows of some sources; `wanted` has a truth value for each."""
+        """Return the rows of some sources; `wanted` has a truth value for each source."""
         rows = wanted[self.source]
         names = ("source", "start", "numel", "dtype", "offset")
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
 
 class PreparedTable:
-    """A table that an engine has arranged."""
+    """Table that an engine has arranged."""
 
     def __init__(self, table: CopyTable) -> None:
         self.table = table
         self._lists: dict[int, CopyList] = {}
-        """Copies by address of the block, where tensors are copied by torch."""
+        """Copies by address of the block, if torch copies tensors."""
 
     def list_for(self, block_U8: Tensor, prepare: Callable[[Sequence[Copy]], CopyList]) -> CopyList:
         """Return the copies into one block as pairs of tensors, made once."""
@@ -187,7 +187,7 @@ def _checked(index: int, src: Tensor, dst: Tensor) -> Copy:
     # Without this check `copy_` would broadcast one element over the whole destination.
     if src.numel() != dst.numel():
         raise ValueError(f"copy {index}: the source has {src.numel()} elements, the destination {dst.numel()}.")
-    # The destination takes the source's shape, never the other way: flattening a strided source would copy it now.
+    # The destination takes the source's shape, never the reverse: flattening a strided source would copy it now.
     return src, dst.view(src.shape)
 
 
@@ -223,7 +223,7 @@ class Ticket(ABC):
 
 
 class CopyEngine(Protocol):
-    """Copies lists of tensors in the background. The training thread calls it; any thread may call `Ticket.wait`."""
+    """Background copies of tensors in lists. The training thread calls it; any thread may call `Ticket.wait`."""
 
     def register(self, buffer: Tensor) -> None:
         """Make a host buffer ready (page-lock it for CUDA). Slow; call it once per buffer, at start.
@@ -232,7 +232,7 @@ class CopyEngine(Protocol):
         """
 
     def unregister(self, buffer: Tensor) -> None:
-        """Undo `register`. With CUDA it waits for copies, because fenced ones may still be running."""
+        """Undo `register`. With CUDA the call waits for copies, because fenced copies may still be running."""
 
     def prepare(self, copies: Sequence[Copy]) -> CopyList:
         """Check and arrange a list that will be submitted many times. Call `register` before.
@@ -249,7 +249,7 @@ class CopyEngine(Protocol):
         return PreparedTable(table)
 
     def submit_table(self, prepared: PreparedTable, block_U8: Tensor) -> Ticket:
-        """Start copying into a block and return at once. With a compiled engine the time depends on no number of rows."""
+        """Start copying into a block and return at once. With a compiled engine the time is independent of the rows."""
         return self.submit(prepared.list_for(block_U8, self.prepare))
 
     def fence(self, ticket: Ticket) -> float:
@@ -261,22 +261,22 @@ class CopyEngine(Protocol):
         ticket.wait()
 
     def enter(self, phase: PipelinePhase) -> None:
-        """Say which phase of a pipeline's schedule what follows on the calling thread, or on its current stream, is in.
+        """Set the phase of a pipeline's schedule for all later work of the calling thread, or of its current stream.
 
-        Engines of torch copy at any time.
+        torch's engines copy at any time.
         """
         del phase
 
     def fit_gaps(self, nbytes: int) -> None:
-        """Let so many bytes of a list wait for gaps in a pass through a schedule, and the rest be copied at any time."""
+        """Let so many bytes of a list wait for gaps in a pass through a schedule; copy the rest at any time."""
         del nbytes
 
     def gate_counts(self) -> GateCounts | None:
-        """Return what was copied in which phase; `None` from engines that copy at any time."""
+        """Return the counts of copied chunks by phase; `None` from engines that copy at any time."""
         return None
 
     def close(self) -> None:
-        """Finish what was submitted and release threads and streams. Closing twice is allowed."""
+        """Finish all submitted lists and release threads and streams. Closing twice is allowed."""
 
 
 def copy_through(engine: CopyEngine, copies: Sequence[Copy]) -> None:

@@ -1,4 +1,4 @@
-"""Append to files at a lower priority than that of training, which may use every core."""
+"""Append to files at a lower priority than training, which may use every core."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from lightning_moe_ckpt.native._library import cpu
 
 _LARGE_NBYTES = 2**18
-"""From here on a thread of the compiled part writes, which takes 30 us to begin."""
+"""Least bytes written by a thread of the compiled part, which takes 30 us to begin."""
 
 
 def append(file: int, chunk: memoryview, position: int) -> None:
-    """Append `chunk` to a file of `position` bytes, and let the device begin with it; `fsync` makes it durable.
+    """Append `chunk` to a file of `position` bytes, and let the device begin to write; `fsync` makes the chunk durable.
 
     Beginning early is a hint only. Measured: 256 MB are durable in two thirds of the time of write-then-fsync.
 
@@ -29,7 +29,7 @@ def append(file: int, chunk: memoryview, position: int) -> None:
 
 
 def append_in_python(file: int, chunk: memoryview, position: int) -> None:
-    """Do what `append` does, on the calling thread; each write releases the interpreter lock."""
+    """Append like `append`, on the calling thread; each write releases the interpreter lock."""
     while chunk.nbytes:
         written = os.write(file, chunk)
         if _sync_file_range is not None:

@@ -5,10 +5,10 @@ indices. The threshold for about `keep_ratio` of the elements is estimated from 
 Every byte of both forms is the same on CPU and CUDA and from run to run.
 
 Non-finite values stay non-finite: a sparse gradient keeps every NaN and infinity, an INT8 gradient gets a NaN scale.
-Both count them, so that a caller can skip such a step. Finite values beyond FP16 saturate at 65504.
+Both forms count such values, so that a caller can skip the step. Finite values beyond FP16 saturate at 65504.
 
-Source: TierCheck, section 3.2. We differ in: ties at the threshold are cut by index at `capacity_ratio`; zeros are never
-kept, however many there are.
+Source: TierCheck, section 3.2. We differ in: ties at the threshold are cut by index at `capacity_ratio`; zeros are
+never kept, however many there are.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _WORD_NBYTES, _KEPT_NBYTES = 4, 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientCompression:
-    """How gradients are compressed; the defaults are those of TierCheck, section 5.1."""
+    """Settings of the compression; the defaults are TierCheck's, section 5.1."""
 
     small_numel: int = 100_000
-    """Tensors with fewer elements become INT8: there the indices would cost more than they save."""
+    """Elements below which a tensor becomes INT8: there the indices would cost more than they save."""
     keep_ratio: float = 0.01
-    """Share of a big tensor's elements that the threshold aims to keep."""
+    """Share of a big tensor's elements for which the threshold aims."""
     capacity_ratio: float = 0.015
-    """Share of a big tensor's elements that there is room for; only ties can exceed it."""
+    """Share of a big tensor's elements that fit; only ties can exceed it."""
     num_samples: int = 32_768
-    """Elements that the threshold is estimated from; at 1 % the share kept is then within 0.06 points (1 sigma)."""
+    """Elements in the threshold's sample; at 1 % the share kept is then within 0.06 points (1 sigma)."""
 
     def __post_init__(self) -> None:
         if self.small_numel < 0:
@@ -66,26 +66,26 @@ class GradientCompression:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedGradient:
-    """A small gradient: value = `values * scale`."""
+    """Small gradient: value = `values * scale`."""
 
     values: Tensor
     """int8, shape `[numel]`."""
     scale: Tensor
     """float32, shape `[1]`; NaN if any element was not finite."""
     not_finite: Tensor
-    """int64, shape `[1]`: how many elements were not finite."""
+    """int64, shape `[1]`: number of elements that were not finite."""
     shape: torch.Size
-    """Of the gradient."""
+    """Shape of the gradient."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a record of it takes."""
+        """Bytes of the gradient in a record."""
         return self.values.nbytes + self.scale.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class SparsePart:
-    """The kept elements of up to 2^31 - 1 elements of a big gradient, in index order."""
+    """Kept elements of up to 2^31 - 1 elements of a big gradient, in index order."""
 
     values: Tensor
     """float16, shape `[capacity]`; only the first `tiles[-1]` are valid."""
@@ -99,31 +99,31 @@ class SparsePart:
     """Elements of the gradient in this part's range, kept or not."""
 
     def trimmed(self) -> SparsePart:
-        """Without the unused room; waits for the device."""
+        """Return the part without its unused room; waits for the device."""
         kept = int(self.tiles[-1])
         return SparsePart(self.values[:kept].clone(), self.indices[:kept].clone(), self.tiles, self.counts, self.numel)
 
 
 @dataclass(frozen=True, slots=True)
 class SparseGradient:
-    """A big gradient, in parts of fewer than 2^31 elements."""
+    """Big gradient, in parts of fewer than 2^31 elements."""
 
     parts: tuple[SparsePart, ...]
     shape: torch.Size
-    """Of the gradient."""
+    """Shape of the gradient."""
 
     def trimmed(self) -> SparseGradient:
-        """Without the unused room; waits for the device."""
+        """Return the gradient without unused room; waits for the device."""
         return SparseGradient(tuple(part.trimmed() for part in self.parts), self.shape)
 
     @property
     def not_finite(self) -> Tensor:
-        """int64, shape `[1]`: how many elements were not finite."""
+        """int64, shape `[1]`: number of elements that were not finite."""
         return torch.stack([part.counts[1:] for part in self.parts]).sum(0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its record, including unused room: trim it first."""
+        """Bytes of the gradient in a record, including unused room: trim it first."""
         return sum(part.values.nbytes + part.indices.nbytes + part.tiles.nbytes for part in self.parts)
 
 
@@ -155,7 +155,7 @@ def sample_rank(numel: int, how: GradientCompression) -> tuple[int, int]:
 
 
 def capacity_of(numel: int, how: GradientCompression) -> int:
-    """Return the elements that a sparse part of so many has room for."""
+    """Return the elements that fit into a sparse part of `numel` elements."""
     return min(numel, max(math.ceil(numel * how.capacity_ratio), 1))
 
 
@@ -186,7 +186,7 @@ def split_parts(gradient: Tensor, part_numel: int = MAX_PART_NUMEL) -> Sequence[
 
 
 def decompress_gradient(compressed: CompressedGradient) -> Tensor:
-    """Return the gradient as float32 in its shape, with zeros for elements that were not kept."""
+    """Return the gradient as float32 in its shape, with zeros for elements not kept."""
     if isinstance(compressed, QuantizedGradient):
         return (compressed.values.float() * compressed.scale).view(compressed.shape)
     parts = []
@@ -202,7 +202,7 @@ def decompress_gradient(compressed: CompressedGradient) -> Tensor:
 
 
 def packed_nbytes(numel: int, how: GradientCompression | None = None) -> int:
-    """Return the bytes of a packed gradient: a word and INT8, or a word, indices and values, of as many as there is room for."""
+    """Return the bytes of a packed gradient: a word and INT8, or a word, indices and values up to the capacity."""
     how = how or GradientCompression()
     return _WORD_NBYTES + (numel if numel < max(how.small_numel, 1) else _KEPT_NBYTES * capacity_of(numel, how))
 
@@ -210,8 +210,8 @@ def packed_nbytes(numel: int, how: GradientCompression | None = None) -> int:
 def pack_gradient(compressed: CompressedGradient) -> Tensor:
     """Return a compressed gradient of one part as uint8 `[packed_nbytes]`, on its device; unused room is zero.
 
-    The word is the scale in float32, or, of a sparse one, how many are kept in int32; then come int8 values, or all
-    indices in int32 and all values in float16.
+    The word is the scale in float32 or, in a sparse gradient, the number of kept elements in int32. Then come int8
+    values, or all indices in int32 and all values in float16.
     """
     if isinstance(compressed, QuantizedGradient):
         return torch.cat([compressed.scale.view(torch.uint8), compressed.values.view(torch.uint8)])
@@ -223,10 +223,10 @@ def pack_gradient(compressed: CompressedGradient) -> Tensor:
 
 
 def unpack_gradient(packed_U8: Tensor, numel: int) -> CompressedGradient:
-    """Return what `pack_gradient` was given, flat and without a copy.
+    """Return the argument of `pack_gradient`, flat and without a copy.
 
     Raises:
-        ValueError: it is no packed gradient of so many elements.
+        ValueError: the bytes are no packed gradient of so many elements.
     """
     word, rest, shape = packed_U8[:_WORD_NBYTES], packed_U8[_WORD_NBYTES:], torch.Size([numel])
     if len(packed_U8) != packed_nbytes(numel):
@@ -391,7 +391,7 @@ def _magnitude_bits(values: Tensor) -> Tensor:
 
 
 def _sample_positions(samples: int, stride: int) -> Tensor:
-    """One element out of each stride; int64 with masks stands in for the uint32 arithmetic of the compiled code."""
+    """Return one position per stride; int64 with masks stands in for the compiled code's uint32 arithmetic."""
     index = torch.arange(samples, dtype=torch.int64)
     mixed = index * 2654435761 & 0xFFFFFFFF
     mixed ^= mixed >> 15

@@ -61,7 +61,7 @@ class PartStatus:
     part: LibraryPart
     library: Library | None
     reason: str
-    """Why it is not in use, or a description; one line."""
+    """Reason why the part is not in use, or a description; one line."""
 
     @property
     def active(self) -> bool:
@@ -121,7 +121,7 @@ def _folder() -> Path:
 
 
 def _build_note(part: LibraryPart) -> str:
-    """Return the build's note on the CUDA part, which is stored in the CPU part."""
+    """Return the build's note on the CUDA part, stored in the CPU part."""
     library = cpu() if part == "cuda" else None
     return f": {library.moe_cpu_build_note().decode()}" if library is not None else ""
 

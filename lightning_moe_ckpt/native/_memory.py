@@ -1,8 +1,8 @@
 """Prepare host memory for copies in the background, before the first copy needs it.
 
-Reserved memory is not mapped memory: the first write to every page is a fault, at a sixth of the speed of later ones.
-So the pages are mapped ahead by a background thread, which changes no byte and so may run while the memory is in use.
-With several memory nodes, pages are requested from the node next to the device.
+Reserved memory is not mapped memory: the first write to every page is a fault, at a sixth of the speed of later writes.
+So a background thread maps the pages ahead; it changes no byte and so may run while the memory is in use. With several
+memory nodes, pages are requested from the node next to the device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = rank_logger(__name__)
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later; Python's mmap has no name for it."""
 _STEP_NBYTES = 64 * 2**20
-"""Bytes mapped by one call; limits how long stopping takes."""
+"""Bytes mapped per call; limits the time of stopping."""
 _MAX_THREADS = 8
 """The kernel zeroes about 1.5 GB/s per thread; eight reach the bandwidth of most sockets' memory."""
 _MPOL_PREFERRED = 1
@@ -39,15 +39,15 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 class Preparation:
-    """A buffer that a background thread makes ready, step by step.
+    """Buffer that a background thread makes ready, step by step.
 
     Args:
         buffer: uint8 host memory; kept alive until the thread has finished.
-        node: memory node that its pages should come from; `None` leaves that to the kernel.
+        node: memory node for the pages; `None` leaves the choice to the kernel.
         per_step: called on the thread for each range (address, bytes) after its pages are mapped.
         done: called on the thread when everything is ready.
         step_nbytes: bytes of a range, whole pages.
-        threads: number of threads that map a range; by default a share of the cores this process may use.
+        threads: threads that map a range; by default a share of the cores this process may use.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Preparation:
         self._threads = threads or preparing_threads()
         self._stopped, self._pid = threading.Event(), os.getpid()
         self.failure: Exception | None = None
-        """Why `per_step` gave up; the rest of the buffer is as it was."""
+        """Reason why `per_step` gave up; the rest of the buffer is not prepared."""
         self._thread = threading.Thread(target=self._run, name="moe-ckpt-prepare", daemon=True)
         self._thread.start()
 
@@ -121,7 +121,7 @@ class PageLocks:
     def __init__(self, buffer: Tensor, unlock: Callable[[int], object]) -> None:
         self.buffer = buffer
         self.pieces: list[tuple[int, int]] = []
-        """(address, bytes), as they were locked."""
+        """(address, bytes) of each locked piece."""
         self._end = weakref.finalize(self, _unlock_all, buffer, self.pieces, unlock, os.getpid())
         self._end.atexit = False  # the system unlocks everything at exit; a hanging device must not delay it
 
@@ -152,7 +152,7 @@ def preparing_threads() -> int:
 
 
 def _shares(address: int, nbytes: int, num: int) -> list[tuple[int, int]]:
-    """Cut a range into up to `num` (address, bytes) of whole pages; the last one may end within a page."""
+    """Cut a range into up to `num` (address, bytes) of whole pages; the last may end within a page."""
     share = -(-nbytes // num)
     share += -share % mmap.PAGESIZE
     return [(address + start, min(share, nbytes - start)) for start in range(0, nbytes, share)]

@@ -3,7 +3,7 @@
 A pair of tensors becomes one slice: rows of contiguous elements, a fixed distance apart on either side. Torch copies
 pairs without such a form (three strides, conversions not in `_CASTS`, tensors that are no plain memory). The plan holds
 addresses and keeps the memory behind them alive. A tensor that gets other memory later (`tensor.data = ...`) needs a
-new plan. Of a table the plan has offsets in the place of destinations: one plan fills all blocks.
+new plan. A table's plan has offsets in the place of destinations: one plan fills all blocks.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Arrangement:
     """Settings for cutting a plan into chunks."""
 
     chunk_nbytes: int = 16 * 2**20
-    """Bytes per chunk; a few chunks are queued on the device at a time, and its other copies wait for them."""
+    """Bytes per chunk; a few chunks are queued on the device at a time, and the device's other copies wait for them."""
     chunk_copies: int = 1024
     """Most copies per chunk."""
     pack_below: int = 64 * 2**10
-    """A kernel packs slices of fewer bytes, so that they are copied together. Used with a device only."""
+    """Bytes below which a kernel packs slices, so that they are copied together. Used with a device only."""
     has_device: bool = False
     pieces: Sequence[tuple[int, int, int]] = ()
     """(base, end, bytes per piece) of every registered buffer: no copy may cross from piece to piece."""
@@ -97,7 +97,7 @@ class CopyPlan:
         handle = ctypes.c_void_p()
         self._call("create", slices.ctypes.data, len(slices), options, pieces, len(pieces), handle)
         self.handle = handle
-        # The library counts references: a running job keeps what it needs of a plan that is freed here.
+        # The library counts references: a running job keeps its share of a plan that is freed here.
         weakref.finalize(self, getattr(library, f"moe_{self._part}_plan_free"), handle).atexit = False
 
     @property
@@ -119,7 +119,7 @@ class CopyPlan:
         self._call("attach", self.handle, staging, bounce)
 
     def copies(self, base: int = 0) -> list[Slice]:
-        """Return the copies that copy engines or the worker make, in order; `base` is what destinations count from."""
+        """Return the copies for copy engines or the worker, in order; destinations count from `base`."""
         found = (Slice * self._call("copies", self.handle, base, None, 0))()
         self._call("copies", self.handle, base, found, len(found))
         return list(found)
@@ -133,11 +133,11 @@ class CopyPlan:
 
 
 class Job(Protocol):
-    """What an engine makes in one go: copies, and the plan of them."""
+    """Work that an engine does in one go: copies, and their plan."""
 
     @property
     def plan(self) -> CopyPlan | None:
-        """The plan; `None` if torch has to copy."""
+        """Plan of the copies; `None` if torch has to copy."""
 
     @property
     def base(self) -> int:
@@ -153,11 +153,11 @@ class Job(Protocol):
         """Return the copies as pairs of tensors."""
 
     def written(self) -> list[Tensor]:
-        """Return memory that the copies write to, which must stay until they have arrived."""
+        """Return the memory that the copies write to, which must stay until they have arrived."""
 
 
 class PlannedCopies(CopyList):
-    """A checked list of copies, arranged in a plan if all of them have the form of a slice."""
+    """Checked list of copies, arranged in a plan if all have the form of a slice."""
 
     base = 0
 
@@ -169,29 +169,29 @@ class PlannedCopies(CopyList):
         # The addresses in the plan stay allocated, whatever happens to the caller's tensors.
         self._kept: list[torch.UntypedStorage] = []
         self.attached: list[Tensor] = []
-        """Memory that belongs to the plan."""
+        """Memory belonging to the plan."""
 
     def keep(self) -> None:
         """Keep the memory behind all tensors alive, even if the tensors get other memory."""
         self._kept = _storages(chain.from_iterable(self.sides()))
 
     def written(self) -> list[Tensor]:
-        """Return memory that the copies write to."""
+        """Return the memory that the copies write to."""
         return [*self.sides()[1], *self.attached]
 
 
 class PlannedTable(PreparedTable):
-    """A table, arranged in a plan if its sources are plain memory and torch has no other conversions to make."""
+    """Table, arranged in a plan if its sources are plain memory and torch has no other conversions to make."""
 
     reads_host = False
-    """A block is on the host, and what is copied there is read first where the optimizer may change it."""
+    """False: blocks are on the host, so a device only writes there."""
 
     def __init__(self, table: CopyTable) -> None:
         super().__init__(table)
         self.plan: CopyPlan | None = None
         self._kept = _storages(table.sources)
         self.attached: list[Tensor] = []
-        """Memory that belongs to the plan."""
+        """Memory belonging to the plan."""
 
     def into(self, block_U8: Tensor) -> BlockCopies:
         """Return the copies into one block."""
@@ -199,7 +199,7 @@ class PlannedTable(PreparedTable):
 
 
 class BlockCopies:
-    """The copies of a table into one block."""
+    """Copies of a table into one block."""
 
     reads_host = False
 
@@ -215,18 +215,18 @@ class BlockCopies:
         return self._table.table.pairs(self._block_U8)
 
     def written(self) -> list[Tensor]:
-        """Return memory that the copies write to."""
+        """Return the memory that the copies write to."""
         return [self._block_U8, *self._table.attached]
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the memory behind tensors, each once."""
+    """Return the memory behind tensors, each piece once."""
     storages = map(Tensor.untyped_storage, tensors)
     return list({storage._cdata: storage for storage in storages}.values())  # noqa: SLF001  # no public identity
 
 
 def slices_of(copies: CopyList, space_of: Callable[[Tensor], Space] | None = None) -> Slices | None:
-    """Return the pairs as slices; `None` if one of them has no such form.
+    """Return the pairs as slices; `None` if some pair has no such form.
 
     Built-in functions read addresses and sizes without an object per pair: such objects would trigger the garbage
     collector, and its pass over all of torch's objects takes longer than all of this.
@@ -262,8 +262,8 @@ def slices_of_table(
     """Return the rows as slices whose destinations are offsets; `None` if torch has to make a copy.
 
     Args:
-        table: what to copy.
-        block_U8: a block to copy into; others are memory of the same kind.
+        table: rows to copy.
+        block_U8: a block to copy into; other blocks are memory of the same kind.
         space_of: returns the kind of a tensor's memory; unset if all memory is on the host.
     """
     sources, source = table.sources, table.source
@@ -282,7 +282,7 @@ def slices_of_table(
     if space_of is not None:
         slices["dst_space"], slices["src_space"] = space_of(block_U8), _column(map(space_of, sources), np.int32)[source]
         if space_of(block_U8) not in (Space.PAGEABLE, Space.PINNED) or (slices["src_space"] == Space.FOREIGN).any():
-            return None  # kernels write to addresses: only what is written on the host has offsets
+            return None  # kernels write to addresses: only slices written on the host have offsets
     kept: Slices = slices[slices["count"] > 0]
     return kept
 
@@ -307,7 +307,7 @@ def _addresses(tensors: Sequence[Tensor]) -> np.ndarray[tuple[int], np.dtype[Any
 
 
 def _add_rows(slices: Slices, units: Slices, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> bool:
-    """Fill in rows and strides of non-contiguous pairs; return whether all of them have that form."""
+    """Fill in rows and strides of non-contiguous pairs; return whether all pairs have that form."""
     plain = _column(map(Tensor.is_contiguous, sources), np.bool_)
     plain &= _column(map(Tensor.is_contiguous, destinations), np.bool_)
     for index in np.flatnonzero(~plain).tolist():
@@ -323,7 +323,7 @@ def _add_rows(slices: Slices, units: Slices, sources: Sequence[Tensor], destinat
 
 
 def _are_plain(tensors: Sequence[Tensor], device_types: set[str]) -> bool:
-    """Whether memory holds the elements' values; a conjugated or negated view stores others."""
+    """Return whether memory holds the elements' values; a conjugated or negated view stores others."""
     return (
         set(map(type, tensors)) <= {Tensor, torch.nn.Parameter}
         and set(map(_LAYOUT, tensors)) <= {torch.strided}

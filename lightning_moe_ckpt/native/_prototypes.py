@@ -78,7 +78,7 @@ class Prototype:
     arguments: tuple[Any, ...]
     """ctypes types, without the trailing `Error*` of a function that can fail."""
     can_fail: bool = False
-    """It takes an `Error*` last, and a negative result means failure."""
+    """Whether the function takes an `Error*` last, and returns a negative result on failure."""
 
 
 def plain(result: Any, *arguments: Any) -> Prototype:
@@ -92,11 +92,11 @@ def fallible(*arguments: Any) -> Prototype:
 
 
 _GRADIENT = (c.c_void_p, c.c_int32, c.c_int64)
-"""Elements, dtype code, how many."""
+"""Elements, dtype code, number of elements."""
 _SPARSE = (c.c_void_p, c.c_void_p, c.c_int64, c.c_void_p, c.c_void_p)
 """Values, indices, capacity, tiles, counts."""
 _ADAM = (*[c.c_void_p] * 4, c.c_int64, c.c_void_p, c.c_int64)
-"""Parameter, three moments (the last may be null), how many elements; steps, how many."""
+"""Parameter, three moments (the last may be null), number of elements; steps, number of steps."""
 _STREAM = (c.c_int, c.c_void_p)
 """Device index and stream."""
 _HANDLE = c.c_void_p

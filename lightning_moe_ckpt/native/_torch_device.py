@@ -1,4 +1,4 @@
-"""All that compiled code needs from torch about a CUDA device, in one class that tests replace by an emulation."""
+"""Compiled code's needs from torch on a CUDA device, in one class that tests replace by an emulation."""
 
 from __future__ import annotations
 

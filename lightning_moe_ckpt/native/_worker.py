@@ -1,4 +1,4 @@
-"""The thread behind a compiled engine, the base class of such engines, and their tickets.
+"""Thread behind a compiled engine, the base class of such engines, and their tickets.
 
 The library numbers submitted lists. A ticket asks for its number and keeps the memory alive meanwhile, because the
 library only has addresses.
@@ -38,13 +38,13 @@ log = rank_logger(__name__)
 
 _TIMED_OUT, _WITHOUT_LIMIT, _FENCE = 1, -1, -2
 _LONGEST_US = 60 * 10**6
-"""Longest wait for copies at the end of a fit or of the process; copies take seconds at most."""
+"""Longest wait in microseconds for copies at the end of a fit or of the process; copies take seconds at most."""
 _left: dict[int, list[CompiledTicket]] = {}
-"""Tickets of engines that did not end, by handle; they keep alive what the device may still read."""
+"""Tickets of engines that did not end, by handle; they keep memory alive that the device may still read."""
 
 
 class Worker:
-    """The library's thread behind an engine; it belongs to the process that made it.
+    """Library's thread behind an engine; belongs to the process that made it.
 
     Args:
         library: a loaded part.
@@ -65,7 +65,7 @@ class Worker:
         return self._pid == os.getpid()
 
     def submit(self, copies: Job, *stream: int) -> CompiledTicket:
-        """Queue copies that has a plan, after the work of `stream` if there are streams."""
+        """Queue copies with a plan, after the work of `stream` if there are streams."""
         assert copies.plan is not None
         while self.pending and self.pending[0].done:
             self.pending.popleft()
@@ -186,7 +186,7 @@ def _pairs(copies: Sequence[Copy] | CopyList) -> Sequence[Copy]:
 
 
 class CompiledTicket(Ticket):
-    """A list of copies submitted to the compiled worker."""
+    """List of copies submitted to the compiled worker."""
 
     def __init__(self, worker: Worker, number: int, copies: Job) -> None:
         self.worker, self.number = worker, number
@@ -242,7 +242,7 @@ class CompiledTicket(Ticket):
 
 
 class FailedTicket(Ticket):
-    """A list that could not be queued; `fence` and `wait` raise the error."""
+    """List that could not be queued; `fence` and `wait` raise the error."""
 
     def __init__(self, num_copies: int, error: Exception) -> None:
         self._num_copies, self._error = num_copies, error
