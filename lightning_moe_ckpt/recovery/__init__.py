@@ -1,7 +1,7 @@
-"""From what survived to bytes in memory: which generation all ranks can resume from, and bringing each its part.
+"""From surviving copies to bytes in memory: the generation that all ranks can resume from, and each rank's part.
 
-No step here needs a restart: a copy that turns out bad or gone is replaced by the next, record by record, and a
-generation of which something is bad everywhere by the next older one.
+No step here needs a restart: a bad or missing copy is replaced by the next, record by record, and a generation with a
+record that is bad everywhere by the next older one.
 
 Internal: may change in any version.
 """

@@ -1,12 +1,12 @@
-"""Put records of a rank together in memory, each from the cheapest copy that turns out to be good.
+"""Put a rank's records together in memory, each from its cheapest good copy.
 
-Whoever wants the records lays the buffer out. Records that are neighbours in a file and in the buffer are read at once, so a
-whole segment is one read; from other nodes it comes in stripes, from several of them. Each record is verified by its own digest,
-neighbours by the million in few calls. What is bad is read again record by record, each from a copy that has not supplied it
-yet. A copy that cannot be read supplies nothing more.
+The caller lays the buffer out. Records that are neighbours in both the file and the buffer are read at once, so a whole
+segment is one read; from other nodes a read comes in stripes, from several nodes. Each record is verified by its own
+digest, neighbours by the million in few calls. A bad record is read again by itself, from a copy that has not supplied
+it yet. An unreadable copy supplies nothing more.
 
-Every round rules out a copy for each record that is still bad, or asks a single one for what came in stripes. So there are few
-rounds: either all records are good, or some record is bad in every copy.
+Every round rules out a copy for each bad record, or asks a single copy instead of stripes. So there are few rounds:
+either all records are good, or some record is bad in every copy.
 """
 
 from __future__ import annotations
@@ -24,84 +24,84 @@ from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Replica, Request
 from lightning_moe_ckpt.storage import SegmentEntry, digest_of
 
 MAX_STREAMS = 4
-"""Peers that send parts of one run at once; more do not fill a link better."""
+"""Most peers that send parts of one run at once; more do not fill a link better."""
 
 _PAGE_NBYTES = 4096
 
 FILLER_NBYTES = 64
-"""Tensors start at multiples of this. Closer neighbours have nothing between them but filler, which is read along."""
+"""Alignment of tensors in bytes. Closer neighbours have only filler between them, which is read along."""
 
 
 class Exhausted(Exception):
-    """Some bytes are bad, or gone, in every copy; never leaves the package."""
+    """Some bytes are bad, or missing, in every copy; never leaves the package."""
 
 
 Read = Callable[[Request, memoryview], None]
-"""Fills memory with the bytes of a request, or raises what is in `UNREADABLE`."""
+"""Function that fills memory with a request's bytes, or raises one of `UNREADABLE`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a copy has a record."""
+    """A record's place in a copy."""
 
     copy: Replica
     entry: SegmentEntry
     """The file."""
     offset: int
-    """From its start."""
+    """First byte in the file."""
 
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """A record to be brought."""
+    """A record to be read."""
 
     name: str
     start: int
-    """Where it goes in the buffer."""
+    """First byte in the buffer."""
     nbytes: int
     digest: str
     places: Sequence[Place]
-    """Where it may come from, cheapest first."""
+    """Places to read the record from, cheapest first."""
     good: bool = False
     bad_in: set[Replica] = field(default_factory=set)
     asked: Place | None = None
-    """Where it, or its first stripe, was asked for in this round."""
+    """Place to which this round's request, or its first stripe, was sent."""
     requests: Sequence[Request] = ()
-    """For parts of it, in this round."""
+    """Requests of this round for parts of the record."""
 
     @property
     def end(self) -> int:
-        """Where in the buffer it ends."""
+        """End in the buffer."""
         return self.start + self.nbytes
 
     @property
     def suppliers(self) -> set[Replica]:
-        """Copies that were asked for parts of it in this round."""
+        """Copies asked for parts of the record in this round."""
         return {each.copy for each in self.requests if each.start < self.end and each.end > self.start}
 
     def verify(self, buffer: memoryview) -> None:
-        """Note whether its bytes are what was written."""
+        """Verify the record's bytes by its digest, and note the result in `good`."""
         self.good = digest_of(buffer[self.start : self.end]) == self.digest
 
     def left(self) -> Sequence[Wanted]:
-        """Return what is still to be brought, record by record."""
+        """Return the records still to be read, each by itself."""
         return () if self.good else (self,)
 
 
 @dataclass(slots=True, eq=False)
 class WantedNeighbours(Wanted):
-    """Records to be brought that lie in a file one behind the other as they will in the buffer; not empty ones.
+    """Non-empty records to be read that follow each other in the file as in the buffer.
 
-    Its places are those of the first; it has no digest of its own.
+    The places are the first record's; there is no common digest.
     """
 
     names: Sequence[str] = ()
     starts: Sequence[int] = ()
-    """Where each goes in the buffer."""
+    """First byte of each record in the buffer."""
     sizes: Sequence[int] = ()
     digests: Sequence[str] = ()
     goods: Sequence[bool] = ()
-    """Of each, once they were verified."""
+    """Whether each record is good; empty before verification."""
 
     @override
     def verify(self, buffer: memoryview) -> None:
@@ -133,24 +133,24 @@ class WantedNeighbours(Wanted):
 
 @dataclass(slots=True)
 class _Run:
-    """Neighbours that one copy has side by side, as they lie in the buffer."""
+    """Neighbours that one copy holds side by side, as they lie in the buffer."""
 
     place: Place
-    """Of the first."""
+    """Place of the first record."""
     records: list[Wanted]
 
     @property
     def start(self) -> int:
-        """Where in the buffer it goes."""
+        """First byte in the buffer."""
         return self.records[0].start
 
     @property
     def nbytes(self) -> int:
-        """Of the records, and of the filler between them."""
+        """Bytes of the records, with the filler between them."""
         return self.records[-1].end - self.start
 
     def takes(self, record: Wanted, place: Place) -> bool:
-        """Add a record and return whether it is the next one here."""
+        """Add a record if it is the next one in this copy; return whether it was added."""
         here = (self.place.copy, self.place.entry.key, self.place.offset - self.start)
         near = 0 <= record.start - self.records[-1].end < FILLER_NBYTES
         if near and here == (place.copy, place.entry.key, place.offset - record.start):
@@ -159,12 +159,12 @@ class _Run:
         return False
 
     def request(self) -> Request:
-        """Return the request for all of it, to its copy."""
+        """Return one request for the whole run, to its copy."""
         copy = self.place.copy
         return Request(copy, copy.readers[0], self.place.entry, self.place.offset, self.nbytes, self.start)
 
     def stripes(self) -> list[Request]:
-        """Return requests for all of it; from other nodes, to several at once."""
+        """Return requests for the whole run; if on other nodes, to several copies at once."""
         places = [each for each in self.records[0].places if each.entry is self.place.entry]
         streams = _streams([each.copy for each in places if each.copy.source == "peer"])
         if self.place.copy.source != "peer" or len(streams) < 2:
@@ -183,19 +183,19 @@ class Assembly:
     """Records on their way into memory.
 
     Args:
-        what: they are, for messages.
-        buffer_U8: that they go into.
-        records: none of them overlaps another.
-        may_be_lost: whether what is bad in every copy ends this assembly only; else it raises `Exhausted`.
+        what: name of the records in messages.
+        buffer_U8: buffer to be filled.
+        records: records that do not overlap.
+        may_be_lost: whether a record that is bad in every copy ends only this assembly; else it raises `Exhausted`.
     """
 
     def __init__(self, what: str, buffer_U8: torch.Tensor, records: Sequence[Wanted], *, may_be_lost: bool) -> None:
         self.what, self.lost = what, ""
-        """Why some of it cannot be had; empty while it may."""
+        """Reason why a record cannot be read; empty while all may."""
         self.supplied = Counter[Replica]()
         """Bytes read, by copy."""
         self.complaints: list[str] = []
-        """What was wrong with copies, since somebody last emptied this."""
+        """Faults of copies since the caller last emptied the list."""
         self.view = memoryview(buffer_U8.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that arrays are buffers
         """The buffer's bytes, to be filled."""
         self._left = sorted((each for each in records if each.nbytes), key=lambda each: each.start)
@@ -204,10 +204,10 @@ class Assembly:
         self._is_first = True
 
     def requests(self) -> list[Request]:
-        """Return what to read in the next round; nothing if it is done.
+        """Return the reads of the next round; none if the assembly is done.
 
         Raises:
-            Exhausted: some of it is bad everywhere, and must not be.
+            Exhausted: a record is bad everywhere, and `may_be_lost` is false.
         """
         try:
             runs = self._runs()
@@ -221,21 +221,21 @@ class Assembly:
         return found
 
     def gone(self, copy: Replica, reason: str) -> None:
-        """Note that a copy could not be read: the bytes asked of it are rubbish."""
+        """Note that a copy could not be read: the bytes requested from the copy are rubbish."""
         if copy not in self._gone:
             self._gone[copy] = reason
             self.complaints.append(f"{copy}: {reason}")
 
     @property
     def unverified(self) -> Sequence[Wanted]:
-        """Records that were asked for in this round."""
+        """Records requested in this round."""
         return self._left
 
     def finish_round(self) -> None:
-        """Drop what was verified as good since the last round; what is bad accuses the copy that supplied it."""
+        """Drop the good records; a bad record rules out the copy that supplied it."""
         self._left = [part for record in self._left for part in record.left()]
         for record in self._left:
-            if len(suppliers := record.suppliers) == 1:  # of several, nothing says whose part is bad
+            if len(suppliers := record.suppliers) == 1:  # with several, the faulty one is unknown
                 (copy,) = suppliers
                 record.bad_in.add(copy)
                 if copy not in self._gone and record.asked is not None:
@@ -243,7 +243,7 @@ class Assembly:
                     self.complaints.append(f"{where}: {record.name} is not what was written")
 
     def fill(self, read: Read) -> bool:
-        """Read all of it from copies that this process reads itself; return whether it could be had."""
+        """Read all records from copies that this process reaches itself; return whether all are good."""
         while requests := self.requests():
             for request in requests:
                 self.read(request, read)
@@ -253,12 +253,12 @@ class Assembly:
         return not self.lost
 
     def read(self, request: Request, read: Read) -> None:
-        """Read what was asked for, or note that the copy is gone."""
+        """Read a request, or note that its copy is gone."""
         out = self.view[request.start : request.end]
         try:
             read(request, out)
         except UNREADABLE as error:
-            out[:] = bytes(out.nbytes)  # new memory may hold what the heap had there before
+            out[:] = bytes(out.nbytes)  # new memory may hold old contents of the heap
             self.gone(request.copy, str(error))
 
     def _next(self, record: Wanted) -> Place:
@@ -286,7 +286,7 @@ class Assembly:
 
 
 def _streams(copies: Sequence[Replica]) -> list[tuple[Replica, int]]:
-    """Return the readers to ask at once: one of each copy, then a second of each, and so on."""
+    """Return the readers to ask at once: one of each copy, then a second of each, and so on; at most `MAX_STREAMS`."""
     turns = max((len(copy.readers) for copy in copies), default=0)
     streams = [(copy, copy.readers[turn]) for turn in range(turns) for copy in copies if turn < len(copy.readers)]
     return streams[:MAX_STREAMS]

@@ -1,19 +1,19 @@
-"""Bring every rank its part of one generation, from the cheapest copies that turn out to be good.
+"""Bring every rank its part of one generation, from the cheapest good copies.
 
-All ranks take rounds together, see `_transfer`. Every record has one writer, so no byte is read twice, by whatever rank: what
-ranks share is read by its writer and broadcast when it is loaded. A generation is given up by all as soon as one rank has to.
+All ranks take rounds together, see `_transfer`. Every record has one writer, so each byte is read once: shared records
+are read by their writer and broadcast when loaded. All ranks give a generation up as soon as one rank has to.
 
-An exact generation has every record itself, of its own steps. A partial one holds some experts only. Every other expert comes
-from the newest older generation that ranks can put it together from, whatever tiers and nodes that takes. Ranks agree on it
-expert by expert; an expert that turns out bad everywhere comes from the next older generation, and the generation is given up
-when one has no copy left at all, unless it may come back without.
+An exact generation has every record itself, of its own steps. A partial one holds some experts only. Every other expert
+comes from the newest older generation that ranks can put it together from, out of any tiers and nodes. Ranks agree
+expert by expert; an expert that is bad everywhere comes from the next older generation. If an expert has no copy left
+at all, the generation is given up, unless missing experts are allowed.
 
-For that, markers are read as far back as needed: those of every generation in memory, and in storage that of the newest
-commit, which says where older files hold what it lacks, and a second copy of it; then those of older commits, at last
-of those that are only there for what others reference.
+For that, markers are read as far back as needed: of every generation in memory; of the newest commit, which names the
+older files for its other experts, and a second copy of each; then of older commits, and last of generations kept only
+for their references.
 
-Sources: Gemini (2023) for several peers at once; PEC/MoC (2024), Sec. 3.2 (two-level recovery). We differ from the latter
-in agreeing per expert, on what every rank verified.
+Sources: Gemini (2023) for several peers at once; PEC/MoC (2024), Sec. 3.2 (two-level recovery). We differ from the
+latter in agreeing per expert, on verified records of every rank.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ LEVELS: Mapping[LedgerLevel, Collection[TierName]] = {
     "memory": [HOST, PEER],
     "storage": [STORAGE],
 }
-"""Tiers in which all of a copy is; memory is that of the own node and of others together."""
+"""Tiers that together hold all of a copy; memory is the own node's and other nodes' together."""
 
 _COMMITS = 3
-"""Newest commits of which it is asked what differences lead to a version: each names all that it follows on."""
+"""Newest commits searched for a version's differences: each names its whole chain."""
 
 _NAMED = 16
-"""Experts without a good copy that a message names."""
+"""Most experts without a good copy that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSource:
-    """A shard of one parameter of an expert, and the rank that brings it."""
+    """A shard of one parameter of an expert, and the rank that reads it."""
 
     fqn: str
     global_start: int
@@ -77,22 +77,22 @@ class ShardSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestorePlan:
-    """What ranks agreed on, equal on all; experts by name."""
+    """The ranks' agreement, equal on all ranks; experts by name."""
 
     generations: Mapping[str, GenerationId]
-    """From which generation each expert comes."""
+    """Source generation of each expert."""
     shards: Mapping[str, Sequence[ShardSource]]
     """Shards of each expert over all ranks, in the order of ranks."""
     levels: Mapping[str, frozenset[LedgerLevel]]
-    """Levels that hold all of that copy."""
+    """Levels that hold all of each expert's copy."""
     bad: Mapping[str, Mapping[GenerationId, bool]] = field(default_factory=dict)
-    """Generations whose copy of an expert turned out bad, newest first, and whether storage had that."""
+    """Generations whose copy of an expert is bad, newest first, and whether storage had that copy."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Experts of which there is no good copy, and where those were that turned out bad."""
+    """Experts without a good copy, and the places of their bad copies."""
 
     @property
     def is_partial(self) -> bool:
-        """Whether experts are of other generations; else there was nothing to choose."""
+        """Whether experts may come from other generations; false for an exact generation."""
         return bool(self.generations or self.missing)
 
 
@@ -101,12 +101,12 @@ class Restored:
     """One rank's part of a generation, put together and verified record by record."""
 
     marker: RankMarker
-    """Of the generation itself."""
+    """This rank's marker of the restored generation, even where single experts come from older ones (see `chosen`)."""
     segments: list[torch.Tensor]
-    """One uint8 tensor per step, laid out as was asked for; of an exact generation header and gaps are not filled."""
+    """One uint8 tensor per step, laid out as requested; an exact generation's header and gaps are not filled."""
     layouts: list[SegmentLayout]
     nbytes: dict[Replica, int]
-    """Bytes read, by copy; what was read again counts again."""
+    """Bytes read, by copy; repeated reads count again."""
     chosen: RestorePlan
 
 
@@ -115,14 +115,14 @@ class RestoreAttempt:
 
     Args:
         transport: to the other ranks.
-        reader: of what this rank reaches.
+        reader: of the copies that this rank reaches.
         inventory: of all ranks.
-        version: what to bring.
-        alive: versions that the run's log allows; experts of a partial generation may come from those.
-        digests: what manifests say of this rank's markers, by version in storage.
-        allow_missing: go on without the experts of which there is no good copy.
+        version: the version to bring.
+        alive: versions that the run's log allows, sources for the experts of a partial generation.
+        digests: this rank's marker digests in manifests, by version in storage.
+        allow_missing: whether to go on without experts that have no good copy.
         message_nbytes: most bytes per message.
-        num_stages: pipeline stages, each of as many consecutive ranks, with a ledger of tokens of its own.
+        num_stages: pipeline stages of consecutive ranks, each with its own token ledger.
     """
 
     def __init__(
@@ -141,29 +141,29 @@ class RestoreAttempt:
         self._transport, self._reader, self._inventory, self.version = transport, reader, inventory, version
         self._digests, self._allow_missing, self._num_stages = digests, allow_missing, num_stages
         self.missing: dict[str, str] = {}
-        """Experts of which no good copy was found, and where the bad ones were; the same on all ranks."""
+        """Experts without a good copy, and the places of their bad copies; the same on all ranks."""
         self._bad: dict[str, dict[GenerationId, bool]] = {}
         self._reasons: dict[str, list[str]] = {}
         self._rounds = Rounds(transport)
         self._transfer = Transfer(self._rounds, reader, str(version), message_nbytes)
         self.is_partial = self.is_differential = False
-        """Whether it holds some experts only, or what leads to it from the step before; known once there is a marker."""
+        """Whether the version holds some experts only, or differences to the step before; known after `marker`."""
         self._reachable = sorted((each for each in alive if each.generation <= version.generation), reverse=True)
         in_storage = [each for each in self._reachable if each in inventory.committed]
         sources = [each for each in self._reachable if each in inventory.sources]
         self._newest_commit = [each for each in in_storage if each == version] or in_storage[:1]
         self._deeper = [each for each in (*in_storage, *sources) if each not in self._newest_commit]
-        """Commits whose markers were not needed yet, newest first; behind them those that are only there for others."""
+        """Commits whose markers are not read yet, newest first; after them generations kept only for references."""
         self._markers: dict[Which, RankMarker] = {}
         self._index = RecordIndex()
 
     @property
     def reasons(self) -> list[str]:
-        """Why the generation was given up, the same on all ranks."""
+        """Reasons why the generation was given up, the same on all ranks."""
         return self._rounds.reasons
 
     def marker(self) -> RankMarker | None:
-        """Return this rank's marker of the generation; `None`, on all ranks, if one of them has none."""
+        """Return this rank's marker of the generation; `None`, on all ranks, if any rank has none."""
         which = (self.version, None)
         if not self._read_markers([which], required=which):
             return None
@@ -180,7 +180,7 @@ class RestoreAttempt:
         return marker
 
     def chain(self) -> tuple[Transport, Transfer, Links]:
-        """Return what this rank can be given of the steps that lead to the version and of the base before them, and by whom."""
+        """Return this rank's links up to the version, from all readable copies, with the means to fetch them."""
         found: dict[int, list[LinkSource]] = {}
         for which, marker in sorted(self._markers.items(), key=lambda each: _doubt(each[0]) == 0):  # storage last
             for link in named_links(marker, self._copies(which), is_base=not is_differential(marker.policy)):
@@ -190,7 +190,7 @@ class RestoreAttempt:
         return self._transport, self._transfer, found
 
     def _read_chain(self) -> None:
-        """Read the markers of everything in memory that may lead to the version, and of the newest that storage has."""
+        """Read the markers in memory that may lead to the version, and those of the newest commits."""
         own = (self.version.generation.incarnation, self.version.generation.nonce)
         line = [each for each in self._reachable if (each.generation.incarnation, each.generation.nonce) == own]
         in_memory = [each for each in line if each in self._inventory.in_memory]
@@ -204,13 +204,13 @@ class RestoreAttempt:
         experts: Mapping[str, int],
         lay_out: Callable[[RestorePlan], Sequence[SegmentLayout]],
     ) -> Restored | None:
-        """Bring everything of this rank; return `None`, on all ranks, if something has no good copy left.
+        """Bring this rank's part; return `None`, on all ranks, if some record has no good copy left.
 
         Args:
-            marker: what `marker` returned.
-            experts: elements of every expert operator that this rank holds; those of a partial generation may be older.
-            lay_out: where this rank wants its records of each step: by their names in markers, for the shards of
-                experts that it brings.
+            marker: this rank's marker, from `marker`.
+            experts: number of elements on this rank of every expert operator; a partial generation's may be older.
+            lay_out: returns this rank's layout of each step: records by their names in markers, for its shards of
+                experts.
         """
         sizes = experts if self.is_partial else {}
         while (sources := self._agree(sizes)) is not None:
@@ -232,15 +232,16 @@ class RestoreAttempt:
     def read_common(
         self, generations: Collection[GenerationId], name: str, extract: Callable[[memoryview], T]
     ) -> dict[GenerationId, T]:
-        """Read what generations say in a record that every rank has of its own, and that says the same on all of a stage.
+        """Read one record that every rank has of its own in each generation, with equal contents within a stage.
 
         Args:
-            generations: that were chosen; the same on all ranks.
-            name: of the record.
-            extract: makes a plain value of its bytes, or raises `Corrupt`.
+            generations: chosen generations; the same on all ranks.
+            name: name of the record.
+            extract: turns the bytes into a plain value, or raises `Corrupt`.
 
         Returns:
-            By generation, from the first rank of this stage that can read its record; nothing of those that nobody can.
+            Values by generation, from the stage's first rank that can read the record; generations that nobody can read
+            are left out.
         """
         wanted, found, rank = sorted(generations), dict[int, T](), self._transport.rank
         self._add_markers([each for each in self._reachable if each.generation in generations])
@@ -283,7 +284,7 @@ class RestoreAttempt:
         return [each for each in copies if (each.whole if source is None else source == each.source)]
 
     def _add_markers(self, versions: Iterable[Version]) -> None:
-        """Read markers of commits that were not needed before, and index what they name."""
+        """Read markers of further commits, and index the files that they name."""
         new: list[Which] = [(each, STORAGE) for each in versions if (each, STORAGE) not in self._markers]
         self._read_markers(new)
         for which in new:
@@ -292,7 +293,7 @@ class RestoreAttempt:
 
     def _add_to_index(self, which: Which) -> None:
         marker, version = self._markers[which], which[0]
-        # Records of a window of several steps are no states of one step, which other generations could make use of.
+        # A window of several steps has no states of one step, which other generations could use.
         if len(marker.steps) == 1 or version == self.version:
             for entry in marker.segments:
                 self._index.add(version, entry, self._copies(which))
@@ -304,7 +305,7 @@ class RestoreAttempt:
     # -- agreement
 
     def _agree(self, experts: Mapping[str, int]) -> dict[str, Version] | None:
-        """Return the version of the newest whole copy of every expert of the model; `None` if one has none, and must."""
+        """Return the version of each expert's newest whole copy; `None` if a required one is missing. Collective."""
         while True:
             offered, sizes = self._offered(experts)
             chosen, missing = newest_whole(offered, sizes)
@@ -322,7 +323,7 @@ class RestoreAttempt:
             return None
 
     def _offered(self, experts: Mapping[str, int]) -> tuple[dict[str, Counter[Version]], dict[str, int]]:
-        """Return the elements that all ranks together have of each expert, by generation, and the size of each; in one order."""
+        """Return each expert's elements on all ranks together, by version, and its size, in one order. Collective."""
         own = self._index.offered(experts)
         sources = sorted({source for rows in own.values() for source, _ in rows})
         number = {source: index for index, source in enumerate(sources)}
@@ -340,7 +341,7 @@ class RestoreAttempt:
         return offered, dict(sorted(sizes.items()))
 
     def _describe(self, sources: Mapping[str, Version], experts: Collection[str]) -> RestorePlan:
-        """Return what all ranks have of the copies that were chosen."""
+        """Return the plan for the chosen copies, from all ranks' records. Collective."""
         own: list[object] = []
         for name in (each for each in experts if each in sources):
             records = self._index.operator(name, sources[name])
@@ -367,7 +368,7 @@ class RestoreAttempt:
     def _whole_steps(
         self, marker: RankMarker, layouts: Sequence[SegmentLayout], buffers: Sequence[torch.Tensor]
     ) -> tuple[dict[str, Assembly], str]:
-        """Return what is to be brought of an exact generation, of which every copy has all files: step by step."""
+        """Return an exact generation's assemblies by step, and the reason if they cannot fit. Every copy has all files."""
         copies, assemblies = self._copies((self.version, None)), dict[str, Assembly]()
         for step, layout, buffer in zip(marker.steps, layouts, buffers, strict=True):
             wanted = neighbours([each for each in marker.segments if each.step == step], layout, copies)
@@ -383,7 +384,7 @@ class RestoreAttempt:
         buffers: Sequence[torch.Tensor],
         sources: Mapping[str, Version],
     ) -> tuple[dict[str, Assembly], str]:
-        """Return what is to be brought: each expert by itself, and everything else by step; and why it cannot fit, if so."""
+        """Return assemblies, one per expert and one per step for the rest; and the reason if they cannot fit."""
         base, generation = self.version, self.version.generation
         experts = {expert: self._index.operator(expert, source) for expert, source in sources.items()}
         expert_of = {name: expert for expert, records in experts.items() for name in records}
@@ -408,7 +409,7 @@ class RestoreAttempt:
         return assemblies, "" if assemblies else "it has no segments"
 
     def _exclude_lost(self, assemblies: Mapping[str, Assembly], sources: Mapping[str, Version]) -> bool:
-        """Note what turned out bad; return whether anything did on any rank."""
+        """Exclude bad copies of experts on all ranks; return whether there are any. Collective."""
         lost = {expert: each.lost for expert, each in assemblies.items() if each.lost}
         for expert, reason in lost.items():
             self._index.exclude(expert, sources[expert])
@@ -427,7 +428,7 @@ class RestoreAttempt:
 
 
 def _doubt(which: Which) -> int:
-    """Rank markers by trust: manifests vouch for what is committed, copies on other nodes may be less exact."""
+    """Rank markers by trust: manifests vouch for commits; copies on other nodes may be less exact."""
     return (STORAGE, HOST, PEER, None).index(which[1])
 
 

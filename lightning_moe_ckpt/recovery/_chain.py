@@ -1,10 +1,10 @@
-"""Bring a base and the differences that follow on it, and fold them into one state.
+"""Bring a base and its differences, and fold them into one state.
 
-Every boundary has a place of its own in each tier: memory has the newest ones one by one, storage has them in batches, and
-each comes from the cheapest copy that turns out to be good. What is brought at once is bounded, however long the chain is.
-A chain with a bad link ends at the step before it: that state is as exact as the newest one.
+Every boundary has its own place in each tier: memory has the newest one by one, storage has them in batches, and each
+comes from the cheapest good copy. The bytes in flight are bounded, however long the chain is. A chain with a bad link
+ends at the step before it: that state is as exact as the newest.
 
-Source: TierCheck (2026), Sec. 3.3. We differ in agreeing per chain on what every rank verified.
+Source: TierCheck (2026), Sec. 3.3. We differ in agreeing per chain on verified links of every rank.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordRows, Seg
 log = rank_logger(__name__)
 
 AT_ONCE = 8
-"""Differences that are brought and applied at once."""
+"""Most differences brought and applied at once."""
 
 
 def base_step(links: Links, step: int) -> int | None:
-    """Return the step of the base that a chain up to `step` follows on; `None` if something between is missing."""
+    """Return the step of the base under a chain up to `step`; `None` if a link between is missing."""
     while sources := links.get(step):
         if sources[0].is_base:
             return step
@@ -46,21 +46,21 @@ def base_step(links: Links, step: int) -> int | None:
 
 
 class ChainRestore:
-    """Bring one chain; all ranks do it together.
+    """Restore of one chain; all ranks do it together.
 
     Args:
-        attempt: at the version that the chain leads to.
-        marker: what that returned.
+        attempt: attempt at the chain's last version.
+        marker: the attempt's marker.
     """
 
     def __init__(self, attempt: RestoreAttempt, marker: RankMarker) -> None:
         self._transport, self._transfer, self._links = attempt.chain()
         self._marker = marker
         self.reasons: list[str] = []
-        """Why it was given up, or ends earlier; the same on all ranks."""
+        """Reasons why the chain was given up, or ends earlier; the same on all ranks."""
 
     def run(self) -> Restored | None:
-        """Return this rank's part of the last boundary that can be had; `None`, on all ranks, if there is no base. Collective."""
+        """Return this rank's part of the last good boundary; `None`, on all ranks, without a base. Collective."""
         last = self._marker.generation.step
         bases = self._transport.gather_values(base_step(self._links, last))
         if None in bases or len(set(bases)) != 1:
@@ -96,7 +96,10 @@ class ChainRestore:
     # -- private
 
     def _bring(self, steps: Sequence[int]) -> list[_Brought] | None:
-        """Return what all ranks have good of these boundaries, up to the first that is bad; `None` if nothing can be had."""
+        """Bring each rank's records of these steps; return the steps before the first that is damaged on any rank.
+
+        Adds reasons to `self.reasons`. Returns `None` if a rank could not be served at all. Collective.
+        """
         brought = [_Brought(step, self._links[step]) for step in steps]
         if not self._transfer.fill([each.assembly for each in brought if each.assembly is not None], ""):
             return None
@@ -113,17 +116,17 @@ class ChainRestore:
 
 
 def folded(marker: RankMarker, read: Read) -> tuple[RankMarker, Tensor]:
-    """Return what a rank's part of a generation of differences leads to, as if everything had been taken there.
+    """Return a rank's part of a generation of differences as a full state.
 
     Args:
-        marker: from storage, which names all that they follow on.
+        marker: from storage, which names the whole chain.
         read: reads from storage.
 
     Returns:
-        A marker without differences, and the bytes of the one file that it names.
+        A marker without differences, and the bytes of its only file.
 
     Raises:
-        Corrupt: something of it is bad.
+        Corrupt: a link is bad or missing.
     """
     links = {link.entry.step: [link] for link in named_links(marker, [stored(_OWN, marker.rank)], is_base=False)}
     first, last = base_step(links, marker.generation.step), marker.generation.step
@@ -145,7 +148,7 @@ def folded(marker: RankMarker, read: Read) -> tuple[RankMarker, Tensor]:
 
 
 _OWN = Version(GenerationId(step=0, incarnation=0, nonce=""), "")
-"""Whose files they are does not matter where their keys say where they are."""
+"""Placeholder for the version of files whose keys say where they are."""
 
 
 class _Brought:
@@ -175,7 +178,7 @@ class _Brought:
         return Counter() if self.assembly is None else self.assembly.supplied
 
     def check(self) -> str:
-        """Return why it cannot be used; empty if it can."""
+        """Return why this step's records cannot be used, or an empty string. Also decodes `self.journal`."""
         if self.assembly is None or self.assembly.lost:
             return self._why or (self.assembly.lost if self.assembly is not None else "")
         try:
@@ -186,7 +189,7 @@ class _Brought:
 
     @property
     def difference(self) -> Difference:
-        """Return it as what leads to its boundary."""
+        """The records as a difference to the boundary before."""
         return Difference(self.segment, self.layout, self.journal)
 
 
@@ -195,7 +198,7 @@ def _portions(steps: range) -> Iterator[range]:
 
 
 def _dense(marker: RankMarker, base: SegmentEntry, step: int) -> RankMarker:
-    """Return the marker of a boundary as if everything had been taken there."""
+    """Return the marker of a full state at boundary `step`, in the file of `base`."""
     record = PlanRecord.from_json(str(marker.policy["plan"]))
     whole = replace(record, plan=Plan.of_everything(record.plan.names))
     return replace(

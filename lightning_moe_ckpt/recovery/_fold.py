@@ -1,10 +1,10 @@
-"""Apply differences to the state that they follow on: one pass over the state for many steps.
+"""Apply differences to the state before them: one pass over the state for many steps.
 
-Each part of a parameter is read and written once, whatever the number of steps: its gradients are applied in the order of
-the steps, with the settings that each step had. What could not be told by a gradient comes whole, from the newest step.
+Each part of a parameter is read and written once, whatever the number of steps: its gradients are applied in the order
+of the steps, with each step's settings. A part without a gradient comes whole, from the newest step.
 
 Source: TierCheck (2026), Sec. 3.3, "fused multi-step differential checkpoint replaying". We differ in: the last step is
-applied in the same pass, and all of it is exact where the arithmetic of the optimizer is repeated, see `replay_adam`.
+applied in the same pass, and the result is exact where the optimizer's arithmetic is repeated, see `replay_adam`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COUNT = "step"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Difference:
-    """What leads from one boundary to the next, on one rank."""
+    """Difference between one boundary and the next, on one rank."""
 
     segment: Tensor
     """uint8."""
@@ -42,15 +42,15 @@ class Difference:
 
 
 def fold(state_U8: Tensor, layout: SegmentLayout, differences: Sequence[Difference]) -> None:
-    """Make a state that of a later boundary, in place.
+    """Turn a state into a later boundary's state, in place.
 
     Args:
-        state_U8: segment of everything that a rank has written of the boundary before the first difference.
-        layout: of that.
-        differences: of the boundaries that follow, without a gap; one at least.
+        state_U8: this rank's full segment of the boundary before the first difference.
+        layout: layout of `state_U8`.
+        differences: at least one, without a gap, oldest first.
 
     Raises:
-        Corrupt: they do not have what the state has. The state may have been changed then.
+        Corrupt: the differences do not fit the state, which may have been changed.
     """
     newest = differences[-1]
     try:

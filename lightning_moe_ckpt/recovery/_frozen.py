@@ -1,14 +1,14 @@
-"""Keep operators frozen while steps are done again: their weights compute no gradient, and take no step.
+"""Keep operators frozen while steps are repeated: their weights compute no gradient, and take no step.
 
-A frozen operator takes part in forward, and hands gradients on to its inputs. What it saves is the gradient of its
-weights, a third of its work. While a module runs, it sees other tensors in the place of such parameters, see `FrozenView`:
-products with them leave the gradient out. Whatever else is done with them computes the whole gradient, as ever, which is then
-dropped. Vectors cost nothing, and routers little: they go on.
+A frozen operator takes part in forward, and hands gradients on to its inputs. Freezing saves the gradient of its
+weights, a third of its work. While a module runs, its frozen parameters are shadowed by other tensors, see
+`FrozenView`: products with these leave the gradient out. Any other operation computes the whole gradient, which is then
+dropped. Vectors cost nothing, and routers little: their gradients are computed.
 
-Nobody else can tell. Parameters stay what they are, `requires_grad` included, as users put hooks on them; those with hooks are
-not left out. All that comes of a weight has a graph as it always does, so that a loss has one, so that activation
-checkpoints and collectives in backward come on all ranks, and no hook of the user meets a gradient that is missing: what was
-not computed is zero.
+Users see no difference. Parameters stay the same, `requires_grad` included, since users put hooks on parameters; a
+parameter with hooks gets its gradient. A result of a weight has a graph as in training, so that a loss has one, so that
+activation checkpoints and collectives in backward come on all ranks, and no user hook meets a missing gradient:
+gradients that were not computed are zero.
 
 Source: MoEvement (2026), Sec. 3.3 (frozen operators); we differ in freezing slices of stacked experts.
 """
@@ -29,12 +29,12 @@ from lightning_moe_ckpt.operators import Operator, OperatorSet
 
 
 class Frozen:
-    """What of a module is frozen.
+    """The frozen operators of a module.
 
     Args:
         module: holds the parameters.
-        operators: what was found in it.
-        may_skip: whether gradients may stay away at all (not under plain DDP, nor in compiled programs).
+        operators: operators of the module.
+        may_skip: whether gradients may be left out at all (not under plain DDP, nor in compiled programs).
         as_user: gives parameters the user's own `requires_grad`.
     """
 
@@ -43,26 +43,26 @@ class Frozen:
     ) -> None:
         self._module, self._may_skip, self._as_user = module, may_skip, as_user
         self._operators: dict[str, list[Operator]] = defaultdict(list)
-        """By parameter."""
+        """Operators by parameter."""
         for operator in operators:
             for fqn in dict.fromkeys(piece.fqn for piece in operator.slices):
                 self._operators[fqn].append(operator)
         self._params = {fqn: param for fqn, param in module.named_parameters() if fqn in self._operators}
         self._owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
-        """By identity of the parameter, which several may share."""
+        """Modules and names by the parameter's identity; several modules may share a parameter."""
         for owner in module.modules():
             for name, param in owner.named_parameters(recurse=False, remove_duplicate=False):
                 self._owners[id(param)].append((owner, name))
         self._active: Collection[str] = ()
         self._passive: list[nn.Parameter] = []
-        """Parameters that take no step."""
+        """Parameters without a step."""
         self._off: list[nn.Parameter] = []
-        """Those of them that get no gradient."""
+        """Parameters among these without a gradient."""
         self._hooks: list[RemovableHandle] = []
         self._dropped: list[tuple[nn.Parameter, Tensor]] = []
 
     def freeze(self, active: Collection[str]) -> None:
-        """Freeze all operators but these; a parameter of which they have a part has to take its steps."""
+        """Freeze all operators but `active`; a parameter with an active part still takes its steps."""
         self.thaw()
         self._active = active
         shown: dict[nn.Module, dict[str, tuple[nn.Parameter, Tensor | None]]] = defaultdict(dict)
@@ -88,7 +88,7 @@ class Frozen:
             self._hooks += _showing(owner, tensors)
 
     def thaw(self) -> None:
-        """Freeze nothing any more; parameters get the user's own `requires_grad` of the boundary."""
+        """Freeze nothing; parameters get the user's own `requires_grad` of the boundary."""
         for hook in self._hooks:
             hook.remove()
         self._passive, self._off, self._hooks = [], [], []
@@ -96,35 +96,35 @@ class Frozen:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether gradients stay away."""
+        """Whether gradients are left out."""
         return bool(self._off)
 
     def leave_nothing_out(self) -> None:
-        """Let all gradients be computed from here on; what is frozen takes no step all the same."""
+        """Let all gradients be computed from here on; frozen parameters still take no step."""
         self._may_skip = False
         self.freeze(self._active)
 
     def fill_gradients(self) -> None:
-        """Call after backward: gradients that were not computed are zero from here on."""
+        """Set gradients that were not computed to zero; call after backward."""
         for param in self._off:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
 
     def drop_gradients(self) -> None:
-        """Call when nobody looks at gradients any more before the optimizer steps."""
+        """Take frozen parameters' gradients away; call right before the optimizer steps."""
         self._dropped = [(param, param.grad) for param in self._passive if param.grad is not None]
         for param, _ in self._dropped:
             param.grad = None
 
     def give_back_gradients(self) -> None:
-        """Call after the optimizer stepped: hooks may look again."""
+        """Give the gradients back for later hooks; call after the optimizer stepped."""
         dropped, self._dropped = self._dropped, []
         for param, gradient in dropped:
             param.grad = gradient
 
 
 def _rows(fqn: str, param: Tensor, active: Iterable[Operator]) -> Tensor:
-    """Return which rows of a stack active operators have a part of: bool `[E]`."""
+    """Return the rows of a stack with a part of active operators: bool `[E]`."""
     row = max(1, param.numel() // len(param))
     rows_E = torch.zeros(len(param), dtype=torch.bool)
     for piece in (piece for operator in active for piece in operator.slices if piece.fqn == fqn):
@@ -133,11 +133,11 @@ def _rows(fqn: str, param: Tensor, active: Iterable[Operator]) -> Tensor:
 
 
 def _showing(module: nn.Module, tensors: Mapping[str, tuple[nn.Parameter, Tensor | None]]) -> list[RemovableHandle]:
-    """Have a module see other tensors under the names of its parameters while it runs."""
+    """Shadow a module's parameters by other tensors while the module runs; return the hooks."""
 
     def before(_: nn.Module, __: Any) -> None:
         for name, (param, active_E) in tensors.items():
-            # `functional_call` puts others in their place; hooks of the user wait for the gradient of all rows.
+            # `functional_call` replaces parameters; user hooks wait for the gradient of all rows.
             if module._parameters.get(name) is param and not _has_hooks(param):  # noqa: SLF001  # no public way
                 module.__dict__[name] = FrozenView.of(param, active_E)  # found before registered parameters
 
@@ -149,7 +149,7 @@ def _showing(module: nn.Module, tensors: Mapping[str, tuple[nn.Parameter, Tensor
 
 
 def _has_hooks(param: nn.Parameter) -> bool:
-    """Return whether somebody waits for the gradient; the reducer does without what is left out."""
+    """Return whether a user's hook waits for the gradient; the reducer does without left-out gradients."""
     hooks = [*(param._backward_hooks or {}).values(), *(param._post_accumulate_grad_hooks or {}).values()]  # noqa: SLF001  # no public way
     return any(not str(getattr(hook, "__module__", "")).startswith(_OWN) for hook in hooks)
 
@@ -158,13 +158,13 @@ _OWN = __name__.partition(".")[0] + "."
 
 
 class FrozenView(Tensor):
-    """A parameter, or a part of one, of which nothing, or only some rows of a stack `[E, ...]`, gets a gradient in products.
+    """A parameter or a part of one, without gradients in products, except for active rows of a stack `[E, ...]`.
 
-    Products with a stack of which some rows are active compute the gradients of runs of these; that of the others is zero.
+    Products with a partly active stack compute gradients of runs of active rows; the other rows' are zero.
     """
 
     active_E: Tensor | None  # noqa: N815  # shape suffix
-    """bool, on the CPU; `None` where nothing is active."""
+    """bool, on the CPU; `None` if nothing is active."""
 
     @classmethod
     def of(cls, tensor: Tensor, active_E: Tensor | None) -> FrozenView:
@@ -175,7 +175,7 @@ class FrozenView(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute as for a plain tensor, but for what is known to pay."""
+        """Compute as for a plain tensor, except for products and slices known to pay."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's own documentation has it
             # Transforms of `torch.func` take no function with a backward of its own.
@@ -205,16 +205,16 @@ def _all_frozen(out: Any) -> Any:
 
 
 def _with_graph(out: Any) -> Any:
-    """Give what comes of a product a graph, as it has in training."""
+    """Give a product's result a graph, as in training."""
     if not isinstance(out, Tensor) or out.requires_grad:
         return out
-    # Of a view that a function returns, autograd forbids changes in place.
+    # Autograd forbids changes in place of a view that a function returns.
     anchor, held = torch.zeros((), requires_grad=True), [out.clone() if out._is_view() else out]  # noqa: SLF001  # no public way
     return _Graph.apply(anchor, held)  # type: ignore[no-untyped-call]
 
 
 class _Graph(torch.autograd.Function):
-    """Give a tensor a graph that leads nowhere. It is no leaf: those must not be changed in place."""
+    """A graph that leads nowhere. Its tensor is no leaf: leaves must not be changed in place."""
 
     @staticmethod
     def forward(_: Any, __: Tensor, held: list[Tensor]) -> Tensor:
@@ -258,12 +258,12 @@ _PARTS: frozenset[Any] = frozenset(_SLICES) | {
     *(Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.contiguous, Tensor.expand),
     *(Tensor.to, Tensor.float, Tensor.bfloat16, Tensor.half, Tensor.type_as),
 }
-"""Functions of which nothing is active if nothing of their argument is."""
+"""Functions whose results are frozen if their argument is wholly frozen."""
 
 
 def _product(func: Any, x: Tensor, stack: FrozenView, offs: Tensor | None = None, *rest: Any, **kwargs: Any) -> Any:
     w, device = stack.as_subclass(Tensor), x.device.type
-    others = [*rest, *kwargs.values()]  # a bias, or a type of the output
+    others = [*rest, *kwargs.values()]  # a bias, or the output's type
     if (
         any(each is not None for each in others)
         or (x.ndim, w.ndim) != (_BATCHES[func], 3)
@@ -279,7 +279,7 @@ def _product(func: Any, x: Tensor, stack: FrozenView, offs: Tensor | None = None
 
 
 class _RowsProduct(torch.autograd.Function):
-    """Multiply by a stack of matrices, as a batch or in groups that end at `offs`; active rows get gradients.
+    """Product with a stack of matrices, as a batch or in groups that end at `offs`; active rows get gradients.
 
     Operands are laid out as in torch's own backward: another order of summation would give other bits.
     """
@@ -326,9 +326,9 @@ def _runs(active_E: Tensor) -> list[tuple[int, int]]:
 _GROUPED: Any = getattr(torch, "_grouped_mm", None)
 _BATCHED = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 _BATCHES: dict[Any, int] = dict.fromkeys(_BATCHED, 3) | ({} if _GROUPED is None else {_GROUPED: 2})
-"""Products with stacks, and the dimensions of the first factor."""
+"""Products with stacks, and the first factor's number of dimensions."""
 _PRODUCTS: frozenset[Any] = frozenset(_BATCHES) | {
     *(nn.functional.linear, torch.mm, Tensor.mm, Tensor.__rmatmul__, torch.addmm, torch.baddbmm, torch.einsum),
     *(torch.embedding, torch.conv1d, torch.conv2d, torch.conv3d, nn.functional.bilinear),
 }
-"""Functions whose gradients are worth to be left out."""
+"""Functions whose gradients are worth leaving out."""

@@ -1,7 +1,7 @@
-"""Know where every record of one rank is: by operator, by the step that it is of, and by kind, in whatever tier.
+"""Index of one rank's records: by operator, step and kind, in all tiers.
 
-How an operator is cut among the ranks that hold it may differ between generations, so nothing here assumes that it is cut
-alike: a generation supplies an operator if the shards that all ranks have of it add up to the whole operator.
+Generations may cut an operator differently among its ranks, so nothing here assumes equal cuts: a generation supplies
+an operator if all ranks' shards add up to the whole operator.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FULL, PARAM = "full", "param"
 
 @dataclass(slots=True)
 class Replicas:
-    """One record, and where it may come from, cheapest first."""
+    """One record, and its places, cheapest first."""
 
     record: RecordEntry
     places: list[Place] = field(default_factory=list)
@@ -45,25 +45,25 @@ ReplicasByName = dict[str, Replicas]
 
 @dataclass(frozen=True, slots=True)
 class LinkSource:
-    """A file with what there is of one boundary of a chain, and who has it."""
+    """A file with one boundary of a chain, and its copies."""
 
     entry: SegmentEntry
     copies: Sequence[Replica]
     is_base: bool
-    """Whether it has everything; else it has what leads there from the boundary before."""
+    """Whether the file holds the full state; else a difference to the boundary before."""
 
 
 Links = Mapping[int, Sequence[LinkSource]]
-"""Boundaries of a chain by step; cheapest sources first."""
+"""Links of a chain by step; cheapest sources first."""
 
 
 def named_links(marker: RankMarker, own: Sequence[Replica], *, is_base: bool) -> Iterator[LinkSource]:
-    """Yield what a marker names of a chain: its own files, and those that it follows on, of which the first is the base.
+    """Yield the links of a chain that a marker names: its own files, then the files it follows on, the base first.
 
     Args:
-        marker: of a base, or of differences.
+        marker: marker of a base, or of differences.
         own: copies of its own files.
-        is_base: which of the two.
+        is_base: whether `marker` is a base's.
     """
     for entry in marker.segments:
         yield LinkSource(entry, own, is_base)
@@ -72,29 +72,29 @@ def named_links(marker: RankMarker, own: Sequence[Replica], *, is_base: bool) ->
 
 
 class RecordIndex:
-    """What one rank can be given. Where two files contradict each other, the one that was added first is right."""
+    """Records that one rank can be given. If two files contradict each other, the file added first is right."""
 
     def __init__(self) -> None:
         self._full: dict[tuple[str, Version], dict[int, ReplicasByName]] = defaultdict(dict)
         """Full states, by operator."""
         self._others: dict[Version, dict[int, ReplicasByName]] = defaultdict(dict)
-        """Buffers, journals, and what only forward and backward need."""
+        """Buffers, journals, and compute weights."""
         self._excluded: set[tuple[str, Version]] = set()
 
     def add(self, source: Version, entry: SegmentEntry, copies: Collection[Replica]) -> None:
         """Add the records of a file.
 
         Args:
-            source: that the records are of.
-            entry: the file; it may be one of several of its step.
-            copies: that have the file.
+            source: version of the records.
+            entry: the file; a step may have several.
+            copies: copies that have the file.
         """
         known: dict[int, bool] = {}
         for record in entry.records:
             steps = self._full[record.operator, source] if record.kind == FULL else self._others[source]
             records = steps.setdefault(entry.step, {})
             if known.setdefault(id(records), bool(records)) and record.name not in records:
-                continue  # cut otherwise than what is known already
+                continue  # cut otherwise than the known records
             replicas = records.setdefault(record.name, Replicas(record))
             if (replicas.record.digest, replicas.record.nbytes) == (record.digest, record.nbytes):
                 replicas.places += [Place(copy, entry, record.offset) for copy in copies]
@@ -102,24 +102,24 @@ class RecordIndex:
 
     @property
     def operators(self) -> list[str]:
-        """Names of operators of which there is a full state."""
+        """Names of operators with a full state."""
         return list(dict.fromkeys(operator for operator, _ in self._full))
 
     def exclude(self, operator: str, source: Version) -> None:
-        """Drop an operator of that version from what is offered: it turned out bad."""
+        """Stop offering a version's copy of an operator, since it is bad."""
         self._excluded.add((operator, source))
 
     def operator(self, operator: str, source: Version) -> ReplicasByName:
-        """Return the full state of an operator as of the last step of a generation."""
+        """Return an operator's full state as of a generation's last step."""
         return self._full.get((operator, source), {}).get(source.generation.step, {})
 
     def step(self, source: Version, step: int) -> ReplicasByName:
-        """Return all records of one step of a generation, of whatever kind."""
+        """Return all records of one step of a generation, of any kind."""
         tables = [self._others.get(source, {}), *(each for (_, of), each in self._full.items() if of == source)]
         return {name: replicas for table in tables for name, replicas in table.get(step, {}).items()}
 
     def local(self, generation: GenerationId, name: str) -> Replicas | None:
-        """Return a record of that name, of no operator, in whatever there is of a generation, where it need not be fetched."""
+        """Return a generation's record `name`, of no operator, with its places that need no fetch; `None` without."""
         for source in sorted(each for each in self._others if each.generation == generation):
             if (replicas := self._others[source].get(generation.step, {}).get(name)) is not None:
                 places = [each for each in replicas.places if each.copy.source != "peer"]
@@ -128,7 +128,7 @@ class RecordIndex:
         return None
 
     def offered(self, operators: Iterable[str]) -> dict[str, list[tuple[Version, int]]]:
-        """Return the versions that have something of operators, each with its number of elements."""
+        """Return the versions that have a part of each operator, with the number of elements."""
         found: dict[str, list[tuple[Version, int]]] = {name: [] for name in operators}
         for operator, source in self._full:
             if operator in found and (operator, source) not in self._excluded:
@@ -139,11 +139,11 @@ class RecordIndex:
 
 
 def stored_index(marker: RankMarker, older: Iterable[ReferencedEntry] | None = None) -> RecordIndex:
-    """Return what storage has of a rank's part of a generation.
+    """Return the index of a rank's part of a generation in storage.
 
     Args:
-        marker: names its own files.
-        older: older files that have something of it; by default all that the marker names.
+        marker: names the part's own files.
+        older: older files with parts of the generation; by default all that the marker references.
     """
     named = [*marker.referenced, *marker.spares] if older is None else older
     index = RecordIndex()
@@ -154,21 +154,21 @@ def stored_index(marker: RankMarker, older: Iterable[ReferencedEntry] | None = N
 
 
 _VERIFIED_NBYTES = 4 * 2**20
-"""Bytes of neighbours that one thread verifies at once, roughly."""
+"""Approximate bytes of neighbours that one thread verifies at once."""
 
 
 def neighbours(
     files: Sequence[SegmentEntry], layout: SegmentLayout, copies: Sequence[Replica]
 ) -> list[WantedNeighbours] | None:
-    """Return what fills a layout from the files of one step, of which every copy has all.
+    """Return the records that fill a layout from the files of one step; every copy has all the files.
 
     Args:
-        files: one behind the other.
-        layout: of their records, in the order in which they lie there.
+        files: in the order of the layout.
+        layout: layout of the files' records, in the files' order.
         copies: cheapest first.
 
     Returns:
-        Stretches of neighbours; `None` if the files do not have those records.
+        Stretches of neighbours; `None` if the files do not have the layout's records.
     """
     found: list[WantedNeighbours] = []
     first = 0
@@ -187,7 +187,7 @@ def neighbours(
 def _stretches(
     entry: SegmentEntry, table: RecordColumns, starts: Column, sizes: Column, copies: Sequence[Replica]
 ) -> Iterator[WantedNeighbours]:
-    """Yield the records of a file that are not empty, as stretches that lie there as in the buffer."""
+    """Yield a file's non-empty records, as stretches of the same order and distances as in the buffer."""
     offsets, names, digests = np.array(table.offset, np.int64), table.name, table.digest
     if not sizes.all():
         (kept,) = np.nonzero(sizes)
@@ -218,14 +218,14 @@ def _stretches(
 def newest_whole(
     offered: Mapping[str, Mapping[Version, int]], sizes: Mapping[str, int]
 ) -> tuple[dict[str, Version], list[str]]:
-    """Choose the generation from which every operator comes.
+    """Choose every operator's generation.
 
     Args:
-        offered: elements that all ranks together can be given, by operator and generation.
+        offered: elements available to all ranks together, by operator and generation.
         sizes: elements of every operator.
 
     Returns:
-        The newest generation that supplies all of it, by operator; and the operators that none does.
+        The newest generation that supplies the whole operator, by operator; and the operators without any.
     """
     chosen, missing = {}, []
     for name, size in sizes.items():

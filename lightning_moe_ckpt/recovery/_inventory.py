@@ -1,9 +1,9 @@
-"""Who holds which rank's part of which generation, and reading what this process reaches itself.
+"""Inventory of copies: holders of each rank's part of each generation, and reads of copies that this process reaches.
 
-Every process lists the copies in memory that it can reach, the coordinator the commits. Processes of one node find the same
-copies. A copy counts once, however many of them could read it: it is lost, or bad, for all of them at once.
+Every process lists its reachable copies in memory, the coordinator the commits. Processes of one node find the same
+copies. A copy counts once, however many processes could read it: it is lost, or bad, for all at once.
 
-Source: TierCheck (2026), Fig. 5, for what ranks resume from.
+Source: TierCheck (2026), Fig. 5, for the sources of a resume.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = rank_logger(__name__)
 T = TypeVar("T")
 
 UNREADABLE = (CheckpointError, OSError)
-"""What reading a copy may raise; another copy, or an older version, may still be good."""
+"""Errors that reading a copy may raise; another copy, or an older version, may still be good."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -63,18 +63,18 @@ class Item:
     file: str
     """Name of the file in memory; empty for storage."""
     whole: bool = field(default=True, compare=False)
-    """Whether all of the part is there, and not some experts only."""
+    """Whether the whole part is there, not some experts only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """What one process can read from memory."""
+    """Copies in memory that one process can read."""
 
     memory: str
-    """Names the memory: equal for processes that find the same copies, see `memory_of`."""
+    """Name of the memory, equal for processes that find the same copies, see `memory_of`."""
     items: tuple[Item, ...]
     seen: Mapping[Version, GenerationId] = field(default_factory=dict)
-    """The newest commit that was known when a version was taken."""
+    """By version, the newest commit known when the version was taken."""
 
     def plain(self) -> list[object]:
         """Return plain values, for an exchange."""
@@ -101,15 +101,15 @@ class Replica:
 
     source: TierName
     memory: str
-    """Whose memory, as in `Stock`; empty for storage."""
+    """Name of the memory as in `Stock`; empty for storage."""
     file: str
     """Name of the file in that memory; empty for storage."""
     readers: tuple[int, ...]
-    """Ranks that can read it: the owner itself, or ranks on the peer's node."""
+    """Ranks that can read the copy: the owner itself, or ranks on the peer's node."""
     version: Version
-    """What it is a copy of."""
+    """The copied version."""
     whole: bool = True
-    """Whether it has all of the part, and not some experts only."""
+    """Whether the copy has the whole part, not some experts only."""
 
     def __str__(self) -> str:
         if self.source != "peer":
@@ -128,33 +128,33 @@ class Request:
     """First byte in the file."""
     nbytes: int
     start: int
-    """Where in the receiver's buffer they go."""
+    """First byte in the receiver's buffer."""
 
     @property
     def end(self) -> int:
-        """Where in the buffer they end."""
+        """End in the receiver's buffer."""
         return self.start + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What all ranks can read."""
+    """All ranks' readable copies."""
 
     stocks: tuple[Stock, ...]
-    """By rank."""
+    """Stocks by rank."""
     committed: frozenset[Version]
-    """Whole in storage, for every rank."""
+    """Versions whole in storage, for every rank."""
     sources: frozenset[Version] = frozenset()
-    """In storage only because others reference their files; files that they reference themselves may be gone."""
+    """Versions kept in storage only for references to their files; files that they reference themselves may be gone."""
 
     @classmethod
     def of(cls, stocks: Iterable[object], committed: Iterable[Version], sources: Iterable[Version] = ()) -> Inventory:
-        """Return the inventory from what every rank said of its memory in plain values, and the commits."""
+        """Return the inventory of all ranks' stocks in plain values, and the commits."""
         return cls(tuple(Stock.from_plain(stock) for stock in stocks), frozenset(committed), frozenset(sources))
 
     @property
     def seen(self) -> dict[Version, GenerationId]:
-        """Of versions in memory, the newest commit that any rank knew of when it took its part."""
+        """By version in memory, the newest commit that any rank knew when it took its part."""
         found: dict[Version, GenerationId] = {}
         for stock in self.stocks:
             for version, commit in stock.seen.items():
@@ -163,24 +163,24 @@ class Inventory:
 
     @property
     def in_memory(self) -> frozenset[Version]:
-        """Versions of which some rank has a part in memory, whether or not others have theirs."""
+        """Versions with some rank's part in memory, with or without the other ranks' parts."""
         return frozenset(item.version for stock in self.stocks for item in stock.items)
 
     @property
     def in_storage(self) -> frozenset[Version]:
-        """Versions of which storage has files."""
+        """Versions with files in storage."""
         return self.committed | self.sources
 
     @property
     def all_versions(self) -> frozenset[Version]:
-        """Versions of which there is a part of some rank anywhere."""
+        """Versions with some rank's part anywhere."""
         return self.in_storage | self.in_memory
 
     def usable(self, alive: Collection[Version]) -> list[Version]:
-        """Return the versions that every rank can be given its part of, newest first.
+        """Return the versions of which every rank can be given its part, newest first.
 
-        The smallest of the newest that each rank has would not do: it may be one that another rank lacks. Two incarnations
-        can hold the same step with different bits, so versions name theirs, and the plan.
+        The smallest of the ranks' newest versions would not do, since another rank may lack it. Two incarnations can
+        hold the same step with different bits, so versions name their incarnation, and the plan.
 
         Args:
             alive: versions that the run's log allows.
@@ -190,7 +190,7 @@ class Inventory:
         return sorted(self.committed.union(set.intersection(*owned)).intersection(alive), reverse=True)
 
     def copies(self, version: Version, owner: int) -> list[Replica]:
-        """Return copies of one rank's part of a version, cheapest first; peers in an order of the owner's own."""
+        """Return copies of one rank's part of a version, cheapest first; peers rotated by owner, to spread load."""
         readers: dict[tuple[str, str, bool], list[int]] = {}
         for rank, stock in enumerate(self.stocks):
             for item in stock.items:
@@ -209,7 +209,7 @@ class Inventory:
 
 
 class Reader:
-    """Reads copies in memory and in storage, as they were when it was made.
+    """Reader of the copies in memory and in storage that existed at its construction.
 
     Args:
         run_id: copies of other runs are refused.
@@ -228,7 +228,7 @@ class Reader:
         self._lock = threading.Lock()
 
     def stock(self, memory: str) -> Stock:
-        """Return what there is in memory, which `memory` names."""
+        """Return this process's stock of memory; `memory` is the memory's name."""
         items = tuple(item for item in self._holdings if item.file)
         seen: dict[Version, GenerationId] = {}
         for item in items:
@@ -240,7 +240,7 @@ class Reader:
         """Return the marker of a copy.
 
         Raises:
-            Corrupt: it is not what was written, or says that it is of something else.
+            Corrupt: the marker is damaged, or belongs to another copy.
             KeyMissing: the copy is not here.
         """
         with self._lock:
@@ -256,12 +256,12 @@ class Reader:
             return marker
 
     def read(self, request: Request, out: memoryview) -> None:
-        """Fill `out` with what this rank wants of a copy of its own part, unverified. Raises what is in `UNREADABLE`."""
+        """Fill `out` with bytes of a copy of this rank's own part, unverified. Raises one of `UNREADABLE`."""
         copy, entry = request.copy, request.entry
         if copy.file:
             self.read_into(Item(copy.version, request.reader, copy.file), entry.key, request.offset, out)
             return
-        # Its key says where a file in storage is, also one that a marker of another generation references.
+        # The key alone says where a file in storage is, even if another generation's marker references it.
         version = copy.version
         holding = Holding(
             generation=version.generation, plan_hash=version.plan_hash, owner=request.reader, nbytes=entry.nbytes
@@ -272,8 +272,8 @@ class Reader:
         """Fill `out` with bytes of the file `key` of a copy in memory, unverified.
 
         Raises:
-            Corrupt: the marker is bad, or the copy is of another size.
-            StorageError: it cannot be read, or is gone.
+            Corrupt: the marker is bad, or the copy has another size.
+            StorageError: the copy cannot be read, or is gone.
         """
         entry = next((entry for entry in self.marker(item).segments if entry.key == key), None)
         if entry is None or offset + out.nbytes > entry.nbytes:
@@ -289,7 +289,7 @@ def stored(version: Version, owner: int) -> Replica:
 def memory_of(directory: Path) -> str:
     """Return a name for the memory behind a directory, equal for all processes that find the same files there.
 
-    Containers on one machine may each mount a tmpfs of their own under the same path, so the path does not decide.
+    The path does not decide: containers on one machine may each mount their own tmpfs under the same path.
     """
     place = directory.stat()
     boot = _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else os.uname().nodename

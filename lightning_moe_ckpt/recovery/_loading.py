@@ -1,8 +1,8 @@
-"""Put what was found into the live model: everything at once, or the first step of a sparse window.
+"""Load a restored generation into the live model: everything at once, or the first step of a sparse window.
 
-Of a partial generation, ranks put their parts together from wherever they are into one segment that looks as if it had been
-taken at once, with the shards of each expert as the generation that it comes from had cut them. So it is loaded like any
-other: each record is read by its writer and broadcast to the others that hold it.
+Ranks put a partial generation together from any places into one segment that looks as if taken at once, with each
+expert's shards as cut in its own generation. So it is loaded like any other: each record is read by its writer and
+broadcast to the other holders.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from lightning_moe_ckpt.storage import (
 )
 
 _MOST_PER_ELEMENT = 64
-"""Bytes per parameter in a segment, of state and averages, at most: several times what optimizers have."""
+"""Most bytes per parameter in a segment, of state and averages: several times the bytes of known optimizers."""
 _ROOM_NBYTES = 64 * 2**20
-"""For a header and alignment."""
+"""Bytes for a header and alignment."""
 
 
 @contextmanager
 def understood(what: str) -> Iterator[None]:
-    """Raise `Corrupt` where values of a stored document, which may hold anything, are not what is expected."""
+    """Raise `Corrupt` if the body fails on values of a stored document, which may hold anything."""
     try:
         yield
     except CheckpointError:
@@ -68,7 +68,7 @@ def understood(what: str) -> Iterator[None]:
 
 
 def stored_layouts(marker: RankMarker) -> list[SegmentLayout]:
-    """Return layouts of the records that a marker says are there, by step, in their order in the files.
+    """Return the layouts of a marker's records, by step, in their order in the files.
 
     Raises:
         Corrupt: no segment has such records.
@@ -87,14 +87,14 @@ def stored_layout(files: Sequence[SegmentEntry]) -> SegmentLayout:
     try:
         for table in tables:
             dtypes = {code: dtype_of(code) for code in set(table.dtype)}
-            # Buffers are stored whole, of anything else there is a flat piece.
+            # Buffers are stored whole, all else in flat pieces.
             shapes = [
                 shape if kind == "buffer" else (numel,)
                 for kind, shape, numel in zip(table.kind, table.global_shape, table.numel, strict=True)
             ]
             kinds += zip(map(dtypes.__getitem__, table.dtype), shapes, strict=True)
         names = list(chain.from_iterable(table.name for table in tables))
-        # Not spelled here: a header says the same as names and kinds.
+        # Headers are not rebuilt: names and kinds say the same.
         header_nbytes = min((each.offset[0] for each in tables[:1] if each.offset), default=0)
         layout = SegmentLayout.of_columns(names, kinds, metadata=SEGMENT_METADATA, header_nbytes=header_nbytes)
     except ValueError as error:
@@ -105,7 +105,7 @@ def stored_layout(files: Sequence[SegmentEntry]) -> SegmentLayout:
 
 
 def journal_capacity(marker: RankMarker) -> int:
-    """Return the bytes that a marker says were kept for each journal."""
+    """Return a marker's bytes per journal record."""
     return _journals(marker.segments[0])[0]
 
 
@@ -116,7 +116,7 @@ def _journals(file: SegmentEntry) -> list[int]:
 
 
 def misfit(marker: RankMarker, view: StateView) -> str | None:
-    """Return why segments are larger than any that this rank would write, found out before they are read."""
+    """Return why segments are larger than this rank's could be, or than memory; `None` if they fit."""
     numel = sum(tensor.numel() for tensor in view.params.values())
     buffers = sum(b.nbytes for name in view.buffer_names if (b := view.buffer(name)) is not None)
     most = _ROOM_NBYTES + _MOST_PER_ELEMENT * numel + 2 * buffers
@@ -131,7 +131,7 @@ def misfit(marker: RankMarker, view: StateView) -> str | None:
 
 
 def read_start(part: Restored, start: Journal) -> None:
-    """Fill `start` with what a generation's first journal says of its start. Raises `Corrupt` if it or another cannot be read."""
+    """Fill `start` with the start half of a generation's first journal. Raises `Corrupt` if any journal cannot be read."""
     journals = [decode_journal(a.view(b, JOURNAL)) for a, b in zip(part.layouts, part.segments, strict=True)]
     for journal in journals:
         if {"start", "outcome"} - journal.keys():
@@ -147,21 +147,21 @@ class RestoreSource:
     policy: Mapping[str, Any]
     steps: Sequence[int]
     segments: list[Tensor]
-    """One uint8 tensor per step, laid out as `layouts` says."""
+    """One uint8 tensor per step, laid out by `layouts`."""
     layouts: list[SegmentLayout]
     restored_from: dict[str, int]
     """Bytes of this rank, by the tier from which they were read."""
     committed: bool
-    """Whether it is in storage; if not, it is in memory only."""
+    """Whether storage has the generation; if not, only memory has."""
     chosen: RestorePlan
-    """Where experts are from that are of other generations."""
+    """Sources of experts from other generations."""
     tokens: TokensByGeneration
     start: Journal
-    """What the run was at the first boundary when the next batch began."""
+    """Start half of the first boundary's journal."""
 
     @classmethod
     def of(cls, part: Restored, start: Journal, tokens: TokensByGeneration, *, committed: bool) -> RestoreSource:
-        """Return what a rank has of a generation after its attempt."""
+        """Return a rank's restored generation after its attempt."""
         restored_from = Counter[str]()
         for copy, count in part.nbytes.items():
             restored_from[copy.source] += count
@@ -180,7 +180,7 @@ class RestoreSource:
 
     @property
     def tiers(self) -> dict[str, int]:
-        """Its step, by the tiers that are known to hold this rank's part of it."""
+        """The generation's step, by the tiers known to hold this rank's part."""
         return dict.fromkeys([*self.restored_from, *(["storage"] if self.committed else [])], self.generation.step)
 
     @property
@@ -190,11 +190,11 @@ class RestoreSource:
 
     @property
     def journal_nbytes(self) -> int:
-        """Capacity of the journal record."""
+        """Capacity of the journal record in bytes."""
         return self.layouts[0].span(JOURNAL).nbytes
 
     def check_layouts(self, expected: Sequence[SegmentLayout]) -> None:
-        """Raise `IdentityMismatch` if the bytes do not lie where this model, plan and world put them."""
+        """Raise `IdentityMismatch` if the segments are not laid out as this model, plan and world require."""
         for step, found, wanted in zip(self.steps, self.layouts, expected, strict=True):
             if (found.names, found.kinds, found.nbytes) != (wanted.names, wanted.kinds, wanted.nbytes):
                 raise IdentityMismatch(
@@ -225,13 +225,13 @@ def load_found(
         as_user: see `Replay`.
 
     Returns:
-        The layout of what was found, and what goes on from it. Its journal has the accounting of tokens as of now.
+        The generation's layout, and its replay. The replay's first journal has the token ledger as of now.
 
     Raises:
-        IdentityMismatch: its bytes do not lie where this model, plan and world put them.
-        Corrupt: its plan is none.
+        IdentityMismatch: the segments are not laid out as this model, plan and world require.
+        Corrupt: the plan cannot be read.
     """
-    as_user(found.start)  # first: what records hold depends on the groups of the optimizer
+    as_user(found.start)  # first: the optimizer's groups decide which records there are
     view.fit_buffers(dict(zip(found.layouts[0].names, found.layouts[0].kinds, strict=True)))
     layout = _layout_of(found, view, groups, exchange)
     replay = Replay(
@@ -253,7 +253,7 @@ def load_found(
 def follow_found(
     found: RestoreSource, view: StateView, groups: ParallelGroups, exchange: Exchange
 ) -> tuple[WindowLayout, Journal]:
-    """Return the layout of what was found, and what its journal says of its first step; load nothing. Collective, as `load_found`."""
+    """Return a restored generation's layout, and its first step's outcome; load nothing. Collective."""
     layout = _layout_of(found, view, groups, exchange)
     outcome: Journal = decode_journal(found.layouts[0].view(found.segments[0], JOURNAL))["outcome"]
     return layout, outcome
@@ -263,7 +263,7 @@ def _layout_of(found: RestoreSource, view: StateView, groups: ParallelGroups, ex
     with understood(f"{found.generation}: its plan"):
         record = PlanRecord.from_json(found.policy["plan"])
         layout = restored_window(record, found.chosen, view, groups, found.journal_nbytes)
-    with exchange.raise_together(IdentityMismatch):  # each rank has records of its own
+    with exchange.raise_together(IdentityMismatch):  # each rank has its own records
         found.check_layouts([step.durable.segment for step in layout.steps])
     return layout
 
@@ -271,7 +271,7 @@ def _layout_of(found: RestoreSource, view: StateView, groups: ParallelGroups, ex
 def restored_window(
     record: PlanRecord, chosen: RestorePlan, view: StateView, groups: ParallelGroups, journal_nbytes: int
 ) -> WindowLayout:
-    """Return the layout of a restored state: that of its generation, with experts from others cut as they are there.
+    """Return the layout of a restored state: its generation's, with experts cut as in their own generations.
 
     Raises:
         IdentityMismatch: the plan is for other experts.

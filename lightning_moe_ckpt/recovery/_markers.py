@@ -1,4 +1,4 @@
-"""Bring every rank the markers of its parts of versions, which say what its files are and every digest."""
+"""Bring every rank the markers of its parts of versions, which list the files and every digest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_moe_ckpt.tiers import TierName, is_differential, is_partial
 log = rank_logger(__name__)
 
 Which = tuple[Version, TierName | None]
-"""A version, and the kind of copies whose marker is wanted, where they may hold different files."""
+"""A version, and the tier whose marker is wanted, since tiers may hold different files; `None` for any whole copy."""
 
 
 @dataclass(slots=True)
@@ -25,13 +25,13 @@ class _Sought:
 
     which: Which
     left: list[Replica]
-    """Copies to be tried, cheapest first."""
+    """Copies still to be tried, cheapest first."""
     found: RankMarker | None = None
     complaints: list[str] = field(default_factory=list)
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a copy to be tried."""
+        """Whether a copy is left to be tried."""
         return self.found is None and bool(self.left)
 
     def complain(self, copy: Replica, reason: str) -> None:
@@ -40,13 +40,13 @@ class _Sought:
 
 
 class MarkerSearch:
-    """This rank's markers, each from the cheapest copy that has it whole.
+    """Search for this rank's markers, each from its cheapest good copy.
 
     Args:
         rounds: of this attempt.
-        reader: of what this rank reaches.
-        copies: of this rank's part, cheapest first, by what is looked for.
-        digests: what manifests say of markers, where there are manifests.
+        reader: of the copies that this rank reaches.
+        copies: copies of this rank's part, cheapest first, by wanted marker.
+        digests: markers' digests in manifests, if there are manifests.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class MarkerSearch:
         """Search on all ranks. Collective.
 
         Args:
-            required: what every rank must find.
+            required: marker that every rank must find, if any.
 
         Returns:
-            What was found; `None`, on all ranks, if one did not find what is required, or the markers of different ranks
+            The markers found; `None`, on all ranks, if some rank lacks the required marker, or the ranks' markers
             contradict each other.
         """
         while (fetches := self._begin_round(required)) is not None:
@@ -111,9 +111,10 @@ class MarkerSearch:
             sought.complain(copy, str(error))
 
     def _checked(self, copy: Replica, marker: RankMarker) -> RankMarker:
-        """Return the marker, if it is that of this rank and version, and the one that was committed, if one was.
+        """Return the marker if it belongs to this rank and version, and equals the committed marker, if any. Raises
+        `Corrupt`.
 
-        What memory has of a partial generation may be more files than are committed.
+        Memory may have more files of a partial generation than are committed, so its digest is not compared.
         """
         version = copy.version
         found = (marker.generation, marker.plan_hash, marker.rank)
@@ -127,7 +128,7 @@ class MarkerSearch:
         return marker
 
     def _exchange(self, fetches: Sequence[FetchRequest]) -> dict[int, bytes]:
-        """Send what others requested; return what this rank requested, empty if it was not to be had. Collective."""
+        """Send the markers that other ranks requested; return this rank's, empty if unreadable there. Collective."""
         transport = self._rounds.transport
         own = [each for each in fetches if each.receiver == self._rank]
         answers = [(each, self._answer(each)) for each in fetches if each.reader == self._rank]
@@ -154,7 +155,7 @@ class MarkerSearch:
 
 
 def _common(marker: RankMarker) -> str:
-    """Return the digest of what the markers of all ranks must say alike; of differences storage has several together."""
+    """Return the digest of the facts common to all ranks' markers; of batched differences, only the last step."""
     steps = list(marker.steps)[-1 if is_differential(marker.policy) else 0 :]
     said = [marker.run_id, marker.world_size, marker.plan_hash, steps, dict(marker.policy)]
     generation = [marker.generation.step, marker.generation.incarnation, marker.generation.nonce]

@@ -1,11 +1,12 @@
-"""Open a run: find what to resume from, whole and verified, and begin an incarnation, which fences earlier ones.
+"""Open a run: find the generation to resume from, whole and verified, and begin an incarnation, which fences earlier
+ones.
 
-The coordinator lists commits, every rank what it finds in memory. Ranks agree on the newest version that each can be given
-its part of, bring it, and go on with the next older one if a part is bad in every copy. A version that another model,
-optimizer or world wrote stops the search: it is the user's to say what should become of it.
+The coordinator lists commits, every rank its memory. Ranks agree on the newest version of which each can be given its
+part, bring it, and go on with the next older one if a part is bad in every copy. A version of another model, optimizer
+or world stops the search: the user decides what becomes of it.
 
-If the log moved between the search and the opening of the incarnation, another process has started meanwhile or an earlier
-one still commits, and the search begins again.
+If the log moved between the search and the opening of the incarnation, another process has started meanwhile or an
+earlier one still commits, and the search begins again.
 """
 
 from __future__ import annotations
@@ -64,27 +65,27 @@ from lightning_moe_ckpt.tiers import HostTier, MemoryClaim, ObjectTier, Tier, sh
 log = rank_logger(__name__)
 
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-"""In which launchers say how often they have started a job before."""
+"""Variables in which launchers count earlier starts of a job."""
 
 StoredFacts = tuple[Facts, list[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeRequest:
-    """What is to be resumed, as far as a run must have been written by the same."""
+    """The job to resume, with its identity to compare with the stored run's."""
 
     identity: Identity
     view: StateView
     groups: ParallelGroups
     may_lack_experts: bool = False
-    """Whether experts of which there is no good copy may begin anew, where nothing whole is left."""
+    """Whether experts without a good copy may begin anew, if no whole generation is left."""
 
 
 class RunOpener:
     """This rank's access to the run under a URL.
 
     Args:
-        url: where the run lives.
+        url: place of the run.
         storage_options: for the backend.
         exchange: control exchange between ranks.
         groups: this rank's place.
@@ -101,14 +102,14 @@ class RunOpener:
         bandwidth: int | None = None,
     ) -> None:
         self._exchange = exchange
-        with exchange.raise_together():  # a package can be missing on one machine only
+        with exchange.raise_together():  # a package may be missing on one machine only
             self._backend: Backend = open_backend(url, storage_options=storage_options, bandwidth=bandwidth)
             _refuse_process_memory(self._backend.url, groups.world_size)
         self.store: RunStore
         self._incarnation, self._nonce = 0, ""
         self._tag = ""
         self.claim: MemoryClaim
-        """On its memory, once it is open."""
+        """Claim on this rank's memory, once the run is open."""
 
     @property
     def run_id(self) -> str:
@@ -116,15 +117,15 @@ class RunOpener:
         return self.store.run_id
 
     def name(self, step: int) -> GenerationId:
-        """Return the name of a generation of this incarnation, once it is open."""
+        """Return a generation's name in this incarnation, once the run is open."""
         return GenerationId(step=step, incarnation=self._incarnation, nonce=self._nonce)
 
     def open(self, *, resume: Resume, job: ResumeRequest) -> RestoreSource | None:
-        """Find what to resume from and open a new incarnation.
+        """Find the generation to resume from and open a new incarnation; return `None` for a fresh start. Collective.
 
         Raises:
             ConfigurationError: this rank has more operators than a file can describe.
-            NoUsableGeneration: generations are there, but none could be read, or `resume='must'` found none.
+            NoUsableGeneration: none of the generations could be read, or `resume='must'` found none.
             IdentityMismatch: the run was written by another model, optimizer or world.
         """
         with self._exchange.raise_together():
@@ -144,7 +145,7 @@ class RunOpener:
                     )
                 resumed = None if found is None else found.generation
                 if found is None:
-                    job.view.operators = fresh  # not as those of what could not be restored
+                    job.view.operators = fresh  # without the constants of generations that failed
                 if self._open_incarnation(resumed, search, foreign=any_memory):
                     stored = [version.generation for version in search.committed]
                     self.claim = MemoryClaim(
@@ -178,7 +179,7 @@ class RunOpener:
             self.store = RunStore.join(self._backend, run_id=run_id)
 
     def _open_incarnation(self, resumed: GenerationId | None, search: Search, *, foreign: bool) -> bool:
-        """Return whether it was opened; if not, the log moved meanwhile and the search has to be made again."""
+        """Return whether the incarnation was opened; if not, the log moved meanwhile and a new search is due."""
 
         def open_incarnation() -> object:
             incarnation = self.store.open_incarnation(resumed, volatile=search.volatile, foreign=foreign)
@@ -211,14 +212,14 @@ class RunOpener:
 
 
 class Search:
-    """One look at all that is there; every method is collective.
+    """One look at all generations; every method is collective.
 
     Args:
         store: of the run; on rank 0 the coordinator's.
         exchange: control exchange between ranks.
         memory: of this rank's node.
-        job: what is to be resumed.
-        any_memory: whether what is in memory may be taken whatever the log says of it.
+        job: the job to resume.
+        any_memory: whether generations in memory may be taken against the log.
     """
 
     def __init__(
@@ -233,25 +234,26 @@ class Search:
         self._store, self._exchange, self._memory, self._job = store, exchange, memory, job
         self._any_memory = any_memory
         self.reasons: list[str] = []
-        """What was there and could not be restored, and why; the same on all ranks after `run`."""
+        """Reasons why generations could not be restored; the same on all ranks after `run`."""
         self.volatile: frozenset[GenerationId] = frozenset()
-        """Generations of which some rank has something in memory."""
+        """Generations with some rank's part in memory."""
         self.committed: frozenset[Version] = frozenset()
-        """What storage has."""
+        """Versions in storage."""
         self.missing: Mapping[str, str] = {}
-        """Experts without which the newest generation could be restored, and why it has no good copy of them."""
+        """Experts that the newest generation lacks, and why they have no good copy."""
         self.foreign: frozenset[GenerationId] = frozenset()
-        """Generations in memory that are of another past than storage as it stands, and are not taken."""
+        """Generations in memory of another past than storage, which are not taken."""
         self._partial: list[Version] = []
-        """Versions with some experts only, which were given up."""
+        """Partial versions that were given up."""
         self._stored_layouts: list[SegmentLayout] = []
-        """Of the version that is tried, as it lies in files."""
+        """Layouts of the version under trial, as in its files."""
         self.nothing_stored = False
-        """Whether the run has never committed anything and nothing was lost: it was ended before its first generation was
-        durable, and what it has in memory may lack what only that one would have had."""
+        """Whether the run has never committed and lost nothing: it ended before its first generation was durable, so
+        memory may lack that generation's records.
+        """
 
     def run(self) -> RestoreSource | None:
-        """Return the newest generation that all ranks have now, with this rank's part of it.
+        """Return the newest generation available to all ranks, with this rank's part; `None` without any.
 
         Raises:
             IdentityMismatch: the run was written by another model, optimizer or world.
@@ -269,7 +271,7 @@ class Search:
         self._inventory = Inventory.of(stocks, self._commits, sources)
         self.committed = self._inventory.committed
         self.volatile = frozenset(version.generation for version in self._inventory.in_memory)
-        judged = self._exchange.run_on_coordinator(self._judged)  # who knows what the log allows
+        judged = self._exchange.run_on_coordinator(self._judged)  # the coordinator knows the log
         assert isinstance(judged, list)
         rows, foreign, reasons = judged
         self._alive = [Version.from_plain(row) for row in rows]
@@ -298,7 +300,7 @@ class Search:
         return [commits, sources, [f"{where}: {why}" for where, why in self._store.unreadable]]
 
     def _judged(self) -> object:
-        """Return what may be restored from, what of memory is of another past, and what that means if nothing else is there."""
+        """Return the restorable versions, memory's versions of another past, and the reason if nothing else is there."""
         inventory, store = self._inventory, self._store
         seen = inventory.seen
         whys = {v: store.why_foreign(v.generation, seen.get(v)) for v in inventory.in_memory if not self._any_memory}
@@ -367,18 +369,18 @@ class Search:
         self._log_sources(str(version), part.nbytes)
         reached = part.marker.generation
         self.reasons += [f"{version.generation}, {reason}" for reason in reasons]
-        self.volatile |= {reached}  # as memory, it need not be a generation that storage has by this name
+        self.volatile |= {reached}  # in memory; storage need not have it under this name
         committed = version in self._commits and reached == version.generation
         return RestoreSource.of(part, start, tokens_behind(attempt, part.chosen), committed=committed)
 
     def _follow(self, marker: RankMarker) -> None:
-        """Have the view's operators be those that a generation was planned for: not all have the same constants."""
+        """Give the view's operators the constants of a generation's plan; generations may differ. Collective."""
         with self._exchange.raise_together(IdentityMismatch), understood(f"{marker.generation}: its plan"):
             plan, view = PlanRecord.from_json(str(marker.policy["plan"])), self._job.view
             view.operators = view.operators.without(plan.constants, plan.thawed)
 
     def _lay_out(self, marker: RankMarker, chosen: RestorePlan) -> list[SegmentLayout]:
-        """Return where this rank wants its records: as they lie in files, unless experts are of other generations."""
+        """Return the layouts of this rank's records: as in files, unless experts are of other generations."""
         if not chosen.is_partial:
             return self._stored_layouts
         journal_nbytes = journal_capacity(marker)
@@ -388,7 +390,7 @@ class Search:
         return [step.durable.segment for step in window.steps]
 
     def _misfits(self, marker: RankMarker) -> list[str]:
-        """Return what some rank would have to make room for and cannot be of this job; equal on all ranks. Collective."""
+        """Return the reasons why a part does not fit this job or some rank's memory; equal on all ranks. Collective."""
 
         def look() -> str | None:
             self._stored_layouts = stored_layouts(marker)
@@ -397,7 +399,7 @@ class Search:
         return self._reasons_of_ranks(look)
 
     def _reasons_of_ranks(self, look: Callable[[], str | None]) -> list[str]:
-        """Return what `look` says is wrong, or raises as `Corrupt`, on any rank; equal on all ranks. Collective."""
+        """Return all ranks' reasons from `look`, or from its `Corrupt`; equal on all ranks. Collective."""
         try:
             reason = look()
         except Corrupt as error:
@@ -406,7 +408,7 @@ class Search:
         return [f"rank {rank}: {reason}" for rank, reason in enumerate(said) if reason is not None]
 
     def _log_sources(self, what: str, read: Mapping[Replica, int]) -> None:
-        """Log where the bytes of this rank came from; on the coordinator, those of all ranks."""
+        """Log the sources of this rank's bytes; on the coordinator, of all ranks' bytes. Collective."""
         places = Counter[str]()
         for copy, nbytes in read.items():
             places[str(copy)] += nbytes
@@ -438,7 +440,7 @@ class Search:
         )
 
     def _stored_facts(self, stored: Commit | RankMarker) -> Callable[[], StoredFacts]:
-        """Return how to learn what the run's ranks wrote: from storage on the coordinator, or from the marker of each rank."""
+        """Return a reader of the stored run's facts, from storage on the coordinator or from all markers. Collective."""
         if isinstance(stored, Commit):
             return lambda: stored_facts([self._store.read_marker(stored, rank) for rank in range(stored.world_size)])
         facts: Facts = {}
@@ -456,7 +458,7 @@ class Search:
         if self._job.identity.fingerprint != identity.fingerprint:
             facts, optimizer_was = was()
             facts |= constant_facts(self._store.read_constants(stored.policy))
-            # With stages the coordinator knows a part of the optimizer only; names and shapes are told of all.
+            # with stages the coordinator knows a part of the optimizer only; facts are complete
             one = self._job.groups.num_stages == 1
             view = self._job.view
             optimizer = live_optimizer(view.operators, view.schema, view.params) if one else optimizer_was
@@ -465,7 +467,7 @@ class Search:
 
 
 def _warn_of_a_restart(url: str) -> None:
-    """Warn that a run begins although the launcher has started this job before."""
+    """Warn that a run begins anew although the launcher has started this job before."""
     for name in _RESTART_COUNTS:
         count = os.environ.get(name, "")
         if count.isdigit() and int(count) > 0:

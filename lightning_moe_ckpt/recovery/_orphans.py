@@ -1,10 +1,10 @@
-"""Which memory stays for the next start of a run: generations that it may restore, and that storage does not have.
+"""Memory kept for a run's next start: generations that the next start may restore, and that storage lacks.
 
-A generation of some operators is put together from the newest copy of each. Storage that has it may still have older
-copies of some than memory: then memory is needed, although storage has something as new.
+A partial generation is put together from each operator's newest copy. Storage may have the generation, but older copies
+of some operators than memory: then memory is still needed.
 
-What a rank knows by itself is often too little: that a generation was committed only the coordinator sees at once, and
-that a later start has taken over only who writes. So an incarnation that ends asks storage, for a moment.
+A rank by itself often knows too little: only the coordinator sees a commit at once, and only a writer sees that a later
+start has taken over. So an ending incarnation asks storage, for a moment.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from lightning_moe_ckpt.tiers import RankMemory
 log = rank_logger(__name__)
 
 _PATIENCE_SECONDS = 1.0
-"""Storage that does not answer within it is taken not to have what memory has."""
+"""Seconds for an answer of storage, after which memory counts as needed."""
 
 _INTERRUPTED_SECONDS = 2.0
-"""For a call that was interrupted to fail; the thread is a daemon."""
+"""Seconds for an interrupted call to fail; the thread is a daemon."""
 
 
 def is_superseded(
@@ -35,14 +35,14 @@ def is_superseded(
     *,
     stored: Callable[[GenerationId], RankMarker | None] | None = None,
 ) -> bool:
-    """Return whether no later start would restore what memory holds.
+    """Return whether no later start would restore this rank's memory.
 
     Args:
         memory: of this rank.
-        known: what is durable, as far as is known without asking.
-        store: asked if that is not as new; else what memory holds is taken to be needed.
-        stored: where generations may have only some operators: this rank's marker of one that is known; without it the
-            generation counts as one that has less than memory.
+        known: durable generations known without asking storage.
+        store: asked if `known` is older than memory; with `None` memory then counts as needed.
+        stored: returns this rank's marker of a known generation, which may be partial; a generation without a marker
+            counts as having less than memory.
     """
     held = memory.published
     copies = memory.copies if stored is not None else {}
@@ -58,7 +58,7 @@ def is_superseded(
 
 
 def _has_more(copies: Mapping[str, GenerationId], marker: RankMarker | None) -> bool:
-    """Return whether memory has a newer copy of some operator than this rank's part of a generation, own or referenced."""
+    """Return whether memory has a newer copy of some operator than a generation's marker, own or referenced."""
     if marker is None:
         return True
     if not PlanRecord.from_json(str(marker.policy["plan"])).plan.partial:
@@ -69,7 +69,7 @@ def _has_more(copies: Mapping[str, GenerationId], marker: RankMarker | None) -> 
 
 
 def _nobody_needs(held: Sequence[GenerationId], store: RunStore, has_more: Callable[[Commit], bool]) -> bool:
-    """Return whether storage, which is closed if it does not answer, says in time that no start would restore memory."""
+    """Return whether storage says in time that no start would restore memory. Without an answer, closes the store."""
     answers: SimpleQueue[bool] = SimpleQueue()
 
     def ask() -> None:

@@ -1,12 +1,12 @@
-"""Load what was restored: at once, or step by step while ordinary training re-runs the steps between.
+"""Load a restored generation: at once, or step by step while ordinary training re-runs the steps between.
 
-At the first boundary of the window the operators of its first step get their full state and are active; all others get the
-weights that forward and backward consume and stay frozen. After every replayed step the window's next step is loaded, until
-every operator is active and the state is dense. Forward runs through frozen operators with exact compute weights, so
-activations, and with them the gradients of active operators, are those of the original run.
+At the window's first boundary the operators of its first step get their full state and are active; all others get their
+compute weights and stay frozen. After every replayed step the window's next step is loaded, until every operator is
+active and the state is dense. Forward runs through frozen operators with exact compute weights, so activations, and
+with them the gradients of active operators, are the original run's.
 
-What one optimizer keeps for several experts together, as the step count of a stacked tensor, is of no single one of
-them: where experts may be of different ages, the journal has it, as of the generation.
+An optimizer's values shared by several experts, as the step count of a stacked tensor, belong to no single expert: if
+experts may be of different ages, the journal has these values, as of the generation.
 
 Source: MoEvement (2026), Sec. 3.3; we differ in replaying inside the user's own training loop, bit for bit.
 """
@@ -41,11 +41,11 @@ from lightning_moe_ckpt.storage import SegmentLayout
 log = rank_logger(__name__)
 
 Scalars = Mapping[str, Mapping[str, Tensor]]
-"""What the optimizer keeps once for several experts, by parameter and key."""
+"""Optimizer state shared by several experts, by parameter and key."""
 
 
 class Replay:
-    """Rebuilds the dense state from one generation.
+    """Rebuild the dense state from one generation.
 
     Args:
         window: layout of the generation, over the live state to write to.
@@ -55,9 +55,8 @@ class Replay:
         may_skip: see `Frozen`.
         engine: copies host memory into live tensors.
         as_user: gives every parameter the user's own `requires_grad` of a boundary, and the optimizer its groups, from
-            what the journal has of the start of the next batch.
-        missing: operators of the model of which there is no copy. They keep the weights that they have, and no optimizer
-            state.
+            the journal's start half.
+        missing: operators without any copy, which keep their present weights and get no optimizer state.
     """
 
     def __init__(
@@ -89,34 +88,34 @@ class Replay:
             may_skip=may_skip,
             as_user=lambda: self._as_user(self.start(self._first + self._newest)),
         )
-        """What takes no step until it is active."""
+        """Operators without a step until active."""
         self._named = False
-        """Whether a known cause of other losses was."""
+        """Whether the known cause of other losses was logged."""
         self._newest = -1
-        """Index of the step loaded last."""
+        """Index of the newest loaded step."""
         self._loaded: list[Tensor] = []
         self._versions: list[int] = []
 
     @property
     def dense(self) -> bool:
-        """Whether every operator is active, and the window over, which other pipeline stages may need longer for."""
+        """Whether every operator is active and the window is over; other pipeline stages may need more of the window."""
         is_last = self._newest == len(self._layouts) - 1
         return is_last and len(self._active) == len(self._view.operators.operators)
 
     def outcome(self, step: int) -> Journal:
-        """Return what the original run recorded of the optimizer step that ends at boundary `step`."""
+        """Return the original run's outcome of the optimizer step that ends at boundary `step`."""
         outcome: Journal = self.journals[step - self._first]["outcome"]
         return outcome
 
     def start(self, step: int) -> Journal:
-        """Return what the original run was at boundary `step` when the next batch began."""
+        """Return the original run's start half of boundary `step`."""
         start: Journal = self.journals[step - self._first]["start"]
         return start
 
     def matches(self, step: int, losses: list[Tensor], known: str = "") -> bool:
-        """Return whether the step that ended at boundary `step` gave the losses of the original run; reported if not.
+        """Return whether the step that ended at boundary `step` gave the original run's losses; log a difference.
 
-        What is `known` to give other losses is named once, and no other cause is looked for.
+        A `known` cause of other losses is logged once, and no other cause is looked for.
         """
         expected = self.outcome(step)["losses"]
         same = _same_bits(losses, expected)
@@ -135,10 +134,10 @@ class Replay:
         return same
 
     def load(self, step: int) -> None:
-        """Load the state of boundary `step`, but for buffers; every rank must call it.
+        """Load the state of boundary `step`, without buffers; every rank must call it.
 
-        Validation and the end of an epoch may still follow. What they and the user's hooks change was recorded as
-        they had left it, at the next batch start: see `reconcile`. Buffers are what the replayed step has made of them.
+        Validation and the end of an epoch may still follow. Their changes, and those by user hooks, were recorded at
+        the next batch start: see `reconcile`. Buffers come from the replayed step.
         """
         self._newest = step - self._first
         layout = self._layouts[self._newest]
@@ -151,20 +150,20 @@ class Replay:
 
     @torch.no_grad()
     def load_buffers(self) -> None:
-        """Set the buffers to those of the step loaded last."""
+        """Set the buffers to those of the newest loaded step."""
         layout, segment = self._newest_step()
         for name in self._view.buffer_names:
             buffer = self._view.buffer(name)
             if buffer is not None:
                 if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
-                    buffer.data = buffer.data.contiguous()  # of an expanded one, elements share memory
+                    buffer.data = buffer.data.contiguous()  # elements of an expanded tensor share memory
                 buffer.copy_(layout.segment.view(segment, f"buffer/{name}"))
 
     def reconcile(self, agree: Callable[[bool], bool], *, disturbed: bool) -> None:
-        """Make the state what it was when the step loaded last was sealed; every rank must call it.
+        """Restore the state as sealed for the newest loaded step; every rank must call it.
 
         Args:
-            agree: whether all ranks say yes.
+            agree: returns whether all ranks say yes.
             disturbed: whether parameters and state may have changed unseen by their version counters.
         """
         untouched = not disturbed and versions(self._loaded) == self._versions
@@ -176,13 +175,13 @@ class Replay:
         self._loaded, self._versions = [], []
 
     def freeze(self) -> None:
-        """Freeze what is not active; what the user froze stays so."""
+        """Freeze all operators that are not active; parameters frozen by the user stay frozen."""
         self.frozen.freeze(self._active)
 
     # -- private
 
     def _give_state(self) -> None:
-        """Let hooks that read the optimizer's state find some, of zeros, where the window has it only later."""
+        """Give zero state to parameters whose state the window loads later, for hooks that read the optimizer's state."""
         active = {piece.fqn for name in self._active for piece in self._view.operators[name].slices}
         waiting = {piece.fqn for operator in self._view.operators for piece in operator.slices} - active
         for fqn, param in self._view.params.items():
@@ -210,13 +209,13 @@ class Replay:
         self._versions = versions(self._loaded)
 
     def _shared(self) -> frozenset[str]:
-        """Return the parameters of which several experts have a slice each."""
+        """Return the parameters with slices of several experts."""
         experts = [op for op in self._view.operators if op.kind == "expert"]
         number = Counter(fqn for op in experts for fqn in {piece.fqn for piece in op.slices})
         return frozenset(fqn for fqn, count in number.items() if count > 1)
 
     def _reset(self, shared: Collection[str], scalars: Scalars) -> None:
-        """Begin optimizer state that experts share at zero: an expert that had none yet when it was taken has zeros."""
+        """Reset optimizer state shared by experts: an expert captured before it had state gets zeros."""
         schema, params = self._view.schema, self._view.params
         missing = {piece.fqn for name in self._missing for piece in self._view.operators[name].slices}
         for fqn in {*shared, *missing}:
@@ -254,18 +253,18 @@ class Replay:
     def _copies_of(
         self, parts: ParameterParts, offsets: Column, source: Tensor, shared: Collection[str]
     ) -> Iterator[Copy]:
-        """Yield copies of all parts of one parameter in a region, whose tensors lie at `offsets`; make what is none."""
+        """Yield copies of all parts of one parameter in a region, whose tensors lie at `offsets`; create missing state."""
         fqn, forms = parts.fqn, parts.forms
         view, param, with_state = self._view, self._view.params[fqn], np.ones(len(parts.first), np.bool_)
         if forms[0][0] == PRESENT:
             with_state = source.numpy()[offsets[parts.first]] != 0
             if with_state.any():
                 view.schema.ensure_state(param)
-            elif fqn not in shared:  # another expert may have some
+            elif fqn not in shared:  # another expert may have state
                 view.schema.drop_state(param)
         for number, (key, dtype, per_element) in enumerate(forms):
             is_state = view.is_state(key)
-            # Of state that experts share, the journal has what is one number.
+            # Shared single values of the optimizer come from the journal.
             if key == PRESENT or (is_state and not (with_state.any() and (per_element or fqn not in shared))):
                 continue
             live = view.tensor(fqn, key)
@@ -275,7 +274,7 @@ class Replay:
             at, flat = offsets[parts.first[rows] + number], live.detach().view(-1)
             if per_element:
                 yield from _copies(source, at, dtype, flat, (parts.start[rows], parts.numel[rows]))
-            else:  # every part has the same number
+            else:  # every part has the same value
                 yield _typed(source[at[-1] : at[-1] + dtype.itemsize], dtype), flat
 
     def _broadcast(self, source: Tensor, region: str, writer: int) -> Tensor:
@@ -299,20 +298,20 @@ def _shown(losses: list[Tensor]) -> str:
 
 
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Types by their bytes whose elements are moved bit by bit."""
+"""Integer types by their bytes, to move elements bit by bit."""
 
 
 def _copies(
     source: Tensor, at: Column, dtype: torch.dtype, flat: Tensor, slices: tuple[Column, Column]
 ) -> Iterator[Copy]:
-    """Copy slices of a parameter, or yield the copies: all of one size at once, in whatever order they are stored.
+    """Copy slices of a parameter, or yield the copies: all of one size at once, in any stored order.
 
     Args:
         source: uint8.
-        at: where each slice lies in it.
-        dtype: of what lies there.
+        at: offset of each slice in `source`.
+        dtype: stored type.
         flat: live tensor.
-        slices: first element of each slice in that, and how many it has.
+        slices: first element of each slice in `flat`, and its number of elements.
     """
     start, numel = slices
     for size in np.unique(numel[numel > 0]).tolist():
@@ -323,7 +322,7 @@ def _copies(
         value = _typed(source[first : int(at[of].max()) + size * dtype.itemsize], dtype)
         rows = value.as_strided((int(from_row.max()) + 1, size), (from_unit, 1))
         into = flat.as_strided((int(to_row.max()) + 1, size), (to_unit, 1), flat.storage_offset() + begin)
-        if to_unit < size:  # they are no rows of a matrix
+        if to_unit < size:  # not rows of a matrix
             yield from ((rows[i], into[j]) for i, j in zip(from_row.tolist(), to_row.tolist(), strict=True))
         elif (
             len(rows) == len(into) == len(from_row) and (np.diff(from_row) == 1).all() and (np.diff(to_row) == 1).all()
@@ -336,12 +335,12 @@ def _copies(
 
 
 def _in_units(places: Column, size: int) -> tuple[Column, int]:
-    """Return places as multiples of the largest possible number, and that."""
+    """Return places as multiples of their largest common divisor, and the divisor."""
     unit = int(np.gcd.reduce(places)) or size
     return places // unit, unit
 
 
 def _typed(slice_U8: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return bytes as elements; copied if the slice is not aligned for them once it left the segment."""
+    """Return bytes as elements; copied if the slice is misaligned for the type."""
     aligned = slice_U8.data_ptr() % dtype.itemsize == 0 and slice_U8.storage_offset() % dtype.itemsize == 0
     return (slice_U8 if aligned else slice_U8.clone()).view(dtype)

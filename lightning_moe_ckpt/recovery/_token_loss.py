@@ -1,6 +1,6 @@
-"""What restoring a partial generation costs: tokens behind the experts that are older than the rest, and what is said of it.
+"""Cost of restoring a partial generation: tokens behind the experts that are older than the rest, and its log lines.
 
-Source: PEC/MoC (2024), Sec. 3; the accounting is that of `policies`.
+Source: PEC/MoC (2024), Sec. 3; the ledger is in `policies`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from lightning_moe_ckpt.storage import GenerationId
 log = rank_logger(__name__)
 
 TokensByGeneration = Mapping[GenerationId, Tensor]
-"""Tokens behind the experts of each generation that supplies some, int64 `[E]`; of those that are counted."""
+"""Tokens behind the experts of each supplying generation, int64 `[E]`; without generations that counted none."""
 
 
 def tokens_behind(attempt: RestoreAttempt, chosen: RestorePlan) -> TokensByGeneration:
-    """Read from journals what is behind the experts that were chosen. Collective."""
+    """Read the tokens behind the chosen experts from journals. Collective."""
     read = attempt.read_common(set(chosen.generations.values()), JOURNAL, _alive)
     return {each: alive_E for each, alive_E in read.items() if alive_E.numel()}
 
 
 def _alive(record: memoryview) -> Tensor:
-    """Return the tokens in live weights as a journal has them; an empty tensor where they were not counted."""
+    """Return a journal's tokens in live weights; an empty tensor if tokens were not counted."""
     journal = decode_journal(torch.frombuffer(bytearray(record), dtype=torch.uint8))
     stored = journal["outcome"].get("accounting")
     return torch.empty(0, dtype=torch.int64) if stored is None else TokenLedger.from_journal(stored).alive
@@ -45,13 +45,13 @@ def note_recovery(
     outcome: Journal,
     operators: OperatorSet,
 ) -> None:
-    """Bring the journal of a generation up to date: tokens as of now, and copies that turned out bad; said in the log.
+    """Bring a generation's journal up to date: tokens as of now, and bad copies; log both.
 
     Args:
-        generation: that was restored.
-        chosen: where its experts are from; nothing is noted if none may be of another generation.
+        generation: the restored generation.
+        chosen: sources of its experts; without partial sources nothing is noted.
         tokens: of the generations that supply experts.
-        outcome: of its journal.
+        outcome: outcome half of its journal, changed in place.
         operators: of this rank.
     """
     if not chosen.is_partial:
@@ -72,7 +72,7 @@ def note_recovery(
 def _restore(
     ledger: TokenLedger, names: Sequence[str], chosen: RestorePlan, tokens: TokensByGeneration
 ) -> tuple[TokenLedger, Tensor]:
-    """Return the ledger to go on with, and int64 `[E]`: tokens that this recovery has lost."""
+    """Return the ledger to go on with, and int64 `[E]`: tokens lost by this recovery."""
     sources = [chosen.generations.get(name) for name in names]
     alive = [_tokens_of(expert, source, tokens, ledger) for expert, source in enumerate(sources)]
     levels = [_levels(chosen.levels.get(name, frozenset()), ledger) for name in names]
@@ -82,28 +82,28 @@ def _restore(
 
 
 def _tokens_of(expert: int, source: GenerationId | None, tokens: TokensByGeneration, ledger: TokenLedger) -> int:
-    """Return the tokens in the copy of `expert` (place over all layers) that a generation supplies; none without a copy.
+    """Return the tokens in a generation's copy of `expert` (place over all layers); 0 without a copy.
 
-    Where nobody can read the generation's journal, the ledger has what it said, if it is of the newest copy.
+    If nobody can read the generation's journal, the ledger has its tokens, provided it is the expert's newest copy.
     """
     if source is None:
         return 0
     if source in tokens:
         return int(tokens[source][expert])
-    # Of what was never counted nothing is known to be alive.
+    # Uncounted tokens count as not alive.
     return ledger.tokens_at(expert, source.step) or 0
 
 
 def _levels(held: frozenset[str], ledger: TokenLedger | None) -> frozenset[str]:
-    """Return the levels of the ledger that hold all of a copy, of those in a `RestorePlan`."""
+    """Return the ledger's levels that hold all of a copy, from a `RestorePlan`'s levels."""
     if ledger is None or PEER not in ledger.saved:
         return held
-    # What other nodes hold is counted apart, so memory is that of the own node.
+    # The ledger counts copies on other nodes apart, so memory is the own node's.
     return (held - {"memory"}) | ({"memory"} if "host" in held else set())
 
 
 def _log_experts(names: Sequence[str], chosen: RestorePlan, lost: Mapping[str, int]) -> None:
-    """Write one line for each expert that lost a copy."""
+    """Log one line for each expert that lost a copy."""
     for name in [each for each in names if each in chosen.bad and each in chosen.generations]:
         log.warning(
             "%s: its copy of %s is bad, %s is taken; tokens lost: %s",
@@ -119,7 +119,7 @@ def _log_experts(names: Sequence[str], chosen: RestorePlan, lost: Mapping[str, i
 
 
 def _log_cost(generation: GenerationId, chosen: RestorePlan, ledger: TokenLedger | None, lost: int) -> None:
-    """Write one line: how many experts are how old and from where, and what that has cost."""
+    """Log one line: ages and places of experts, and the cost in tokens."""
     ages = Counter(generation.step - each.step for each in chosen.generations.values())
     levels = [_levels(each, ledger) for each in chosen.levels.values()]
     places = Counter("memory" if "memory" in each else "/".join(sorted(each)) or "several" for each in levels)

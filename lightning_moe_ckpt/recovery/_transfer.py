@@ -1,11 +1,11 @@
-"""Bring records in rounds: each rank reads copies that it reaches itself, and fetches the rest from other ranks.
+"""Bring records in rounds: each rank reads its reachable copies itself, and fetches the rest from other ranks.
 
-In each round a rank says what it fetches from others, or that something is bad in every copy. It reads local copies
-meanwhile, sends what it was asked for, receives, and verifies. Nobody ever waits for a rank that has gone on.
+In each round a rank announces its fetches, or that something is bad in every copy. Meanwhile it reads local copies;
+then it sends, receives, and verifies. Nobody ever waits for a rank that has gone on.
 
-Every rank works out from the same requests which bytes travel in which order. Requests are cut into messages, and each pair
-of ranks works off a queue of its own. Step `n` of a rank is the `n`-th message of each of its queues: it receives and sends
-them at once. A step waits only for steps with smaller numbers elsewhere, so no cycle can form, and memory is one message per
+Every rank computes from the same requests which bytes travel in which order. Requests are cut into messages, and each
+pair of ranks works off its own queue. Step `n` of a rank is the `n`-th message of each of its queues, received and sent
+at once. A step waits only for steps with smaller numbers elsewhere, so no cycle can form, and memory is one message per
 queue and step.
 """
 
@@ -29,14 +29,14 @@ _NUM_READERS = 4
 """Threads that read and verify."""
 
 _VERIFIED_NBYTES = 4 * 2**20
-"""Bytes of records that a thread verifies before it takes the next ones, at least."""
+"""Least bytes of records that a thread verifies at once."""
 
 Message = tuple[int, memoryview]
-"""Another rank, and bytes for or from it; never empty."""
+"""Another rank, and bytes to or from this rank; never empty."""
 
 
 class Transport(Protocol):
-    """A world of ranks that call the same methods in the same order; a lost rank is an error, not a wait for ever."""
+    """A world of ranks that call the same methods in the same order; a lost rank is an error, not an endless wait."""
 
     @property
     def rank(self) -> int:
@@ -50,19 +50,18 @@ class Transport(Protocol):
         """Return every rank's plain value, by rank. Collective."""
 
     def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
-        """Begin to send and to receive; between two ranks messages arrive in the order in which they were sent.
+        """Begin to send and to receive; between two ranks messages arrive in the order of sending.
 
-        Not collective: a rank with nothing to send or receive need not call it. What is sent must have exactly the
-        size of what is received.
+        Not collective: a rank without messages need not call it. Sizes of sent and received messages must be equal.
 
         Returns:
-            Waits for all of it; until then the views stay untouched.
+            Function that waits for all messages; until then the views stay untouched.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class FetchRequest:
-    """Bytes, or the marker, that one rank wants of a copy of its part that another rank can read."""
+    """Bytes, or the marker, requested by one rank from a copy of its part that another rank can read."""
 
     receiver: int
     reader: int
@@ -70,9 +69,9 @@ class FetchRequest:
     file: str
     """Name of the copy in the reader's memory."""
     number: int
-    """Tells the receiver's requests of one round apart; equal in all messages of one."""
+    """Number of the request among the receiver's in this round; equal in all its messages."""
     key: str = ""
-    """Key of the file whose bytes are wanted; empty for the marker."""
+    """Key of the wanted file; empty for the marker."""
     offset: int = 0
     nbytes: int = 0
 
@@ -82,7 +81,7 @@ class FetchRequest:
         return Item(self.version, self.receiver, self.file)
 
     def plain(self) -> list[object]:
-        """Return plain values, without the receiver, who says it."""
+        """Return the fields as plain values for `gather_values`, without `receiver`: it is the rank that sends them."""
         return [*self.version.plain(), self.reader, self.file, self.number, self.key, self.offset, self.nbytes]
 
     @classmethod
@@ -92,15 +91,15 @@ class FetchRequest:
 
 
 TransferStep = tuple[Sequence[FetchRequest], Sequence[FetchRequest]]
-"""What a rank receives, and what it sends, at once: at most one message per other rank and direction."""
+"""A rank's receives and sends at once: at most one message per other rank and direction."""
 
 
 def transfer_steps(fetches: Sequence[FetchRequest], rank: int, message_nbytes: int) -> list[TransferStep]:
     """Return the steps of one rank.
 
     Args:
-        fetches: of all ranks, in an order that is the same on all.
-        rank: whose steps.
+        fetches: of all ranks, in the same order on all.
+        rank: the rank.
         message_nbytes: most bytes per message.
     """
     incoming: dict[int, list[FetchRequest]] = {}
@@ -130,19 +129,19 @@ class Rounds:
 
     transport: Transport
     reasons: list[str] = field(default_factory=list)
-    """Why the version is given up, the same on all ranks; empty while it is not."""
+    """Reasons why the version is given up, the same on all ranks; empty otherwise."""
 
     def begin(self, fetches: Sequence[FetchRequest], *, busy: bool, lost: str) -> list[FetchRequest] | None:
-        """Tell the others what this rank wants of them in the next round.
+        """Announce this rank's fetches of the next round.
 
         Args:
             fetches: of this rank.
-            busy: whether this rank lacks anything, from others or from copies that it reads itself.
-            lost: why this rank cannot be given what it lacks; empty while it may.
+            busy: whether this rank lacks records, from other ranks or from its own copies.
+            lost: reason why this rank cannot be given its records; empty otherwise.
 
         Returns:
-            The requests of all ranks, in one order; `None` if there is no round any more, because nobody lacks anything or
-            somebody lost something.
+            The fetches of all ranks, in one order; `None` if the rounds end: nobody lacks anything, or some rank lost a
+            record.
         """
         rows = self.transport.gather_values([busy, lost, [each.plain() for each in fetches]])
         self._lose([row[1] for row in rows])
@@ -151,7 +150,7 @@ class Rounds:
         return [FetchRequest.from_plain(rank, plain) for rank, row in enumerate(rows) for plain in row[2]]
 
     def all_equal(self, value: str, reason: str) -> bool:
-        """Return whether all ranks have the same value; if not, the version is lost for this reason."""
+        """Return whether all ranks have the same value; if not, give the version up with this reason."""
         values = self.transport.gather_values(value)
         self._lose([reason if each != values[0] else "" for each in values])
         return not self.reasons
@@ -164,12 +163,12 @@ _Requests = list[tuple[Assembly, Request]]
 
 
 class Transfer:
-    """Brings assemblies their bytes; every method is collective.
+    """Bring assemblies their bytes; every method is collective.
 
     Args:
         rounds: of this attempt.
-        reader: of what this rank reaches.
-        what: is being brought, for the log.
+        reader: of the copies that this rank reaches.
+        what: name of the version, for the log.
         message_nbytes: most bytes per message.
     """
 
@@ -178,11 +177,11 @@ class Transfer:
         self._rank = rounds.transport.rank
 
     def fill(self, assemblies: Sequence[Assembly], broken: str) -> bool:
-        """Fill all of them. Return whether every rank could; the reasons are those of the rounds.
+        """Fill all assemblies. Return whether every rank could; otherwise the reasons are in the rounds.
 
         Args:
             assemblies: of this rank.
-            broken: why there is nothing to be had for this rank; empty if there is.
+            broken: reason why this rank can be given nothing; empty otherwise.
         """
         with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="moe-ckpt-restore") as pool:
             while self._round(assemblies, broken, pool):
@@ -190,7 +189,7 @@ class Transfer:
         return not self._rounds.reasons
 
     def _round(self, assemblies: Sequence[Assembly], broken: str, pool: ThreadPoolExecutor) -> bool:
-        """Read, send, receive and verify once; return whether there was anything to do, on any rank."""
+        """Read, send, receive and verify once; return whether any rank had anything to do."""
         wanted: _Requests = []
         try:
             if not broken:
@@ -226,14 +225,14 @@ class Transfer:
             assembly.complaints.clear()
 
     def _exchange(self, fetches: Sequence[FetchRequest], wanted: _Requests) -> None:
-        """Send and receive what all ranks requested; learn which of it could not be read. Collective."""
+        """Send and receive all ranks' requests; mark copies that could not be read. Collective."""
         transport = self._rounds.transport
         failures: dict[tuple[int, int], str] = {}
         wait: Callable[[], None] | None = None
         for receives, sends in transfer_steps(fetches, self._rank, self._message_nbytes):
             messages = [(each.receiver, memoryview(self._bytes_for(each, failures))) for each in sends]
             if wait is not None:
-                wait()  # while it was under way, the next messages were read
+                wait()  # overlaps with reading the next messages
             wait = transport.transfer(messages, _destinations(receives, wanted))
         if wait is not None:
             wait()
@@ -244,7 +243,7 @@ class Transfer:
                 assembly.gone(request.copy, f"{why} (on rank {reader})")
 
     def _bytes_for(self, fetch: FetchRequest, failures: dict[tuple[int, int], str]) -> bytearray:
-        """Return what another rank requested; if it cannot be read, as many other bytes: the receiver waits for them."""
+        """Return the bytes another rank requested; if unreadable, as many zeros, since the receiver waits for them."""
         message = bytearray(fetch.nbytes)
         try:
             self._reader.read_into(fetch.item, fetch.key, fetch.offset, memoryview(message))
@@ -254,7 +253,7 @@ class Transfer:
 
 
 def _destinations(receives: Sequence[FetchRequest], wanted: _Requests) -> list[Message]:
-    """Return where what is received goes."""
+    """Return the buffers for received messages."""
     found = []
     for fetch in receives:
         assembly, request = wanted[fetch.number]
@@ -264,7 +263,7 @@ def _destinations(receives: Sequence[FetchRequest], wanted: _Requests) -> list[M
 
 
 def _portions(assemblies: Sequence[Assembly]) -> Iterator[list[tuple[Assembly, Wanted]]]:
-    """Yield records to be verified, as many at once as are worth the way to a thread."""
+    """Yield records to be verified, in portions worth a thread's start."""
     portion: list[tuple[Assembly, Wanted]] = []
     nbytes = 0
     for assembly in assemblies:
