@@ -39,7 +39,8 @@ class BatchLog:
     """Log or digest the batches of the current step; in replay, give the batches of the original step.
 
     Args:
-        trainer, mode: the trainer; `log` logs every batch, `reposition` none.
+        trainer: the trainer whose batches are logged.
+        mode: `log` logs every batch, `reposition` none.
         keep: whether replay needs batches; false where every snapshot is complete.
         original: in replay, returns the original batches of the current step; else `None`.
         compared: returns whether the fetched batch is compared, now or by a later process.

@@ -105,8 +105,9 @@ class DataRecord:
     """State of one run's data, and the digest of the next batch.
 
     Args:
-        trainer, moved, owners: trainer with the loaders; attributes, data's among them; states of module and data
-            module.
+        trainer: trainer with the loaders.
+        moved: attributes of the user's objects, data's among them.
+        owners: states of module and data module.
         take_random: returns the random state.
         among: returns the exchange of ranks that go on together.
         on_mismatch: answer to a batch that differs from the original's.

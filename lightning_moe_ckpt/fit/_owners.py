@@ -41,10 +41,11 @@ class MovedAttributes:
     """Track changed attributes of one run's user objects; make before hooks of the fit's start run.
 
     Args:
-        trainer, module, skip: the run's trainer and module, and callbacks that are not the user's.
+        trainer, module: the run's trainer and module.
+        skip: callbacks that are not the user's.
         kept: attributes recorded elsewhere, as (module, attribute).
         most_nbytes, untouched, speaks: see `Values`.
-        carried: entries changed by earlier fits of this process; later processes begin without; extended here.
+        carried: entries changed by earlier fits of this process, absent where a later process begins; extended here.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ from lightning_moe_ckpt.journal import UNFIT, HeldGenerator, RngState, capture_r
 log = rank_logger(__name__)
 
 _MOMENTS = ("epoch", "iter", "first_fetch", "last_fetch", "fetch")
-"""Moments at which random state is taken, up to the end of a batch's fetch."""
+"""Moments at which random state is taken, except after a batch's fetch."""
 
 
 class BoundaryRecorder:
@@ -51,7 +51,8 @@ class BoundaryRecorder:
         trainer, module: the fit's trainer and its module; the trainer's loops report the moments.
         skip_callbacks: callbacks without state in the journal (our own).
         parts: further state of a boundary, by name.
-        trained, settings: state of `requires_grad` and optimizer groups; settings of this start and of the stored run.
+        trained: state of `requires_grad` and optimizer groups.
+        settings: settings of this start and of the stored run.
         layers: attributes recorded by one of the parts, as (name of a module, attribute).
         on_mismatch, among: see `DataRecord`.
         watched: generators and workers of loaders, watched since `setup`.

@@ -47,10 +47,12 @@ class FitSession:
     """Forward one trainer's hooks to the recorder of boundaries and to the process's `CheckpointSession`.
 
     Args:
-        config, policy: where checkpoints live and how to resume; the snapshot of each step.
+        config: where checkpoints live and how to resume.
+        policy: the snapshot of each step.
         trainer, module: as in `on_fit_start`: parameters are on their device and the optimizer exists.
         own_callbacks: callback classes without state in the journal.
-        watched, stop_grace, batches, on_change, on_mismatch: see `BoundaryRecorder` and `CheckpointArguments`.
+        watched: see `BoundaryRecorder`.
+        stop_grace, batches, on_change, on_mismatch: see `CheckpointArguments`.
     """
 
     resumed = False
@@ -154,7 +156,9 @@ class FitSession:
         self.session.alone = self._files.held = True
 
     def together(self) -> None:
-        """Go on as ever, all stages in one step: write files, if dense, and look for torn ones, on all ranks or none."""
+        """Go on as ever, all stages in one step: write files, if all are dense, and look for torn ones. On all or no
+        ranks.
+        """
         if self.session.alone:
             self.session.alone, self._files.held = False, self.session.replaying
             self._files.suspect()

@@ -149,7 +149,8 @@ class Settings:
     """One fit's own settings, the stored run's, and the settings in force; made in `on_fit_start`, before any restore.
 
     Args:
-        trainer, own: trainer with the settings, and callbacks that are not the user's.
+        trainer: trainer with the settings.
+        own: callbacks that are not the user's.
         on_change: whose optimizer fields and scheduler arguments are used where they differ.
         logged: whether a replay trains on batches from the journal.
         replay: returns the replay under way, or `None`.

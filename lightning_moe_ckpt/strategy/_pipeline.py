@@ -55,8 +55,11 @@ class Pipeline:
     """This rank's stage, and its schedules.
 
     Args:
-        module, stage, groups: the LightningModule, this rank's part of it, and this rank's place.
-        micro_batches, schedule: number of parts into which a batch is cut, and order of forwards and backwards.
+        module: the LightningModule.
+        stage: this rank's part of the module.
+        groups: this rank's place.
+        micro_batches: number of parts into which a batch is cut.
+        schedule: order of forwards and backwards.
         forward_context: makes a forward's context, such as autocast.
         scale: scales a loss for the precision.
         device: the stage's device.

@@ -32,9 +32,10 @@ class StageLogs:
     """Losses and logged values of the batch under way.
 
     Args:
-        module, metrics: the module with the `log` in use, and its metrics.
+        module: the module with the `log` in use.
         exchange: exchange between the stages of this rank's pipeline.
         upstream: log with recorded answers, for a stage that repeats steps.
+        metrics: the module's metrics.
     """
 
     def __init__(

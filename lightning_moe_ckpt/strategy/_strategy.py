@@ -192,9 +192,7 @@ class MoEStrategy(PipelinedStrategy):
     # -- recovery in place, under a supervisor
 
     def reconnect(self, supervised: Supervised) -> None:
-        """Join the other ranks in new process groups, replaced in `groups` and in all parts of the strategy.
-        Collective.
-        """
+        """Join the other ranks in new process groups, and replace `groups` and all parts that hold groups. Collective."""
         if self.reducer is not None:
             self.reducer.close()
         self.reducer = self._buffer_sync = self._pipeline = None

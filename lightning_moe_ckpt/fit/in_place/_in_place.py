@@ -69,7 +69,8 @@ class InPlace:
     """The recoveries of one fit.
 
     Args:
-        trainer, module, supervisor: as in `setup`, and this process's supervisor.
+        trainer, module: as in `setup`.
+        supervisor: this process's supervisor.
         own_callbacks: callback classes outside of the run.
         exact: see `StageAlone`.
         leave: closes the aborted run's `FitSession`, if there is one.

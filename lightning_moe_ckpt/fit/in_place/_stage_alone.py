@@ -211,7 +211,8 @@ class StageAlone:
     """This rank's part in recoveries of single stages.
 
     Args:
-        trainer, module, supervisor: as in `setup`, and this process's supervisor.
+        trainer, module: as in `setup`.
+        supervisor: this process's supervisor.
         own_callbacks: callback classes outside of the run.
         exact: whether stored state leads back to the same bits, and batches can be fetched again.
         join: joins the other ranks again, and calls `decide`.

@@ -265,7 +265,8 @@ class Resized(BatchSampler):
     Takes the place of the batch sampler of a trainer's loader, which `can_resize`, until `remove`.
 
     Args:
-        trainer, size: trainer with the loader, and items per batch up to the place.
+        trainer: trainer with the loader.
+        size: items per batch up to the place.
         until: the place: epoch (`None` for the current epoch), and number of batches of that size in it.
         replayed: whether an epoch's length counts all its batches with that size.
     """

@@ -56,11 +56,10 @@ class OneProcess(_SubprocessScriptLauncher):
 
 
 def keep_threads(launcher: object) -> None:
-    """Keep torch's threads at most at their number when a Trainer function is called.
+    """Keep torch's threads at most at their number when a Trainer function is called. Uses `_SubprocessScriptLauncher`.
 
     Lightning gives each process its share of the cores, whatever number the script has set, and whether or not torch
-    counts two threads of a core as two: a small model's step then takes many times as long. Uses
-    `_SubprocessScriptLauncher`.
+    counts two threads of a core as two: a small model's step then takes many times as long.
     """
     if not isinstance(launcher, _SubprocessScriptLauncher):
         return  # other launchers' processes have threads of their own
