@@ -84,7 +84,7 @@ class MovedAttributes:
     def look(self) -> None:
         """Find the objects when an epoch begins; their state at the first epoch's start is the reference."""
         if self._before is not None:
-            # Hooks may derive values from restored weights, or from states of owners; a later process would derive others.
+            # A later process would derive other values in hooks, from restored weights or owners' states.
             # All other values every process makes alike.
             loaded = tuple(f"{name}." for name, each in self._roots() if _loads_state(each))
             for name, text in self._before.take().items():

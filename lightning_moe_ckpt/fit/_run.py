@@ -156,9 +156,7 @@ class FitSession:
         self.session.alone = self._files.held = True
 
     def together(self) -> None:
-        """Go on as ever, all stages in one step: write files, if all are dense, and look for torn ones. On all or no
-        ranks.
-        """
+        """Go on as ever, all stages in one step: write files if dense, and look for torn ones, on all ranks or none."""
         if self.session.alone:
             self.session.alone, self._files.held = False, self.session.replaying
             self._files.suspect()

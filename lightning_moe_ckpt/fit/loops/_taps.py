@@ -76,7 +76,7 @@ class FitLoopTaps:
         # Lightning makes the first epoch's iterator in `setup_data`, right after this call...
         self._before(fit_loop, "_load_combined_loader_states", listener.before_iter)
         # ... and later epochs' iterators in here. Loaders without a length are fetched from right then, by the fetcher of
-        # the epoch before, whose taps are in place: making an iterator ahead is one moment, as in the first epoch.
+        # the previous epoch with its taps in place: making an iterator ahead is a single moment, as in the first epoch.
         self._making_iterator = False
         self._set(epoch_loop, "on_run_start", self._run_start(trainer, listener, data))
         ahead, fetch = data.before_fetch_ahead, listener.before_fetch
