@@ -1,8 +1,8 @@
 """Copy in a pipeline's bubbles: while a stage waits for others, nobody needs the memory and the links that copies take.
 
 Bubbles are measured as training goes on, like in the paper for schedules other than 1F1B. The time of a step's copies
-is their bytes over a measured rate. The part of a list that fits into the bubbles of a pass waits for bubbles, and the
-rest is copied beside operations. Once the optimizer is about to step, the remaining copies wait for nothing any more.
+is their bytes over a measured rate. The part of a list that fits into a pass's bubbles waits for bubbles, and the rest
+is copied beside operations. Once the optimizer is about to step, the remaining copies wait for nothing any more.
 
 Source: MOETION (2024), Sec. 5.3, Algorithm 4.
 """

@@ -65,7 +65,7 @@ _cuda: Any = torch.cuda
 """Events, streams and the runtime are partly untyped in torch."""
 
 _left: list[dict[int, tuple[PageLocks, Preparation]]] = []
-"""Memory that is never freed, because the device of its engine hangs and may still write to it."""
+"""Memory that is never freed, because its engine's device hangs and may still write to it."""
 _DEPTH = 2
 """Chunks queued with the device at a time."""
 

@@ -42,7 +42,7 @@ class Ranges:
         return len(self._pairs)
 
     def digest(self, view: memoryview, separator: bytes) -> tuple[bytes | memoryview, str]:
-        """Return the digests of all ranges as text, joined by `separator`, and the digest of the whole buffer.
+        """Return the digests of all ranges as text, joined by `separator`, and the whole buffer's digest.
 
         Args:
             view: C-contiguous bytes; the caller must not write to them meanwhile.

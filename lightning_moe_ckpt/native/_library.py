@@ -79,7 +79,7 @@ def cuda() -> Library | None:
 
 
 def explain() -> list[PartStatus]:
-    """Return the status of every part, with the reason."""
+    """Return every part's status, with the reason."""
     return [status("cpu"), status("cuda")]
 
 

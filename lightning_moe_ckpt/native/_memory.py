@@ -46,7 +46,7 @@ class Preparation:
         node: memory node for the pages; `None` leaves the choice to the kernel.
         per_step: called on the thread for each range (address, bytes) after its pages are mapped.
         done: called on the thread when everything is ready.
-        step_nbytes: bytes of a range, whole pages.
+        step_nbytes: a range's bytes, whole pages.
         threads: threads that map a range; by default a share of the cores this process may use.
     """
 
@@ -146,7 +146,7 @@ def _unlock(address: int, nbytes: int, unlock: Callable[[int], object]) -> None:
 
 
 def preparing_threads() -> int:
-    """Return half of the cores this process may use, divided by the ranks of the machine; one to eight."""
+    """Return half of the cores this process may use, divided by the machine's ranks; one to eight."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(cores // 2 // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1), _MAX_THREADS)
 

@@ -27,7 +27,7 @@ _known: WeakKeyDictionary[StepLayout, StepColumns] = WeakKeyDictionary()
 
 
 def columns_of(layout: StepLayout) -> StepColumns:
-    """Return the columns of a boundary, made once while its layout is in use; from any thread."""
+    """Return a boundary's columns, made once while its layout is in use; from any thread."""
     found = _known.get(layout)
     if found is None:
         found = _known[layout] = StepColumns([*layout.files, *layout.mirrors.values()])

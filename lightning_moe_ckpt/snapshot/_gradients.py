@@ -145,7 +145,7 @@ class DifferentialRecorder(_StepRecorder):
     def compress(self, layout: StepLayout) -> None:
         """Replace the newest step's gradients by compressed ones, for the parts that this rank writes.
 
-        Source: TierCheck (2026), Sec. 3.2. Without error feedback, as there, the remainder of a gradient is lost.
+        Source: TierCheck (2026), Sec. 3.2. Without error feedback, as there, a gradient's remainder is lost.
         """
         gradients = self._view.consumed
         own = [

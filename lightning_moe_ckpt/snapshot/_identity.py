@@ -51,7 +51,7 @@ class Identity:
         autocast_dtype: torch.dtype | None,
         exchange: Exchange,
     ) -> Identity:
-        """Return the identity of this job, with all its pipeline stages. Collective."""
+        """Return this job's identity, with all its pipeline stages. Collective."""
         fingerprint = f"{operators.fingerprint()}-{schema.fingerprint()}"
         if groups.num_stages > 1:
             said = exchange.gather_values(fingerprint)

@@ -66,7 +66,7 @@ class Averages:
         self._tensors = {name: dict(model.module.named_parameters()) for name, model in self._models.items()}
 
     def assuming(self, *, consumed: bool) -> Averages:
-        """Return these averages for the plan of another process, which may have validated on averages."""
+        """Return these averages for another process's plan, which may have validated on averages."""
         return Averages(list(self._models.values()), consumed=consumed)
 
     def of(self, fqn: str) -> dict[str, Tensor]:
@@ -254,7 +254,7 @@ class FileLayout:
         view: live state.
         groups: holders of each region.
         journal_nbytes: capacity of the journal record; `None` for a file without buffers and journal.
-        audience: audience of the file.
+        audience: the file's audience.
         start: first byte of the file in its step's memory.
     """
 

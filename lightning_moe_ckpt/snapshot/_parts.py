@@ -160,7 +160,7 @@ class PartTable:
         return [Field(part, *form, next(names)) for part, forms in self.parts for form in forms]
 
     def by_parameter(self) -> list[ParameterParts]:
-        """Return the parts of each parameter, in order."""
+        """Return each parameter's parts, in order."""
         columns = PartColumns.of(self.parts)
         first = np.cumsum(columns.tensors) - columns.tensors
         order = np.argsort(columns.kind, kind="stable")

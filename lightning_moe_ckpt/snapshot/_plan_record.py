@@ -70,7 +70,7 @@ class PlanRecord:
         return replace(records[stage], plan=plan, compute_dtypes=dtypes, stages=facts).of_stage(stage)
 
     def of_stage(self, stage: int) -> PlanRecord:
-        """Return the same record with the fields of another stage."""
+        """Return the same record with another stage's fields."""
         if not self.stages:
             return self
         facts = self.stages[stage]

@@ -69,7 +69,7 @@ class StepCopies:
     """Copies of one boundary, made once for all of its steps and slots.
 
     Args:
-        layout: layout of the boundary.
+        layout: the boundary's layout.
         engine: copies.
     """
 
@@ -173,11 +173,11 @@ class SegmentWriter:
     """Fill one slot with one boundary.
 
     Args:
-        layout: layout of the boundary.
+        layout: the boundary's layout.
         view_U8: memory of the slot.
         engine: copies.
         arrivals: brings values in journals to the host.
-        copies: the copies of this boundary, if they were made before.
+        copies: this boundary's copies, if they were made before.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class SegmentWriter:
 
         Args:
             generation: generation of the segment.
-            step: boundary of the segment.
+            step: the segment's boundary.
             ticket: ticket of all copies.
             step_record: gradients that led to the boundary, for experts with copies on other nodes.
         """

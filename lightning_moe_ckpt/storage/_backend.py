@@ -110,7 +110,7 @@ def expect_readable(key: str, nbytes: int, where: str, read_range: Callable[[str
 
     Args:
         key: key of the object.
-        nbytes: size of the object.
+        nbytes: the object's size.
         where: path or URL, for the message.
         read_range: see `Backend.get_range`; reads the document at the start of a large marker, which states its size.
     """

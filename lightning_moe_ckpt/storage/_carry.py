@@ -4,8 +4,8 @@ References stay flat: a marker names the files with the bytes, never a generatio
 generation needs only the older generations with the newest copy of some operator, however long the chain is. The second
 copy is the spare: if the newest copy is damaged, a restore uses the spare.
 
-Source: PEC (2024), Sec. 3: a checkpoint of some experts is completed by the last copy of each other expert. We differ
-in the second copy.
+Source: PEC (2024), Sec. 3: a checkpoint of some experts is completed by each other expert's last copy. We differ in the
+second copy.
 """
 
 from __future__ import annotations

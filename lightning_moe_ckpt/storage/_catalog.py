@@ -1,4 +1,4 @@
-"""The stored objects of each generation, from one listing of `snap/`, and readers of manifests and markers."""
+"""Each generation's stored objects, from one listing of `snap/`, and readers of manifests and markers."""
 
 from __future__ import annotations
 

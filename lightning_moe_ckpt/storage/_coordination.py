@@ -72,7 +72,7 @@ def read_history(run_log: Log, *, forgiving: bool) -> History | None:
 
 
 def begin_run(history: History | None, run_log: Log, catalog: Catalog) -> History:
-    """Return the history of a new run; its incarnation numbers follow those of older runs, so names never clash."""
+    """Return a new run's history; its incarnation numbers follow those of older runs, so names never clash."""
     incarnation = next_incarnation(history, run_log, catalog)
     replaced = (*history.replaced, history.run_id) if history is not None else ()
     key = uuid.uuid4().hex
@@ -261,7 +261,7 @@ def publish(backend: Backend, stored: Sequence[StoredMarker], history: History) 
     Args:
         backend: where the run is stored.
         stored: markers of all ranks.
-        history: state of the log, which decides whether referenced files may be used.
+        history: the log's state, which decides whether referenced files may be used.
 
     Raises:
         Corrupt: a rank is missing, ranks disagree, or a referenced file is not committed or was given up.
@@ -280,7 +280,7 @@ def expect_needs(backend: Backend, history: History, commit: Commit, stored: Seq
 
     Args:
         backend: storage of the run.
-        history: state of the log.
+        history: the log's state.
         commit: the manifest that is about to be created.
         stored: markers of all ranks.
 

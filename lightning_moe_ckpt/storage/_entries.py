@@ -234,7 +234,7 @@ class RecordRows:
         return self.digested_with_file(segment)[0]
 
     def digested_with_file(self, segment: memoryview) -> tuple[RecordTable, str]:
-        """Return the result of `digested` and the digest of the file, in one pass over its bytes."""
+        """Return the result of `digested` and the file's digest, in one pass over its bytes."""
         ranges, rows = self._spelled
         digests, whole = ranges.digest(segment, _SEPARATOR)
         return RecordTable(*_line(digests, rows), rows=self), whole
@@ -257,7 +257,7 @@ _SEPARATOR = b'","'
 
 
 def _line(digests: bytes | memoryview, rows: bytes) -> tuple[bytes | memoryview, ...]:
-    """Return the parts of a line, unjoined: copying many MB would hold the interpreter lock."""
+    """Return a line's parts, unjoined: copying many MB would hold the interpreter lock."""
     quote = b'"' if digests else b""
     return b'{"digests":[' + quote, digests, quote + b'],"rows":', rows, b"}\n"
 

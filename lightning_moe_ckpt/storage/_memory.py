@@ -103,7 +103,7 @@ class ExpertSlot(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryMarker:
-    """Statement that the slots of a ring hold all segments of a generation, or some of its experts."""
+    """Statement that a ring's slots hold all segments of a generation, or some of its experts."""
 
     ring: str
     """The ring's nonce."""

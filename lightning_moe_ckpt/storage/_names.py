@@ -70,7 +70,7 @@ class GenerationId:
 
 
 def new_nonce() -> str:
-    """Draw the name of an incarnation: 48 random bits in hexadecimal."""
+    """Draw an incarnation's name: 48 random bits in hexadecimal."""
     return uuid.uuid4().hex[:12]
 
 
@@ -130,12 +130,12 @@ def parse_snap_key(key: str) -> tuple[GenerationId, str] | None:
 
 
 def parse_data_name(name: str) -> int | None:
-    """Return the step of a segment from the last part of its key; `None` for any other object."""
+    """Return the step of a segment from its key's last part; `None` for any other object."""
     match = _DATA.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def parse_marker_name(name: str) -> int | None:
-    """Return the rank of a marker from the last part of its key; `None` for any other object."""
+    """Return the rank of a marker from its key's last part; `None` for any other object."""
     match = _MARKER.fullmatch(name)
     return int(match[1]) if match else None

@@ -71,7 +71,7 @@ class ObjectBackend:
             bandwidth: bytes per second that `put` may write; `None` for no limit.
 
         Raises:
-            ConfigurationError: no bucket, or the parent of this process already uses object stores.
+            ConfigurationError: no bucket, or this process's parent already uses object stores.
             Unmapped: obstore has no equivalent of an option.
         """
         try:

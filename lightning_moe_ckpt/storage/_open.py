@@ -56,7 +56,7 @@ def memory_tag(key: str, url: str) -> str:
 
     Args:
         key: secret of the run, from its log.
-        url: URL of the run.
+        url: the run's URL.
     """
     return hashlib.blake2b(place_of(url).encode(), key=bytes.fromhex(key), digest_size=16).hexdigest()
 

@@ -373,8 +373,8 @@ _TIMEOUT_SECONDS = 10
 def stripe(directory: Path) -> bool:
     """Ask Lustre to stripe new files below `directory` over several servers; return whether it accepted.
 
-    A file inherits its layout from its directory when it is created, so the call is made once, on the empty directory
-    of a run. Without `lfs`, on another file system, or after a refusal, files keep the administrator's layout.
+    A file inherits its layout from its directory when it is created, so the call is made once, on a run's empty
+    directory. Without `lfs`, on another file system, or after a refusal, files keep the administrator's layout.
 
     Source: Lustre wiki (1 to 4 stripes of 4 MiB for files of up to 1 GiB from one client).
     """

@@ -3,8 +3,8 @@
 A commit is computed from the markers alone. So every writer (the coordinator, its retry, or the next incarnation that
 promotes a generation) writes the same bytes. Coordinates are global: another number of ranks can read them.
 
-A generation may lack operators and reference them: its markers name older files, and the records there, with the newest
-state of each operator. They name the files with the bytes, never a generation that references in turn. Markers also
+A generation may lack operators and reference them: its markers name older files, and the records there, with each
+operator's newest state. They name the files with the bytes, never a generation that references in turn. Markers also
 name spares: the second newest copy of each operator, used if the newest is damaged. A missing spare is no defect.
 """
 
@@ -351,7 +351,7 @@ _COMMIT = keys(
 
 
 def _marker(lines: MarkerLines) -> Form[RankMarker]:
-    """Return the form of a marker; its lines come in this order: own segments, referenced ones, spares, the module."""
+    """Return a marker's form; its lines come in this order: own segments, referenced ones, spares, the module."""
     segments = lines.segment()
     module = lines.form(lambda line, where: ModuleLine(bytes(line), where), lambda module: [module.line])
     references = many(keys(ReferencedEntry, generation=GENERATION, segment=segments))

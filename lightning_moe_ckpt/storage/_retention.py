@@ -105,7 +105,7 @@ def advanced_history(
     name.
 
     Args:
-        history: state of the log.
+        history: the log's state.
         stay: generations to keep, including those that others need.
         restorable: all restorable generations and those that they need, newest first.
     """
@@ -126,7 +126,7 @@ def doomed_generations(
 
     Args:
         catalog: all stored generations.
-        history: state of the log, with the watermark already appended.
+        history: the log's state, with the watermark already appended.
         incarnation: number of the newest incarnation.
         run_of: returns the run that wrote a committed generation; `None` if unknown.
     """
@@ -178,8 +178,8 @@ def what_lacks(commit: Commit, history: History, defects: Mapping[GenerationId, 
     """Return the reason why a generation's referenced files are not available; `None` if all are.
 
     Args:
-        commit: manifest of the generation.
-        history: state of the log.
+        commit: the generation's manifest.
+        history: the log's state.
         defects: defect of every stored generation, `None` for a sound one.
     """
     for need in commit.needs:

@@ -139,7 +139,7 @@ class SegmentLayout:
             kinds: types and shapes.
             metadata: as there.
             align: as there.
-            header_nbytes: bytes of the header, if known; then the header is spelled only on demand.
+            header_nbytes: the header's bytes, if known; then the header is spelled only on demand.
         """
         layout = cls.__new__(cls)
         layout._lay_out(names, kinds, metadata, align, header_nbytes)  # noqa: SLF001  # its own
@@ -341,7 +341,7 @@ def _header(names: Sequence[str], distinct: _Distinct, places: _Places, metadata
 
 
 def header_nbytes(start: bytes, file_nbytes: int) -> int:
-    """Return the length of a header, without the eight bytes before it that state the length. Raises `Corrupt`.
+    """Return a header's length, without the eight bytes before it that state the length. Raises `Corrupt`.
 
     Args:
         start: the first eight bytes of a file.

@@ -37,7 +37,7 @@ class UnfinishedUploads:
     """The incomplete uploads of one bucket.
 
     Args:
-        bucket: name of the bucket.
+        bucket: the bucket's name.
         config: obstore's configuration of the store; botocore finds missing values where obstore does.
         client: obstore's HTTP options.
         certificates: file with certificates of trusted authorities.

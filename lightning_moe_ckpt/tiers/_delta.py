@@ -140,7 +140,7 @@ def encode_delta(
     Args:
         base: facts about the previous boundary's segment, which the receiver has.
         segment_U8: all bytes of the file; neither the segment nor the gradients may change until all is sent.
-        gradients: gradients of the step.
+        gradients: the step's gradients.
         audit: whether the whole segment is sent too.
         mirrored: run of the segment that the receiver has from elsewhere.
     """

@@ -34,7 +34,7 @@ _REMEMBERED = 16
 
 
 def gradient_nbytes(numel: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a gradient, with padding to the next gradient."""
+    """Return a gradient's bytes, with padding to the next gradient."""
     return aligned_gradient(numel * dtype.itemsize)
 
 
@@ -149,7 +149,7 @@ def plan_delta(
 
     Args:
         base_header: header of the previous segment.
-        header: header of the segment.
+        header: the segment's header.
         codes: code of each part's encoding, in the order of the file.
         dtype: dtype of the gradients.
         whole: whether the whole segment is sent too.

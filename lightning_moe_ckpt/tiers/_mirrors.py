@@ -145,7 +145,7 @@ class MirrorStore:
         self._closed = False
 
     def begin(self, generation: GenerationId) -> None:
-        """Expect the segments of a generation."""
+        """Expect a generation's segments."""
         with self._changed:
             self._segments[generation], self._newest = {}, generation
             self._changed.notify_all()
@@ -212,5 +212,5 @@ class MirrorStore:
 
 
 def nbytes_of(run: Sequence[int] | None) -> int:
-    """Return the bytes of a run; 0 for `None`."""
+    """Return a run's bytes; 0 for `None`."""
     return 0 if run is None else run[1] - run[0]

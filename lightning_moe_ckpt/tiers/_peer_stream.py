@@ -225,7 +225,7 @@ class ReplicaStream:
 
         Args:
             step: the boundary.
-            view_U8: bytes of the segment.
+            view_U8: the segment's bytes.
             wanted: returns whether the segment is still wanted.
             mirrored: run that every holder has filled, see `fill`; it does not begin the segment.
 
@@ -376,9 +376,9 @@ class Replication:
 
     Args:
         group: gloo group of all ranks, used for nothing else; see `Wire`.
-        run_id: name of the run.
+        run_id: the run's name.
         tag: tag of the run's memory at its place.
-        url: URL of the run; identifies memory of replaced runs.
+        url: the run's URL; identifies memory of replaced runs.
         holders: ranks that keep replicas of this rank's segments; may be empty.
         owners: ranks whose replicas this rank keeps; may be empty.
         max_chunk: bytes of one message, the same on all ranks.

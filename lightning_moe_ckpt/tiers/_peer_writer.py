@@ -309,7 +309,7 @@ class PeerWorker(TierWorker):
         return entries
 
     def _filled(self, segment: SealedSegment) -> Run | None:
-        """Let holders fill the run of a segment shared with this rank, and return it; `None` if all is sent."""
+        """Let holders fill a segment's run shared with this rank, and return it; `None` if all is sent."""
         run = self._run(segment)
         if run is None:
             return None
@@ -462,7 +462,7 @@ def join_peers(
 
 
 def _domains(given: Sequence[FailureDomain] | None, exchange: Exchange, groups: ParallelGroups) -> list[FailureDomain]:
-    """Return the domain of every rank: as given, or as each rank detects its own. Collective."""
+    """Return every rank's domain: as given, or as each rank detects its own. Collective."""
     own = this_domain()
     with exchange.raise_together():
         if given is not None:

@@ -12,7 +12,7 @@ only if a whole group is lost, or as many neighbours in the ring: fewer sets of 
 replicas. Then a rank on each chosen node is chosen: one of the owner's data-parallel group with room, else the rank
 with least to keep.
 
-Invariant: the holders of an owner are on different nodes, none of them the owner's.
+Invariant: an owner's holders are on different nodes, none of them the owner's.
 Bound: with nodes of n_min to n_max ranks no rank keeps more than `replicas * ceil(n_max / n_min)` times the largest
 rank's bytes. So on nodes of one size the fullest rank keeps the least possible if `replicas` is 1 or ranks are equal,
 and at most `replicas` times the least possible in any case, since some rank has to keep the largest rank's replica.
@@ -132,7 +132,7 @@ class ReplicaPlacement:
 def place_replicas(
     domains: Sequence[FailureDomain], data_parallel: Sequence[Sequence[int]], nbytes: Sequence[int], replicas: int
 ) -> ReplicaPlacement:
-    """Choose the holders of every rank. Deterministic: equal arguments give equal placements on every rank.
+    """Choose every rank's holders. Deterministic: equal arguments give equal placements on every rank.
 
     Args:
         domains: node and rack of every rank.

@@ -75,7 +75,7 @@ class RankMemory:
     Args:
         tag: tag of the run at its place.
         rank: rank whose segments the memory holds.
-        url: URL of the run; identifies memory of replaced runs.
+        url: the run's URL; identifies memory of replaced runs.
         directory: directory of shared memory; default as in `shared_directory`.
         kind: `ring` for the rank's own captures, `replica` for segments that this process keeps for the rank.
     """

@@ -220,7 +220,7 @@ class SegmentRing(ExpertCopies):
 
         Args:
             generation: generation of the open window.
-            step: boundary of the segment.
+            step: the segment's boundary.
             nbytes: bytes of a difference, which gets a small slot; `None` for any other segment.
 
         Raises:

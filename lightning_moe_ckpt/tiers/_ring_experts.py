@@ -1,4 +1,4 @@
-"""Keep the newest copy of each expert, where generations have only some experts.
+"""Keep each expert's newest copy, where generations have only some experts.
 
 A generation replaced by newer ones does not need its dense part any more, but may have the newest copy of some experts.
 Such a generation is *retired*. Once nobody reads it, its experts are copied to small slots, its marker is replaced by a
@@ -8,8 +8,8 @@ is room, the older copies that complete a generation that is still whole.
 An older copy goes before a newer copy takes its place: until a marker names the new place, the newer copy is in the
 retired generation's slot, whose marker is still there. So at any moment a later process finds the newest copy.
 
-Source: PEC/MoC (2024), Sec. 5: the newest version of each module is kept in host memory. We differ: versions are taken
-out of whole snapshots once these are old, by a copy beside training, so captures need no additional copies.
+Source: PEC/MoC (2024), Sec. 5: each module's newest version is kept in host memory. We differ: versions are taken out
+of whole snapshots once these are old, by a copy beside training, so captures need no additional copies.
 """
 
 from __future__ import annotations

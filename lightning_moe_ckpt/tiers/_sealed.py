@@ -175,7 +175,7 @@ class Markers:
         """Return the marker of a generation whose segments are all digested; from any thread.
 
         Args:
-            generation: name of the generation.
+            generation: the generation's name.
             entries: entries of all its segments, in any order.
             plan_hash: equal on all ranks, or the commit fails.
             plan_json: kept as `plan` in the marker's policy.

@@ -76,7 +76,7 @@ class SkipCounter:
     """Count of the generations that one tier has skipped.
 
     Args:
-        tier: name of the tier, for messages.
+        tier: the tier's name, for messages.
     """
 
     def __init__(self, tier: str) -> None:

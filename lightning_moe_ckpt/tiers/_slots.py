@@ -1,4 +1,4 @@
-"""Hand out the slots of a ring: equal ones for segments, and smaller ones for differences or for single experts."""
+"""Hand out a ring's slots: equal ones for segments, and smaller ones for differences or for single experts."""
 
 from __future__ import annotations
 

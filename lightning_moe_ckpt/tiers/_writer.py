@@ -130,7 +130,7 @@ class TierWorker(ABC):
     """Bring generations of one rank into one tier, in the order of their begin.
 
     Args:
-        name: name of the tier.
+        name: the tier's name.
         markers: makes this rank's markers, for all tiers alike.
         memories: memory on this node that the tier owns.
         on_complete: called from the worker's thread with each generation that is complete here.
