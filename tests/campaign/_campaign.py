@@ -110,6 +110,9 @@ class Campaigns:
                 harmless = (*HARMLESS, *getattr(setup, "complaints", ()))
                 _require_silence(lives, kills, changed=getattr(setup, "changed", ()), harmless=harmless)
             rings = _rings(lives[0].workdir)
+            if "was not stored after" in lives[-1].log():  # memory has what is newer than storage, and says so
+                self.remove_rings()
+                continue
             assert not rings, f"{kills}: the finished run left {rings} behind\n{lives[-1].log()}"
         return campaigns
 
