@@ -54,7 +54,7 @@ class AdamState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamStep:
-    """One step of the optimizer, with its settings."""
+    """Step of the optimizer, with its settings."""
 
     gradient: Tensor | CompressedGradient
     """Gradient used by the optimizer; a plain one is float32, bfloat16 or float16 and has the parameter's shape."""

@@ -32,7 +32,7 @@ _SMALL_NBYTES = 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Result of one examination."""
+    """Result of an examination."""
 
     name: str
     state: PartState

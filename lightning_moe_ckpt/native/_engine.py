@@ -126,7 +126,7 @@ class CopyTable:
         return len(self.source)
 
     def pairs(self, block_U8: Tensor) -> list[Copy]:
-        """Return the copies into one block."""
+        """Return the copies into a block."""
         flat = [source.detach().view(-1) for source in self.sources]
         columns = (self.source, self.start, self.start + self.numel, self.offset, self.dtype)
         pairs: list[Copy] = []
@@ -192,7 +192,7 @@ def _checked(index: int, src: Tensor, dst: Tensor) -> Copy:
 
 
 class Ticket(ABC):
-    """One submitted list of copies."""
+    """Submitted list of copies."""
 
     @property
     @abstractmethod

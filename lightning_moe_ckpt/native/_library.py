@@ -56,7 +56,7 @@ class Library:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartStatus:
-    """Whether one part is in use."""
+    """State of a part: whether it is in use."""
 
     part: LibraryPart
     library: Library | None
@@ -74,7 +74,7 @@ def cpu() -> Library | None:
 
 
 def cuda() -> Library | None:
-    """Return the CUDA part; `None` if it is not there or there is no device for it."""
+    """Return the CUDA part; `None` without it or without a device for it."""
     return status("cuda").library
 
 

@@ -194,12 +194,12 @@ class PlannedTable(PreparedTable):
         """Memory belonging to the plan."""
 
     def into(self, block_U8: Tensor) -> BlockCopies:
-        """Return the copies into one block."""
+        """Return the copies into a block."""
         return BlockCopies(self, block_U8)
 
 
 class BlockCopies:
-    """Copies of a table into one block."""
+    """Copies of a table into a block."""
 
     reads_host = False
 

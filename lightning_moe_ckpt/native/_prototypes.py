@@ -23,7 +23,7 @@ class Error(c.Structure):
 
 
 class Slice(c.Structure):
-    """One copy of a plan; mirrors `Slice` of slice.hpp."""
+    """Copy of a plan; mirrors `Slice` of slice.hpp."""
 
     _fields_ = (
         ("dst", c.c_uint64),
@@ -71,7 +71,7 @@ class Xxh3(c.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Prototype:
-    """One C function."""
+    """Signature of a C function."""
 
     result: Any
     """ctypes type; `None` for void."""

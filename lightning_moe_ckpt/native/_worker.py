@@ -178,7 +178,7 @@ class CompiledEngine(CopyEngine):
 
     @abstractmethod
     def _running_worker(self) -> Worker:
-        """Return this process's thread; start it if necessary."""
+        """Return this process's thread, started if necessary."""
 
 
 def _pairs(copies: Sequence[Copy] | CopyList) -> Sequence[Copy]:
@@ -229,7 +229,7 @@ class CompiledTicket(Ticket):
             self._copies = self._copies.written()
 
     def _ask(self, limit_us: int) -> None:
-        """Wait, then release the sources if they have been read."""
+        """Wait, then release the sources if already read."""
         try:
             if self.worker.wait(self.number, limit_us):
                 self._copies = None

@@ -46,7 +46,7 @@ EXPERT_SPLIT_NBYTES = 4 * 2**10
 """Least bytes of an expert's slice that is cut between its holders, in partial plans."""
 
 MAX_PIECES = 1024
-"""Most pieces into which one operator is cut."""
+"""Most pieces into which an operator is cut."""
 
 _ENTRY_NBYTES = 256
 """Bytes per tensor in a header, at most, roughly: its entry and the entry of the gap behind it."""

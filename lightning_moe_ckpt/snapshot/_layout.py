@@ -70,11 +70,11 @@ class Averages:
         return Averages(list(self._models.values()), consumed=consumed)
 
     def of(self, fqn: str) -> dict[str, Tensor]:
-        """Return the averages of one parameter, by name."""
+        """Return a parameter's averages, by name."""
         return {name: tensors[fqn] for name, tensors in self._tensors.items()}
 
     def consumed_of(self, fqn: str) -> dict[str, Tensor]:
-        """Return one parameter's averages that forward reads, by name."""
+        """Return a parameter's averages that forward reads, by name."""
         return self.of(fqn) if self.consumed else {}
 
     def buffer_owners(self) -> dict[str, tuple[nn.Module, str]]:

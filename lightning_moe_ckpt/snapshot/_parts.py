@@ -23,7 +23,7 @@ PACKED = "packed"
 
 
 class Shard(NamedTuple):
-    """A piece of one record, written by one rank."""
+    """Piece of a record, written by a single rank."""
 
     operator: str
     kind: RecordKind
@@ -49,7 +49,7 @@ def numel_of(form: Form, numel: int) -> int:
 
 
 class Field(NamedTuple):
-    """One tensor of a part."""
+    """Tensor of a part."""
 
     part: Shard
     key: str
@@ -88,7 +88,7 @@ class PartColumns(NamedTuple):
 
 
 class ParameterParts(NamedTuple):
-    """Parts of one parameter in a table, by column."""
+    """Parts of a parameter in a table, by column."""
 
     fqn: str
     forms: list[Form]

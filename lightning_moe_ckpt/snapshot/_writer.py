@@ -305,7 +305,7 @@ class SegmentWriter:
 
 
 class BoundaryCapture:
-    """One boundary on its way into its segment; begins to copy."""
+    """Boundary on its way into its segment; begins to copy."""
 
     def __init__(
         self, writer: SegmentWriter, step: int, outcome: Journal, step_record: StepRecord | None = None

@@ -38,7 +38,7 @@ MIN_NBYTES_PER_SECOND = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One stored object in a listing."""
+    """Stored object in a listing."""
 
     key: str
     nbytes: int

@@ -27,7 +27,7 @@ from lightning_moe_ckpt.storage._records import Commit, RankMarker, StoredMarker
 
 @dataclass(slots=True)
 class Contents:
-    """Stored objects of one generation."""
+    """Stored objects of a generation."""
 
     generation: GenerationId
     sizes: dict[str, int] = field(default_factory=dict)

@@ -358,7 +358,7 @@ _CHECKS: dict[str, Callable[[Sequence[Any], str], None]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentEntry:
-    """One segment file as written by its rank."""
+    """Segment file as written by its rank."""
 
     step: int
     """Step boundary at which the file was captured."""

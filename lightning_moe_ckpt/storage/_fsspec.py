@@ -174,7 +174,7 @@ class FsspecBackend:
         return spared and stays
 
     def _removes(self, folder: str) -> bool:
-        """Remove a folder if it is empty, and return whether it was."""
+        """Return whether a folder was empty, and remove it then."""
         try:
             self._call("delete", folder, self._fs.rmdir)
         except StorageError:

@@ -219,7 +219,7 @@ def _deciding(cuts: Sequence[Cut], watermark: int) -> tuple[Cut, ...]:
 
 
 class Log:
-    """Reads and appends entries. Only the coordinator uses it, one thread at a time."""
+    """Reader and writer of entries. Only the coordinator uses it, from a single thread at a time."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -330,7 +330,7 @@ def watermark_event(incarnation: int, step: int) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One entry; readers take only its `nonce` and `history`."""
+    """Log entry; readers take only its `nonce` and `history`."""
 
     index: int
     nonce: str

@@ -28,7 +28,7 @@ RING_HEADER_NBYTES = 4096
 
 
 class SlotClass(NamedTuple):
-    """Slots of one size."""
+    """Slots of equal size."""
 
     nbytes: int
     slots: int

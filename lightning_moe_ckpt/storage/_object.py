@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class ObjectBackend:
-    """One prefix of a bucket. Thread safe. Open it after a fork, and only if the parent has opened none."""
+    """Prefix of a bucket. Thread safe. Open it after a fork, and only if the parent has opened none."""
 
     def __init__(
         self,

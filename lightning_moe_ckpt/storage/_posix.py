@@ -210,7 +210,7 @@ class PosixBackend:
 
     @contextmanager
     def _written(self, path: Path, views: Sequence[bytes | memoryview], pace: Pace) -> Iterator[Path]:
-        """Yield a synced temporary file beside `path`; it is removed afterwards unless the caller renamed it."""
+        """Yield a synced temporary file beside `path`; removed afterwards unless the caller renamed it."""
         temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:
             file = self._open_new(temporary)

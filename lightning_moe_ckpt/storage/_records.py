@@ -195,7 +195,7 @@ class RankMarker:
 
 @dataclass(frozen=True, slots=True)
 class StoredMarker:
-    """Marker with the digest of the file it was read from."""
+    """Marker with its file's digest."""
 
     marker: RankMarker
     digest: str

@@ -205,7 +205,7 @@ class SegmentLayout:
             lines[torch.from_numpy(last[gaps == gap]), self.align - gap :] = 0
 
     def span(self, name: str) -> Span:
-        """Return the place of one tensor. Raises `KeyError`."""
+        """Return a tensor's place. Raises `KeyError`."""
         index = self._index[name]
         return Span(int(self.offsets[index]), int(self.sizes[index]), *self.kinds[index])
 

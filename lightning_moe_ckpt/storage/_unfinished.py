@@ -26,7 +26,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """One multipart upload that is neither completed nor aborted."""
+    """Multipart upload that is neither completed nor aborted."""
 
     key: str
     """Key within the bucket."""
@@ -58,7 +58,7 @@ class UnfinishedUploads:
         self._bucket, self._config, self._http, self._timeout = bucket, config, client, timeout
         self._certificates = certificates
         self.why_useless: str | None = None
-        """Reason why the store cannot be asked; `None` while it can."""
+        """Reason why the store cannot be asked; `None` as long as none is known."""
 
     def abort(self, prefix: str) -> int:
         """Abort every upload to a key that starts with `prefix`.

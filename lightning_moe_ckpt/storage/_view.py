@@ -32,13 +32,13 @@ _READERS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredGeneration:
-    """One generation by listing and manifest; segments were not read."""
+    """Generation by listing and manifest; segments were not read."""
 
     generation: GenerationId
     committed: bool
     """Whether there is a manifest, readable or not."""
     commit: Commit | None
-    """Manifest; `None` if there is none or it cannot be read."""
+    """Manifest; `None` if missing or unreadable."""
     ranks: tuple[int, ...]
     """Ranks with a stored marker."""
     sizes: Mapping[str, int]
@@ -64,7 +64,7 @@ class StoredGeneration:
 
     @property
     def why_not(self) -> str | None:
-        """Reason why the generation is not usable; `None` if it is."""
+        """Reason why the generation is not usable; `None` if usable."""
         return self.dead or self.damage or (None if self.committed else f"not committed; ranks done: {len(self.ranks)}")
 
 
@@ -199,7 +199,7 @@ class RunView:
 
 
 def _explained(stored: StoredGeneration, needed_by: GenerationId | None) -> StoredGeneration:
-    """Return `stored`; if it only stays because another generation needs it, `dead` says so."""
+    """Return `stored`, with the reason in `dead` if the generation only stays because another needs it."""
     if needed_by is None or stored.dead is None:
         return stored
     return replace(stored, dead=f"only there for {needed_by}; {stored.dead}")

@@ -58,7 +58,7 @@ class SessionConfig:
 
 @dataclass(frozen=True, order=True, kw_only=True, slots=True)
 class Holding:
-    """A copy of one rank's part of a generation, in one tier."""
+    """Copy of a rank's part of a generation, in a tier."""
 
     generation: GenerationId
     plan_hash: str
@@ -71,7 +71,7 @@ class Holding:
     whole: bool = True
     """Whether the whole part is there, not some experts only."""
     file: str = ""
-    """File name of a copy in memory; several copies of one part differ in it."""
+    """File name of a copy in memory, different for each copy of the same part."""
     seen: GenerationId | None = field(default=None, compare=False)
     """Newest commit known when the copy in memory was taken."""
 

@@ -63,7 +63,7 @@ _BLOCK_NUMEL = 2**16
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """Settings of Adam or AdamW in one step."""
+    """Settings of Adam or AdamW in a step."""
 
     lr: float
     beta1: float
@@ -80,7 +80,7 @@ class StepSettings:
 
 @dataclass(frozen=True, slots=True)
 class PartGradient:
-    """Optimizer step of one part of a segment."""
+    """Optimizer step of a segment's part."""
 
     offset: int
     """Offset of the part's gradient in `Gradients.area`; a multiple of `GRADIENT_ALIGN`."""

@@ -66,7 +66,7 @@ class _Sent:
     marker: bytes = b""
     by_delta: bool = False
     exact: bool = True
-    """Whether holders have this rank's bytes after it."""
+    """Whether holders then have this rank's bytes."""
     audit: bool = False
 
 

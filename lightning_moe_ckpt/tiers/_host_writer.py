@@ -69,7 +69,7 @@ def claim_memory(
 
 
 class Rings:
-    """Make the ring of one rank, and register it with the engine that copies to it."""
+    """Make a rank's ring, and register it with the engine that copies there."""
 
     def __init__(self, memory: RankMemory, engine: CopyEngine) -> None:
         self._memory, self._engine = memory, engine

@@ -173,7 +173,7 @@ class ReplicaStore:
             raise
 
     def abandon(self) -> None:
-        """Give up the generation being received, if there is one."""
+        """Give up the generation being received, if any."""
         generation, self._generation, self._slot = self._generation, None, None
         if generation is not None:
             self._ring.abort_window(generation)

@@ -76,7 +76,7 @@ class Pacer:
         self._transfers: deque[_Transfer] = deque()
         """Transfers in order; the first one is under way."""
         self._dealt_at, self._allowance, self._spent = -1, 0, 0
-        """Step of the newest allowance, bytes per replica that it grants, and bytes taken from it."""
+        """Step of the newest allowance, bytes granted per replica, and bytes taken since."""
         self.waited_seconds = 0.0
         """Seconds for which the sending thread was not allowed to send."""
 

@@ -189,7 +189,7 @@ class Wire:
         return Sending(self, works, header)
 
     def send(self, message: Message, payload: Tensor | None = None) -> None:
-        """Send a message and wait until the peer has it."""
+        """Send a message and wait until the peer has received all."""
         self.start(message, payload).wait()
 
     def receive(self) -> Message:

@@ -38,7 +38,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, kw_only=True)
 class FailureDomain:
-    """Node and rack of one rank."""
+    """Node and rack of a rank."""
 
     node: str
     """Name of the node; ranks with equal names lose their memory together."""
@@ -102,7 +102,7 @@ class ReplicaPlacement:
 
     domains: tuple[FailureDomain, ...]
     nbytes: tuple[int, ...]
-    """Bytes of one replica of each rank."""
+    """Bytes of a replica, by rank."""
     holders: tuple[tuple[int, ...], ...]
     """Ranks that are sent a replica, on different nodes, none of them the owner's."""
 
@@ -168,7 +168,7 @@ def place_replicas(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Node:
-    """One node, with the facts that decide its group."""
+    """Node, with the facts that decide its group."""
 
     rack: str
     ranks: tuple[int, ...]

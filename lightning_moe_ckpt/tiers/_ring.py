@@ -77,7 +77,7 @@ def slots_needed(window: int, *, readers: int = 0, lag: int = 0, keep: int = 1) 
 
 
 class SegmentRing(ExpertCopies):
-    """Slots in one mapped file. Make one with `create` or `adopt`."""
+    """Slots in a mapped file. Make a ring with `create` or `adopt`."""
 
     @classmethod
     def create(
@@ -164,7 +164,7 @@ class SegmentRing(ExpertCopies):
 
     @property
     def memory(self) -> Tensor:
-        """All slots as one uint8 tensor, e.g. to register it with a device."""
+        """All slots as a uint8 tensor, e.g. to register with a device."""
         assert self._memory is not None, "the ring is closed"
         return self._memory
 
@@ -394,7 +394,7 @@ class SegmentRing(ExpertCopies):
             self._entry(generation, GenerationState.OPEN, GenerationState.COMPLETE).pins += 1
 
     def unpin(self, generation: Hashable) -> None:
-        """Remove one pin; the last one frees the slots if the generation was dropped meanwhile."""
+        """Remove a pin; the last pin frees the slots if the generation was dropped meanwhile."""
         with self._lock:
             entry = self._generations[generation]
             assert entry.pins > 0, f"{generation} is not pinned"

@@ -90,7 +90,7 @@ class ExpertCopies(RingState):
             raise
 
     def _place(self, wanted: Sequence[ExpertSlot]) -> list[ExpertSlot]:
-        """Return the wanted experts that got a slot, with it."""
+        """Return the wanted experts that got a slot, each with its slot."""
         with self._lock:
             slots = [self._slots.take(each.nbytes) for each in wanted]
         return [each._replace(slot=slot) for each, slot in zip(wanted, slots, strict=True) if slot is not None]

@@ -53,7 +53,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Generation:
-    """State of one generation in a ring."""
+    """State of a generation in a ring."""
 
     state: GenerationState = GenerationState.OPEN
     slots: dict[int, bool] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Generation:
     is_link: bool = False
     """Whether the generation is a difference to the generation before."""
     said: MemoryMarker | None = None
-    """Contents of the marker, if they are needed again."""
+    """Contents of the marker, kept if needed again."""
     experts: dict[str, ExpertSlot] = field(default_factory=dict)
     """Experts left of the generation, by operator."""
 

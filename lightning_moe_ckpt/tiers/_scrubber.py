@@ -146,7 +146,7 @@ class Scrubber:
         return copy in self._copies
 
     def _what_is_wrong(self, file: SegmentEntry, record: RecordEntry) -> str:
-        """Return why a record is bad; empty if it is intact."""
+        """Return why a record is bad; empty if the record is intact."""
         digest, chunk = xxhash.xxh3_128(), bytearray(min(self._pace.chunk_nbytes(_CHUNK_NBYTES), max(record.nbytes, 1)))
         try:
             for start in range(0, record.nbytes, len(chunk)):

@@ -92,7 +92,7 @@ class SharedFile:
     memory: Tensor
     """The whole file, uint8; the mapping ends with the last view."""
     descriptor: int
-    """Descriptor of the file; negative once it is closed."""
+    """Descriptor of the file; negative after `close`."""
     pid: int = field(default_factory=os.getpid)
     deferred: list[int] = field(default_factory=list)
     """Further descriptors of the same file, to be used again by the next opener: closing any would lose the lock."""
@@ -495,7 +495,7 @@ def _marker_names(directory: Path) -> Iterator[tuple[Path, str]]:
 
 
 def listing(directory: Path) -> list[Path]:
-    """Return the entries of a directory; none if it was removed."""
+    """Return the entries of a directory; none if the directory was removed."""
     try:
         return list(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):

@@ -33,7 +33,7 @@ class _Stretch:
     num_skipped: int = 0
     num_taken: int = 0
     num_calm: int = 0
-    """Generations taken since the last skipped one."""
+    """Generations taken since the last skip."""
 
 
 class MissedWindows:
@@ -66,7 +66,7 @@ class MissedWindows:
         self.close()
 
     def close(self) -> None:
-        """End the row of windows; logs it if it was logged before."""
+        """End the row of windows, with a log line if the row was logged before."""
         number, self.in_a_row = self.in_a_row, 0
         if number >= NO_NOISE:
             log.warning("checkpoints are taken again: %d windows in a row gave none", number)

@@ -30,7 +30,7 @@ _SAMPLES = 40_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survival:
-    """Outcome of one simultaneous loss."""
+    """Outcome of a simultaneous loss."""
 
     level: Level
     lost: int

@@ -71,7 +71,7 @@ class Base:
     generation: GenerationId | None
     """Newest generation complete in the tier on all ranks; `None` if there is none to complete from."""
     missing: frozenset[str]
-    """Names of this rank's operators taken from it."""
+    """Names of this rank's operators taken from the base."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +100,11 @@ class WriteRequest:
 
 @dataclass(kw_only=True, eq=False)
 class WriteJob:
-    """Generation under way in one tier."""
+    """Generation under way in a tier."""
 
     request: WriteRequest
     on_released: Released | None = field(init=False)
-    """Callback still to be called; `None` once it was."""
+    """Callback still to be called; `None` afterwards."""
     abandoned: bool = False
     handed_over: int = 0
     num_put: int = 0
@@ -244,7 +244,7 @@ class TierWorker(ABC):
             self._queue.put(partial(self._take, job, segment.of(self.audiences)))
 
     def abandon(self, generation: GenerationId) -> None:
-        """Drop a generation; its memory is released as soon as nothing reads it. Ignored if it has ended."""
+        """Drop a generation; its memory is released as soon as nothing reads it. Ignored after the generation's end."""
         with self._changed:
             job = self._jobs.get(generation)
         if job is not None:
