@@ -80,7 +80,7 @@ class AdamStep:
 
     @property
     def bias2_sqrt(self) -> float:
-        """Root of the bias correction of the second moment."""
+        """Root of the second moment's bias correction."""
         return math.sqrt(1 - self.beta2**self.step)
 
 

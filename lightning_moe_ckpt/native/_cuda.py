@@ -137,7 +137,7 @@ class CudaTicket(Ticket):
 
 
 class CudaCopyEngine(CopyEngine):
-    """Copy engine with one side stream of `device`, in the order of submission."""
+    """Copy engine with one side stream of `device`, in order of submission."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

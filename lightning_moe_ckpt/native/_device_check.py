@@ -258,7 +258,6 @@ Settle: TypeAlias = Callable[[timedelta], None]
 _COMPRESSION = GradientCompression(small_numel=2000, num_samples=1024)
 _MOMENTS = ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _STATE_NUMEL = 4196
-"""Two tiles and part of a third."""
 
 
 def check_compression(compress: Compress, device: torch.device, settle: Settle = lambda _: None) -> None:

@@ -107,4 +107,3 @@ _NAMES = (
     "XXH3_128bits{}", "XXH3_createState", "XXH3_freeState", "XXH3_128bits_reset", "XXH3_128bits_update{}",
     "XXH3_128bits_digest",
 )  # fmt: skip
-"""Names in the order of `Xxh3`."""

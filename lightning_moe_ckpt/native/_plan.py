@@ -220,7 +220,6 @@ class BlockCopies:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the memory behind tensors, each piece once."""
     storages = map(Tensor.untyped_storage, tensors)
     return list({storage._cdata: storage for storage in storages}.values())  # noqa: SLF001  # no public identity
 

@@ -98,7 +98,6 @@ _SPARSE = (c.c_void_p, c.c_void_p, c.c_int64, c.c_void_p, c.c_void_p)
 _ADAM = (*[c.c_void_p] * 4, c.c_int64, c.c_void_p, c.c_int64)
 """Parameter, three moments (the last may be null), number of elements; steps, number of steps."""
 _STREAM = (c.c_int, c.c_void_p)
-"""Device index and stream."""
 _HANDLE = c.c_void_p
 _HANDLE_OUT = c.POINTER(c.c_void_p)
 _U64_OUT = c.POINTER(c.c_uint64)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 ADAPTERS = "peft"
-"""Key of the adapters in the result of `read_extra`."""
+"""Key for adapters in `read_extra`'s result."""
 
 
 def describe_adapters(module: nn.Module, names: Mapping[int, str]) -> list[dict[str, Any]]:

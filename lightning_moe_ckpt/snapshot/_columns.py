@@ -44,7 +44,7 @@ class StepColumns:
     def __init__(self, files: Sequence[FileLayout]) -> None:
         self._view = files[0].view
         self._bases: list[tuple[str, str]] = []
-        """Parameter and tensor key of each base."""
+        """Parameter and tensor key, by base."""
         self._dtypes = [torch.uint8]
         first_base: list[int] = []
         first_row: list[int] = []

@@ -44,7 +44,7 @@ from lightning_moe_ckpt.storage import (
 log = rank_logger(__name__)
 
 _FILE_NBYTES = 256 * 2**20
-"""Bytes of a file of constants, roughly; a larger parameter has a file of its own."""
+"""Bytes per file of constants, roughly; a larger parameter has its own file."""
 _CHUNK_NBYTES = 16 * 2**20
 _THREADS = 4
 _NAMED = 4
@@ -152,7 +152,6 @@ class Constants:
     # -- changes
 
     def _watch(self, digests: Mapping[str, str]) -> None:
-        """Watch the current constants for changes against these digests."""
         self._digests = {fqn: digests[fqn] for fqn in self._params}
         self._watched = list(self._params.values())
         self._versions = list(map(_version, self._watched))

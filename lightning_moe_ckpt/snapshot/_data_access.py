@@ -21,7 +21,7 @@ class DataAccess:
 
     def __init__(self, params: Iterable[Tensor], before: Callable[[], None] | None = None) -> None:
         self.count, self.touched = 0, set[int]()
-        """Number of accesses, and identities of the parameters accessed."""
+        """Number of accesses, and identities of accessed parameters."""
         self._ids, self._before, self._pid = set(map(id, params)), before, os.getpid()
         self._all.append(self)
         nn.Parameter.data = property(_get_data, _set_data)  # type: ignore[assignment]

@@ -116,7 +116,7 @@ def live_facts(operators: OperatorSet) -> Facts:
 
 
 def constant_facts(files: Sequence[SegmentEntry]) -> Facts:
-    """Return shape and type of the parameters in files of constants."""
+    """Return shape and type of parameters stored as constants."""
     return {each.fqn: _fact(each.global_shape, each.dtype) for file in files for each in file.records}
 
 

@@ -52,7 +52,6 @@ _ENTRY_NBYTES = 256
 """Bytes per tensor in a header, at most, roughly: its entry and the entry of the gap behind it."""
 
 _ALIGN_NBYTES = 64
-"""Alignment of tensors in files, in bytes."""
 
 Parts = dict[str, list[Shard]]
 """Shards by region, over all its writers, in stored order."""

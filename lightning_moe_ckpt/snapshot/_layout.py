@@ -88,7 +88,7 @@ class Averages:
 
 @dataclass(frozen=True, slots=True)
 class GradientPlace:
-    """Place of the gradient of an expert's part."""
+    """Place of the gradient for an expert's part."""
 
     part: Shard
     offset: int
@@ -123,7 +123,7 @@ class StateView:
             for name, _ in module.named_buffers()
         } | self.averages.buffer_owners()
         self.buffer_names = tuple(self._buffer_owners)
-        """Names of all buffers, persistent or not, in the order of the modules."""
+        """Names of all buffers, persistent or not, in module order."""
         self.compute_dtypes = dict(compute_dtypes)
         self.gradient_dtype: torch.dtype | None = None
         """Dtype of experts' gradients behind segments; `None` if no gradients are kept there."""
@@ -237,7 +237,7 @@ class StateView:
         return cache(partial(self.bytes_per_element, kind=kind))
 
     def bytes_per_element(self, fqn: str, kind: RecordKind) -> int:
-        """Return the bytes per element of the parameter in a record of `kind`."""
+        """Return a record's bytes per parameter element, for records of `kind`."""
         param = self.params[fqn]
         if kind is RecordKind.COMPUTE:
             tensors = [param, *self.averages.consumed_of(fqn).values()]
@@ -372,7 +372,7 @@ class StepLayout:
         self.mirrored = None if mirroring is None else self.durable.run(mirroring.groups)
         """Run of the durable file that holders of copies take from their own state."""
         self.gradients = self._places_of_gradients()
-        """Places of the gradients of experts in copies on other nodes."""
+        """Places for gradients of experts that have copies on other nodes."""
 
     @property
     def gradients_at(self) -> int:
@@ -391,7 +391,7 @@ class StepLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files, of the mirrors and of the gradients behind them."""
+        """Bytes in files, mirrors and the gradients behind them."""
         if not self.gradients:
             return self._stop
         last = self.gradients[-1]
@@ -414,7 +414,7 @@ class StepLayout:
 
 @dataclass(kw_only=True)
 class WindowLayout:
-    """Concrete plan: the place of every byte of every step."""
+    """Concrete plan: the place of every byte in every step."""
 
     record: PlanRecord
     steps: list[StepLayout]

@@ -32,7 +32,7 @@ class Shard(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """Start of the names of this part's tensors, in global coordinates."""
+        """Start of this part's tensor names, in global coordinates."""
         piece = self.piece
         return f"{_WORDS[self.kind]}/{piece.fqn}/{piece.global_start}+{piece.stop - piece.start}"
 

@@ -34,8 +34,6 @@ class BufferChanged(Exception):
 
 
 class _Tickets(Ticket):
-    """Ticket of several lists of copies."""
-
     def __init__(self, *tickets: Ticket) -> None:
         self._tickets = tickets
 
@@ -62,7 +60,7 @@ class LocalState:
     values: Arrival | None
     """Values of all tensors in the journal, if some may be on a device."""
     buffers: Ticket | None
-    """Copies of buffers on a device."""
+    """Copies of buffers that are on a device."""
 
 
 class StepCopies:
@@ -88,7 +86,7 @@ class StepCopies:
         self.bases: list[Tensor] = []
         """Live tensors that are copied, except gradients, which may change after their step."""
         self.records: list[RecordRows] = []
-        """Marker's entries of each file."""
+        """Marker's entries, by file."""
         self._places: dict[int, tuple[Tensor, memoryview]] = {}
 
     def place(self, view_U8: Tensor) -> tuple[Tensor, memoryview]:
@@ -121,7 +119,6 @@ class StepCopies:
             self._prepared = None
 
     def _rebuild(self, block_U8: Tensor) -> None:
-        """Make the copies anew from the current tensors."""
         view, has_state = self.layout.view, self._columns.has_state()
         self._watch = view.schema.watch(self._params)
         self.bases = [*self._params, *view.states(self._whole), *self._averages]

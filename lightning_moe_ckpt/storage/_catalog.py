@@ -143,7 +143,6 @@ def delete_generation(backend: Backend, contents: Contents) -> None:
 
 
 _NAMED = 4
-"""Entries of a folder named in a message."""
 
 
 def nothing_at(url: str) -> str:

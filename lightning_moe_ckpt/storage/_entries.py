@@ -42,7 +42,7 @@ GENERATION = keys(GenerationId, step=INTEGER, incarnation=INTEGER, nonce=NONCE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordEntry:
-    """One tensor of a segment: a flat interval of a global tensor."""
+    """One tensor in a segment: a flat interval of a global tensor."""
 
     name: str
     """Tensor name in the safetensors file."""

@@ -50,7 +50,7 @@ class JudgedGeneration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Garbage:
-    """Result of a garbage collection."""
+    """Result of `collect_garbage`."""
 
     url: str
     run_id: str
@@ -174,7 +174,6 @@ def _why_it_stays(
 
 
 def _unfinished(backend: Backend) -> dict[GenerationId, list[Entry]]:
-    """List unfinished writes by generation; foreign names are ignored."""
     found: dict[GenerationId, list[Entry]] = {}
     for entry in backend.unfinished_writes(SNAP_PREFIX):
         place = parse_snap_key(entry.key)

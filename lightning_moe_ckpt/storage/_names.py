@@ -49,7 +49,7 @@ class GenerationId:
     """Name of a generation, from which a restart can resume; ordered by step, then by incarnation."""
 
     step: int
-    """Step boundary of the generation's state."""
+    """Step boundary whose state the generation has."""
     incarnation: int
     """Number of the incarnation that wrote the generation."""
     nonce: str = ""
@@ -105,7 +105,7 @@ def commit_key(generation: GenerationId) -> str:
 
 
 def const_key(generation: GenerationId, digest: str, ending: str) -> str:
-    """Return the key of a file of constants, or of their description; only `generation`'s incarnation counts."""
+    """Return the key of a file of constants, or of a description; only `generation`'s incarnation counts."""
     return f"{CONST_PREFIX}{generation.directory}/{digest}.{ending}"
 
 

@@ -19,7 +19,7 @@ SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs":
 
 
 class Unmapped(LookupError):
-    """Obstore has no equivalent of an option or of a part of a URL."""
+    """Obstore has no equivalent for an option or for a part of a URL."""
 
 
 @dataclass(slots=True)
@@ -27,9 +27,9 @@ class ObjectOptions:
     """Options for opening a store with obstore."""
 
     config: dict[str, Any] = field(default_factory=dict)
-    """obstore's configuration of the store."""
+    """obstore's configuration for the store."""
     client: dict[str, Any] = field(default_factory=dict)
-    """obstore's options of the HTTP client."""
+    """obstore's options for the HTTP client."""
     transfer: dict[str, int] = field(default_factory=dict)
     """Transfer options: `part_nbytes`, `max_concurrency`."""
     certificates: str | None = None

@@ -339,7 +339,6 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _write_all(file: int, views: Sequence[bytes | memoryview], pace: Pace) -> None:
-    """Write views straight from their memory, without the GIL."""
     position = 0
     for chunk in chunks_of(views, pace.chunk_nbytes(_CHUNK_NBYTES)):
         pace.wait(chunk.nbytes)

@@ -110,7 +110,6 @@ def _manifest_of_markers(backend: Backend, contents: Contents) -> Commit:
 
 
 def _history_of(commits: Sequence[Commit], *, last_incarnation: int) -> History:
-    """Return the history of the incarnation that began last."""
     named = [(each, each.lineage) for each in commits if each.lineage is not None]
     ancestors = {one for _, lineage in named for one in lineage.ancestors}
     # An ancestor began earlier, whatever the clocks of two nodes say.

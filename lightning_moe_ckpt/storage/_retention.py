@@ -318,12 +318,10 @@ class Survey:
 
     @property
     def _allowed(self) -> set[GenerationId]:
-        """Committed generations that the log allows, readable or not."""
         return {*self._manifests, *(each.generation for each in self.passed_over if each.is_loss)}
 
     @property
     def _manifests(self) -> Mapping[GenerationId, Commit]:
-        """Readable manifests of generations that the log allows."""
         known = [*self.usable, *(each.commit for each in self.passed_over if each.commit is not None)]
         return {commit.generation: commit for commit in known}
 

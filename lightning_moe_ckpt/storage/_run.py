@@ -185,7 +185,7 @@ class RunStore:
 
     @staticmethod
     def described(files: Sequence[SegmentEntry]) -> bytes:
-        """Return the description of files of constants, for the coordinator."""
+        """Return the description of constants' files, for the coordinator."""
         return constants_bytes(files)
 
     def read_constants(self, policy: Mapping[str, Any]) -> Sequence[SegmentEntry]:

@@ -28,7 +28,7 @@ from lightning_moe_ckpt.errors import Corrupt
 
 _PAGE_NBYTES = 4096
 MAX_HEADER_NBYTES = 100_000_000
-"""Most bytes of a header: the limit of the safetensors parser."""
+"""Most bytes in a header: the safetensors parser's limit."""
 
 _MAX_NBYTES = 2**62
 _PAD_PREFIX = "__pad__."
@@ -168,7 +168,7 @@ class SegmentLayout:
 
     @cached_property
     def header(self) -> bytes:
-        """Bytes of the file up to the first tensor; a multiple of 4096."""
+        """Bytes before the first tensor; their number is a multiple of 4096."""
         metadata = {_FORMAT_KEY: _FORMAT, _ALIGN_KEY: str(self.align), **self.metadata}
         return _header(self.names, self._distinct, self._places, metadata)
 

@@ -83,7 +83,7 @@ class PartGradient:
     """Optimizer step of a segment's part."""
 
     offset: int
-    """Offset of the part's gradient in `Gradients.area`; a multiple of `GRADIENT_ALIGN`."""
+    """Offset in `Gradients.area`; a multiple of `GRADIENT_ALIGN`."""
     settings: StepSettings | None
     """Settings of the step; `None` if the part had no gradient, and so no step."""
 
@@ -93,7 +93,7 @@ class Gradients:
     """Gradients consumed by an optimizer step, by part of the segment after the step."""
 
     area: Tensor
-    """Memory of the gradients, uint8."""
+    """Memory for the gradients, uint8."""
     dtype: torch.dtype
     """float32, or bfloat16 where rounding is allowed."""
     parts: Mapping[str, PartGradient]
@@ -210,7 +210,7 @@ class DeltaDecoder:
 
     @property
     def segment(self) -> Tensor:
-        """Memory of the segment, uint8."""
+        """Memory for the segment, uint8."""
         return self._out[: self.plan.layout.nbytes]
 
     def place(self, offset: int, nbytes: int) -> Tensor:

@@ -62,7 +62,7 @@ class _Sent:
     generation: GenerationId
     baseline: Baseline
     nbytes: int
-    """Bytes of the segment."""
+    """Segment size in bytes."""
     marker: bytes = b""
     by_delta: bool = False
     exact: bool = True

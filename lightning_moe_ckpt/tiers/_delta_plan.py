@@ -49,7 +49,7 @@ class SegmentIndex:
     def __init__(self, header: bytes) -> None:
         self.layout = SegmentLayout.of_header(header)
         self.prefixes = [name.removesuffix("/param") for name in self.layout.spans if name.endswith("/param")]
-        """Prefix of each part's tensor names, in the order of the file."""
+        """Prefix of each part's tensor names, in file order."""
         self.position = {prefix: index for index, prefix in enumerate(self.prefixes)}
         present = [self.layout.spans.get(f"{prefix}/{_PRESENT}") for prefix in self.prefixes]
         self._has_flag = np.array([span is not None for span in present], dtype=np.bool_)
@@ -104,13 +104,13 @@ class SteppedPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaPlan:
-    """Origin of every byte of a segment."""
+    """Origin of every byte in a segment."""
 
     layout: SegmentLayout
     literal: Sequence[Run]
-    """Runs of the segment sent whole, in the order of the payload."""
+    """Runs of the segment sent whole, in payload order."""
     literal_names: frozenset[str]
-    """Names of the tensors in `literal`, and of those in the mirrored run."""
+    """Names of the tensors in `literal` and in the mirrored run."""
     kept: Sequence[tuple[int, int, int]]
     """Unchanged runs: offset in the previous segment, offset in this one, bytes."""
     stepped: Sequence[SteppedPart]
@@ -209,7 +209,6 @@ def _runs(layout: SegmentLayout, names: frozenset[str]) -> Iterator[Run]:
 
 
 def _without(runs: Sequence[Run], hole: Run) -> Iterator[Run]:
-    """Yield the runs without the bytes in `hole`."""
     for start, stop in runs:
         for left, right in ((start, min(stop, hole[0])), (max(start, hole[1]), stop)):
             if left < right and hole[0] < hole[1]:

@@ -197,8 +197,6 @@ class ReplicaStore:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class _Incoming:
-    """State of the generation that is being received."""
-
     generation: GenerationId
     num_segments: int
     base: GenerationId | None
@@ -442,7 +440,6 @@ class ReplicaReceiver:
 
 
 def _is_as_marked(out_U8: Tensor, digest: str, marker: RankMarker, step: int) -> bool:
-    """Return whether a step's bytes have the marker's digests."""
     files = [entry for entry in marker.segments if entry.step == step]
     if out_U8.numel() != sum(entry.nbytes for entry in files):
         return False

@@ -168,8 +168,6 @@ def place_replicas(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Node:
-    """Node, with the facts that decide its group."""
-
     rack: str
     ranks: tuple[int, ...]
     """Ranks on this node, ascending."""

@@ -55,7 +55,7 @@ _WASTE = 1.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryClaim:
-    """Identity of a run's memory, and facts about storage at the start of the process."""
+    """Identity of a run's memory, and facts about storage at the process's start."""
 
     tag: str
     """Tag of the run at its place."""

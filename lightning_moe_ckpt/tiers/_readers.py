@@ -46,8 +46,6 @@ Places = Mapping[str, Sequence[tuple[int, int, int]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """Location of a complete copy."""
-
     memory: Path
     header: RingHeader
     marker: Path

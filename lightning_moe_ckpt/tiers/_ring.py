@@ -159,7 +159,7 @@ class SegmentRing(ExpertCopies):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
+        """File size in bytes."""
         return self.header.nbytes
 
     @property

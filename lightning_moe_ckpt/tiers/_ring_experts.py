@@ -34,7 +34,7 @@ def _settled(entry: Generation) -> Collection[str]:
 
 
 class ExpertCopies(RingState):
-    """Part of a ring that keeps experts of retired generations."""
+    """Part of a ring: experts from retired generations."""
 
     def condense(self) -> None:
         """Bring experts of retired generations to small slots, and free all other slots; from one thread at a time.

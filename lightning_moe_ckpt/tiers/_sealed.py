@@ -93,7 +93,7 @@ class SealedSegment:
 
     files: Sequence[SealedFile]
     view: memoryview
-    """Bytes of all files together."""
+    """Bytes of all files."""
     step_record: StepRecord | None = None
     """Record of the optimizer step; rebuilds this durable file from the previous boundary's."""
     mirrors: Mapping[int, memoryview] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class SealedSegment:
 
     @property
     def generation(self) -> GenerationId:
-        """Generation of the segment."""
+        """Generation that the segment belongs to."""
         return self.files[0].generation
 
     @property
@@ -118,7 +118,7 @@ class SealedSegment:
 
     @property
     def ticket(self) -> Ticket | None:
-        """Ticket of all copies."""
+        """Ticket for all copies."""
         return self.files[0].ticket
 
     def of(self, audiences: Collection[Audience]) -> SealedSegment:

@@ -36,7 +36,7 @@ log = rank_logger(__name__)
 
 Released = Callable[[GenerationId], None]
 References = tuple[Sequence[ReferencedEntry], Sequence[ReferencedEntry]]
-"""Records of older generations that complete a generation, and spare copies of its own records."""
+"""Older generations' records that complete a generation, and spare copies of its own records."""
 
 _CLOSE_GRACE = timedelta(seconds=2)
 """Longest time that `close` lets a call under way go on."""
