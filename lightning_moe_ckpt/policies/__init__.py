@@ -1,4 +1,4 @@
-"""Pure decisions: which record to take of which operator, at which step, for which tier.
+"""Pure decisions: the record of each operator to take, at each step, for each tier.
 
 Internal: may change in any version.
 """

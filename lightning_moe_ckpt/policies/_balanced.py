@@ -1,13 +1,15 @@
-"""Choose so many experts of every layer, the most urgent first, and equally many from every position over all layers.
+"""Choose a number of experts of every layer, the most urgent first, and equally many from every position over all
+layers.
 
-Where each position holds one expert of a layer, who of a layer gives cannot be chosen by position alone without going round
-whatever is urgent. Over all layers there is a choice: one layer takes its most loaded expert from here, another from there.
+If each position holds one expert per layer, a layer by itself cannot balance positions without passing urgent experts
+by. Over all layers there is a choice: one layer takes its most loaded expert from here, another from there.
 
-The most urgent ones are taken one after the other as long as layer and position have room; where a layer then finds room
-with none of its positions, others are moved along a shortest chain. So this is not the best choice in every case. It is
-one in which every layer has its number, and no position gives two more than another.
+The most urgent experts are taken one after the other as long as layer and position have room. If a layer then finds
+room at none of its positions, other experts are moved along a shortest chain. So the choice is not the best in every
+case, but every layer has its number, and no position gives two more than another.
 
-Source: PEC (2024), Algorithm 1 ("we constrain the equal save capacity of each rank"), which balances each layer by itself.
+Source: PEC (2024), Algorithm 1 ("we constrain the equal save capacity of each rank"), which balances each layer by
+itself.
 """
 
 from __future__ import annotations
@@ -16,16 +18,16 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 
 Urgency = Mapping[int, tuple[int, ...]]
-"""Of the experts of one layer that can be taken: the one with the smallest key is the most urgent."""
+"""Keys of one layer's available experts: the smallest key is the most urgent."""
 
 
 def balanced(layers: Sequence[Urgency], positions: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[list[int]]:
     """Return the experts of each layer.
 
     Args:
-        layers: what can be taken.
-        positions: that hold each expert, by layer.
-        numbers: how many to take of each layer, or as many as there are.
+        layers: available experts of each layer.
+        positions: position of each expert, by layer.
+        numbers: experts to take of each layer, if there are as many.
     """
     wanted = [min(number, len(layer)) for layer, number in zip(layers, numbers, strict=True)]
     choice = _Choice(layers, positions, sum(wanted))
@@ -40,18 +42,18 @@ def balanced(layers: Sequence[Urgency], positions: Sequence[Sequence[int]], numb
 
 
 class _Choice:
-    """What is taken so far. `total` experts in all: each position gives the part rounded down, and some give one more."""
+    """The experts taken so far. Of `total` experts, each position gives an equal part, and some give one more."""
 
     def __init__(self, layers: Sequence[Urgency], positions: Sequence[Sequence[int]], total: int) -> None:
         self._layers, self._positions = layers, positions
         self._all = sorted({place for row in positions for place in row})
         self._least, self._more = divmod(total, len(self._all))
-        """What each gives, and how many positions give one more."""
+        """Experts that each position gives, and positions that give one more."""
         self.taken: list[set[int]] = [set() for _ in layers]
         self._given: Counter[int] = Counter()
 
     def has_room(self, position: int) -> bool:
-        """Return whether a position can give another one."""
+        """Return whether a position can give another expert."""
         return self._given[position] < self._least or (self._given[position] == self._least and self._spare > 0)
 
     def take(self, layer: int, expert: int) -> None:
@@ -60,9 +62,9 @@ class _Choice:
         self._given[self._positions[layer][expert]] += 1
 
     def move_for(self, layer: int) -> None:
-        """Take one more of `layer`, and others of other layers from elsewhere for it; the shortest such chain."""
+        """Take one more expert of `layer`, and move experts of other layers along a shortest chain to make room."""
         came_by: dict[int, tuple[int, int, int | None, int]] = {}
-        """By position: layer and expert that it would take, expert that it gives up for it, and position that gave way."""
+        """Per position: layer and expert to take, expert given up for it, and the position that gave way."""
         waiting = deque[tuple[int, int | None, int]]([(layer, None, -1)])
         while waiting:
             i, leaving, origin = waiting.popleft()
@@ -75,7 +77,7 @@ class _Choice:
                     self._follow(came_by, position)
                     return
                 waiting.extend(self._leaving(position))
-        # Nothing can give way: the number of the layer counts for more.
+        # No position can give way: the layer's number counts for more.
         self.take(layer, self._untaken(layer)[0])
 
     def _follow(self, came_by: Mapping[int, tuple[int, int, int | None, int]], position: int) -> None:
@@ -88,7 +90,7 @@ class _Choice:
             position = origin
 
     def _leaving(self, position: int) -> Iterator[tuple[int, int | None, int]]:
-        """Yield what could give way so that `position` has room: one that it gives, or one of those that give one more."""
+        """Yield experts that could give way to `position`: its own, or those of positions that give one more."""
         full = {position}
         if self._given[position] == self._least:
             full |= {each for each in self._all if self._given[each] > self._least}

@@ -1,11 +1,11 @@
-"""How much more capacity experts get that a restore has put back, and who gives it.
+"""Extra capacity for experts in debt after a restore, and its donors.
 
 An expert in debt gets a part more than its share until it has processed as many tokens beyond that share as were lost.
-What it gets is taken from experts that do not fill theirs: the cost of a step stays what it was. They give only what the
-largest use that was seen of them leaves, which fades slowly: what one step left unused the next one may need.
+The extra is taken from experts that do not fill their shares, so a step costs the same. Donors keep their largest use
+so far, which fades slowly: the next step may need it again.
 
-Source: MOETION (2024), Sec. 6; we differ in paying a debt only with tokens that an expert would not have processed without
-more capacity (of ordinary tokens it would be paid in a few steps), and in a bound on how long a debt is kept.
+Source: MOETION (2024), Sec. 6; we differ in paying a debt only with tokens that an expert would not have processed
+without more capacity (ordinary tokens would pay it in a few steps), and in a bound on a debt's age.
 
 Shape suffix: E experts of one layer.
 """
@@ -19,22 +19,22 @@ from typing import Any
 from lightning_moe_ckpt.errors import Corrupt
 
 USE_DECAY = 0.99
-"""Part of the largest use that counts a step later: half of it after 69 steps."""
+"""Part of the largest use that counts a step later: half after 69 steps."""
 
 WATCHED_STEPS = 10
-"""Steps that experts are watched before they give anything."""
+"""Steps that experts are watched before giving anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDeficits:
-    """Of one layer; entries by global expert index."""
+    """Token deficits of one layer; entries by global expert index."""
 
     lost: tuple[int, ...]
-    """Tokens lost over all faults, as the ledger has them."""
+    """Tokens lost over all faults, from the ledger."""
     repaid: tuple[int, ...]
-    """Tokens processed beyond what the capacity without boost takes."""
+    """Tokens processed beyond the capacity without boost."""
     expired: tuple[int, ...]
-    """Tokens that were not made up for in time."""
+    """Tokens not made up for in time."""
 
     @classmethod
     def none(cls, num_experts: int) -> TokenDeficits:
@@ -52,16 +52,16 @@ class TokenDeficits:
         return any(self.open)
 
     def with_lost(self, lost_E: Sequence[int]) -> TokenDeficits:
-        """Return the deficits with the ledger's numbers now; what was repaid stays repaid."""
+        """Return the deficits with the ledger's present numbers; repaid tokens stay repaid."""
         return replace(self, lost=tuple(lost_E))
 
     def repay(self, extra_E: Sequence[int]) -> TokenDeficits:
-        """Return the deficits once experts in debt have processed so many tokens more; others owe nothing."""
+        """Return the deficits once experts in debt have processed `extra_E` more tokens; other experts owe nothing."""
         paid = (a + b if owed else a for a, b, owed in zip(self.repaid, extra_E, self.open, strict=True))
         return replace(self, repaid=tuple(paid))
 
     def expire(self) -> TokenDeficits:
-        """Return the deficits with all that is open given up."""
+        """Return the deficits with all open tokens given up."""
         return replace(self, expired=tuple(a + b for a, b in zip(self.expired, self.open, strict=True)))
 
     def to_state(self) -> dict[str, list[int]]:
@@ -82,7 +82,7 @@ class TokenDeficits:
 
 
 def faded_use(use_E: Sequence[float], now_E: Sequence[float]) -> list[float]:
-    """Return the largest use of each expert that was seen, older ones counting for less; `now_E` is that of a step."""
+    """Return each expert's largest use so far, with older uses fading; `now_E` is a step's use."""
     return [max(USE_DECAY * before, now) for before, now in zip(use_E, now_E, strict=True)]
 
 
@@ -93,14 +93,14 @@ def boost_factors(
 
     Args:
         debt_E: tokens to make up for.
-        boost: how much more an expert in debt gets, 0.1 for a tenth.
-        use_E: part of its capacity without boost that each expert has used at most, on any rank; `None` if that is not
-            known long enough, then nobody gives.
-        room_E: tokens that each could have processed in the last step with that capacity.
+        boost: extra capacity of an expert in debt, 0.1 for a tenth.
+        use_E: largest used part of each expert's capacity without boost, on any rank; `None` before it is known, when
+            nobody gives.
+        room_E: tokens that each expert could have processed in the last step at that capacity.
 
     Returns:
-        `1 + boost` for experts in debt; for others 1, less what they give: in proportion to what they left unused, and
-        no more than that, so that none drops a token for it while it is not used more than before.
+        `1 + boost` for experts in debt; for others 1 less their gift: a part of their unused capacity, so that no
+        expert drops a token unless its use grows.
     """
     factors = [1 + boost if debt else 1.0 for debt in debt_E]
     if use_E is None or room_E is None:
@@ -108,5 +108,5 @@ def boost_factors(
     wanted = boost * sum(room for room, debt in zip(room_E, debt_E, strict=True) if debt)
     unused = [0.0 if debt else max(1.0 - u, 0.0) * r for r, u, debt in zip(room_E, use_E, debt_E, strict=True)]
     part = min(1.0, wanted / sum(unused)) if sum(unused) else 0.0
-    # An expert that had no token keeps a part: no library takes a capacity of zero.
+    # An expert without tokens keeps a part: no library takes a capacity of zero.
     return [f - min(part * u / r, 0.5) if u else f for f, u, r in zip(factors, unused, room_E, strict=True)]

@@ -1,10 +1,10 @@
-"""Policies whose restarts are exact: sparse windows, everything at once every so many steps, and differences between.
+"""Policies whose restarts are exact: sparse windows, everything at once every few steps, and differences between.
 
 Each step of a sparse window takes FULL of some operators and COMPUTE of those still to come. A window is planned by
-schedule, by length, or by the bytes that a step may copy, as given or measured.
+schedule, by length, or by a step's bytes, as given or measured.
 
-Sources: MoEvement (2026), Sec. 3.2-3.5; its baselines, Sec. 5, are CheckFreq (2021) and Gemini (2023). TierCheck (2026),
-Sec. 3.2, for differences.
+Sources: MoEvement (2026), Sec. 3.2-3.5; its baselines, Sec. 5, are CheckFreq (2021) and Gemini (2023). TierCheck
+(2026), Sec. 3.2, for differences.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SparsePolicy(Policy):
     @property
     @override
     def needs(self) -> frozenset[Measurement]:
-        """Precisions, for COMPUTE; the rest as far as plans depend on it."""
+        """Precisions, for COMPUTE; popularity and bandwidths if plans depend on them."""
         found: set[Measurement] = {"compute_dtypes"}
         found |= {"popularity"} if self.popularity is not None else set()
         found |= {"bandwidths"} if "auto" in self.budgets.values() else set()
@@ -80,7 +80,7 @@ class SparsePolicy(Policy):
 
     @override
     def least_steps(self, num_operators: int) -> int:
-        """One window; each step of it takes an operator at least."""
+        """Return the length of one window, whose steps each take at least one operator."""
         return min(self.window or 1, num_operators) if self.schedule is None else len(self.schedule)
 
     @override
@@ -95,7 +95,7 @@ class SparsePolicy(Policy):
         names = all_names(operators)
         times = Counter(name for slot in self.schedule for name in slot)
         missing = [name for name in names if name not in times]
-        known = {*names, *all_names(operators.whole or operators)}  # what does not train is stored once, named or not
+        known = {*names, *all_names(operators.whole or operators)}  # constants are stored once, named or not
         wrong = sorted(name for name, count in times.items() if count > 1 or name not in known)
         if not missing and not wrong:
             return None
@@ -106,7 +106,7 @@ class SparsePolicy(Policy):
 
     @override
     def due(self, step: int, last: int | None, interval_steps: int) -> bool:
-        """Back to back, unless the plan asks for a longer interval."""
+        """Start windows back to back, unless the plan asks for a longer interval."""
         return last is None or step - last >= interval_steps
 
     @override
@@ -116,7 +116,7 @@ class SparsePolicy(Policy):
 
     @override
     def plan(self, inputs: PlanInputs) -> Plan:
-        """By schedule, by window, or by budget."""
+        """Plan by schedule, by window, or by budget."""
         if self.schedule is not None:
             names = set(all_names(inputs.operators))
             slots = [[name for name in slot if name in names] for slot in self.schedule]
@@ -162,7 +162,7 @@ class DensePolicy(PeriodicPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class DifferentialPolicy(Policy):
-    """A base every `every_n_steps`, and at every step between what leads there from the step before."""
+    """A base every `every_n_steps`, and a difference to the step before at every step between."""
 
     cuts = False
     every_n_steps: int = 64
@@ -175,7 +175,7 @@ class DifferentialPolicy(Policy):
     @property
     @override
     def chains(self) -> Chains:  # type: ignore[override]
-        """How generations follow each other."""
+        """Distance and form of bases and differences."""
         return Chains(
             every_n_steps=self.every_n_steps, batch=self.batch, mode=self.mode, error_feedback=self.error_feedback
         )
@@ -186,7 +186,7 @@ class DifferentialPolicy(Policy):
 
     @override
     def config(self) -> dict[str, Any]:
-        """Neither period, batches nor mode change what is stored of a base."""
+        """Identify the policy; period, batches and mode do not change a stored base."""
         return {"kind": self.kind}
 
     @override
@@ -195,5 +195,5 @@ class DifferentialPolicy(Policy):
 
     @override
     def plan(self, inputs: PlanInputs) -> Plan:
-        """The plan of a base; that of differentials has the same operators."""
+        """Plan a base; differences have the same operators."""
         return Plan.of_everything(all_names(inputs.operators))

@@ -1,11 +1,11 @@
-"""What a choice of experts is made of, and what it says.
+"""Tables that a choice of experts is made from, and its result.
 
-A partial generation takes FULL of some experts. What a policy looks at (tokens not saved yet, when an expert
-was saved last) is one table per MoE layer, equal on all ranks; what it says is a `Selection`, which is a pure function
-of the tables, hence equal on all ranks without an exchange.
+A partial generation takes FULL of some experts. A policy chooses from one table per MoE layer (unsaved tokens, the
+boundary of each expert's last copy), equal on all ranks. The result is a `Selection`, a pure function of the tables,
+hence equal on all ranks without an exchange.
 
-A *position* is the place in the expert-parallel group that holds an expert: all its copies lie on the ranks of that
-position, and what is taken of it is written by them. A layer whose experts every rank holds has one position.
+A *position* is the place in the expert-parallel group that holds an expert: all its copies lie on that position's
+ranks, which write the expert's records. A layer whose experts every rank holds has one position.
 
 Sources: PEC (2024), Sec. 3.1; MOETION (2024), Sec. 4.3.
 """
@@ -28,53 +28,53 @@ MEMORY, STORAGE = "memory", "storage"
 LEVELS = (MEMORY, STORAGE)
 
 MAX_GENERATIONS = 16
-"""Most generations that other nodes keep, each of which has all of the dense part."""
+"""Most generations that other nodes keep, each with the whole dense part."""
 
 STARVED = 4
-"""Rounds of a level after which an expert comes before others although storage has the newest copy that there is."""
+"""Rounds of a level after which an expert comes before others although storage has its newest copy."""
 
 PEER = "peer"
-"""A third level, of what is saved: copies on other nodes, under policies that send them no more than storage gets."""
+"""Third level of saved tokens: copies on other nodes, under policies that send them no more than storage gets."""
 
 SortKey = Callable[[int], tuple[int, ...]]
-"""Sorts experts of one layer: the one with the smallest key is taken first."""
+"""Sort key for experts of one layer: the smallest is taken first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertLayout:
-    """The experts of one MoE layer, as they are during a whole run. Entries are by global expert index."""
+    """The experts of one MoE layer, constant during a run. Entries are by global expert index."""
 
     layer: str
     """FQN of the MoE layer."""
     rank_of: tuple[int, ...]
-    """Position that holds each expert."""
+    """Position of each expert."""
     nbytes: int
     """FULL bytes of one expert, all its parts."""
 
     @property
     def num_experts(self) -> int:
-        """Over all ranks."""
+        """Number of experts over all ranks."""
         return len(self.rank_of)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertTable(ExpertLayout):
-    """One MoE layer as a policy sees it when it chooses."""
+    """One MoE layer as input of a policy's choice."""
 
     unsaved: Mapping[str, tuple[int, ...]]
-    """By level: tokens in the live weights of each expert that its newest copy in that level, or in storage, lacks."""
+    """Per level: tokens in each expert's live weights that its newest copy there, or in storage, lacks."""
     saved_at: Mapping[str, tuple[int, ...]]
-    """By level: boundary of the newest generation there, or in storage, that has each expert; -1 for none."""
+    """Per level: boundary of the newest generation there, or in storage, with each expert; -1 for none."""
     skipped: Mapping[str, tuple[bool, ...]]
-    """By level: whether it gave up the last generation with each expert that it was through with."""
+    """Per level: whether the level gave up its last settled generation with each expert."""
     age: tuple[int, ...]
-    """Generations since each expert was last taken to memory: 1 if the newest one has it. See `max_age`."""
+    """Generations since each expert was last taken to memory: 1 if the newest has the expert. See `max_age`."""
     waited: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By level: generations of that level, which may take few of all, since the newest that has each expert."""
+    """Per level: the level's generations, which may be few of all, since the newest with each expert."""
     stored: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
-    """By level: whether storage has completed a copy of each expert that is as new as the level's, which the level may drop."""
+    """Per level: whether storage has a copy of each expert as new as the level's, so that the level may drop its own."""
     again: tuple[bool, ...] = ()
-    """Whether a stored copy of each expert turned out bad, so that it comes before all others; empty if none did."""
+    """Whether each expert has a bad stored copy, and so comes before all others; empty if none has."""
 
     def __post_init__(self) -> None:
         by_level = (self.unsaved, self.saved_at, self.skipped, self.waited, self.stored)
@@ -83,12 +83,12 @@ class ExpertTable(ExpertLayout):
             raise ValueError(f"`ExpertTable(layer={self.layer!r})` needs {self.num_experts} entries in every row.")
 
     def due_age(self, level: str, ages: Sequence[int], expert: int, respite: int) -> int:
-        """Return the age by which an expert's turn comes: of those that a level may drop, so many generations later.
+        """Return the age by which an expert's turn comes; experts that a level may drop get `respite` generations more.
 
         Args:
-            level: that has copies of such ages.
+            level: level of the copies.
             ages: by expert.
-            expert: whose.
+            expert: index of the expert.
             respite: generations.
         """
         rows = self.stored.get(level)
@@ -104,9 +104,9 @@ class Selection:
     """The experts of one generation: global indices by layer, ascending."""
 
     memory: Experts
-    """Taken to host memory, and to copies of it on other nodes."""
+    """Experts taken to host memory, and to its copies on other nodes."""
     storage: Experts
-    """Taken to storage as well: some of those of `memory`."""
+    """Experts taken to storage as well: a subset of `memory`."""
 
     def __post_init__(self) -> None:
         for kept, stored in zip(self.memory, self.storage, strict=True):
@@ -115,7 +115,7 @@ class Selection:
 
     @classmethod
     def everything(cls, layouts: Sequence[ExpertLayout]) -> Selection:
-        """Return all experts for all levels: what a dense generation has."""
+        """Return all experts for all levels, as in a dense generation."""
         rows = tuple(tuple(range(each.num_experts)) for each in layouts)
         return cls(rows, rows)
 
@@ -124,12 +124,12 @@ class Selection:
         return {MEMORY: self.memory, STORAGE: self.storage, PEER: self.storage}[level]
 
     def flat(self, level: str, num_experts: Sequence[int]) -> tuple[int, ...]:
-        """Return the same as places in a vector over the experts of all layers, which have `num_experts`."""
+        """Return the experts of one level as places in a vector over all layers, which have `num_experts` each."""
         starts = accumulate(num_experts, initial=0)
         return tuple(start + expert for start, row in zip(starts, self.of(level), strict=False) for expert in row)
 
     def plan(self, operators: OperatorSet) -> Plan:
-        """Return the plan that takes all of the dense part, and these experts."""
+        """Return the plan of the whole dense part, and these experts."""
         dense = [operator.name for operator in operators if operator.kind != "expert"]
         durable = [*dense, *self._names(self.storage, operators)]
         kept = set(durable)
@@ -157,7 +157,7 @@ class Selection:
 
 
 def expert_names(layer: MoELayerSpec) -> list[str]:
-    """Return the names of the operators of all experts of a layer, on whatever ranks, by global index."""
+    """Return the operator names of all experts of a layer, on all ranks, by global index."""
     return [f"{layer.prefix}/expert.{expert}" for expert in range(layer.num_experts)]
 
 
@@ -166,10 +166,10 @@ def expert_layouts(operators: OperatorSet, nbytes: Mapping[str, int]) -> tuple[E
 
     Args:
         operators: of this rank, not split.
-        nbytes: FULL bytes by name of operator, over all its writers; experts of one layer are of equal size.
+        nbytes: FULL bytes by operator name, over all its writers; experts of one layer are of equal size.
 
     Returns:
-        Layouts, equal on all ranks, in the order in which `OperatorSet.count_offsets` counts.
+        Layouts, equal on all ranks, in the order of `OperatorSet.count_offsets`.
     """
     found = []
     for layer in operators.layers:
@@ -182,7 +182,7 @@ def expert_layouts(operators: OperatorSet, nbytes: Mapping[str, int]) -> tuple[E
 
 
 def taken_again(table: ExpertTable, experts: Iterable[int]) -> list[int]:
-    """Return those of `experts` that come before all others."""
+    """Return the experts with a bad stored copy, which come before all others."""
     return [expert for expert in experts if table.again and table.again[expert]]
 
 
@@ -195,18 +195,18 @@ def positions_of(layout: ExpertLayout) -> dict[int, list[int]]:
 
 
 def sequential_order(table: ExpertTable, level: str, turn: Sequence[int]) -> SortKey:
-    """Return a key: least recently saved first; of those saved at once first what was skipped, then by `turn`."""
+    """Return a key: least recently saved first; among equals skipped experts first, then by `turn`."""
     saved_at, skipped = table.saved_at[level], table.skipped[level]
     return lambda expert: (saved_at[expert], not skipped[expert], turn[expert])
 
 
 def unsaved_order(table: ExpertTable, level: str, turn: Sequence[int]) -> SortKey:
-    """Return a key: most unsaved tokens times generations since it was saved first, then as `sequential_order`.
+    """Return a key: most unsaved tokens times generations since the last copy first, then as `sequential_order`.
 
-    By tokens alone the most popular expert is taken each time, though it has as many again a generation later, and others
-    gather theirs. With a rate of `w` tokens per generation `a` generations leave `w a` unsaved, and what a place is worth is
-    `w a (a + 1) / 2` (Whittle's index of weighted age, Kadota et al., IEEE/ACM ToN 2018, Sec. IV; MOETION takes `w a`). An
-    expert with few tokens so has its turn, too.
+    By tokens alone the most popular expert is taken each time, though it has as many again a generation later, and
+    other experts' tokens pile up. With `w` tokens per generation `a` generations leave `w a` unsaved, and a place is
+    worth `w a (a + 1) / 2` (Whittle's index of weighted age, Kadota et al., IEEE/ACM ToN 2018, Sec. IV; MOETION takes
+    `w a`). So an expert with few tokens has its turn, too.
     """
     unsaved, otherwise = table.unsaved[level], sequential_order(table, level, turn)
     waited = table.waited.get(level) or (0,) * table.num_experts
@@ -214,18 +214,18 @@ def unsaved_order(table: ExpertTable, level: str, turn: Sequence[int]) -> SortKe
 
 
 def first(experts: Iterable[int], number: int, order: SortKey) -> list[int]:
-    """Return the `number` experts that `order` puts first."""
+    """Return the first `number` experts by `order`."""
     return sorted(experts, key=order)[:number]
 
 
 def overdue(ages: Sequence[int], costs: Sequence[int], *, limit: int, rate: Fraction | int) -> int:
-    """Return how many of the oldest must be taken now so that none gets older than `limit`.
+    """Return how many of the oldest experts must be taken now so that none gets older than `limit`.
 
     Args:
         ages: of experts that compete for the same places, oldest first.
-        costs: what each takes of a generation.
+        costs: part of a generation that each expert takes.
         limit: the largest age at which an expert may be taken.
-        rate: what each later generation can take.
+        rate: capacity of each later generation.
     """
     behind: Fraction | int = 0
     total = 0
@@ -240,5 +240,5 @@ def overdue(ages: Sequence[int], costs: Sequence[int], *, limit: int, rate: Frac
 
 
 def jitter(index: int, most: int) -> int:
-    """Return a number from 0 to `most` that looks random over `index`, and is the same in every process."""
+    """Return a number from 0 to `most`, pseudo-random over `index`, the same in every process."""
     return int(xxh3_64_intdigest(str(index).encode())) % (most + 1) if most > 0 else 0

@@ -1,24 +1,27 @@
 """K experts of every layer at each generation, in turns or by load, the same number on every rank.
 
-*Sequential*: who was saved longest ago comes first, so a generation that a level skipped is made up for by the next.
+*Sequential*: the least recently saved expert comes first, so the next generation makes up for one that a level skipped.
 Among experts saved at once the order goes round: from position to position, and each layer is one generation ahead of
 the layer before it. Without skips that is PEC's interleaved schedule, in which ranks write equally much.
 
-*Load-aware*: those with most unsaved tokens first, by the time that they gathered in (`unsaved_order`), as many from every position as from any other (to one) over all layers.
+*Load-aware*: experts with most unsaved tokens first, weighted by waiting time (`unsaved_order`), as many from every
+position as from any other (to one) over all layers.
 
-Two levels: storage gets `k` experts, memory `snapshot_k`. What is due in storage is taken to memory first of all, so that
-storage goes round in E / k generations whatever memory does; the rest of memory's places go by what memory lacks. Before
-both come experts of which a stored copy turned out bad, and those that would get older than `max_age` generations.
-Memory keeps the newest copy of each; other nodes that many generations, and so a copy of every expert. By load, one of which
-storage has a copy as new may wait for `STARVED` rounds: nothing is lost if other nodes drop it, and places go to what is at risk.
-Where a round takes more generations than they keep at most, they lack some: where a node is lost these are restored from storage.
+Two levels: storage gets `k` experts, memory `snapshot_k`. Memory takes storage's due experts first, so that storage
+goes round in E / k generations whatever memory does; memory's other places go by its own needs. Before both come
+experts with a bad stored copy, and those that would get older than `max_age` generations. Memory keeps each expert's
+newest copy; other nodes keep as many generations, and so a copy of every expert. Load-aware, an expert whose newest
+copy storage has may wait for `STARVED` rounds: other nodes may drop it without loss, and places go to experts at risk.
+If a round takes more generations than other nodes can keep, they lack some experts: a lost node's are restored from
+storage.
 
-Where storage skips generations, whose turn it is has an element of chance (a function of the index): regular turns and
-regular skips can be in step, and then the same experts would never reach storage.
+If storage skips generations, turns have an element of chance (a function of the index): regular turns and regular skips
+can be in step, and then the same experts would never reach storage.
 
-Source: PEC (2024), Sec. 3.1 and Algorithm 1, Sec. 3.2 (two-level PEC); we differ in going by what levels have in fact
-completed, and in the limit of age. Dynamic-K (Sec. 3.1) doubles K after a fault once lost tokens exceed the limit; we
-differ in doubling before that, if another fault like it would exceed the limit, and in going back when it would not.
+Source: PEC (2024), Sec. 3.1 and Algorithm 1, Sec. 3.2 (two-level PEC); we differ in going by generations that levels
+have in fact completed, and in the limit of age. Dynamic-K (Sec. 3.1) doubles K after a fault once lost tokens exceed
+the limit; we differ in doubling before that, if another such fault would exceed the limit, and in going back when it
+would not.
 """
 
 from __future__ import annotations
@@ -63,22 +66,22 @@ log = rank_logger(__name__)
 ExpertOrder = Literal["sequential", "load_aware"]
 
 _SLACK = {"sequential": 0.5, "load_aware": 1.0}
-"""How much longer than a round of E / K generations an expert may wait, in rounds. Half a round leaves a third of the
-places to what storage needs in order to make up for skips; a whole one leaves half of them to load."""
+"""Rounds of E / K generations that an expert may wait beyond one round. Half a round leaves a third of the places for
+making up for storage's skips; a whole one leaves half of them to load."""
 _SPARE = 2
 
 
 def next_k(k: int, *, last_k: int, plt: float, last_loss: float, plt_budget: float, num_experts: int) -> int:
-    """Return K after a recovery, and from then on as more is trained.
+    """Return K after a recovery, and from then on as training goes on.
 
-    It is the smallest of `k`, `2 k`, `4 k` and so on with which another fault that costs as much as the last one (less in
-    proportion, as K grows, and nothing with all experts) would leave PLT within the budget. A fault doubles K once at most.
+    K is the smallest of `k`, `2 k`, `4 k` and so on with which another fault as costly as the last (less in proportion,
+    as K grows, and free with all experts) would leave PLT within the budget. A fault doubles K once at most.
 
     Args:
-        k: experts per layer as they were asked for.
-        last_k: those that were taken when the last fault happened.
+        k: requested experts per layer.
+        last_k: experts per layer at the last fault.
         plt: portion of lost tokens, that fault included.
-        last_loss: part of it that the fault has cost.
+        last_loss: the last fault's part of `plt`.
         plt_budget: the limit, PEC proposes 0.05.
         num_experts: E of the largest layer.
 
@@ -97,9 +100,9 @@ def next_k(k: int, *, last_k: int, plt: float, last_loss: float, plt_budget: flo
 
 
 def largest_k(layouts: Sequence[ExpertLayout], nbytes: int, *, least: int) -> int:
-    """Return the most experts per layer of which one position has no more than `nbytes`, `least` or more.
+    """Return the most experts per layer, at least `least`, of which no position gives more than `nbytes`.
 
-    Source: PEC (2024), Sec. 4.2: as many for snapshots as are taken before the next optimizer step.
+    Source: PEC (2024), Sec. 4.2: snapshots as large as the time before the next optimizer step allows.
     """
     most = max((each.num_experts for each in layouts), default=least)
     found = least
@@ -109,7 +112,7 @@ def largest_k(layouts: Sequence[ExpertLayout], nbytes: int, *, least: int) -> in
 
 
 def _nbytes_of_position(layouts: Sequence[ExpertLayout], k: int) -> int:
-    """Return the bytes of the position that gives most, of K experts per layer."""
+    """Return the largest position's bytes, for K experts per layer."""
     taken: defaultdict[tuple[int, int], int] = defaultdict(int)
     for each in layouts:
         taken[each.nbytes, len(set(each.rank_of))] += min(k, each.num_experts)
@@ -118,17 +121,17 @@ def _nbytes_of_position(layouts: Sequence[ExpertLayout], k: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicK:
-    """Whether and when K follows what faults have cost."""
+    """Rule by which K follows the cost of faults."""
 
     plt_budget: float | None = 0.05
-    """Limit of PLT; `None` keeps K as it was asked for."""
+    """Limit of PLT; `None` keeps K as requested."""
 
     def __post_init__(self) -> None:
         if self.plt_budget is not None and not 0 <= self.plt_budget <= 1:
             raise ValueError(f"`DynamicK(plt_budget={self.plt_budget})` must be between 0 and 1, or None.")
 
     def in_force(self, k: int, ledger: TokenLedger) -> int:
-        """Return the K to take now where `k` was asked for, see `next_k`."""
+        """Return the K to take now for a requested `k`, see `next_k`."""
         if self.plt_budget is None or not ledger.last_lost:
             return k
         return next_k(
@@ -146,16 +149,16 @@ class PartialPolicy(ExpertPolicy):
     """K experts of every layer in each generation."""
 
     k: int = 1
-    """Experts per layer that go to storage; a layer with fewer gives all."""
+    """Experts per layer that go to storage; a smaller layer gives all."""
     snapshot_k: int | Literal["auto"] | None = None
     """Experts per layer that go to memory, `k` or more; `None` for `k`, `auto` for as many as steps can hide."""
     order: ExpertOrder = "sequential"
-    """Which come first."""
+    """Order of experts: `sequential` or `load_aware`."""
     age_limit: int | None = None
     """Generations within which every expert is taken again, at least `ceil(E / K)` and the turns of ranks; `None` for
     one and a half times that, load-aware twice, and at least 2 more; and no more than memory keeps, if it can hold all."""
     dynamic_k: DynamicK = field(default_factory=DynamicK)
-    """Whether more experts are taken after faults."""
+    """Rule for taking more experts after faults."""
 
     kind = "partial"
     callback = "PartialExpertCheckpoint"
@@ -175,7 +178,7 @@ class PartialPolicy(ExpertPolicy):
 
     @override
     def in_force(self, inputs: PlanInputs) -> PartialPolicy:
-        """Return the policy with the K that faults have led to; memory goes on with what it was made for."""
+        """Return the policy with the K in force after faults; memory keeps the K that its ring was made for."""
         ledger, snapshot_k = inputs.ledger, self.snapshot_k
         if snapshot_k == "auto":
             nbytes = (inputs.made_for or inputs.budgets).get(MEMORY, 0)
@@ -215,13 +218,13 @@ class PartialPolicy(ExpertPolicy):
 
     @override
     def config(self) -> dict[str, Any]:
-        """The period does not change what a generation looks like."""
+        """Identify the policy; the period does not change a generation's contents."""
         names = ("kind", "k", "snapshot_k", "order", "age_limit")
         return {name: getattr(self, name) for name in names}
 
     @override
     def after_restart(self, ledger: TokenLedger, lost_E: Tensor | None) -> TokenLedger:
-        """With another K, if the next fault like this one would lose too much, or even more of them would not."""
+        """Return the ledger with a larger K if another fault like this would lose too much, or a smaller one if not."""
         before, after = ledger.k or self.k, self.dynamic_k.in_force(self.k, ledger)
         budget, lost = self.dynamic_k.plt_budget, lost_E is not None and bool((lost_E > 0).any())
         if lost and budget is not None and ledger.plt > budget:
@@ -236,7 +239,7 @@ class PartialPolicy(ExpertPolicy):
 
     @override
     def after_count(self, ledger: TokenLedger) -> TokenLedger:
-        """With a smaller K, once a fault like the last one would leave PLT within the budget."""
+        """Return the ledger with a smaller K, once a fault like the last one would leave PLT within the budget."""
         after = min(ledger.k or self.k, self.dynamic_k.in_force(self.k, ledger))
         if ledger.k is not None and after < ledger.k:
             log.info("PLT is %.4f: %d experts per layer to storage instead of %d", ledger.plt, after, ledger.k)
@@ -261,7 +264,7 @@ class PartialPolicy(ExpertPolicy):
             chosen = [self._of_layer(turn, table, limit) for turn, table in zip(turns, tables, strict=True)]
             return Selection(tuple(memory for memory, _ in chosen), tuple(storage for _, storage in chosen))
         rows: list[list[tuple[int, ...]]] = [[()] * len(tables) for _ in LEVELS]
-        # Bytes are alike where experts are: layers with others are balanced by themselves.
+        # Experts of unequal bytes are balanced separately.
         for alike in _alike(tables):
             memory, storage = self._by_load([turns[i] for i in alike], [tables[i] for i in alike], limit)
             for i, kept, stored in zip(alike, memory, storage, strict=True):
@@ -292,7 +295,7 @@ class PartialPolicy(ExpertPolicy):
         return memory, balanced([ranked(i, 1, (), memory[i]) for i in layers], positions, to_storage)
 
     def _late_of_all(self, now: _Turn, tables: Sequence[ExpertTable], limit: int) -> set[tuple[int, int]]:
-        """Return the `(layer, expert)` that would get too old, as far as their layers or their positions have room."""
+        """Return the `(layer, expert)` that would get too old, as far as layer or position has room."""
         wait, rounds = max(map(self._wait, tables)), max(map(self._round, tables))
         respite = max(0, STARVED * rounds + _SPARE + wait - limit) if self.age_limit is None else 0
         ages = [
@@ -317,7 +320,7 @@ class PartialPolicy(ExpertPolicy):
         return found
 
     def _of_layer(self, now: _Turn, table: ExpertTable, limit: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the experts of one layer in turn."""
+        """Return one layer's experts in turn, to memory and to storage."""
         here = positions_of(table)
         ours = [bool(taken_again(table, experts)) for experts in here.values()]
         to_memory, to_storage = self._places(
@@ -340,27 +343,27 @@ class PartialPolicy(ExpertPolicy):
     def _late(
         self, now: _Turn, table: ExpertTable, experts: Sequence[int], limit: int, num_positions: int
     ) -> list[int]:
-        # Of equal age is what memory has lost as a whole: then storage's order, in which `experts` are, goes on.
+        # After a loss of memory all ages are equal: `experts` are in storage's order, which goes on.
         oldest = sorted(experts, key=lambda e: -table.age[e])
         rate = Fraction(min(self.memory_k, table.num_experts), num_positions)
         ages = [table.age[e] for e in oldest]
         limit -= self._wait(table)
         if now.behind:
-            # Earlier by chance: storage that takes each so many generations must not meet the late ones every time.
+            # Earlier by chance: storage that takes every n-th generation must not meet the late experts every time.
             limit -= jitter(now.phase, limit - self._round(table))
         return oldest[: overdue(ages, [1] * len(ages), limit=limit, rate=rate)]
 
     def _round(self, table: ExpertTable) -> int:
-        """Return how many generations take every expert once."""
+        """Return the number of generations that take every expert once."""
         return -(-table.num_experts // min(self.memory_k, table.num_experts))
 
     def _wait(self, table: ExpertTable) -> int:
-        """Return the most generations in which a position gives nothing, where there are more of them than K."""
+        """Return the most generations in a row without an expert of some position, if there are more positions than K."""
         turns = -(-len(set(table.rank_of)) // min(self.memory_k, table.num_experts))
         return 2 * (turns - 1)
 
     def _places(self, now: _Turn, sizes: Sequence[int], ahead: int | None) -> tuple[list[int], list[int]]:
-        """Return how many each position gives; `ahead` is one whose turn it is, whoever would be next."""
+        """Return the experts that each position gives, to memory and to storage; `ahead` is a position to come first."""
         if ahead is not None:
             memory = spread(self.memory_k, sizes, start=ahead)
             return memory, spread(self.k, memory, start=ahead)
@@ -380,24 +383,24 @@ class _Turn:
 
     @property
     def phase(self) -> int:
-        """Counts generations and layers alike: what one layer takes now, the next one took a generation before."""
+        """Sum of index and layer: a layer now takes the places that the next layer took a generation before."""
         return self.index + self.layer
 
     def shift(self, num_positions: int) -> int:
-        """Return by how much the round of positions is moved: by chance after each, where storage skips.
+        """Return the shift of the round of positions: random after each round if storage skips, else 0.
 
-        Storage that takes each second generation would otherwise only ever see one of two positions.
+        Storage that takes every second generation would otherwise only ever see one of two positions.
         """
         return jitter(self.index // num_positions, num_positions - 1) if self.behind else 0
 
 
 def spread(number: int, rooms: Sequence[int], *, start: int) -> list[int]:
-    """Return how many each position gives: equally many, to one, as far as they have room.
+    """Return the experts that each position gives: equally many, to one, as far as positions have room.
 
     Args:
-        number: of experts to take in all, or as many as there are.
-        rooms: most that each position can give.
-        start: the position (modulo how many there are) that gives one more first.
+        number: experts to take in all, if there are as many.
+        rooms: most experts that each position can give.
+        start: the position, modulo their number, that gives one more first.
     """
     given = [0] * len(rooms)
     left, turn = min(number, sum(rooms)), start % len(rooms)
@@ -410,7 +413,7 @@ def spread(number: int, rooms: Sequence[int], *, start: int) -> list[int]:
 
 
 def _alike(tables: Sequence[ExpertTable]) -> list[list[int]]:
-    """Return the layers whose experts are of one size, on as many positions."""
+    """Return groups of layers with experts of one size and the same number of positions."""
     found = defaultdict[tuple[int, int], list[int]](list)
     for i, table in enumerate(tables):
         found[table.nbytes, len(set(table.rank_of))].append(i)
@@ -418,13 +421,13 @@ def _alike(tables: Sequence[ExpertTable]) -> list[list[int]]:
 
 
 def _urgency(late: Sequence[int], due: Collection[int], then: SortKey) -> SortKey:
-    """Return a key: those that are too old, oldest first; those that storage wants; the others."""
+    """Return a key: too old experts, oldest first; then experts due in storage; then the rest by `then`."""
     place = {expert: i - len(late) for i, expert in enumerate(late)}
     return lambda expert: (place.get(expert, 0), expert not in due, *then(expert))
 
 
 def _turn(table: ExpertTable, start: int) -> list[int]:
-    """Return each expert's place in the round that begins at `start`: position by position, then the next of each."""
+    """Return each expert's place in the round from `start` on: first all positions' first experts, then the second."""
     here = list(positions_of(table).values())
     rows = [(local, position) for position, experts in enumerate(here) for local in range(len(experts))]
     turn = [0] * table.num_experts

@@ -1,11 +1,11 @@
 """A plan: which record of which operator goes into which file, step by step of a window.
 
-A plan is data. It names operators of all ranks, is equal on all of them, and survives JSON; `snapshot` makes it concrete
+A plan is data. It names operators of all ranks, is equal on all ranks, and survives JSON; `snapshot` makes it concrete
 on one rank. A window is one step for everything at once, or several: then each step takes FULL of some operators and
-COMPUTE of those that are still to come (MoEvement, Sec. 3.2).
+COMPUTE of those still to come (MoEvement, Sec. 3.2).
 
-Every step writes one file for each audience that it has records for. The *durable* file goes to every tier; the *node*
-file stays in memory, where that takes more than storage does (PEC, Sec. 3.2).
+Every step writes one file for each audience with records. The *durable* file goes to every tier; the *node* file stays
+in memory, if memory takes more than storage does (PEC, Sec. 3.2).
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.operators import RecordKind
 
 Audience = Literal["durable", "node"]
-"""Who takes a file: every tier, or memory only."""
+"""Receivers of a file: every tier, or memory only."""
 
 AUDIENCES: tuple[Audience, ...] = ("durable", "node")
-"""In the order in which their files lie in memory."""
+"""Audiences in the order of their files in memory."""
 
 _KINDS = [kind.value for kind in RecordKind]
 
 Records = Mapping[str, RecordKind]
-"""What a file has, by operator, in the order in which it is stored."""
+"""Records of a file by operator, in stored order."""
 
 
 @dataclass(frozen=True)
 class WindowStep:
-    """What one boundary writes."""
+    """Files of one boundary."""
 
     files: Mapping[Audience, Records]
 
     def of_kind(self, kind: RecordKind, audience: Audience = "durable") -> tuple[str, ...]:
-        """Return the operators of which the file of an audience has this kind."""
+        """Return the operators with a record of this kind in an audience's file."""
         return tuple(name for name, each in self.files.get(audience, {}).items() if each is kind)
 
     @property
     def audiences(self) -> tuple[Audience, ...]:
-        """Those that have a file; every step has a durable one."""
+        """Audiences with a file; every step has a durable one."""
         return tuple(each for each in AUDIENCES if each == "durable" or self.files.get(each))
 
 
@@ -54,12 +54,12 @@ class Plan:
 
     steps: tuple[WindowStep, ...]
     interval_steps: int = 0
-    """Steps from one window's first boundary to the next one's; at least, and by default, as many as the window has."""
+    """Steps from one window's first boundary to the next one's; at least, and by default, the window's length."""
     partial: bool = False
-    """Whether generations have some operators only: a restore takes each from where it is newest, so its shards have to be
-    the same in all of them. Else a generation has everything as of one step."""
+    """Whether generations have some operators only: a restore takes each operator's newest copy, so shards are equal in
+    all generations. Else a generation has everything as of one step."""
     names: tuple[str, ...] = field(init=False)
-    """All operators, in the order in which they are taken first."""
+    """All operators, in the order in which they are first taken."""
 
     def __post_init__(self) -> None:
         if not self.steps:
@@ -70,7 +70,7 @@ class Plan:
 
     @classmethod
     def of_slots(cls, slots: Sequence[Sequence[str]], *, interval_steps: int = 0) -> Plan:
-        """Return the plan that takes FULL of the operators of `slots[j]` in step j, and COMPUTE of those of later ones.
+        """Return the plan that takes FULL of `slots[j]` in step j, and COMPUTE of later slots' operators.
 
         Raises:
             ValueError: there is no slot, or an operator is named twice.
@@ -92,7 +92,7 @@ class Plan:
 
     @classmethod
     def joined(cls, plans: Sequence[Plan]) -> Plan:
-        """Return the plan of all pipeline stages together, from one for each: a shorter one takes nothing in its last steps."""
+        """Return the joint plan of all pipeline stages; a shorter stage's plan takes nothing in the last steps."""
         window = max(plan.window for plan in plans)
         steps = []
         for index in range(window):
@@ -105,7 +105,7 @@ class Plan:
         return cls(tuple(steps), max(plan.interval_steps for plan in plans), any(plan.partial for plan in plans))
 
     def restricted(self, names: Collection[str]) -> Plan:
-        """Return what it takes of some operators, without last steps that take nothing of them."""
+        """Return the part of the plan for some operators, without last steps that take none of them."""
         steps = [
             WindowStep(
                 {each: {n: kind for n, kind in records.items() if n in names} for each, records in step.files.items()}
@@ -118,7 +118,7 @@ class Plan:
 
     @property
     def is_differential(self) -> bool:
-        """Whether it has what leads from the boundary before to this one, and no state."""
+        """Whether the plan takes differences to the boundary before, and no state."""
         return bool(self.steps[0].of_kind(RecordKind.DELTA))
 
     @property
@@ -127,7 +127,7 @@ class Plan:
         return len(self.steps)
 
     def full(self, index: int) -> tuple[str, ...]:
-        """Return the operators of which the durable file of step `index` has FULL."""
+        """Return the operators with FULL in the durable file of step `index`."""
         return self.steps[index].of_kind(RecordKind.FULL)
 
     def __eq__(self, other: object) -> bool:
@@ -141,7 +141,7 @@ class Plan:
         return self._json
 
     def to_value(self) -> dict[str, Any]:
-        """Return JSON values: operators by name, and what each file has as runs `[start, stop]` of places among them."""
+        """Return JSON values: operators by name, and each file's records as runs `[start, stop]` of places among them."""
         place = {name: index for index, name in enumerate(self.names)}
         steps = [
             {
@@ -163,7 +163,7 @@ class Plan:
 
     @classmethod
     def from_value(cls, value: object) -> Plan:
-        """Read what `to_value` returned. Raises `Corrupt`: it is no plan."""
+        """Read the value of `to_value`. Raises `Corrupt` for any other value."""
         try:
             return cls._read(value)
         except (ValueError, LookupError, TypeError, AttributeError) as error:

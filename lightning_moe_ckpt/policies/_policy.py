@@ -1,8 +1,8 @@
-"""What is taken when: the contract of a policy, and the data that it plans from.
+"""The contract of a policy, and the inputs of its plans.
 
-A policy is data and pure functions. All ranks hand it equal inputs, so all get the same plan without an exchange. What
-it needs measured it says in `needs` and `budgets`; the planner measures that, agrees on it with the other ranks, and
-lays plans out. Nobody else asks which policy runs: what differs between policies is said here.
+A policy is data and pure functions. All ranks give it equal inputs, so all get the same plan without an exchange. The
+policy declares its measurements in `needs` and `budgets`; the planner measures, agrees with the other ranks, and lays
+plans out. All differences between policies are declared here: no other code asks which policy runs.
 
 Sources: MoEvement (2026), Sec. 3; PEC (2024), Sec. 3; MOETION (2024), Sec. 4.
 """
@@ -28,77 +28,77 @@ from lightning_moe_ckpt.policies._token_ledger import TokenLedger
 # Shape suffix: E experts of all layers.
 
 Measurement = Literal["tokens", "popularity", "bandwidths", "compute_dtypes"]
-"""What can be measured: tokens that each expert has learned from and every tier has saved; popularity of experts; what
-steps can hide, from their time and from bandwidths; the precision in which parameters are consumed."""
+"""Measurable inputs: tokens that each expert has learned from and every tier has saved; popularity of experts; bytes
+that steps can hide, from their time and from bandwidths; precisions in which parameters are consumed."""
 
 DifferentialMode = Literal["lossless", "bf16", "compressed"]
-"""Gradients as the optimizer consumed them, rounded to bfloat16, or compressed: INT8 where they are small, else the
-hundredth of the elements that is largest."""
+"""Gradients as the optimizer consumed them, rounded to bfloat16, or compressed: INT8 for small gradients, else the
+largest hundredth of the elements."""
 
 Budget = int | Literal["auto"]
-"""Bytes of one rank and generation, or `auto` for what steps can hide."""
+"""Bytes per rank and generation, or `auto` for as many as steps can hide."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deltas:
-    """That gradients are sent to other nodes where they lead to what is there to send, and how."""
+    """Gradients sent to other nodes in place of the states that they lead to."""
 
     kind: Literal["lossless", "bf16"] = "lossless"
-    """Whether copies have the bytes of their owner, or are of gradients rounded to bfloat16."""
+    """Form of gradients: exact, for copies equal to their owner's bytes, or rounded to bfloat16."""
     resync_every: int = 64
-    """Generations of rounded gradients until a whole one is sent with them, and the difference is told."""
+    """Generations of rounded gradients until a whole state is sent with them, and the difference is logged."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of gradients as they are kept and sent."""
+        """Type of gradients as kept and sent."""
         return torch.float32 if self.kind == "lossless" else torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chains:
-    """That generations between two of everything have what leads from one step to the next (TierCheck, Sec. 3.2)."""
+    """Differences between two full generations, from one step to the next (TierCheck, Sec. 3.2)."""
 
     every_n_steps: int
-    """Steps from one generation of everything, a *base*, to the next at most."""
+    """Most steps from one full generation, a *base*, to the next."""
     batch: int
-    """Differentials that storage gets together, in one generation."""
+    """Differences that storage gets together, in one generation."""
     mode: DifferentialMode = "lossless"
-    """How gradients are kept."""
+    """Form of gradients."""
     error_feedback: bool = False
-    """Whether what compression leaves out of a gradient is added to the next one."""
+    """Whether a gradient's compression loss is added to the next gradient."""
 
     @property
     def links_kept(self) -> int:
-        """Differentials that memory has room for: a batch that storage takes, and one that is gathered meanwhile."""
+        """Differences that memory has room for: one batch on its way to storage, and one being gathered."""
         return min(self.every_n_steps - 1, 2 * self.batch)
 
     def ends_batch(self, steps: int) -> bool:
-        """Return whether the differential `steps` steps behind its base is the last one of a batch."""
+        """Return whether the difference `steps` steps after its base is the last of a batch."""
         return steps % self.batch == 0 or steps + 1 >= self.every_n_steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """What a plan is made of; what decides anything is equal on all ranks."""
+    """Inputs of a plan; all that decide anything are equal on all ranks."""
 
     operators: OperatorSet
-    """Of this rank, cut into pieces if the policy asked for that."""
+    """Operators of this rank, cut into pieces if the policy asked for pieces."""
     sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Bytes that this rank writes of the FULL and the COMPUTE record of each operator."""
+    """Bytes that this rank writes of each operator's FULL and COMPUTE record."""
     popularity: Sequence[float] = ()
-    """By expert, over all ranks; zeros where it is not measured."""
+    """Popularity per expert, over all ranks; zeros if not measured."""
     budgets: Mapping[str, int] = field(default_factory=dict)
-    """By level, the smallest of all ranks: bytes of a step, or of the experts of one position if generations are partial."""
+    """Smallest budget of all ranks per level: bytes of a step, or of one position's experts for partial generations."""
     index: int = 0
     """Generations of this run before this one."""
     ledger: TokenLedger | None = None
-    """What tiers have saved, where tokens are counted."""
+    """Ledger of saved tokens, if tokens are counted."""
     coming: Tensor | None = None
-    """int64 `[E]`: tokens that experts will have learned from besides when the plan is carried out, as far as can be told."""
+    """int64 `[E]`: expected tokens of each expert until the plan is carried out, if known."""
     layouts: Sequence[ExpertLayout] = ()
-    """Of the experts in the ledger."""
+    """Layouts of the ledger's experts."""
     bad: Collection[int] = ()
-    """Experts, by place over all layers, that are to be taken before all others: a stored copy turned out bad."""
+    """Experts with a bad stored copy, by place over all layers, to be taken first."""
     generations_kept: int | None = None
     """Generations that memory was made for; `None` before the first plan."""
     made_for: Mapping[str, int] = field(default_factory=dict)
@@ -112,54 +112,55 @@ class PlanInputs:
 
 
 class Policy(ABC):
-    """What is taken when. Defaults are those of a policy that takes everything in each generation."""
+    """Contract of a policy. The defaults fit a policy that takes everything in each generation."""
 
     kind: ClassVar[str]
-    """Names it in markers."""
+    """Name of the policy in markers."""
     cuts: ClassVar[bool] = True
-    """Whether parts of one state may be restored from different steps: an optimizer then has to update each element alone."""
+    """Whether parts of one state may be restored from different steps: an optimizer must then update each element
+    alone."""
     exact: ClassVar[bool] = True
     """Whether a generation has everything as of one step, so that restores are exact. Else its plans are partial."""
     replays: ClassVar[bool] = False
-    """Whether a restart runs steps again that the run before it had taken."""
+    """Whether a restart repeats steps of the run before."""
     callback: ClassVar[str] = ""
-    """What the user calls it, where messages name it."""
+    """Name of the user's callback in messages."""
     peer_audiences: ClassVar[frozenset[Audience]] = frozenset(AUDIENCES)
-    """Files that copies on other nodes have."""
+    """Files in copies on other nodes."""
     popularity: Popularity | None = None
-    """How popularity is measured, where it is needed."""
+    """Settings of popularity, if needed."""
     deltas: Deltas | None = None
-    """Whether and how gradients may stand for experts that stay chosen, on their way to other nodes."""
+    """Settings of gradients in place of states on the way to other nodes; `None` sends states."""
     chains: Chains | None = None
-    """Whether and how generations are differences to the one before."""
+    """Settings of differences between generations; `None` takes none."""
     allow_missing_experts: bool = False
-    """Whether experts of which there is no good copy may begin anew, where nothing whole is left."""
+    """Whether experts without a good copy may begin anew, if no whole generation is left."""
 
     @property
     def needs(self) -> frozenset[Measurement]:
-        """What has to be measured for its plans."""
+        """Measurements for the policy's plans."""
         return frozenset()
 
     @property
     def budgets(self) -> Mapping[str, Budget]:
-        """By level, what a generation may take of it, where that limits plans."""
+        """Budgets that limit plans, by level."""
         return {}
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """Identify the policy; a stored plan is adopted only under an equal one."""
+        """Identify the policy; a stored plan is adopted only under an equal policy."""
 
     @abstractmethod
     def least_steps(self, num_operators: int) -> int:
-        """Return after how many steps the first generation can be complete, as far as is known before a plan."""
+        """Return the least steps to the first complete generation, as far as known before a plan."""
 
     @abstractmethod
     def due(self, step: int, last: int | None, interval_steps: int) -> bool:
-        """Whether a window should start at boundary `step`.
+        """Return whether a window should start at boundary `step`.
 
         Args:
             step: the boundary.
-            last: where the newest window of this incarnation started.
+            last: start of this incarnation's newest window, if any.
             interval_steps: of the plan in force.
         """
 
@@ -168,11 +169,11 @@ class Policy(ABC):
         """Plan the next window; from any thread."""
 
     def refusal(self, operators: OperatorSet) -> str | None:
-        """Return why nothing can be planned over these, with what to do instead; `None` if plans are possible."""
+        """Return why no plan over these operators is possible, with a remedy; `None` if plans are possible."""
         return None
 
     def remark(self, operators: OperatorSet) -> str | None:
-        """Return which of its arguments have no effect over these, and what to do instead; `None` if all have."""
+        """Return which arguments have no effect over these operators, with a remedy; `None` if all have."""
         return None
 
     def split_nbytes(self, inputs: PlanInputs) -> int:
@@ -180,25 +181,25 @@ class Policy(ABC):
         return 0
 
     def generations_kept(self, inputs: PlanInputs) -> int:
-        """Return how many generations other nodes keep: together they hold every operator, if so many can."""
+        """Return the number of generations that other nodes keep: together they hold every operator, if possible."""
         return 1
 
     def copies_kept(self, inputs: PlanInputs) -> int | None:
-        """Return how many generations other nodes keep, in slots made for the budget; `None` for those of memory."""
+        """Return the number of generations that other nodes keep in budget slots; `None` for slots like memory's."""
         return None
 
     def after_restart(self, ledger: TokenLedger, lost_E: Tensor | None) -> TokenLedger:
-        """Return what to go on with after a recovery that lost `lost_E` tokens; `None` at a start, or if none was lost."""
+        """Return the ledger after a recovery that lost `lost_E` tokens; `None` at a start, or if none was lost."""
         return ledger
 
     def after_count(self, ledger: TokenLedger) -> TokenLedger:
-        """Return what to go on with after more tokens were counted; called before every generation."""
+        """Return the ledger after more tokens were counted; called before every generation."""
         return ledger
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeriodicPolicy(Policy):
-    """A generation of one boundary at multiples of `every_n_steps`, whatever incarnation this is."""
+    """A generation of one boundary at multiples of `every_n_steps`, in every incarnation."""
 
     every_n_steps: int = 1
 
@@ -213,7 +214,7 @@ class PeriodicPolicy(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPolicy(PeriodicPolicy):
-    """Takes the dense part, and of every layer the experts that it selects. A restore takes each where it is newest."""
+    """Take the dense part, and selected experts of every layer. A restore takes each expert's newest copy."""
 
     allow_missing_experts: bool = False
 
@@ -221,7 +222,7 @@ class ExpertPolicy(PeriodicPolicy):
 
     @override
     def refusal(self, operators: OperatorSet) -> str | None:
-        if (operators.whole or operators).layers:  # if the experts of none train, every generation has everything
+        if (operators.whole or operators).layers:  # without trained experts every generation has everything
             return None
         return (
             f"`{self.callback}` takes some experts of every layer, and no Mixture-of-Experts layer was found in the model. "
@@ -231,7 +232,7 @@ class ExpertPolicy(PeriodicPolicy):
     @property
     @override
     def needs(self) -> frozenset[Measurement]:
-        """Tokens decide, and what a restore loses is told in them."""
+        """Tokens, by which experts are chosen and losses are reported."""
         return frozenset({"tokens"})
 
     @abstractmethod
@@ -242,18 +243,18 @@ class ExpertPolicy(PeriodicPolicy):
             index: generations of this run before this one.
             tables: one per MoE layer, in the order of the model.
             budgets: by level, bytes of experts that one generation may take from one position. Policies that count
-                experts and not bytes leave them alone.
+                experts ignore them.
         """
 
     @abstractmethod
     def max_age(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> int:
-        """Return the largest age that an expert reaches of which storage has nothing as new: it is taken then.
+        """Return the largest age of an expert without an equally new copy in storage: the expert is taken at that age.
 
         Nodes that keep this many whole generations hold every expert; beside them there is the one being written.
         """
 
     def in_force(self, inputs: PlanInputs) -> ExpertPolicy:
-        """Return the policy that chooses now: with what the run has led to, where arguments alone do not decide."""
+        """Return the policy that chooses now: with settings changed by the run, beyond its arguments."""
         return self
 
     @override

@@ -1,13 +1,13 @@
-"""In which order operators are captured within a window, and when that order is out of date.
+"""The order in which a window captures operators, and when that order is out of date.
 
-What is captured late stays frozen long in replay and saves work there; so popular experts come last, after them the
+Operators captured late stay frozen long in replay and save work there; so popular experts come last, after them the
 operators that every token uses. In a dense model the back comes first: gradients of a frozen front need not be
 computed.
 
-Popularity is measured from the tokens of every step (`Popularity`): hard counts of the tokens that an expert processed,
-or soft counts of the router's probabilities; summed, or averaged with a half-life; as they are, or in relation to
-capacity. A token dropped over capacity is no hard count: the expert is not activated for it, and freezing the expert
-saves nothing of it. Soft counts include it, since its probability does not depend on whether there was room.
+Popularity is measured from the tokens of every step (`Popularity`): hard counts of an expert's processed tokens, or
+soft counts of the router's probabilities; summed, or averaged with a half-life; absolute, or relative to capacity. A
+token dropped over capacity is no hard count: it does not activate the expert, so freezing the expert saves nothing.
+Soft counts include it, since its probability does not depend on capacity.
 
 Shape suffixes: T tokens, E experts.
 
@@ -30,24 +30,23 @@ Order = Literal["popularity", "fixed", "back_to_front"]
 
 @dataclass(frozen=True, kw_only=True)
 class Popularity:
-    """How the popularity of experts is measured, and when a changed one changes the order of capture.
+    """Measure of experts' popularity, and thresholds for a new order of capture.
 
     Source: MoEvement (2026), Sec. 3.5 and Appendix B; the names are the paper's.
     """
 
     counts: Literal["hard", "soft"] = "hard"
-    """`hard`: tokens that the expert processed; `soft`: the router's probabilities for it, summed over all tokens."""
+    """`hard`: the expert's processed tokens; `soft`: the router's probabilities for the expert, summed over all tokens."""
     half_life_steps: float | None = None
     """Optimizer steps after which a step weighs half (the paper's time decay, an exponential moving average); `None`
     weighs all steps since the last look alike."""
     per_capacity: bool = False
-    """Whether each step's counts are divided by what the expert could take in that step; where nothing is dropped,
-    that is all tokens."""
+    """Whether each step's counts are divided by the expert's capacity in that step: all tokens, if nothing is dropped."""
     reorder_every_n_steps: int = 100
-    """Steps between two looks at the order, which happen at multiples of it. A new order holds from the window after
-    the next, so it is out of date before it holds if there are fewer steps between looks than in a window."""
+    """Steps between two looks at the order, at multiples of this number. A new order holds from the window after the
+    next, so with fewer steps than a window it is out of date before it holds."""
     reorder_threshold: float = 0.10
-    """Relative change of an expert's share that counts as one."""
+    """Relative change of an expert's share that counts as a change."""
     reorder_fraction: float = 0.25
     """Share of the experts that must have changed for a new plan."""
 
@@ -83,7 +82,7 @@ def should_reorder(
 
     Args:
         old_counts: popularity of each expert when the plan was made, in any unit.
-        new_counts: the same now; the totals may differ.
+        new_counts: popularity now; the totals may differ.
         reorder_threshold: relative change of an expert's share that counts.
         reorder_fraction: share of the experts that must have changed.
 
@@ -100,16 +99,16 @@ def should_reorder(
 
 
 def decayed_popularity(previous_E: Tensor, counts_E: Tensor, *, half_life_steps: float) -> Tensor:
-    """Popularity that forgets: an exponential moving average over optimizer steps.
+    """Return an exponential moving average of popularity over optimizer steps.
 
     `a * previous + (1 - a) * counts` with `a = 2 ** (-1 / half_life_steps)`. The average starts at zero, which scales
-    the first ones alike for all experts; neither an order nor shares see that. It is linear, so averages that ranks
-    take of their own tokens add up to that of all tokens.
+    the first averages alike for all experts, without effect on order or shares. It is linear, so ranks' averages of
+    their own tokens add up to the average of all tokens.
 
     Args:
-        previous_E: the result for the step before; zeros for the first one.
+        previous_E: the result for the step before; zeros for the first step.
         counts_E: hard or soft counts of one optimizer step, all its micro-batches.
-        half_life_steps: after how many steps a count weighs half, above zero.
+        half_life_steps: steps after which a count weighs half, above zero.
 
     Returns:
         float64 `[E]`. Equal inputs give equal bits, so a resumed run that counts the same steps has the same result.
@@ -126,12 +125,12 @@ def decayed_popularity(previous_E: Tensor, counts_E: Tensor, *, half_life_steps:
 
 
 def popularity_per_capacity(counts_E: Tensor, capacity_E: Tensor) -> Tensor:
-    """Return how far experts of different capacity are used: tokens in relation to the tokens they can take.
+    """Return the use of experts of different capacity: tokens relative to capacity.
 
     Args:
         counts_E: hard or soft counts.
-        capacity_E: tokens that each expert could take in the same steps, zero or more; on any device. An expert that
-            could take none has no popularity.
+        capacity_E: tokens that each expert could take in the same steps, zero or more; on any device. An expert without
+            capacity has no popularity.
 
     Returns:
         float64 `[E]`, on the device of the counts.

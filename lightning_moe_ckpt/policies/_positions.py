@@ -1,9 +1,9 @@
 """Plans that expert-parallel ranks agree on although their experts differ.
 
-Ranks that share a reduction must capture a dense operator in the same slot, but rank 0's experts may be popular in
-another order than rank 1's. So what is planned is *positions*: dense operators and routers by name, and "the k-th
-least popular expert here" of each layer. The positions, their sizes and their order depend only on what all ranks
-know (counts summed over all ranks), so all make the same plan; each then puts its own experts into the positions.
+Ranks that share a reduction must capture a dense operator in the same window step, but rank 0's experts may be popular
+in another order than rank 1's. So plans are over *positions*: dense operators and routers by name, and "the k-th least
+popular expert here" of each layer. The positions, their sizes and their order depend only on counts summed over all
+ranks, so all ranks make the same plan; each then puts its own experts into the positions.
 
 Source: MoEvement (2026), Sec. 3.5; we differ in agreeing between ranks: it orders one rank's operators only.
 """
@@ -26,11 +26,11 @@ Counts = Tensor | Sequence[float]
 def positions(
     operators: OperatorSet, counts: Counts, *, sizes: Mapping[str, tuple[int, int]], by: Order = "popularity"
 ) -> list[PlanItem]:
-    """Return what to plan instead of operators; equal on all ranks if `counts` and `by` are.
+    """Return the positions to plan instead of operators; equal on all ranks if `counts` and `by` are.
 
     Args:
         operators: of this rank, possibly split.
-        counts: popularity per expert over all layers, summed over all ranks (frozen at the window's slot 0).
+        counts: popularity per expert over all layers, summed over all ranks (frozen at the window's first step).
         sizes: `(FULL, COMPUTE)` bytes of each operator. Experts of one layer must have equal sizes on all ranks.
         by: order of capture, see `order`; only `popularity` looks at `counts`. A model without experts has no
             popularity and is captured back to front (MoEvement, Appendix E).
@@ -50,10 +50,10 @@ def assign_positions(plan: Plan, operators: OperatorSet, counts: Counts, *, by: 
     """Return the plan over operators of all ranks, from the plan over positions; equal on all ranks.
 
     Args:
-        plan: made of the positions of these operators.
+        plan: over the positions of these operators.
         operators: of this rank.
-        counts: the counts from which the positions were made.
-        by: the order with which they were made.
+        counts: counts that the positions were made from.
+        by: order that the positions were made with.
 
     Raises:
         ValueError: the plan does not name exactly the positions of these operators.
@@ -72,7 +72,7 @@ def assign_positions(plan: Plan, operators: OperatorSet, counts: Counts, *, by: 
 
 
 def all_names(operators: OperatorSet) -> list[str]:
-    """Return the names of the operators of all ranks, from this rank's: each holds as many experts, cut alike."""
+    """Return the operator names of all ranks, from this rank's: each rank holds as many experts, cut alike."""
     layers = {
         layer.fqn: (layer, {expert: k for k, expert in enumerate(layer.local_expert_ids)}) for layer in operators.layers
     }
@@ -92,25 +92,25 @@ def all_names(operators: OperatorSet) -> list[str]:
 class _Position:
     name: str
     holders: list[str]
-    """Operators that take it, one of each expert-parallel rank."""
+    """Operators at the position, one of each expert-parallel rank."""
     popularity: float = float("inf")
-    """Everything that every token uses comes after all experts."""
+    """Popularity of the position; operators that every token uses come after all experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
     prefix: str
-    """Of the names of its operators."""
+    """Prefix of the layer's operator names."""
     ordered: list[int]
     """Local experts, least popular first."""
     everywhere: list[list[int]]
-    """The same of every expert-parallel rank; one row if all ranks hold all experts."""
+    """Experts of each expert-parallel rank, least popular first; one row if all ranks hold all experts."""
     keys: list[float]
     """Popularity of each position, summed over the expert-parallel ranks."""
 
 
 def _assign(operators: OperatorSet, layers: Mapping[str, _Layer]) -> Iterator[tuple[_Position, Operator]]:
-    """Yield positions in the order of the model, each with the operator of this rank that takes it."""
+    """Yield positions in the order of the model, each with this rank's operator for it."""
     local = {(layer.fqn, expert): k for layer in operators.layers for k, expert in enumerate(layer.local_expert_ids)}
     pieces = {(op.layer, op.expert_idx, _piece(op)): op for op in operators}
     for op in operators:
@@ -124,7 +124,7 @@ def _assign(operators: OperatorSet, layers: Mapping[str, _Layer]) -> Iterator[tu
 
 
 def _piece(op: Operator) -> str:
-    """Return what `split` appended to the name."""
+    """Return the suffix that `split` appended to the name."""
     _, mark, number = op.name.partition("#")
     return mark + number
 

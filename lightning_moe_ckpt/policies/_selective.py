@@ -1,13 +1,14 @@
-"""As many experts as the bytes that a step can hide allow, those with most unsaved tokens, more from layers at risk.
+"""As many experts as fit into the bytes that a step can hide, those with most unsaved tokens, more from layers at risk.
 
-Algorithm 1 is carried out for each position by itself, with the experts it holds: what limits a generation is the link
-of one device to its host, and of one host to the network, and these are there once per position. So no rank copies more
-than the budget, however unevenly tokens are spread.
+Algorithm 1 is carried out for each position by itself, with the experts it holds: a generation is limited by the link
+of one device to its host, and of one host to the network, and each position has its own. So no rank copies more than
+the budget, however unevenly tokens are spread.
 
-What memory has not seen for too long is taken before, and so is what some level outside the node (storage, copies on other
-nodes) has not had for too many of the generations that it took; chance decides whose turn is first, so that a level that
-takes each so many generations does not meet others' turns every time. Experts of which storage has as new a copy as there is wait
-longer (`STARVED` rounds): MOETION knows no limit of age, and forced turns took half of the places of a budget of a quarter.
+Experts that memory has not had for too long come before, and so do experts missing from too many generations of a level
+outside the node (storage, copies on other nodes). Chance decides which level's turn is first, so that a level that
+takes every n-th generation does not meet other levels' turns every time. Experts whose newest copy storage has wait
+longer (`STARVED` rounds): MOETION knows no limit of age, and forced turns took half of the places of a budget of a
+quarter.
 
 Source: MOETION (2024), Sec. 4.3, Algorithm 1. We differ in the position-wise budget and in experts of several sizes.
 """
@@ -44,7 +45,7 @@ from lightning_moe_ckpt.policies._token_ledger import TokenLedger
 _SLACK, _SPARE = 2, 2
 
 ExpertRows = list[list[int]]
-"""Global indices by layer, of one position."""
+"""Global indices of one position's experts, by layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class SelectivePolicy(ExpertPolicy):
     local_budget: Budget = "auto"
     """Bytes of a generation that each rank may copy to host memory."""
     remote_budget: Budget = "auto"
-    """Bytes of it that may leave the node."""
+    """Bytes of a generation that may leave the node."""
     deltas: Deltas | None = None
     age_limit: int | None = None
     """Generations within which every expert is taken again, at least as many as take every expert once; `None` for
@@ -81,13 +82,13 @@ class SelectivePolicy(ExpertPolicy):
 
     @override
     def config(self) -> dict[str, Any]:
-        """Period and budgets do not change what a generation looks like."""
+        """Identify the policy; period and budgets do not change a generation's form."""
         return {"kind": self.kind, "age_limit": self.age_limit}
 
     @override
     def in_force(self, inputs: PlanInputs) -> SelectivePolicy:
         if inputs.generations_kept is None or self.age_limit is None:
-            return self  # without a limit of its own turns follow budgets: memory has the newest copy of each, whatever its age
+            return self  # turns follow budgets: memory has each expert's newest copy at any age
         return replace(self, age_limit=inputs.generations_kept)
 
     @override
@@ -108,12 +109,12 @@ class SelectivePolicy(ExpertPolicy):
         return limit if self.age_limit is None else max(self.age_limit, rounds)
 
     def max_wait(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> int:
-        """Return after how many generations of a level outside the node an expert that it lacks comes before others."""
+        """Return the generations of a level outside the node after which a missing expert comes first."""
         return _limit(tables, budgets[STORAGE])
 
     @override
     def select(self, index: int, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> Selection:
-        """`index` decides only between experts that are alike, and whose turn it is."""
+        """Return the experts by position; `index` decides only between equal experts, and turns."""
         memory: ExpertRows = [[] for _ in tables]
         storage: ExpertRows = [[] for _ in tables]
         for position in _positions(tables):
@@ -143,7 +144,7 @@ class SelectivePolicy(ExpertPolicy):
         """Return the experts that would get too old in memory, oldest first."""
         limit, rounds = self.max_age(tables, budgets), _rounds(tables, budgets[MEMORY])
         if behind:
-            # Earlier by chance: a level that takes each so many generations must not meet the late ones every time.
+            # Earlier by chance: a level that takes every n-th generation must not meet the late experts every time.
             limit -= jitter(index, limit - rounds)
         respite = self._respite(tables, budgets[MEMORY], limit)
         ages = [
@@ -152,13 +153,13 @@ class SelectivePolicy(ExpertPolicy):
         return _overdue(tables, ages, limit, _usable(tables, budgets[MEMORY]))
 
     def _respite(self, tables: Sequence[ExpertTable], budget: int, limit: int) -> int:
-        """Return by how many generations turns of experts come later of which storage has the newest copy there is."""
+        """Return the generations by which turns are delayed for experts whose newest copy storage has."""
         return max(0, STARVED * _rounds(tables, budget) + _SPARE - limit) if self.age_limit is None else 0
 
     def _waiting(
         self, tables: Sequence[ExpertTable], held: ExpertRows, levels: Sequence[str], budgets: Mapping[str, int]
     ) -> list[tuple[int, int]]:
-        """Return experts that levels outside the node have not had for too long, level by level, the longest first."""
+        """Return experts that levels outside the node have lacked for too long, level by level, the longest first."""
         limit, found = self.max_wait(tables, budgets), dict[tuple[int, int], None]()
         respite = self._respite(tables, budgets[STORAGE], limit)
         for level in levels:
@@ -181,18 +182,18 @@ def select_experts(
     *,
     first: Sequence[tuple[int, int]] = (),
 ) -> ExpertRows:
-    """SelectExperts of Algorithm 1: the `S[i]` experts of each layer with most unsaved tokens.
+    """Return the `S[i]` experts of each layer with most unsaved tokens (SelectExperts of Algorithm 1).
 
     Args:
         tables: one per layer.
         held: the experts to choose from.
-        level: whose unsaved tokens count.
+        level: level whose unsaved tokens count.
         budget: bytes.
-        index: rotates the order of experts that are alike.
-        first: `(layer, expert)` that are taken before all others, as far as they fit.
+        index: rotates the order of equal experts.
+        first: `(layer, expert)` taken before all others, as far as they fit.
 
     Returns:
-        Experts by layer. With experts of one size these are `budget // nbytes`, or all that are held.
+        Experts by layer. With experts of one size these are `budget // nbytes`, or all held experts.
     """
     costs = [table.nbytes for table in tables]
     taken, left = _take_first(first, costs, budget)
@@ -216,18 +217,18 @@ def compute_s(
     least: Sequence[int] | None = None,
     left: int | None = None,
 ) -> list[int]:
-    """ComputeS of Algorithm 1: how many experts of each layer.
+    """Return the number of experts of each layer (ComputeS of Algorithm 1).
 
-    Places go one by one to the layer that lacks most of its share `risks[i] / sum(risks) * S_total`, as long as one of
-    its experts fits: that is the share rounded down for every layer, and what is over to the largest remainders.
+    Places go one by one to the layer that lacks most of its share `risks[i] / sum(risks) * S_total`, as long as its
+    expert fits: the share rounded down for every layer, and the rest to the largest remainders.
 
     Args:
-        risks: unsaved tokens by layer; if there are none, layers are alike in proportion to their size.
+        risks: unsaved tokens by layer; without any, layers share by size.
         sizes: experts by layer.
         costs: bytes of one expert by layer.
-        budget: bytes; what layers' shares are taken of.
+        budget: bytes, the base of layers' shares.
         least: experts by layer that are taken anyhow.
-        left: bytes of the budget that these have left.
+        left: bytes of the budget left after `least`.
     """
     numbers = list(least or [0] * len(sizes))
     room = budget if left is None else left
@@ -251,7 +252,7 @@ def _usable(tables: Sequence[ExpertTable], budget: int) -> int:
     if len(sizes) == 1:
         (size,) = sizes
         return budget // size * size
-    # A small one may stand where a large one no longer fits.
+    # A small expert may take the last place where a large one no longer fits.
     return budget - max(sizes) + 1
 
 
@@ -267,8 +268,8 @@ def _take_first(first: Sequence[tuple[int, int]], costs: Sequence[int], budget: 
 def _overdue(
     tables: Sequence[ExpertTable], ages: Sequence[tuple[tuple[int, int], int]], limit: int, rate: int
 ) -> list[tuple[int, int]]:
-    """Return those `(layer, expert)` that must come now so that none gets older than `limit`, oldest first."""
-    # Of equal age is what a level has lost as a whole: then who was longest without a copy in storage comes first.
+    """Return the `(layer, expert)` that must come now so that none gets older than `limit`, oldest first."""
+    # After a level's loss all ages are equal: the longest without a copy in storage comes first.
     oldest = sorted(ages, key=lambda each: (-each[1], tables[each[0][0]].saved_at[STORAGE][each[0][1]], each[0]))
     costs = [tables[i].nbytes for (i, _), _ in oldest]
     late = overdue([age for _, age in oldest], costs, limit=limit, rate=rate)
@@ -276,7 +277,7 @@ def _overdue(
 
 
 def _rounds(tables: Sequence[ExpertTable], budget: int) -> int:
-    """Return how many generations take every expert once."""
+    """Return the number of generations that take every expert once."""
     usable = max(_usable(tables, budget), 1)
     held = [_held(tables, position) for position in _positions(tables)]
     sizes = [sum(table.nbytes * len(here) for table, here in zip(tables, rows, strict=True)) for rows in held]
@@ -284,14 +285,14 @@ def _rounds(tables: Sequence[ExpertTable], budget: int) -> int:
 
 
 def _limit(tables: Sequence[ExpertTable], budget: int) -> int:
-    """Return how many generations of a budget may pass until every expert is taken again."""
+    """Return the most generations of a budget until every expert is taken again."""
     rounds = _rounds(tables, budget)
     limit = rounds * _SLACK + _SPARE
     return min(limit, MAX_GENERATIONS) if rounds + _SPARE <= MAX_GENERATIONS else limit
 
 
 def _remote_levels(tables: Sequence[ExpertTable], index: int) -> list[str]:
-    """Return the levels outside the node, that whose turn it is first."""
+    """Return the levels outside the node, in order of their turns."""
     levels = [level for level in (STORAGE, PEER) if level in tables[0].unsaved]
     turn = jitter(index, len(levels) - 1)
     return levels[turn:] + levels[:turn]

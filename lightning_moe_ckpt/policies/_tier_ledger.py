@@ -1,12 +1,12 @@
-"""Which tokens of each expert a level has saved, from what was sent to it and what it has completed.
+"""Saved tokens of each expert in one level, from given and completed generations.
 
-A generation that is under way counts as saved, so that the next one takes other experts; once the level has completed
-a newer one without it, it was skipped and counts no more. An expert that was skipped counts as saved only when that is
-certain: otherwise a level that takes every second generation could miss the same experts for ever, since they would be
-given to it once, left out of the next one, and given to it again in the one after that. What the level has completed
-comes from all ranks at once (with the votes of a window), so every rank has the same ledger.
+A generation under way counts as saved, so that the next takes other experts; once the level has completed a newer
+generation, it was skipped and counts no more. A skipped expert counts as saved only when that is certain: otherwise a
+level that takes every second generation could miss the same experts for ever, since they would be given once, left out
+of the next generation, and given again in the one after. All ranks agree on the completed generations (with the votes
+of a window), so every rank has the same ledger.
 
-A level that keeps so many generations only has dropped the others: the ledger then knows of no copy in those.
+A level that keeps a limited number of generations has dropped the rest: the ledger knows of no copy in those.
 
 Shape suffixes: E experts of all layers, S experts of one generation.
 """
@@ -20,45 +20,45 @@ import torch
 from torch import Tensor
 
 NEVER = -1
-"""Stands for "no generation": no boundary has this number."""
+"""No generation: no boundary has this number."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pending:
-    """A generation that a level was given and has not completed yet."""
+    """A generation given to a level and not completed yet."""
 
     step: int
-    """Boundary."""
+    """Boundary of the generation."""
     experts: Tensor
     """int64 `[S]`, places in the vector over all experts."""
     alive: Tensor
-    """int64 `[S]`, tokens in their weights at that boundary."""
+    """int64 `[S]`, tokens in the experts' weights at that boundary."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TierLedger:
-    """One level; every method returns a new ledger."""
+    """Ledger of one level; every method returns a new ledger."""
 
     alive: Tensor
     """int64 `[E]`: tokens in the weights of the newest complete copy of each expert; 0 without one."""
     step: Tensor
     """int64 `[E]`: boundary of that copy, `NEVER` without one."""
     skipped: Tensor
-    """bool `[E]`: whether the newest generation with each expert that the level is through with was given up."""
+    """bool `[E]`: whether the level gave up its last settled generation with each expert."""
     index: Tensor
-    """int64 `[E]`: which of the level's complete generations, counted from 1, has that copy; 0 without one."""
+    """int64 `[E]`: number of that copy among the level's complete generations, counted from 1; 0 without a copy."""
     completed: int = 0
     """Generations that the level has completed."""
     pending: tuple[Pending, ...] = ()
-    """What is under way, oldest first."""
+    """Generations under way, oldest first."""
     kept: int | None = None
-    """Generations that the level keeps of those that it was given, the newest ones; `None` if it drops no newest copy."""
+    """Newest given generations that the level keeps; `None` if it drops no newest copy."""
     given: tuple[int, ...] = ()
-    """Where it keeps so many only: boundaries of those that it was given and has not dropped, oldest first."""
+    """Boundaries of given generations not dropped, oldest first; empty if `kept` is `None`."""
 
     @classmethod
     def empty(cls, num_experts: int) -> TierLedger:
-        """Return the ledger of a level that has nothing."""
+        """Return the ledger of an empty level."""
         zeros = torch.zeros(num_experts, dtype=torch.int64)
         return cls(alive=zeros, step=torch.full_like(zeros, NEVER), skipped=zeros.bool(), index=zeros)
 
@@ -76,10 +76,10 @@ class TierLedger:
         return replace(self, pending=pending, kept=kept, given=() if kept is None else (*self.given, step))
 
     def complete(self, step: int) -> TierLedger:
-        """Note that the level has all of generation `step`: older ones are given up, and what is too old is dropped.
+        """Note that the level has all of generation `step`: older ones are given up, and ones past `kept` are dropped.
 
-        A boundary that was never given, or was given up, changes nothing but that. Places in the level are also taken
-        by generations that only some ranks have completed there, so all that were given count.
+        A boundary never given, or given up, has only this effect. Generations complete on some ranks only also take
+        places in the level, so all given generations count.
         """
         alive_E, step_E = self.alive.clone(), self.step.clone()
         skipped_E, index_E, completed = self.skipped.clone(), self.index.clone(), self.completed
@@ -104,11 +104,12 @@ class TierLedger:
         )
 
     def give_up(self, step: int, *, place_is_free: bool) -> TierLedger:
-        """Note that generation `step` will not be complete: its experts were skipped. One never given changes nothing.
+        """Note that generation `step` will not be complete: its experts were skipped. A boundary never given changes
+        nothing.
 
         Args:
             step: boundary.
-            place_is_free: whether the level has dropped what it had of it; else that still takes a place.
+            place_is_free: whether the level has dropped its part; else the part still takes a place.
         """
         skipped_E = self.skipped.clone()
         for each in self.pending:
@@ -122,7 +123,7 @@ class TierLedger:
         )
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """Return `(alive_E, step_E)` of the newest copies, if all that is under way completes; but see `skipped`."""
+        """Return `(alive_E, step_E)` of the newest copies, if all generations under way complete; but see `skipped`."""
         alive_E, step_E = self.alive.clone(), self.step.clone()
         for each in self.pending:
             counted_S = ~self.skipped[each.experts]
@@ -131,9 +132,9 @@ class TierLedger:
         return alive_E, step_E
 
     def waited(self) -> Tensor:
-        """Return the level's generations since the newest that has each expert, if all that is under way completes.
+        """Return the level's generations since each expert's newest, if all generations under way complete.
 
-        int64 `[E]`: 1 if the newest one has it; one more than there are if none has.
+        int64 `[E]`: 1 if the newest has the expert; one more than there are if none has.
         """
         index_E = self.index.clone()
         for number, each in enumerate(self.pending, start=self.completed + 1):
@@ -141,16 +142,16 @@ class TierLedger:
         return self.completed + len(self.pending) + 1 - index_E
 
     def restore(self, alive_E: Tensor, step_E: Tensor, read_here_E: Tensor, *, durable: bool) -> TierLedger:
-        """Return what is known of the level after a recovery.
+        """Return the ledger after a recovery.
 
-        Nothing is under way. Copies newer than what was restored were lost or belong to the timeline that ended. An
-        older one of the same expert counts only in a level that loses nothing by a fault.
+        Nothing is under way. Copies newer than the restored were lost or belong to the timeline that ended. An older
+        copy of the same expert counts only in a durable level.
 
         Args:
             alive_E: tokens in the restored weights.
             step_E: boundary from which each expert was restored.
             read_here_E: bool, whether this level holds that copy.
-            durable: whether the level is one that loses nothing.
+            durable: whether the level loses nothing by a fault.
         """
         keep_E = (self.step < step_E) & durable
         newer_E = read_here_E & (step_E > self.step)
@@ -164,7 +165,7 @@ class TierLedger:
         )
 
     def tokens_at(self, expert: int, step: int) -> int | None:
-        """Return the tokens in the copy of `expert` from boundary `step`, if the ledger has it."""
+        """Return the tokens in the copy of `expert` from boundary `step`; `None` if the ledger does not have it."""
         for each in self.pending:
             if each.step == step and bool((here_S := each.experts == expert).any()):
                 return int(each.alive[here_S][0])
@@ -177,14 +178,14 @@ class TierLedger:
 
     @classmethod
     def from_journal(cls, stored: Mapping[str, object]) -> TierLedger:
-        """Read what `to_journal` wrote. Raises `KeyError`, `TypeError` for anything else."""
+        """Read the value of `to_journal`. Raises `KeyError`, `TypeError` for any other value."""
         pending = stored["pending"]
         if not isinstance(pending, list):
             raise TypeError("`pending` is no list")
         rows = tuple(
             Pending(step=int(p["step"]), experts=counts(p["experts"]), alive=counts(p["alive"])) for p in pending
         )
-        kept, given = stored.get("kept"), stored.get("given", [])  # ledgers that do not have them dropped nothing
+        kept, given = stored.get("kept"), stored.get("given", [])  # older ledgers dropped nothing
         if not isinstance(given, list) or not isinstance(kept, int | None):
             raise TypeError("`kept` or `given` is not what it should be")
         completed = stored["completed"]
@@ -202,7 +203,7 @@ class TierLedger:
         )
 
     def _held(self, step: int) -> tuple[int, ...]:
-        """Return what of `given` is still there once generation `step` is complete, oldest first."""
+        """Return the part of `given` still kept once generation `step` is complete, oldest first."""
         if self.kept is None:
             return ()
         settled = [each for each in self.given if each <= step]

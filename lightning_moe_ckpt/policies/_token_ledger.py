@@ -1,13 +1,13 @@
-"""Tokens of every expert: which are in the live weights, which a copy has, which were lost for good.
+"""Tokens of every expert: in the live weights, in copies, and lost for good.
 
-A token counts once per expert it is routed to. `alive` is what the live weights have learned from. Restoring an expert
-from an older copy puts `alive` back to what that copy had, and the difference is lost; so no token is counted as lost
-twice, and what a rollback of everything gives up is not lost but trained on again.
+A token counts once per expert it is routed to. `alive` counts the tokens that the live weights have learned from.
+Restoring an expert from an older copy puts `alive` back to the copy's count, and the difference is lost; so no token is
+counted as lost twice, and tokens of a full rollback are not lost but trained on again.
 
 Invariant: `processed == alive + lost`, for every expert.
 
-All of it is a function of counts summed over ranks and of what ranks agreed on: equal on all ranks. A ledger is
-never changed; methods return a new one.
+The ledger is a function of counts summed over ranks and of the ranks' agreements: equal on all ranks. A ledger is never
+changed; methods return a new one.
 
 Sources: PEC (2024), Sec. 3.1; MOETION (2024), Sec. 4.1.
 
@@ -41,7 +41,7 @@ class TokenLedger:
     """Tokens of every expert: in live weights, saved by tier, and lost for good. Methods return a new ledger."""
 
     num_experts: tuple[int, ...]
-    """By layer."""
+    """Experts per layer."""
     alive: Tensor
     """int64 `[E]`: tokens whose updates are in the live weights."""
     processed: Tensor
@@ -49,31 +49,31 @@ class TokenLedger:
     lost: Tensor
     """int64 `[E]`: tokens whose updates were lost, over all faults."""
     dropped: Tensor
-    """int64 `[L]`: tokens that were routed and dropped over capacity on this timeline; 0 where layers do not show it."""
+    """int64 `[L]`: routed tokens dropped over capacity on this timeline; 0 for layers that do not show them."""
     steps: int = 0
-    """Steps in which all of these were counted."""
+    """Counted steps."""
     steps_left: int = 0
-    """Steps that training is planned to take yet; 0 where that is not known."""
+    """Planned steps left; 0 if unknown."""
     faults: int = 0
-    """Recoveries that lost something."""
+    """Recoveries that lost updates."""
     last_lost: int = 0
-    """Tokens that the last of them lost."""
+    """Tokens lost by the last of these."""
     last_k: int | None = None
-    """`k` when it happened."""
+    """`k` at the last of these."""
     k: int | None = None
-    """Experts per layer that generations take to storage, where a policy counts them."""
+    """Experts per layer to storage, if the policy counts experts."""
     memory_k: int | None = None
-    """The same as of the start of this incarnation: what memory was made for."""
+    """Experts per layer at the start of this incarnation, by which memory was made."""
     generations: int = 0
-    """Taken so far: the index of the next one."""
+    """Generations so far, the index of the next."""
     taken: Tensor
     """int64 `[E]`: index of the newest generation that took each expert to memory, `NEVER` for none."""
     saved: Mapping[str, TierLedger]
-    """By level."""
+    """Ledgers per level."""
 
     @classmethod
     def start(cls, num_experts: Sequence[int], *, k: int | None = None, levels: Sequence[str] = LEVELS) -> TokenLedger:
-        """Return the ledger of a run that has done nothing yet."""
+        """Return the ledger of a new run."""
         total = sum(num_experts)
         zeros = torch.zeros(total, dtype=torch.int64)
         return cls(
@@ -89,7 +89,7 @@ class TokenLedger:
         )
 
     def blank(self) -> TokenLedger:
-        """Return the ledger of a run that has done nothing yet, with the same levels and K."""
+        """Return the ledger of a new run, with the same levels and K."""
         return self.start(self.num_experts, k=self.k, levels=[*self.saved])
 
     # -- what happens
@@ -97,13 +97,13 @@ class TokenLedger:
     def add(
         self, tokens_E: Tensor, dropped_L: Tensor | None = None, *, steps: int = 0, steps_left: int = 0
     ) -> TokenLedger:
-        """Count what training has processed, and dropped, on all ranks together.
+        """Count processed and dropped tokens, on all ranks together.
 
         Args:
             tokens_E: int64, tokens that experts have processed.
             dropped_L: int64, tokens that layers have dropped over capacity.
-            steps: optimizer steps that these are of.
-            steps_left: that are planned after them; 0 if that is not known.
+            steps: optimizer steps of these tokens.
+            steps_left: planned steps after them; 0 if unknown.
         """
         tokens_E = tokens_E.to(self.alive)
         return replace(
@@ -130,7 +130,7 @@ class TokenLedger:
         return self._with(level, self.saved[level].take(step, places, self.alive, kept=kept))
 
     def complete(self, level: str, step: int) -> TokenLedger:
-        """Note that `level` has all of generation `step` on every rank; call in the order in which generations completed."""
+        """Note that `level` has all of generation `step` on every rank; call in the order of completion."""
         return self._with(level, self.saved[level].complete(step))
 
     def give_up(self, level: str, step: int, *, place_is_free: bool) -> TokenLedger:
@@ -138,23 +138,23 @@ class TokenLedger:
         return self._with(level, self.saved[level].give_up(step, place_is_free=place_is_free))
 
     def forget(self, level: str) -> TokenLedger:
-        """Note that what `level` held is gone."""
+        """Note that `level` has lost everything."""
         found = self._with(level, TierLedger.empty(len(self.alive)))
         return replace(found, taken=torch.full_like(self.taken, NEVER)) if level == MEMORY else found
 
     def restore(
         self, alive_E: Tensor, step_E: Tensor, read_from: Mapping[str, Tensor] | None = None
     ) -> tuple[TokenLedger, Tensor]:
-        """Return the ledger after a recovery, from the one that the restored generation has in its journal.
+        """Return the ledger after a recovery, from the ledger in the restored generation's journal.
 
         Args:
-            alive_E: int64, tokens in the copy that each expert was restored from (`tokens_at`).
+            alive_E: int64, tokens in each expert's restored copy (`tokens_at`).
             step_E: int64, the boundary of that copy.
             read_from: by level, bool `[E]`: whether the level holds that copy.
 
         Returns:
-            The ledger to go on with, and int64 `[E]`: tokens that this recovery has lost; below zero for an expert
-            that an earlier recovery had put back further than to this copy.
+            The ledger to go on with, and int64 `[E]`: tokens that this recovery has lost; below zero for an expert that
+            an earlier recovery had put back further than to this copy.
         """
         lost_E = self.alive - alive_E
         nowhere = torch.zeros_like(alive_E, dtype=torch.bool)
@@ -177,7 +177,7 @@ class TokenLedger:
         return after, lost_E
 
     def with_peers(self, *, kept: bool) -> TokenLedger:
-        """Return the ledger with a level of copies on other nodes, of which nothing is known yet, or without one."""
+        """Return the ledger with an empty level of copies on other nodes, or without that level."""
         others = {level: ledger for level, ledger in self.saved.items() if level != PEER}
         return replace(self, saved={**others, PEER: TierLedger.empty(len(self.alive))} if kept else others)
 
@@ -189,25 +189,25 @@ class TokenLedger:
 
     @property
     def plt(self) -> float:
-        """Portion of lost tokens: of all that are routed in the planned training, or in the one so far if none is planned."""
+        """Portion of lost tokens among all routed in the planned training, or so far if no length is planned."""
         return self.share(self.lost)
 
     @property
     def mlt(self) -> float:
         """Lost tokens by layer, each as a part of those routed so far, added up."""
-        from lightning_moe_ckpt.metrics import moementary_lost_tokens  # with torchmetrics, which takes seconds
+        from lightning_moe_ckpt.metrics import moementary_lost_tokens  # imports torchmetrics, which takes seconds
 
         return moementary_lost_tokens(self.lost, self.processed, self.num_experts, dropped_L=self.dropped)
 
     def share(self, tokens_E: Tensor) -> float:
-        """Return tokens as a part of all that are routed in the training: what a fault that lost them adds to PLT."""
+        """Return tokens as a part of all routed in the training: the share of PLT that losing them adds."""
         from lightning_moe_ckpt.metrics import portion_of_lost_tokens  # as above
 
         return portion_of_lost_tokens(tokens_E, self.processed, dropped=self.dropped, progress=self.progress)
 
     @property
     def progress(self) -> float:
-        """Part of the planned training that was counted; 1 where its length is not known."""
+        """Counted part of the planned training; 1 if its length is unknown."""
         return self.steps / (self.steps + self.steps_left) if self.steps else 1.0
 
     def unsaved(self, level: str) -> Tensor:
@@ -215,9 +215,10 @@ class TokenLedger:
         return self.alive - self.saved[level].expected()[0]
 
     def tokens_at(self, expert: int, step: int) -> int | None:
-        """Return the tokens in the copy of `expert` (place over all layers) from boundary `step`, if some level has it.
+        """Return the tokens in the copy of `expert` (place over all layers) from boundary `step`; `None` if no level
+        has it.
 
-        Otherwise the journal of that generation has it, as `alive`.
+        Otherwise that generation's journal has the tokens, as `alive`.
         """
         found = (ledger.tokens_at(expert, step) for ledger in self.saved.values())
         return next((tokens for tokens in found if tokens is not None), None)
@@ -225,12 +226,13 @@ class TokenLedger:
     def tables(
         self, layouts: Sequence[ExpertLayout], again: Collection[int] = (), coming: Tensor | None = None
     ) -> list[ExpertTable]:
-        """Return what a policy chooses from.
+        """Return the tables that a policy chooses from.
 
         Args:
             layouts: of the experts.
             again: places of experts that come before all others.
-            coming: int64 `[E]`, tokens that experts will have learned from besides when the choice is carried out.
+            coming: int64 `[E]`, further tokens that experts will have learned from by the time the choice is carried
+                out.
         """
         alive_then_E = self.alive if coming is None else self.alive + coming
         first_E = torch.zeros_like(self.alive)
@@ -272,10 +274,10 @@ class TokenLedger:
 
     @classmethod
     def from_journal(cls, stored: Mapping[str, Any]) -> TokenLedger:
-        """Read what `to_journal` wrote.
+        """Read the value of `to_journal`.
 
         Raises:
-            Corrupt: it is no ledger.
+            Corrupt: the value is no ledger.
         """
         try:
             found = cls(
@@ -309,9 +311,10 @@ class TokenLedger:
         return replace(self, saved={**self.saved, level: ledger})
 
     def _within_reach(self, level: str) -> tuple[Tensor, Tensor]:
-        """Return `(alive_E, step_E)` of the newest copies if all is lost but `level` and storage, by `TierLedger.expected`.
+        """Return `(alive_E, step_E)` of the newest copies if only `level` and storage are left, by
+        `TierLedger.expected`.
 
-        What memory has dropped is restored from storage: only what an expert has learned since is at risk.
+        Copies that memory has dropped are restored from storage: only later tokens are at risk.
         """
         alive_E, step_E = self.saved[level].expected()
         stored_alive_E, stored_step_E = self.saved[STORAGE].expected()

@@ -1,20 +1,20 @@
 """Plan a window: which operator is FULL in which slot, so that no slot exceeds the bytes a step can hide.
 
 Slot j costs FULL of its own items and COMPUTE of all items in later slots. Seen from the last slot backwards this is
-bin packing where each bin's capacity is the budget less the COMPUTE of what is already packed.
+bin packing where each bin's capacity is the budget less the COMPUTE of items already packed.
 
 Filling backwards in the given order, each slot as full as it goes, needs the fewest slots of all plans that keep the
 order: let greedy have packed A more than another plan after k slots. To catch up the other plan must pack A in FULL,
-which greedy has paid for in COMPUTE only, and COMPUTE <= FULL. So greedy is never behind. Algorithm 1 keeps the
-order; where its plan keeps the budget, greedy has no more slots. Plans that break the order are tried only if that
-can save a slot.
+which greedy has paid for in COMPUTE only, and COMPUTE <= FULL. So greedy is never behind. Algorithm 1 keeps the order;
+where its plan keeps the budget, greedy has no more slots. Plans that break the order are tried only if that can save a
+slot.
 
 A slot goes over the budget only if COMPUTE of all operators does, if the window would exceed `max_window`, or if an
-operator is too large for what COMPUTE leaves (see `split_nbytes`). It is always slot 0.
+operator is too large for the bytes that COMPUTE leaves (see `split_nbytes`). It is always slot 0.
 
-Source: MoEvement (2026), Sec. 3.5, Algorithm 1 (`planner="algorithm1"`). The default `packed` differs: it counts
-real bytes, and since the frozen set shrinks along the window, later slots take more. At a budget of 2.5 bytes per
-parameter (12 in FULL, 2 in COMPUTE) Algorithm 1 needs 20 slots, packing 9.
+Source: MoEvement (2026), Sec. 3.5, Algorithm 1 (`planner="algorithm1"`). The default `packed` differs: it counts real
+bytes, and since the frozen set shrinks along the window, later slots take more. At a budget of 2.5 bytes per parameter
+(12 in FULL, 2 in COMPUTE) Algorithm 1 needs 20 slots, packing 9.
 
 Shape suffix: N items, in the order of capture unless said otherwise.
 """
@@ -41,7 +41,7 @@ Slots = list[Ints]
 
 @dataclass(frozen=True, slots=True)
 class PlanItem:
-    """An operator as the planner sees it."""
+    """An operator as the planner's input."""
 
     name: str
     full_nbytes: int
@@ -49,7 +49,7 @@ class PlanItem:
     compute_nbytes: int
     """Bytes of a COMPUTE record; at most `full_nbytes`."""
     order_key: float = 0.0
-    """Operators are captured in ascending order of this, equals in the order given."""
+    """Order of capture: ascending keys, equal keys in the given order."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.compute_nbytes <= self.full_nbytes:
@@ -106,7 +106,7 @@ def plan_for_window(items: Sequence[PlanItem], window: int) -> Plan:
 def smallest_budget(items: Sequence[PlanItem], window: int) -> int:
     """Return the smallest budget with which a packed plan needs at most `window` slots and does not stall.
 
-    The smallest in the sense that one byte less needs more slots or a stall.
+    Smallest means: one byte less needs more slots or a stall.
 
     Raises:
         ValueError: there are no items, or `window` is not positive.
@@ -127,8 +127,8 @@ def smallest_budget(items: Sequence[PlanItem], window: int) -> int:
 def split_nbytes(items: Sequence[PlanItem], budget_nbytes: int) -> int:
     """Return the FULL bytes above which an operator should be split.
 
-    COMPUTE of all operators leaves `budget - compute` in the first slot, more in later ones. Pieces of half of that
-    fit anywhere. Where COMPUTE leaves next to nothing, a 64th of the budget keeps the number of pieces within reason.
+    COMPUTE of all operators leaves `budget - compute` in the first slot, more in later ones. Pieces of half the rest
+    fit anywhere. If COMPUTE leaves next to nothing, a 64th of the budget bounds the number of pieces.
     """
     left = budget_nbytes - sum(item.compute_nbytes for item in items)
     return max(left // 2, budget_nbytes // 64, 1)
@@ -160,7 +160,7 @@ def pack(full_N: Ints, compute_N: Ints, budget: int, max_slots: int) -> Slots:
         full_N: bytes of FULL; at least `compute_N` each.
         compute_N: bytes of COMPUTE.
         budget: bytes per slot.
-        max_slots: slot 0 takes what does not fit into this many slots, or into any, and goes over the budget.
+        max_slots: most slots; items that do not fit go to slot 0, over the budget.
 
     Returns:
         Slots; all keep the budget but possibly slot 0.
@@ -179,7 +179,7 @@ def pack(full_N: Ints, compute_N: Ints, budget: int, max_slots: int) -> Slots:
 
 
 def pack_in_order(full_N: Ints, compute_N: Ints, budget: int, max_slots: int) -> Slots:
-    """Backwards, greedily, without changing the order; O(slots log N)."""
+    """Pack backwards, greedily, without changing the order; O(slots log N)."""
     num = len(full_N)
     full_sum = np.concatenate(([0], np.cumsum(full_N[::-1])))
     compute_sum = np.concatenate(([0], np.cumsum(compute_N[::-1])))
@@ -205,8 +205,8 @@ def excess(slots: Slots, full_N: Ints, compute_N: Ints, budget: int) -> int:
 def fewest_slots(full_N: Ints, compute_N: Ints, budget: int) -> int:
     """Return a lower bound on slots within the budget, as if items could be divided.
 
-    Late slots take first what leaves least COMPUTE behind per byte of FULL: after every slot the most FULL is packed
-    at the least COMPUTE. A very large number if the budget cannot be kept.
+    Late slots first take items with least COMPUTE per byte of FULL: after every slot the most FULL is packed at the
+    least COMPUTE. A very large number if the budget cannot be kept.
     """
     order_N = _cheapest_late(full_N, compute_N)[::-1]
     full_sum = np.concatenate(([0], np.cumsum(full_N[order_N])))
@@ -222,10 +222,10 @@ def fewest_slots(full_N: Ints, compute_N: Ints, budget: int) -> int:
 
 
 def pack_by_algorithm1(full_N: Ints, compute_N: Ints, budget: int, max_slots: int) -> Slots:
-    """FindWindowSize and GenerateSchedule of the paper: equally many operators per slot, sizes as if all were equal.
+    """Return equally many operators per slot, by mean sizes (FindWindowSize and GenerateSchedule of the paper).
 
-    The largest number of active operators whose mean sizes fit, but at least 2 (line 10), or as many as keep the
-    window within `max_slots`. Real sizes may go over the budget in any slot.
+    The largest number of active operators whose mean sizes fit, but at least 2 (line 10), or as many as keep the window
+    within `max_slots`. Real sizes may go over the budget in any slot.
 
     Source: MoEvement (2026), Sec. 3.5, Algorithm 1.
     """
@@ -239,7 +239,7 @@ def pack_by_algorithm1(full_N: Ints, compute_N: Ints, budget: int, max_slots: in
 
 
 def _pack_filling_gaps(full_N: Ints, compute_N: Ints, budget: int, max_slots: int, order_N: Ints) -> Slots:
-    """Backwards through `order_N`; what does not fit waits for the next slot while smaller items pass it."""
+    """Pack backwards through `order_N`; a misfit waits for the next slot while smaller items pass."""
     left, compute = order_N[::-1], 0
     slots: Slots = []
     while len(left) and len(slots) < max_slots - 1:
@@ -255,7 +255,7 @@ def _pack_filling_gaps(full_N: Ints, compute_N: Ints, budget: int, max_slots: in
 
 
 def _fill(full: Ints, room: int) -> npt.NDArray[np.bool_]:
-    """First fit in order, vectorised: runs of items that fit, each shorter than the last."""
+    """Return the first fit in order, vectorised: runs of items that fit, each shorter than the last."""
     taken = np.zeros(len(full), dtype=np.bool_)
     while True:
         fits = np.flatnonzero(~taken & (full <= room))
@@ -267,5 +267,5 @@ def _fill(full: Ints, room: int) -> npt.NDArray[np.bool_]:
 
 
 def _cheapest_late(full_N: Ints, compute_N: Ints) -> Ints:
-    """Items with most COMPUTE per FULL first: they cost most for as long as they wait."""
+    """Return items with most COMPUTE per FULL first: they cost most while waiting."""
     return np.argsort(-compute_N / np.maximum(full_N, 1), kind="stable")

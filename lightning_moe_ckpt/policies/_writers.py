@@ -1,9 +1,9 @@
 """Give each part of a record exactly one writer among the ranks that hold its bytes, balanced by bytes.
 
-Replicated state is written once, not once per rank. The assignment is a pure function of its arguments, so every
-holder computes the same and a reader knows who wrote what.
+Replicated state is written once, not once per rank. The assignment is a pure function of its arguments, so every holder
+computes the same and a reader knows every part's writer.
 
-`assign_writers` shares everything alike. `assign_adaptively` gives more to ranks that have less else to write: of a partial
+`assign_writers` shares everything alike. `assign_adaptively` gives more to ranks with less else to write: in a partial
 generation, some ranks write more experts than others. Source: PEC (2024), Sec. 3.2, Adaptive Data-Parallel Sharding.
 """
 
@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from lightning_moe_ckpt.operators import ParamSlice
 
 SPLIT_NBYTES = 64 * 2**10
-"""Slices of this many bytes or more are cut between all holders; below it a part costs more than it balances."""
+"""Least bytes of a slice to be cut between all holders; below, a part costs more than it balances."""
 
 RecordId = TypeVar("RecordId", bound=Hashable)
 
@@ -27,7 +27,7 @@ class RecordPiece(Generic[RecordId]):
     """One slice of one record."""
 
     record: RecordId
-    """Whatever names the record, e.g. `(operator, kind)`."""
+    """Key of the record, e.g. `(operator, kind)`."""
     piece: ParamSlice
     nbytes_per_element: int
     """Bytes of the record per element of the slice, over all its tensors."""
@@ -45,16 +45,16 @@ class WrittenPart(Generic[RecordId]):
 def assign_writers(
     pieces: Sequence[RecordPiece[RecordId]], holders: Sequence[int], *, split_nbytes: int = SPLIT_NBYTES
 ) -> list[WrittenPart[RecordId]]:
-    """Cut and assign.
+    """Cut slices and assign writers.
 
     Args:
         pieces: the same list in the same order on every holder.
         holders: ranks that hold the same bits of all these slices, ascending.
-        split_nbytes: slices from this size on are cut into equal flat intervals, one per holder. Smaller ones go
-            whole to the holder with fewest bytes, largest first.
+        split_nbytes: slices from this size on are cut into equal flat intervals, one per holder. Smaller ones go whole
+            to the holder with fewest bytes, largest first.
 
     Returns:
-        Parts in the order of `pieces`, those of one slice by ascending position; together they cover it once.
+        Parts in the order of `pieces`, a slice's parts by ascending position; together they cover it once.
 
     Raises:
         ValueError: there are no holders.
@@ -70,7 +70,7 @@ def assign_writers(
 def writers_of(
     sizes: Sequence[int], holders: Sequence[int], *, split_nbytes: int = SPLIT_NBYTES
 ) -> Sequence[int | None]:
-    """Return the writer of each slice, given its bytes; `None` for one that all holders share, see `cut_among`.
+    """Return the writer of each slice, given its bytes; `None` for slices that all holders share, see `cut_among`.
 
     Raises:
         ValueError: there are no holders.
@@ -101,18 +101,18 @@ def assign_adaptively(
 ) -> list[WrittenPart[RecordId]]:
     """Assign so that ranks write equally much in all: largest first, each to the rank with least bytes so far.
 
-    Slices larger than a fraction of what a rank writes on average are cut into equal parts before. So the rank that
-    writes most does not exceed the average (or what it had to write anyway) by more than one such part; nor does it
-    write more than the busiest rank would with equal shares.
+    Slices larger than a fraction of a rank's mean bytes are first cut into equal parts. So the rank that writes most
+    does not exceed the average (or its other bytes) by more than one such part; nor does it write more than the busiest
+    rank would with equal shares.
 
     Args:
         pieces: the same list in the same order on every holder.
         holders: ranks that hold the same bits of all these slices, ascending.
-        loads: bytes that each holder writes besides; 0 for ranks that are left out.
-        split_nbytes: no part that is cut off is smaller.
+        loads: other bytes that each holder writes; 0 for ranks left out.
+        split_nbytes: least bytes of a part that is cut off.
 
     Returns:
-        Parts in the order of `pieces`, those of one slice by ascending position; together they cover it once.
+        Parts in the order of `pieces`, a slice's parts by ascending position; together they cover it once.
 
     Raises:
         ValueError: there are no holders.
@@ -121,12 +121,12 @@ def assign_adaptively(
         raise ValueError("`assign_adaptively(holders=[])` must name at least one rank.")
     equal = assign_writers(pieces, holders, split_nbytes=split_nbytes)
     adaptive = _greedily(pieces, holders, loads, split_nbytes)
-    # Where ranks have equally much to write besides, equal shares fit to the element.
+    # If ranks have equally much else to write, equal shares fit to the element.
     return min(equal, adaptive, key=lambda parts: _peak(pieces, parts, holders, loads))
 
 
 _PARTS_PER_RANK = 32
-"""What is cut is so small that it takes this many parts to make up what a rank writes."""
+"""Least number of cut parts that make up a rank's mean bytes."""
 
 
 def _greedily(
@@ -175,7 +175,7 @@ def _balance(sizes: Sequence[int], holders: Sequence[int], start: Sequence[int] 
 
 
 def _cut(piece: ParamSlice, number: int) -> list[ParamSlice]:
-    """Return equal flat intervals, the first ones longer by an element where the length does not divide; none is empty."""
+    """Return equal flat intervals, the first ones longer by an element if the division leaves a rest; none is empty."""
     number = max(1, min(number, piece.numel))
     each, longer = divmod(piece.numel, number)
     found, start = [], piece.start

@@ -74,7 +74,7 @@ class Stock:
     """Name of the memory, equal for processes that find the same copies, see `memory_of`."""
     items: tuple[Item, ...]
     seen: Mapping[Version, GenerationId] = field(default_factory=dict)
-    """By version, the newest commit known when the version was taken."""
+    """Newest commit known when each version was taken."""
 
     def plain(self) -> list[object]:
         """Return plain values, for an exchange."""

@@ -249,8 +249,7 @@ class Search:
         """Layouts of the version under trial, as in its files."""
         self.nothing_stored = False
         """Whether the run has never committed and lost nothing: it ended before its first generation was durable, so
-        memory may lack that generation's records.
-        """
+        memory may lack that generation's records."""
 
     def run(self) -> RestoreSource | None:
         """Return the newest generation available to all ranks, with this rank's part; `None` without any.

@@ -45,8 +45,7 @@ class Report:
     stall_seconds: dict[str, float]
     """Seconds that the training thread waited, by cause.
 
-    A CUDA device has work during a part of them, so training loses less.
-    """
+    A CUDA device has work during a part of them, so training loses less."""
     device_stall_seconds: dict[str, float]
     """Seconds that a CUDA device's training stream stood still, by cause, up to its current work; empty without one."""
     overhead_seconds: float
@@ -59,8 +58,7 @@ class Report:
     """Newest whole generation in each tier, by the boundary at which it is dense; tiers without a generation are left
     out.
 
-    `storage` means committed on the coordinator, and "my part is stored" on other ranks.
-    """
+    `storage` means committed on the coordinator, and "my part is stored" on other ranks."""
     generations_skipped: dict[str, int]
     """Complete generations that passed a tier by, because it was still busy when a newer generation was complete."""
     generations_failed: dict[str, int]
