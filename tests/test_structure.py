@@ -31,7 +31,7 @@ from lightning_moe_ckpt.journal import encode_journal
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.snapshot import _writer
 
-MAX_LINES, MAX_MODULES = 69_000, 320
+MAX_LINES, MAX_MODULES = 67_900, 318
 MAX_SESSION_MODULES, MAX_SESSION_IMPORTS = 12, 17  # two of them are the logger and the units
 MAX_HOMONYMS = 6
 MAX_OLD_WORDS = 5
