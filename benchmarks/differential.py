@@ -96,7 +96,7 @@ def measure(options: SimpleNamespace, show: Progress) -> list[DifferentialFigure
 
 def table(figures: Sequence[DifferentialFigure]) -> RenderableType:
     """Return both tables."""
-    fits = [each for each in figures if not each.length]
+    fits = [figure for figure in figures if not figure.length]
     rows = [
         [
             each.what,
@@ -106,7 +106,7 @@ def table(figures: Sequence[DifferentialFigure]) -> RenderableType:
         for each in fits
     ]
     columns = ["checkpoints", "step", "taken per step", "durable per step", "largest folder", "memory"]
-    applied = [each for each in figures if each.length]
+    applied = [figure for figure in figures if figure.length]
     by = {(each.length, each.what): each.seconds for each in applied}
     ways = list(dict.fromkeys(each.what for each in applied))
     times = [
@@ -215,9 +215,9 @@ def applied(options: SimpleNamespace, lengths: Sequence[int] = _LENGTHS) -> list
 
 def laid_out(tensors: dict[str, Tensor]) -> tuple[Tensor, SegmentLayout]:
     """A file with these tensors: its bytes, as in memory, and its layout."""
-    kinds = [(each.dtype, tuple(each.shape)) for each in tensors.values()]
+    kinds = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors.values()]
     layout = SegmentLayout.of_columns([*tensors], kinds, metadata={})
     memory_U8 = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    for name, each in tensors.items():
-        layout.view(memory_U8, name).copy_(each)
+    for name, tensor in tensors.items():
+        layout.view(memory_U8, name).copy_(tensor)
     return memory_U8, layout

@@ -487,7 +487,7 @@ class PaperFigure:
 def measure(options: SimpleNamespace, progress: Progress) -> list[PaperFigure]:
     """Measure the figures that were asked for; list all if none was."""
     if not options.figure:
-        return [PaperFigure(**_facts(each)) for each in FIGURES.values()]
+        return [PaperFigure(**_facts(figure)) for figure in FIGURES.values()]
     keys = [*FIGURES] if "all" in options.figure else list(dict.fromkeys(options.figure))
     if unknown := [key for key in keys if key not in FIGURES]:
         raise ConfigurationError(f"`--figure {' '.join(unknown)}`: there are {', '.join(FIGURES)}, and all.")

@@ -166,7 +166,7 @@ def size_by_k(way: Way) -> Rows:
     rows: Rows = {}
     for name, tied in (("", False), (", tied output", True)):
         rank = _Rank.of(replace(PEC_MODEL, tied=tied))
-        ledger = TokenLedger.start([each.num_experts for each in rank.layouts])
+        ledger = TokenLedger.start([layout.num_experts for layout in rank.layouts])
         whole = rank.written(Plan.of_everything(rank.view.operators.names))
         for k in (1, 2, 4, 8):
             plan, _ = rank.planned(PartialPolicy(k=k), ledger, {})
@@ -177,7 +177,7 @@ def size_by_k(way: Way) -> Rows:
 def load_by_rank(way: Way) -> Rows:
     """Bytes that each of eight ranks writes, over a round of all experts: PEC, Fig. 5b."""
     ranks = [_Rank.of(PEC_MODEL, rank, 8) for rank in range(8)]
-    start = TokenLedger.start([each.num_experts for each in ranks[0].layouts])
+    start = TokenLedger.start([layout.num_experts for layout in ranks[0].layouts])
     full = max(rank.held(Plan.of_everything(rank.view.operators.names)) for rank in ranks)
     rows: Rows = {}
     for k in (1, 4):
@@ -206,9 +206,9 @@ def size_of_large(way: Way) -> Rows:
     shares = [
         torch.ones(64).index_fill_(0, (torch.arange(6) + 7 * i) % 64, 4 * 58 / 6) for i in range(LARGE_MODEL.layers)
     ]
-    tokens_E = torch.cat([(10**6 * each / each.sum()).round().long() for each in shares])
+    tokens_E = torch.cat([(10**6 * share / share.sum()).round().long() for share in shares])
     ledger = TokenLedger.start([64] * LARGE_MODEL.layers).add(tokens_E)
-    budget = 6 * sum(each.nbytes for each in rank.layouts)
+    budget = 6 * sum(layout.nbytes for layout in rank.layouts)
     plan, after = rank.planned(
         SelectivePolicy(local_budget=budget, remote_budget=budget), ledger, {MEMORY: budget, STORAGE: budget}
     )

@@ -206,7 +206,7 @@ def breakdown(way: Way) -> Rows:
         "selective, 6 of 16": replace(fit, system="selective", k=6, delta=None),
         "+ gradients for states": replace(fit, system="selective", k=6),
     }
-    found = {name: figure_of(each).wire_nbytes / 1e6 for name, each in cases.items()}
+    found = {name: figure_of(case).wire_nbytes / 1e6 for name, case in cases.items()}
     everything, selective, gradients = found.values()
     return {
         **found,
@@ -230,7 +230,7 @@ def _alone(work: Callable[[], T]) -> T:
 
 def _trained(model: LightningModule, steps: int, data: Any, *callbacks: Callback) -> None:
     with quiet_lightning(), patient_storage():
-        saves = any(isinstance(each, CheckpointCallback) for each in callbacks)
+        saves = any(isinstance(callback, CheckpointCallback) for callback in callbacks)
         trainer = bench_trainer(
             accelerator="cpu", strategy="auto", callbacks=[*callbacks], max_steps=steps, enable_checkpointing=saves
         )
@@ -437,7 +437,7 @@ def _stages(kills: int) -> dict[str, _pipeline.StageFigure]:
 
 def _again(figure: _pipeline.StageFigure) -> float:
     """Return milliseconds of a step that is taken again."""
-    return statistics.median(1e3 * each.rerun_seconds / each.rerun_steps for each in figure.failures)
+    return statistics.median(1e3 * failure.rerun_seconds / failure.rerun_steps for failure in figure.failures)
 
 
 def upstream_logs(way: Way) -> Rows:

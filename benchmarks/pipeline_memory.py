@@ -149,7 +149,7 @@ class _StagedModel(LightningModule):
 
     def stage_auxiliary_loss(self) -> Tensor:
         """Return the experts' balancing loss."""
-        found = [each.l_aux for each in self.modules() if isinstance(each, MoELayer) and each.l_aux is not None]
+        found = [module.l_aux for module in self.modules() if isinstance(module, MoELayer) and module.l_aux is not None]
         return self.size.balance * torch.stack(found).sum()
 
     @override
@@ -187,7 +187,7 @@ class _Sizes(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found = HostMemory(
-            params=sum(each.numel() for each in pl_module.parameters()),
+            params=sum(parameter.numel() for parameter in pl_module.parameters()),
             # Plans stay as they are for as few steps: any so many in a row are one of each segment.
             generation=max(b - a for a, b in zip(self._captured, self._captured[self._every :], strict=False)),
             log=self._log,

@@ -325,7 +325,7 @@ def _row(figure: ScaleFigure) -> list[str]:
 
 
 def _grown(measured: Measured, figures: Sequence[ScaleFigure]) -> list[str]:
-    growth = Growth.of([measured.operators(each) for each in figures], [measured.of(each) for each in figures])
+    growth = Growth.of([measured.operators(figure) for figure in figures], [measured.of(figure) for figure in figures])
     goal, seconds = measured.goal(figures[-1]), measured.of(figures[-1])
     fitted = [milliseconds(growth.fixed), f"{growth.slope * 1e6:.3g}", f"{growth.exponent:.2f}"]
     return [measured.what, *fitted, milliseconds(seconds), milliseconds(goal.wanted), goal.outcome(seconds)]

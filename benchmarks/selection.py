@@ -83,7 +83,7 @@ class SelectionFigure:
 def measure(options: SimpleNamespace, progress: Progress) -> list[SelectionFigure]:
     """Run the benchmark."""
     size = ModelSize(num_blocks=2, model_dim=64, num_experts=16, expert_dim=96, batch_size=4)
-    ks = [max(1, round(each * size.num_experts)) for each in _shares(options.shares)]
+    ks = [max(1, round(share * size.num_experts)) for share in _shares(options.shares)]
     cases = list(product(options.routers, ks, SYSTEMS))
     figures = []
     for done, (skew, k, system) in enumerate(cases):
@@ -105,14 +105,14 @@ def _shares(text: str) -> list[float]:
 
 def table(figures: Sequence[SelectionFigure]) -> Table:
     """Return the figures for people."""
-    turns = {(each.skew, each.k): each for each in figures if each.system == "in turns"}
+    turns = {(figure.skew, figure.k): figure for figure in figures if figure.system == "in turns"}
     rows = []
-    for each in figures:
-        base = turns[each.skew, each.k].at_risk["memory"]
+    for figure in figures:
+        base = turns[figure.skew, figure.k].at_risk["memory"]
         rows.append([
-            *(each.skew, f"{each.taken:.1f} of {each.num_experts}", each.system, f"{each.repeats:.2f}"),
-            *(f"{each.at_risk[level]:.0f}" for level in ("memory", "storage")),
-            *(f"{each.at_risk['memory'] / base:.2f}", size_text(each.wire_nbytes), f"{each.wire_share:.0%}"),
+            *(figure.skew, f"{figure.taken:.1f} of {figure.num_experts}", figure.system, f"{figure.repeats:.2f}"),
+            *(f"{figure.at_risk[level]:.0f}" for level in ("memory", "storage")),
+            *(f"{figure.at_risk['memory'] / base:.2f}", size_text(figure.wire_nbytes), f"{figure.wire_share:.0%}"),
         ])  # fmt: skip
     return table_of("Choosing experts by what is at risk", _COLUMNS, rows, _CAPTION)
 
@@ -202,7 +202,7 @@ class _SkewedModel(BenchModel):
         if len(self.blocks):
             return
         self.blocks = self.blocks_of(self.size)
-        norms = [each for name, each in self.named_modules() if name.endswith("norm_moe")]
+        norms = [module for name, module in self.named_modules() if name.endswith("norm_moe")]
         with torch.no_grad():
             for i, (norm, layer) in enumerate(zip(norms, self.moe_layers(), strict=True)):
                 logits_E = -self._step * torch.arange(layer.num_experts).roll(3 * i)
@@ -275,6 +275,6 @@ def figure_of(fit: SelectionFit) -> SelectionFigure:
         num_experts=fit.size.num_experts,
         repeats=first["again"] / first["taken"],
         at_risk={level: number / layers for level, number in first["at_risk"].items()},
-        wire_nbytes=sum(each["wire"] for each in ranks) / generations,
-        wire_share=sum(each["wire"] for each in ranks) / sum(each["whole"] for each in ranks),
+        wire_nbytes=sum(rank["wire"] for rank in ranks) / generations,
+        wire_share=sum(rank["wire"] for rank in ranks) / sum(rank["whole"] for rank in ranks),
     )

@@ -288,7 +288,7 @@ class CheckpointCallback(SharedArguments, Checkpoint):
         config = SessionConfig(
             url=self.url,
             dense_every_n_steps=self.dense_every_n_steps,
-            **{each.name: getattr(self, each.name) for each in fields(SessionConfig) if each.name in DEFAULTS},
+            **{field.name: getattr(self, field.name) for field in fields(SessionConfig) if field.name in DEFAULTS},
         )
         watched, self._watched = self._watched or self._watch(trainer, module), None
         watched.close()
@@ -338,7 +338,7 @@ class CheckpointCallback(SharedArguments, Checkpoint):
         if run is not None:
             run.close(keep_memory=keep_memory)
         trainer.callbacks = [  # type: ignore[attr-defined]
-            each for each in callbacks_of(trainer) if not isinstance(each, ReplayHooks)
+            callback for callback in callbacks_of(trainer) if not isinstance(callback, ReplayHooks)
         ]
 
 
@@ -348,7 +348,7 @@ _OWN = (CheckpointCallback, ReplayHooks)
 
 def checkpoint_of(trainer: Trainer) -> CheckpointCallback | None:
     """Return the trainer's checkpoint callback, if it has one."""
-    return next((each for each in callbacks_of(trainer) if isinstance(each, CheckpointCallback)), None)
+    return next((callback for callback in callbacks_of(trainer) if isinstance(callback, CheckpointCallback)), None)
 
 
 explain_errors()

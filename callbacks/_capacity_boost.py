@@ -131,17 +131,17 @@ class CapacityBoost(Callback):
     @property
     def debts(self) -> dict[str, tuple[int, ...]]:
         """Tokens that each expert still has to make up for, by layer; layers without debts are left out."""
-        return {fqn: each.debts.open for fqn, each in self._boosts.items() if each.debts.any}
+        return {fqn: boost.debts.open for fqn, boost in self._boosts.items() if boost.debts.any}
 
     @property
     def repaid(self) -> int:
         """Tokens that experts in debt have processed beyond what they would have without boost, in the whole run."""
-        return sum(sum(each.debts.repaid) for each in self._boosts.values())
+        return sum(sum(boost.debts.repaid) for boost in self._boosts.values())
 
     @property
     def displaced(self) -> int:
         """Tokens that other experts have dropped because they gave capacity away, in the whole run."""
-        return sum(each.displaced for each in self._boosts.values())
+        return sum(boost.displaced for boost in self._boosts.values())
 
     # -- hooks
 
@@ -149,7 +149,7 @@ class CapacityBoost(Callback):
     def state_dict(self) -> dict[str, Any]:
         if not self._boosts:
             return dict(self._stored)
-        known = {fqn: each for fqn, each in self._boosts.items() if any(each.debts.lost)}
+        known = {fqn: boost for fqn, boost in self._boosts.items() if any(boost.debts.lost)}
         return {fqn: each.to_state() for fqn, each in known.items()}
 
     @override
@@ -192,7 +192,7 @@ class CapacityBoost(Callback):
         if trainer.global_step == self._step:
             return  # gradients are still accumulating
         self._step = trainer.global_step
-        active = [each for each in self._boosts.values() if each.meter is not None]
+        active = [boost for boost in self._boosts.values() if boost.meter is not None]
         if not active:
             return
         measured = _over_ranks([each.meter.take() for each in active if each.meter], trainer)
@@ -226,21 +226,21 @@ class CapacityBoost(Callback):
 
     def _begin(self, found: OperatorSet, module: nn.Module) -> None:
         """Start to count in layers with debts. The capacity changes once a step has shown which experts have room."""
-        for each in self._boosts.values():
-            if not each.debts.any:
-                if each.base is not None:
-                    self._end(each, module)
+        for boost in self._boosts.values():
+            if not boost.debts.any:
+                if boost.base is not None:
+                    self._end(boost, module)
                 continue
-            if each.view is None:
-                each.meter = self._route(each, module)
-                self._say(each, "more tokens, which nearly chose them: an extension of what is published")
+            if boost.view is None:
+                boost.meter = self._route(boost, module)
+                self._say(boost, "more tokens, which nearly chose them: an extension of what is published")
                 continue
-            if each.base is None:
-                each.base = each.view.get(module)
-            each.meter = meter = meter_of(found, each.layer, module, each.base)
-            meter.factor = max(each.factors)
-            scope = "" if each.view.scope == "expert" else f", as all of the {each.view.scope}: it has one for all"
-            self._say(each, f"more capacity{scope}{'' if meter.exact else '; what they process more is estimated'}")
+            if boost.base is None:
+                boost.base = boost.view.get(module)
+            boost.meter = meter = meter_of(found, boost.layer, module, boost.base)
+            meter.factor = max(boost.factors)
+            scope = "" if boost.view.scope == "expert" else f", as all of the {boost.view.scope}: it has one for all"
+            self._say(boost, f"more capacity{scope}{'' if meter.exact else '; what they process more is estimated'}")
 
     def _route(self, each: _Boost, module: nn.Module) -> Route:
         bias, router = find_bias(each.layer), find_router(each.layer, module)
@@ -282,16 +282,16 @@ class CapacityBoost(Callback):
         )
 
     def _aim(self) -> None:
-        for each in self._boosts.values():
-            if isinstance(each.meter, Route):
-                each.meter.aim(each.debts.open, each.extra, each.kept)
-                each.term = each.meter.term
+        for boost in self._boosts.values():
+            if isinstance(boost.meter, Route):
+                boost.meter.aim(boost.debts.open, boost.extra, boost.kept)
+                boost.term = boost.meter.term
 
     def _set(self, module: nn.Module) -> None:
         owners: dict[int, list[_Boost]] = {}
-        for each in self._boosts.values():
-            if each.meter is not None and each.view is not None:
-                owners.setdefault(id(each.view.owner(module)), []).append(each)
+        for boost in self._boosts.values():
+            if boost.meter is not None and boost.view is not None:
+                owners.setdefault(id(boost.view.owner(module)), []).append(boost)
         for sharing in owners.values():
             for each in sharing:
                 known = any(each.room) and each.watched >= WATCHED_STEPS
@@ -308,15 +308,15 @@ class CapacityBoost(Callback):
     def _log(self, trainer: Trainer) -> None:
         every = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
         if every and self._step % every == 0 and trainer.is_global_zero:
-            debt = sum(sum(each.debts.open) for each in self._boosts.values())
+            debt = sum(sum(boost.debts.open) for boost in self._boosts.values())
             figures = {"debt": debt, "repaid": self.repaid, "displaced": self.displaced}
             log_row(trainer, {f"moe/boost_{name}": float(number) for name, number in figures.items()})
 
     def _remove(self) -> None:
-        for each in self._boosts.values():
-            if each.meter is not None:
-                each.meter.remove()
-                each.meter = None
+        for boost in self._boosts.values():
+            if boost.meter is not None:
+                boost.meter.remove()
+                boost.meter = None
 
 
 def _lost_by_layer(accounting: TokenLedger | None, found: OperatorSet) -> list[tuple[int, ...]]:

@@ -44,7 +44,7 @@ class ExpertCheckpoint(CheckpointCallback):
         if not every or step % every or step == self._logged:
             return
         self._logged = step
-        if not any(isinstance(each, ExpertLoadMonitor) for each in callbacks_of(trainer)):
+        if not any(isinstance(callback, ExpertLoadMonitor) for callback in callbacks_of(trainer)):
             self._log(trainer)
 
     def _log(self, trainer: Trainer) -> None:

@@ -164,7 +164,7 @@ def _positive_duration(owner: object, name: str, value: object) -> timedelta:
 
 
 def _names(owner: object, name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not all(isinstance(each, str) for each in value):
+    if isinstance(value, str) or not all(isinstance(item, str) for item in value):
         raise ConfigurationError(
             _call(owner, name, value) + "a list of names, such as ['module.cache', 'callback.Mover.*']."
         )
@@ -218,13 +218,13 @@ class SharedArguments:
 
 
 _ARGUMENTS = {name: each for name, each in vars(SharedArguments).items() if isinstance(each, _Argument)}
-DEFAULTS: dict[str, object] = {"keep": None, **{name: each.default for name, each in _ARGUMENTS.items()}}
+DEFAULTS: dict[str, object] = {"keep": None, **{name: argument.default for name, argument in _ARGUMENTS.items()}}
 
 
 def spelled_out(init: Init) -> Init:
     """Replace `**shared` in the signature of an `__init__` by the shared arguments, and set their docstring."""
     signature = inspect.signature(init)
-    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=hint)
         for name, hint in get_type_hints(CheckpointArguments).items()

@@ -184,7 +184,7 @@ class MoEGPT(LightningModule):
         return nn.functional.cross_entropy(self(bytes_BT).flatten(0, 1), target_BT.flatten())
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        embeddings = {id(each.weight) for each in self.modules() if isinstance(each, nn.Embedding)}
+        embeddings = {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
         decayed = [p for p in self.parameters() if p.ndim >= 2 and id(p) not in embeddings]
         chosen = {id(p) for p in decayed}
         groups = [

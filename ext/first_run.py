@@ -125,8 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     now = datetime.now(timezone.utc)
     outcomes = run_apart(commands, options.out / f"first-run-{now:%Y%m%dT%H%M%SZ}.json", _show)
     figures = [
-        NativeFigure(what=f"section {name}", how="a process", value=each.seconds, unit="s", note=each.outcome)
-        for name, each in outcomes.items()
+        NativeFigure(what=f"section {name}", how="a process", value=outcome.seconds, unit="s", note=outcome.outcome)
+        for name, outcome in outcomes.items()
     ]
     show_table(Console(), _native.table(figures))
     return 0
@@ -232,7 +232,9 @@ def section_main(name: str, wanted: str, path: str) -> None:
 
 
 def _environment(accelerator: Accelerator, keep: Keep) -> None:
-    packages = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    packages = {
+        distribution.metadata["Name"]: distribution.version for distribution in importlib.metadata.distributions()
+    }
     found: dict[str, Any] = {"machine": Machine.read(), "packages": packages}
     found["devices"] = _say("nvidia-smi", "-q", "-d", "PCIE,MEMORY,CLOCK") if torch.cuda.is_available() else NO_DEVICE
     found["nvcc"] = _say("nvcc", "--version")

@@ -404,7 +404,10 @@ def bench(benchmarks: Benchmarks, place: str) -> click.Group:
         commands=[
             *(_bench(name, summary, {name: params}, place) for name, (summary, params) in benchmarks.items()),
             _bench(
-                "all", "All of them, one after another.", {name: each[1] for name, each in benchmarks.items()}, place
+                "all",
+                "All of them, one after another.",
+                {name: benchmark[1] for name, benchmark in benchmarks.items()},
+                place,
             ),
         ],
     )

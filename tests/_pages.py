@@ -57,7 +57,7 @@ def check_python(source: str) -> int:
             continue
         called = names[call.func.id]
         if str(getattr(called, "__module__", "")).startswith(("lightning_moe_ckpt", "lightning.")):
-            inspect.signature(called).bind(*call.args, **{str(each.arg): each.value for each in call.keywords})
+            inspect.signature(called).bind(*call.args, **{str(keyword.arg): keyword.value for keyword in call.keywords})
     return own
 
 

@@ -113,7 +113,7 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_choices_are_those_of_the_benchmarks() -> None:
     """They stand in the command line too, which imports no benchmark."""
-    defaults = {param.name: param.default for each in BENCH.commands.values() for param in each.params}
+    defaults = {param.name: param.default for command in BENCH.commands.values() for param in command.params}
     assert defaults["systems"] == [*dict.fromkeys(system for system, _ in _recovery.CASES)]
     defaults = {param.name: param.default for param in EVIDENCE.commands["quality"].params}
     lossy = [case.system for case in quality_fit.CASES if case.loss != "nothing"]

@@ -182,7 +182,7 @@ def test_a_signature_spells_out_what_all_checkpoint_callbacks_take(kind: type) -
     """Each with the type and the default that it has, by keyword, and nothing that takes any name."""
     parameters = inspect.signature(kind).parameters
     shared = [parameters[name] for name in CheckpointArguments.__annotations__]
-    assert {each.kind for each in parameters.values()} == {
+    assert {parameter.kind for parameter in parameters.values()} == {
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         inspect.Parameter.KEYWORD_ONLY,
     }

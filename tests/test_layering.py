@@ -200,7 +200,9 @@ def asks_which_policy(module: str, tree: ast.AST) -> Iterator[str]:
         asked: list[ast.AST] = []
         if isinstance(node, ast.Compare):
             operands = [node.left, *node.comparators]
-            asked = [each.value for each in operands if isinstance(each, ast.Attribute) and each.attr == "kind"]
+            asked = [
+                operand.value for operand in operands if isinstance(operand, ast.Attribute) and operand.attr == "kind"
+            ]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
             asked = [node.args[0]]
         if any("policy" in _words(each) for each in asked):

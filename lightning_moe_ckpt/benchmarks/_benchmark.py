@@ -91,7 +91,7 @@ def rounds_of(num_rounds: int, cases: Sequence[T]) -> Iterator[tuple[int, T]]:
 
 def medians(rounds: Sequence[object], *names: str) -> dict[str, Any]:
     """Return the median over the rounds of each attribute that is named, `None` where no round has a number."""
-    columns = {name: [getattr(each, name) for each in rounds] for name in names}
+    columns = {name: [getattr(run, name) for run in rounds] for name in names}
     known = {name: [value for value in column if value is not None] for name, column in columns.items()}
     return {name: statistics.median(column) if column else None for name, column in known.items()}
 

@@ -177,19 +177,19 @@ def _table(title: str, figures: Sequence[BrokenDown], per: Mapping[str, int]) ->
         scaled = zip(figures, values, strict=True)
         return [name, *("" if not value else f"{value * per[each.variant] * 1e6:,.0f}" for each, value in scaled)]
 
-    hooks = _by_size([{name: cost.wall for name, cost in each.hooks.items()} for each in figures])
-    threads = _by_size([each.threads for each in figures])
-    rows = [row(name, [each.hooks.get(name, _NOTHING).wall for each in figures]) for name in hooks]
-    rows.append(row("= in hooks", [sum(cost.wall for cost in each.hooks.values()) for each in figures]))
-    rows.append(row("  of it CPU", [sum(cost.cpu for cost in each.hooks.values()) for each in figures]))
-    rows += [row(f"beside: {name}", [each.threads.get(name) for each in figures]) for name in threads]
-    rows.append(row("= CPU beside", [sum(each.threads.values()) for each in figures]))
-    rows.append(row("longer by", [each.added_seconds for each in figures]))
+    hooks = _by_size([{name: cost.wall for name, cost in figure.hooks.items()} for figure in figures])
+    threads = _by_size([figure.threads for figure in figures])
+    rows = [row(name, [figure.hooks.get(name, _NOTHING).wall for figure in figures]) for name in hooks]
+    rows.append(row("= in hooks", [sum(cost.wall for cost in figure.hooks.values()) for figure in figures]))
+    rows.append(row("  of it CPU", [sum(cost.cpu for cost in figure.hooks.values()) for figure in figures]))
+    rows += [row(f"beside: {name}", [figure.threads.get(name) for figure in figures]) for name in threads]
+    rows.append(row("= CPU beside", [sum(figure.threads.values()) for figure in figures]))
+    rows.append(row("longer by", [figure.added_seconds for figure in figures]))
     note = "hooks: time of the training thread between call and return; beside: CPU time of other threads and processes"
-    return table_of(title, ("", *(each.variant for each in figures)), rows, note)
+    return table_of(title, ("", *(figure.variant for figure in figures)), rows, note)
 
 
 def _by_size(columns: Sequence[Mapping[str, float]]) -> list[str]:
     """Return the names that have a microsecond anywhere, those with most first."""
-    most = {name: max(each.get(name, 0.0) for each in columns) for each in columns for name in each}
+    most = {name: max(column.get(name, 0.0) for column in columns) for column in columns for name in column}
     return sorted((name for name, seconds in most.items() if seconds >= 1e-6), key=lambda name: -most[name])

@@ -92,7 +92,7 @@ class Failure:
 
 def time_ratio(failures: Sequence[Failure]) -> float:
     """Return the share of time that training goes forward at an MTBF of 10 minutes, as far as such failures cost it."""
-    return 1 - statistics.median(each.total_seconds - each.step_seconds for each in failures) / _MTBF_SECONDS
+    return 1 - statistics.median(failure.total_seconds - failure.step_seconds for failure in failures) / _MTBF_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +105,7 @@ class FailureFigure:
 
     def median(self, of: Callable[[Failure], float | None]) -> float | None:
         """Return the median of something over the kills; None where it is unknown."""
-        known = [value for each in self.failures if (value := of(each)) is not None]
+        known = [value for failure in self.failures if (value := of(failure)) is not None]
         return statistics.median(known) if known else None
 
     @property
@@ -144,7 +144,7 @@ def table(figures: Sequence[FailureFigure]) -> Table:
 
 
 def _row(figure: FailureFigure) -> list[str]:
-    totals = [each.total_seconds for each in figure.failures]
+    totals = [failure.total_seconds for failure in figure.failures]
     columns = [
         figure.median(of)
         for of in (

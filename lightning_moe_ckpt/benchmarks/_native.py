@@ -90,8 +90,8 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[NativeFigure]:
 def table(figures: Sequence[NativeFigure]) -> Table:
     """Return the figures for people."""
     rows = [
-        [each.what, each.how, "-" if each.value is None else f"{each.value:,.4g} {each.unit}", each.note]
-        for each in figures
+        [figure.what, figure.how, "-" if figure.value is None else f"{figure.value:,.4g} {figure.unit}", figure.note]
+        for figure in figures
     ]
     return table_of("Compiled code, medians of wall time", ["what", "how", "", ""], rows)
 

@@ -364,8 +364,8 @@ def _figure(variant: Variant, options: SimpleNamespace, turns: Sequence[tuple[Tu
         window=report.window if report is not None else 0,
         nbytes_per_step=report.nbytes_per_step if report is not None else 0.0,
         dense_nbytes=report.dense_nbytes if report is not None else 0,
-        generations_complete=sum(each.generations_complete for each in rounds),
-        generations_committed=sum(each.generations_committed for each in rounds),
+        generations_complete=sum(run.generations_complete for run in rounds),
+        generations_committed=sum(run.generations_committed for run in rounds),
         rounds=rounds,
     )
 
@@ -376,16 +376,16 @@ def _beside(costs: StepCosts) -> float:
 
 def _by_name(rounds: Sequence[StepCosts]) -> dict[str, Any]:
     """Return the medians of what has names, over all rounds; a name that a round lacks is 0 there."""
-    stalls = _medians([each.stall_seconds for each in rounds])
-    walls = _medians([{name: cost.wall for name, cost in each.hooks.items()} for each in rounds])
-    cpu = _medians([{name: cost.cpu for name, cost in each.hooks.items()} for each in rounds])
+    stalls = _medians([run.stall_seconds for run in rounds])
+    walls = _medians([{name: cost.wall for name, cost in run.hooks.items()} for run in rounds])
+    cpu = _medians([{name: cost.cpu for name, cost in run.hooks.items()} for run in rounds])
     hooks = {name: HookCost(walls[name], cpu[name]) for name in walls}
-    return {"stall_seconds": stalls, "hooks": hooks, "threads": _medians([each.threads for each in rounds])}
+    return {"stall_seconds": stalls, "hooks": hooks, "threads": _medians([run.threads for run in rounds])}
 
 
 def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = sorted({name for each in rounds for name in each})
-    return {name: statistics.median(each.get(name, 0.0) for each in rounds) for name in names}
+    names = sorted({name for run in rounds for name in run})
+    return {name: statistics.median(run.get(name, 0.0) for run in rounds) for name in names}
 
 
 # -- tables

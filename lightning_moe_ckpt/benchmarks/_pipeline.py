@@ -63,7 +63,7 @@ class StageFigure:
     @property
     def step_seconds(self) -> float:
         """An ordinary step."""
-        return statistics.median(each.step_seconds for each in self.failures)
+        return statistics.median(failure.step_seconds for failure in self.failures)
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[StageFigure]:
@@ -102,14 +102,14 @@ def table(figures: Sequence[StageFigure]) -> Table:
 
 
 def _row(figure: StageFigure) -> list[str]:
-    totals = [each.total_seconds for each in figure.failures]
-    again = [each.rerun_seconds for each in figure.failures]
+    totals = [failure.total_seconds for failure in figure.failures]
+    again = [failure.rerun_seconds for failure in figure.failures]
     return [
         SYSTEMS[figure.system],
         f"{figure.step_seconds:.3f}",
-        f"{statistics.median(each.begin_seconds for each in figure.failures):.2f}",
+        f"{statistics.median(failure.begin_seconds for failure in figure.failures):.2f}",
         f"{statistics.median(again):.2f}",
-        f"{statistics.median(each.rerun_steps for each in figure.failures):.0f}",
+        f"{statistics.median(failure.rerun_steps for failure in figure.failures):.0f}",
         f"{statistics.median(figure.stayed):.0f}",
         f"{100 * statistics.median(figure.skipped):.0f} %",
         f"{statistics.median(totals):.2f}",

@@ -68,7 +68,7 @@ class _Stage(nn.Module):
 
     def __init__(self, layers: range) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(each): _Layer() for each in layers})
+        self.layers = nn.ModuleDict({str(layer): _Layer() for layer in layers})
 
     @override
     def forward(self, x_BD: Tensor) -> Tensor:

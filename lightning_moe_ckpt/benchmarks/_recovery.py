@@ -231,7 +231,7 @@ def _read(attempts: Sequence[AttemptResult], step: int, num_steps: int) -> Recov
     killed, resumed = attempts
     rank, ranks = killed.world_size - 1, range(killed.world_size)
     (at,) = (line["at"] for line in killed.records(rank, "killed"))
-    paths = [[attempt_path(each.workdir, each.index, own, "times") for each in attempts] for own in ranks]
+    paths = [[attempt_path(attempt.workdir, attempt.index, own, "times") for attempt in attempts] for own in ranks]
     failure = failure_of([[line for path in own for line in read_lines(path)] for own in paths], at, rank)
     assert failure is not None
     before = [{line["step"]: line for line in lines_of(first, "step")} for first, _ in paths]
@@ -260,7 +260,7 @@ def _read(attempts: Sequence[AttemptResult], step: int, num_steps: int) -> Recov
 def _figure(
     case: tuple[RecoverySystem, RecoveryLoss], options: SimpleNamespace, rounds: list[Recovery]
 ) -> RecoveryFigure:
-    totals = [each.total_seconds for each in rounds]
+    totals = [run.total_seconds for run in rounds]
     return RecoveryFigure(
         **medians(rounds, *_MEDIANS),
         restored_from=rounds[-1].restored_from,

@@ -74,7 +74,7 @@ def chosen_variants(options: SimpleNamespace) -> list[Variant]:
         ConfigurationError: `--variants` names something else, or what is not installed.
     """
     usual = [VARIANTS[name] for name in _BROKEN_DOWN] if options.breakdown else _POLICIES
-    peers = [each for each in _PEERS if installed(each.system) and (options.ranks == 1 or each.system not in ONE_RANK)]
+    peers = [peer for peer in _PEERS if installed(peer.system) and (options.ranks == 1 or peer.system not in ONE_RANK)]
     names = [name for name in (options.variants or "").split(",") if name not in ("", "none")]
     if unknown := [name for name in names if name not in VARIANTS]:
         raise ConfigurationError(f"`--variants {','.join(unknown)}`: there are {', '.join(VARIANTS)}.")

@@ -118,15 +118,15 @@ class _DemandMeter(HookedMeter):
         self._live = LoadCounter(replace(found, layers=(layer,)), module, "capacity") if visible else None
         self._slots, self.exact = slots or self._estimated, slots is not None or visible
         self._counters = [each for each in (self._kept, self._dropped, self._live) if each is not None]
-        for each in self._counters:
-            each.install()
+        for counter in self._counters:
+            counter.install()
         self._handles.append(block.register_forward_hook(self._end))  # behind those of the counters
 
     def remove(self) -> None:
         """Stop counting."""
         super().remove()
-        for each in self._counters:
-            each.remove()
+        for counter in self._counters:
+            counter.remove()
 
     def _end(self, block: nn.Module, args: tuple[Any, ...], out: object) -> None:
         if not block.training or in_backward():

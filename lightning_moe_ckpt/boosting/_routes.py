@@ -148,7 +148,7 @@ class BiasRoute(Route):
 
 def _choices(out: Any) -> Tensor:
     """Return the choices in a router's output: its integer tensor."""
-    return next(each for each in out if isinstance(each, Tensor) and not each.is_floating_point())
+    return next(tensor for tensor in out if isinstance(tensor, Tensor) and not tensor.is_floating_point())
 
 
 def reroute(logits_TE: Tensor, idx_TK: Tensor, debtors: Sequence[int], boost: float) -> Tensor:

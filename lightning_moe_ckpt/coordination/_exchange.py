@@ -58,7 +58,7 @@ class Exchange:
         own = torch.tensor(list(values), dtype=torch.int64)
         out = [torch.empty_like(own) for _ in self._ranks]
         dist.all_gather(out, own, group=self._group)
-        return [each.tolist() for each in out]
+        return [tensor.tolist() for tensor in out]
 
     def gather_tensor(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's CPU tensor, by rank; shapes and dtypes must agree."""

@@ -81,4 +81,6 @@ class Neighbours:
     @property
     def speaks(self) -> bool:
         """Whether this rank is the first of those on its node that live."""
-        return self._rank == min((r for r, each in self._processes.items() if not each.is_gone), default=self._rank)
+        return self._rank == min(
+            (r for r, process in self._processes.items() if not process.is_gone), default=self._rank
+        )

@@ -42,10 +42,10 @@ class Segment:
             dist.send(here, first, self._group)
             dist.recv(here, first, self._group)
             return
-        for each in self._ranks[1:]:
-            dist.recv(here, each, self._group)
-        for each in self._ranks[1:]:
-            dist.send(here, each, self._group)
+        for rank in self._ranks[1:]:
+            dist.recv(here, rank, self._group)
+        for rank in self._ranks[1:]:
+            dist.send(here, rank, self._group)
 
 
 class _Link:

@@ -162,8 +162,8 @@ def _add(state: Any, value: Any) -> None:
             _add(state, key)  # not its `repr`, which may hold an address
             _add(state, value[key])
     elif isinstance(value, list | tuple):
-        for each in value:
-            _add(state, each)
+        for item in value:
+            _add(state, item)
     elif isinstance(value, str | bytes | int | float | complex | None):
         state.update(repr(value).encode())
 

@@ -82,7 +82,7 @@ class BoundaryState:
         return self._followed
 
     def _callbacks(self) -> list[Callback]:
-        return [each for each in _trainer.callbacks_of(self.trainer) if not isinstance(each, self._skip)]
+        return [callback for callback in _trainer.callbacks_of(self.trainer) if not isinstance(callback, self._skip)]
 
     def _take_attributes(self, *, whole: bool) -> dict[str, Any]:
         now, last = self.moved.take(), self._attributes

@@ -38,7 +38,7 @@ _LEARNING_RATES = ("lr", "learning_rate")
 
 def tries_only(trainer: Trainer) -> bool:
     """Return whether this fit is a trial by `Tuner`, without training."""
-    return any(each._early_exit for each in _finders(trainer))
+    return any(finder._early_exit for finder in _finders(trainer))
 
 
 def resting(trainer: Trainer) -> Callable[[], bool]:
@@ -93,12 +93,14 @@ def _find_nothing(trainer: Trainer, pl_module: LightningModule) -> None:
 
 
 def _finders(trainer: Trainer) -> Iterable[BatchSizeFinder | LearningRateFinder]:
-    return (each for each in callbacks_of(trainer) if isinstance(each, (BatchSizeFinder, LearningRateFinder)))
+    return (
+        callback for callback in callbacks_of(trainer) if isinstance(callback, (BatchSizeFinder, LearningRateFinder))
+    )
 
 
 def averages_of(trainer: Trainer) -> Averages:
     """Return the averaged copies of the trained module, in the order of the callbacks; call in `on_fit_start`."""
-    models: list[AveragedModel] = [each._average_model for each in averaging_callbacks(trainer)]
+    models: list[AveragedModel] = [callback._average_model for callback in averaging_callbacks(trainer)]
     return Averages(models, consumed=bool(models) and bool(trainer.enable_validation))
 
 
@@ -107,14 +109,14 @@ def finish_with_averages(trainer: Trainer, module: LightningModule) -> None:
 
     For a run that had ended before: the callbacks' hook is not called then.
     """
-    for each in averaging_callbacks(trainer):
-        each._copy_average_to_current(module)
+    for callback in averaging_callbacks(trainer):
+        callback._copy_average_to_current(module)
 
 
 def averaging_callbacks(trainer: Trainer) -> list[Any]:
     """Return Lightning's callbacks that average weights."""
     kind = getattr(callbacks, "WeightAveraging", None)  # Lightning 2.6 and later
-    return [each for each in callbacks_of(trainer) if kind is not None and isinstance(each, kind)]
+    return [callback for callback in callbacks_of(trainer) if kind is not None and isinstance(callback, kind)]
 
 
 def show_epoch(trainer: Trainer, num_done: int) -> None:

@@ -107,7 +107,7 @@ def remedy(message: str) -> str | None:
 
 def _hints(kind: Callable[..., Any]) -> dict[str, Any]:
     """Return types of a class's arguments, arguments shared by checkpoint callbacks included."""
-    written = {name: each.annotation for name, each in inspect.signature(kind).parameters.items()}
+    written = {name: parameter.annotation for name, parameter in inspect.signature(kind).parameters.items()}
     return written | {k: v for k, v in typing.get_type_hints(kind.__init__).items() if k in written}
 
 

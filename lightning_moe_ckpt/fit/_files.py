@@ -42,12 +42,12 @@ class CheckpointFiles:
         self._told = self._resumed = self._suspects = False
         self._saved: dict[str, bool] = {}
         """Files of this run by path; the value says whether a file has weights only."""
-        self._foreign = {path for each in self._model_checkpoints() for path in _listed(each)}
+        self._foreign = {path for checkpoint in self._model_checkpoints() for path in _listed(checkpoint)}
         self._save, self._delete = trainer.save_checkpoint, trainer.strategy.remove_checkpoint
         trainer.save_checkpoint = self._on_save  # type: ignore[method-assign]
         trainer.strategy.remove_checkpoint = self._on_delete  # type: ignore[method-assign]
-        for each in self._model_checkpoints():
-            each.file_exists = self._exists(each.file_exists)  # type: ignore[assignment, method-assign]
+        for checkpoint in self._model_checkpoints():
+            checkpoint.file_exists = self._exists(checkpoint.file_exists)  # type: ignore[assignment, method-assign]
 
     def dense(self) -> None:
         """Stop holding files and repair damaged ones: a step has ended and every operator is active. Call on all ranks."""
@@ -60,8 +60,8 @@ class CheckpointFiles:
         """Restore the trainer's own methods."""
         self._trainer.__dict__.pop("save_checkpoint", None)
         self._strategy.__dict__.pop("remove_checkpoint", None)
-        for each in self._model_checkpoints():
-            each.__dict__.pop("file_exists", None)
+        for checkpoint in self._model_checkpoints():
+            checkpoint.__dict__.pop("file_exists", None)
 
     def suspect(self) -> None:
         """Look for damaged files at the next call of `dense`: their writer may have died. Call on all ranks."""
@@ -77,8 +77,10 @@ class CheckpointFiles:
             "saved": dict(self._saved),
             "foreign": sorted(self._foreign),
             "callbacks": {
-                each.state_key: {name: getattr(each, name) for name in _UNSAVED if hasattr(each, name)}
-                for each in self._model_checkpoints()
+                checkpoint.state_key: {
+                    name: getattr(checkpoint, name) for name in _UNSAVED if hasattr(checkpoint, name)
+                }
+                for checkpoint in self._model_checkpoints()
             },
         }
 
@@ -90,21 +92,21 @@ class CheckpointFiles:
     def follow(self, state: FilesState) -> None:
         """Set the original run's state in replay; call after the callbacks."""
         self._saved, self._foreign = dict(state["saved"]), set(state["foreign"])
-        for each in self._model_checkpoints():
-            for name, value in state["callbacks"].get(each.state_key, {}).items():
-                setattr(each, name, value)
+        for checkpoint in self._model_checkpoints():
+            for name, value in state["callbacks"].get(checkpoint.state_key, {}).items():
+                setattr(checkpoint, name, value)
 
     def start(self) -> FilesState:
         """Return files not written by any step of this run, and the folders of callbacks."""
-        folders = {each.state_key: {"dirpath": each.dirpath} for each in self._model_checkpoints()}
+        folders = {checkpoint.state_key: {"dirpath": checkpoint.dirpath} for checkpoint in self._model_checkpoints()}
         return {"foreign": sorted(self._foreign), "folders": folders}
 
     def write_again(self, start: FilesState) -> None:
         """Begin anew in the folders of the first begin: only foreign files count as existing."""
         self._resumed, self._foreign = True, set(start["foreign"])
-        for each in self._model_checkpoints():
-            if each.state_key in start["folders"]:
-                keep_folder(each, start["folders"][each.state_key], self._trainer)
+        for checkpoint in self._model_checkpoints():
+            if checkpoint.state_key in start["folders"]:
+                keep_folder(checkpoint, start["folders"][checkpoint.state_key], self._trainer)
 
     # -- private
 
@@ -123,7 +125,7 @@ class CheckpointFiles:
             self._save(path, self._saved[path])
 
     def _model_checkpoints(self) -> list[ModelCheckpoint]:
-        return [each for each in callbacks_of(self._trainer) if isinstance(each, ModelCheckpoint)]
+        return [callback for callback in callbacks_of(self._trainer) if isinstance(callback, ModelCheckpoint)]
 
     def _on_save(self, filepath: Any, weights_only: bool | None = None, *args: Any, **options: Any) -> None:
         self._saved[os.fspath(filepath)] = bool(weights_only)

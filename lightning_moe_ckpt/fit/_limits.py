@@ -154,7 +154,7 @@ def refuse_unsupported(trainer: Trainer, policy: Policy) -> None:
             "or leave the checkpoint callback out."
         )
     for kind, reason in _UNSUPPORTED.items():
-        if any(isinstance(each, kind) for each in callbacks_of(trainer)):
+        if any(isinstance(callback, kind) for callback in callbacks_of(trainer)):
             raise ConfigurationError(reason)
     if takes_iterator(trainer):
         raise ConfigurationError(
@@ -166,7 +166,7 @@ def refuse_unsupported(trainer: Trainer, policy: Policy) -> None:
             "SparseCheckpoint replays steps that Lightning takes, one for each batch or more; with manual optimization the "
             "module takes them itself. Use DenseCheckpoint, or set `automatic_optimization = True`."
         )
-    finetuning = [each for each in callbacks_of(trainer) if isinstance(each, BaseFinetuning)]
+    finetuning = [callback for callback in callbacks_of(trainer) if isinstance(callback, BaseFinetuning)]
     if finetuning and not policy.exact:
         raise ConfigurationError(
             f"{type(finetuning[0]).__name__} adds parameters to the optimizer while training, and a generation of "

@@ -149,7 +149,9 @@ class MovedAttributes:
         module = self._module
         elsewhere: dict[str, object] = {f"module.{name}": each for name, each in module.named_modules() if name}
         elsewhere |= {f"module.{name}": each for name, each in chain(module.named_parameters(), module.named_buffers())}
-        elsewhere |= {f"optimizer{at}": each for at, each in enumerate(self._trainer.optimizers)} | dict(self._roots())
+        elsewhere |= {f"optimizer{at}": optimizer for at, optimizer in enumerate(self._trainer.optimizers)} | dict(
+            self._roots()
+        )
         (values or self._values).hold(owners, elsewhere, always=self._always)
 
     def _roots(self) -> Iterator[tuple[str, object]]:
@@ -165,9 +167,11 @@ class MovedAttributes:
                 yield name, callback
 
     def _data_roots(self) -> Iterator[tuple[str, object]]:
-        for name, each in data_owners(self._trainer):
-            if type(each) is DataLoader or not type(each).__module__.startswith(("torch", "lightning.", "streaming.")):
-                yield name, each
+        for name, owner in data_owners(self._trainer):
+            if type(owner) is DataLoader or not type(owner).__module__.startswith(
+                ("torch", "lightning.", "streaming.")
+            ):
+                yield name, owner
 
 
 def _always_of(found: Mapping[str, Any]) -> set[str]:
@@ -202,9 +206,12 @@ def _set_by_library(kind: type) -> frozenset[str]:
     bases = [each for each in kind.__mro__ if is_library(each) and each not in (Callback, LightningDataModule)]
     if not any("state_dict" in vars(base) for base in bases):
         return frozenset()
-    codes = [each.__code__ for base in bases for each in vars(base).values() if isinstance(each, types.FunctionType)]
+    codes = [value.__code__ for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
     return frozenset(
-        each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"
+        instruction.argval
+        for code in codes
+        for instruction in dis.get_instructions(code)
+        if instruction.opname == "STORE_ATTR"
     )
 
 
@@ -224,7 +231,7 @@ class HeldGenerators:
 
     def look(self) -> None:
         """Search for generators; call again after loaders were made."""
-        seen = {id(each) for each in loader_generators(self._trainer).values()}
+        seen = {id(generator) for generator in loader_generators(self._trainer).values()}
         self._places = places_of(self._roots(), seen)
 
     def now(self) -> dict[str, HeldGenerator]:
@@ -239,7 +246,7 @@ class HeldGenerators:
             yield "datamodule", datamodule
         yield from user_callbacks(self._trainer, self._skip)
         yield from loader_objects(self._trainer)
-        yield from ((name, each) for name, each in data_owners(self._trainer) if isinstance(each, DataLoader))
+        yield from ((name, owner) for name, owner in data_owners(self._trainer) if isinstance(owner, DataLoader))
 
 
 def user_callbacks(trainer: Trainer, skip: tuple[type[Callback], ...]) -> Iterator[tuple[str, Callback]]:

@@ -105,7 +105,7 @@ class BoundaryRecorder:
         facts = trainer, self._moved, self._state.extras, self._take_random, among
         self._data = DataRecord(*facts, on_mismatch=on_mismatch)
         self.load = self._data.load
-        schedulers = enumerate(each.scheduler for each in trainer.lr_scheduler_configs)
+        schedulers = enumerate(config.scheduler for config in trainer.lr_scheduler_configs)
         require_storable({f"scheduler {index}": each.state_dict() for index, each in schedulers})
 
     def want_start(self, original: Start | None = None, *, needed: bool = True, replayed_only: bool = False) -> None:

@@ -62,7 +62,7 @@ class _Yours:
 
 def _of_loaders(name: str, note: str = "") -> _Yours:
     def read(trainer: Trainer) -> object:
-        return [_loaders.described(each)[name] for each in _loaders.loaders_of(trainer)]
+        return [_loaders.described(loader)[name] for loader in _loaders.loaders_of(trainer)]
 
     return _Yours(read, "batches", note)
 
@@ -89,8 +89,8 @@ _YOURS: dict[str, _Yours] = {
         "losses",
         "a CPU adds in another order with them, so the run is not exact; OMP_NUM_THREADS sets them",
     ),
-    "callbacks": _Yours(lambda trainer: [type(each).__qualname__ for each in _trainer.callbacks_of(trainer)]),
-    "loggers": _Yours(lambda trainer: [type(each).__qualname__ for each in trainer.loggers]),
+    "callbacks": _Yours(lambda trainer: [type(callback).__qualname__ for callback in _trainer.callbacks_of(trainer)]),
+    "loggers": _Yours(lambda trainer: [type(logger).__qualname__ for logger in trainer.loggers]),
 }
 _OF_LOADERS: dict[str, _Yours] = {
     "batch_size": _of_loaders("batch_size"),
@@ -124,8 +124,8 @@ def _of_optimizer(trainer: Trainer) -> Iterator[tuple[str, Any]]:
 def _arguments(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in state.items():
         if name == "_schedulers":
-            for index, each in enumerate(value):
-                yield from _arguments(f"{prefix}.{index}", each)
+            for index, item in enumerate(value):
+                yield from _arguments(f"{prefix}.{index}", item)
         elif name not in _POSITION:
             yield f"{prefix}.{name}", _plain(value)
 
@@ -137,9 +137,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.tolist() if value.numel() <= 16 else f"tensor of {tuple(value.shape)}"
     if isinstance(value, Mapping):
-        return [[_plain(key), _plain(each)] for key, each in value.items()]
+        return [[_plain(key), _plain(item)] for key, item in value.items()]
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, Enum):
         return _plain(value.value)
     return str(value) if isinstance(value, str | int | float) else type(value).__qualname__
@@ -167,14 +167,16 @@ class Settings:
     ) -> None:
         self._trainer, self._on_change, self._logged, self._replay = trainer, on_change, logged, replay
         users = [
-            each for each in _trainer.callbacks_of(trainer) if not isinstance(each, (*own, ProgressBar, ModelSummary))
+            callback
+            for callback in _trainer.callbacks_of(trainer)
+            if not isinstance(callback, (*own, ProgressBar, ModelSummary))
         ]
         self._mine = {name: _plain(setting.read(trainer)) for name, setting in _YOURS.items()}
-        self._mine |= {"callbacks": [type(each).__qualname__ for each in users], "seed": os.environ.get(_SEED)}
+        self._mine |= {"callbacks": [type(user).__qualname__ for user in users], "seed": os.environ.get(_SEED)}
         self._mine |= dict(_of_optimizer(trainer))
         # Tuners search for a value, whatever the script says.
-        self._tuned = any(isinstance(each, BatchSizeFinder | LearningRateFinder) for each in users)
-        self._schedulers = [type(each.scheduler).__qualname__ for each in trainer.lr_scheduler_configs]
+        self._tuned = any(isinstance(user, BatchSizeFinder | LearningRateFinder) for user in users)
+        self._schedulers = [type(config.scheduler).__qualname__ for config in trainer.lr_scheduler_configs]
         self._fresh = groups_state(trainer.optimizers[0]), self._states()
         self._used = dict(self._mine)
         self._written: Written | None = None
@@ -337,7 +339,7 @@ class Settings:
     # -- private
 
     def _states(self) -> list[dict[str, Any]]:
-        return [copied(each.scheduler.state_dict()) for each in self._trainer.lr_scheduler_configs]
+        return [copied(config.scheduler.state_dict()) for config in self._trainer.lr_scheduler_configs]
 
     def _use_clipping(self, values: Mapping[str, Any]) -> None:
         if not self._differ.keys().isdisjoint(_CLIPPING):

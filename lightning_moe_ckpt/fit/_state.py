@@ -71,7 +71,7 @@ class Extras:
     def restore_owners(self, wanted: Mapping[str, Any], here: Mapping[str, Any] | None = None) -> None:
         """Load the result of `take_owners`, except states equal to `here` (default: now): loading runs users' code."""
         here, names = self.take_owners() if here is None else here, ("module", "datamodule")
-        module, datamodule = (copied(wanted[each]) if differs(wanted[each], here.get(each)) else {} for each in names)
+        module, datamodule = (copied(wanted[name]) if differs(wanted[name], here.get(name)) else {} for name in names)
         if module:
             self._module.on_load_checkpoint(module)
         owner = datamodule_of(self._trainer)
@@ -143,9 +143,9 @@ def copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if kind is dict:
-        return {key: each if type(each) in _ATOMS else copied(each) for key, each in value.items()}
+        return {key: item if type(item) in _ATOMS else copied(item) for key, item in value.items()}
     if kind is list:
-        return [each if type(each) in _ATOMS else copied(each) for each in value]
+        return [item if type(item) in _ATOMS else copied(item) for item in value]
     return value if kind in _ATOMS else copy.deepcopy(value)
 
 
@@ -313,9 +313,12 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _are_something(gradients: Sequence[Tensor]) -> list[bool]:
     """Return whether each gradient changes a sum, as even a negative zero does; waits once for a device."""
-    dense = (each if each.layout is torch.strided else each.detach().coalesce().values() for each in gradients)
-    counts = [_bits(each).count_nonzero() for each in dense]
-    together = torch.stack([each.to(counts[0].device) for each in counts]) if counts else torch.empty(0)
+    dense = (
+        gradient if gradient.layout is torch.strided else gradient.detach().coalesce().values()
+        for gradient in gradients
+    )
+    counts = [_bits(tensor).count_nonzero() for tensor in dense]
+    together = torch.stack([count.to(counts[0].device) for count in counts]) if counts else torch.empty(0)
     return (together > 0).tolist()
 
 
@@ -359,7 +362,7 @@ class LayerState:
         return {
             "capacity": {fqn: view.get(self._module) for fqn, view in self._capacity.items()},
             "extra": {fqn: copied(dict(extra.get(self._module))) for fqn, extra in self._extra.items()},
-            "modules": {fqn: copied(_unwrapped(each.get_extra_state())) for fqn, each in self._modules.items()},
+            "modules": {fqn: copied(_unwrapped(module.get_extra_state())) for fqn, module in self._modules.items()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:

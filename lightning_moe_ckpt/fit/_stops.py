@@ -228,9 +228,9 @@ class _Shield:
             if os.getppid() != parent:
                 os._exit(128 + signum)
 
-        for each in _OF_GROUPS:
-            signal.signal(each, received)  # a worker's child programs would inherit `SIG_IGN`
-            signal.siginterrupt(each, False)
+        for group in _OF_GROUPS:
+            signal.signal(group, received)  # a worker's child programs would inherit `SIG_IGN`
+            signal.siginterrupt(group, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUPS)
         if self.then is not None:
             self.then(worker)

@@ -111,7 +111,7 @@ class Assembler:
     @property
     def older(self) -> dict[str, int]:
         """Steps of operators that are of older generations, by name."""
-        versions = [(name, each.generation) for name, each in self._sources.items()]
+        versions = [(name, source.generation) for name, source in self._sources.items()]
         return {name: generation.step for name, generation in versions if generation != self._generation}
 
     def take_older(self, error: Exception) -> bool:
@@ -202,7 +202,7 @@ class Assembler:
         return {f"{fqn}/{key}": value for fqn, values in stored.items() for key, value in values.items()}
 
     def _scalar(self, name: str, tensor: StoredTensor) -> Tensor:
-        values = [self._record(each) for each in tensor.records]
+        values = [self._record(record) for record in tensor.records]
         if len({tuple(value.view(torch.uint8).tolist()) for value in values}) != 1:
             raise ConfigurationError(
                 f"`{name}` differs between expert-parallel ranks ({sorted({v.item() for v in values})[:4]}), so it is no "
@@ -276,7 +276,7 @@ def constants_of(backend: Backend, policy: Mapping[str, object]) -> list[Segment
     """
     wanted = set(json.loads(str(policy["plan"])).get("constants", ())) if CONSTANTS in policy else set()
     files = read_constants(backend, policy) if wanted else ()
-    found = [replace(file, records=tuple(each for each in file.records if each.fqn in wanted)) for file in files]
+    found = [replace(file, records=tuple(record for record in file.records if record.fqn in wanted)) for file in files]
     return [file for file in found if file.records]
 
 

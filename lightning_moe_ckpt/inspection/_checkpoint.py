@@ -72,7 +72,7 @@ class LightningCheckpoint:
             **precision,
             "callbacks": self._plain("callbacks", start["callbacks"]),
             "optimizer_states": [self._optimizer(start)],
-            "lr_schedulers": [self._plain("a scheduler", each) for each in start["schedulers"]],
+            "lr_schedulers": [self._plain("a scheduler", scheduler) for scheduler in start["schedulers"]],
         }
 
     def _optimizer(self, start: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _epoch(start: Mapping[str, Any]) -> int:
 def _is_plain(value: object) -> bool:
     """Return whether `torch.load(weights_only=True)` accepts a value, by exact type: a subclass could be anything."""
     if type(value) in {list, tuple, set}:
-        return all(_is_plain(each) for each in value)  # type: ignore[attr-defined]  # checked by type
+        return all(_is_plain(item) for item in value)  # type: ignore[attr-defined]  # checked by type
     if type(value) in {dict, OrderedDict}:
-        return all(_is_plain(key) and _is_plain(each) for key, each in value.items())  # type: ignore[attr-defined]
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())  # type: ignore[attr-defined]
     return type(value) in {type(None), bool, int, float, str, bytes, Tensor, torch.dtype, torch.Size}

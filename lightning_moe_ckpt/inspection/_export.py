@@ -271,7 +271,11 @@ def _dense_commit(view: RunView, step: int | None) -> Commit:
     if _is_dense(commit):
         return commit
     wanted = commit.generation.step
-    dense = [c.generation.step for each in view.generations() if each.usable and (c := each.commit) and _is_dense(c)]
+    dense = [
+        c.generation.step
+        for generation in view.generations()
+        if generation.usable and (c := generation.commit) and _is_dense(c)
+    ]
     nearest = min(dense, key=lambda other: abs(other - wanted), default=None)
     remedy = (
         "There is no dense one. Resume the run and let it end: what a run that ends leaves last is dense; while it trains, "

@@ -56,7 +56,7 @@ def choose_model(module: ModuleEntry, prefix: str | None) -> HuggingFaceEntry:
     if prefix is None and len(models) == 1:
         return next(iter(models.values()))
     if prefix not in models:
-        listed = ", ".join(f"{each.prefix!r} ({each.class_name})" for each in models.values())
+        listed = ", ".join(f"{model.prefix!r} ({model.class_name})" for model in models.values())
         raise ConfigurationError(
             f"`{module.class_name}` holds the Hugging Face models {listed}. Give --module one of these."
         )
@@ -138,7 +138,7 @@ def _documents(model: HuggingFaceEntry, tensors: Sequence[StoredTensor]) -> Iter
     if model.generation_config is not None:
         yield "generation_config.json", model.generation_config
     config = json.loads(model.config)
-    floats = [_DTYPES[each.dtype] for each in tensors if each.dtype in _DTYPES]
+    floats = [_DTYPES[tensor.dtype] for tensor in tensors if tensor.dtype in _DTYPES]
     config["architectures"] = [model.class_name]
     if floats:
         # `from_pretrained` converts to this: the type of the first weights, as `save_pretrained` has it.

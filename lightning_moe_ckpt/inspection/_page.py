@@ -78,7 +78,7 @@ def page_of(found: RunProgress) -> str:
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "rows") -> str:
-    head = "".join(f"<th>{html.escape(each)}</th>" for each in titles)
+    head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<table class="{kind}">' + f"{f'<tr>{head}</tr>' if titles else ''}{body}</table>"
 
@@ -87,13 +87,13 @@ def _rank_rows(places: Sequence[NewestStep]) -> list[list[str]]:
     rows = []
     for rank, tiers in list(by_rank(places).items())[: _MOST_ROWS + 1]:
         cells = [tiers.get(tier) for tier in ("host", "peer", "storage")]
-        said = ["-" if each is None else f"{each.step}, {time_text(each.age_seconds)} ago" for each in cells]
+        said = ["-" if cell is None else f"{cell.step}, {time_text(cell.age_seconds)} ago" for cell in cells]
         rows.append(["all, committed" if rank < 0 else str(rank), *said])
     return rows
 
 
 def _generations(found: RunProgress) -> list[list[str]]:
-    return [_generation(each, found.now) for each in found.generations[:_MOST_ROWS]]
+    return [_generation(generation, found.now) for generation in found.generations[:_MOST_ROWS]]
 
 
 def _generation(each: StoredGeneration, now: float) -> list[str]:
@@ -112,9 +112,9 @@ class _Axis:
     """Samples over the time since the first start."""
 
     def __init__(self, incarnations: Sequence[Incarnation]) -> None:
-        self.incarnations = [each for each in incarnations if each.samples]
-        opened = [each.opened for each in incarnations if each.opened is not None]
-        first = [sample.unix_time for each in self.incarnations for sample in each.samples]
+        self.incarnations = [incarnation for incarnation in incarnations if incarnation.samples]
+        opened = [incarnation.opened for incarnation in incarnations if incarnation.opened is not None]
+        first = [sample.unix_time for incarnation in self.incarnations for sample in incarnation.samples]
         self.began = min([*opened, *first], default=0.0)
         span = max(first, default=self.began) - self.began
         self.unit, self.name = next(
@@ -123,7 +123,7 @@ class _Axis:
         self.starts = [(each - self.began) / self.unit for each in opened[1:]]
 
     def times(self, samples: Sequence[Sample]) -> list[float]:
-        return [(each.unix_time - self.began) / self.unit for each in samples]
+        return [(sample.unix_time - self.began) / self.unit for sample in samples]
 
 
 def _plots(found: RunProgress) -> list[str]:
@@ -169,33 +169,38 @@ def _lines(
 ) -> None:
     """Draw a line for each incarnation; the first of a colour has the numbers of all of them, for the legend."""
     alike: dict[int, list[int]] = {}
-    for each in axis.incarnations:
-        alike.setdefault(each.number % len(_COLOURS), []).append(each.number)
-    for each in axis.incarnations:
-        numbers, samples = alike[each.number % len(_COLOURS)], kept(each.samples)
+    for incarnation in axis.incarnations:
+        alike.setdefault(incarnation.number % len(_COLOURS), []).append(incarnation.number)
+    for incarnation in axis.incarnations:
+        numbers, samples = alike[incarnation.number % len(_COLOURS)], kept(incarnation.samples)
         named = ", ".join(map(str, numbers[:_MOST_NAMED])) + ", ..." * (len(numbers) > _MOST_NAMED)
-        marks = {"label": named if each.number == numbers[0] else "", "color": _COLOURS[each.number % len(_COLOURS)]}
+        marks = {
+            "label": named if incarnation.number == numbers[0] else "",
+            "color": _COLOURS[incarnation.number % len(_COLOURS)],
+        }
         axes.plot(axis.times(samples), values(samples), ".-", markersize=3, linewidth=1.2, **marks)
     axes.set_ylabel(what)
     axes.set_ylim(bottom=0)
 
 
 def _steps(axes: Any, axis: _Axis) -> None:
-    _lines(axes, axis, lambda samples: [each.step for each in samples], "step")
+    _lines(axes, axis, lambda samples: [sample.step for sample in samples], "step")
 
 
 def _lag(axes: Any, axis: _Axis) -> None:
-    _lines(axes, axis, lambda samples: [each.step - (each.stored or 0) for each in samples], "steps")
+    _lines(axes, axis, lambda samples: [sample.step - (sample.stored or 0) for sample in samples], "steps")
 
 
 def _overhead(axes: Any, axis: _Axis) -> None:
-    _lines(axes, axis, lambda samples: [1e2 * each.overhead_seconds / (each.seconds or 1) for each in samples], "%")
+    _lines(
+        axes, axis, lambda samples: [1e2 * sample.overhead_seconds / (sample.seconds or 1) for sample in samples], "%"
+    )
 
 
 def _speed(axes: Any, axis: _Axis) -> None:
     def values(samples: Sequence[Sample]) -> list[float]:
-        before = [(0, 0.0), *((each.steps, each.seconds) for each in samples)]
-        return [(each.steps - n) / (each.seconds - s) for each, (n, s) in zip(samples, before, strict=False)]
+        before = [(0, 0.0), *((sample.steps, sample.seconds) for sample in samples)]
+        return [(sample.steps - n) / (sample.seconds - s) for sample, (n, s) in zip(samples, before, strict=False)]
 
     _lines(axes, axis, values, "steps per second", _advancing)
 
@@ -203,8 +208,8 @@ def _speed(axes: Any, axis: _Axis) -> None:
 def _advancing(samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples that say something of speed: entries of the log that follow in the same step do not, nor one behind the last."""
     found: list[Sample] = []
-    for each in samples:
+    for sample in samples:
         last = found[-1] if found else None
-        if each.steps > (last.steps if last else 0) and each.seconds > (last.seconds if last else 0.0):
-            found.append(each)
+        if sample.steps > (last.steps if last else 0) and sample.seconds > (last.seconds if last else 0.0):
+            found.append(sample)
     return found

@@ -42,7 +42,7 @@ def answer(*, nodes: int, ranks_per_node: int, replicas: int, racks: int, expert
     document = {
         "replicas": replicas,
         **facts,
-        "survival": [dataclasses.asdict(each) for each in survivals],
+        "survival": [dataclasses.asdict(survival) for survival in survivals],
         "holders": placed.holders,
     }
     copies = "1 copy" if replicas == 1 else f"{replicas} copies"
@@ -80,9 +80,11 @@ def _table(survivals: Sequence[Survival]) -> Table:
     table = plain_table()
     for column in ("lost at once", "of", "everything survives"):
         table.add_column(column, justify="right")
-    for each in survivals:
-        about = f" +- {each.error:.2%}" if each.error else ""
+    for survival in survivals:
+        about = f" +- {survival.error:.2%}" if survival.error else ""
         table.add_row(
-            f"{each.lost} {each.level}{'s' * (each.lost > 1)}", str(each.of), percent(each.probability) + about
+            f"{survival.lost} {survival.level}{'s' * (survival.lost > 1)}",
+            str(survival.of),
+            percent(survival.probability) + about,
         )
     return table

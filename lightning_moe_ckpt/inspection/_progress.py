@@ -116,8 +116,8 @@ class RunProgress:
     def document(self) -> dict[str, Any]:
         """Return JSON values, without stored generations, which `ls` lists."""
         whole = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "generations"}
-        starts = [{**asdict(each), "reached": each.reached} for each in self.incarnations]
-        return whole | {"incarnations": starts, "places": [asdict(each) for each in self.places]}
+        starts = [{**asdict(incarnation), "reached": incarnation.reached} for incarnation in self.incarnations]
+        return whole | {"incarnations": starts, "places": [asdict(place) for place in self.places]}
 
 
 class Follower:
@@ -145,7 +145,7 @@ class Follower:
         if self._view.history is None:
             return []
         tag = memory_tag(self._view.history.key, self._view.url)
-        return [each for each in leftovers(shared_directory(), f"*-{tag}-*") if each.tag == tag]
+        return [leftover for leftover in leftovers(shared_directory(), f"*-{tag}-*") if leftover.tag == tag]
 
 
 def _incarnations(events: Mapping[int, LogEvent], run_id: str) -> tuple[Incarnation, ...]:
@@ -206,13 +206,13 @@ def _in_memory(memory: Sequence[Leftover]) -> list[NewestStep]:
 def _in_storage(generations: Sequence[StoredGeneration], now: float) -> list[NewestStep]:
     """Return each rank's newest marker, and of rank -1 the newest manifest that a restart would try."""
     newest: dict[int, NewestStep] = {}
-    for each in reversed(generations):
-        if each.dead is not None:
+    for generation in reversed(generations):
+        if generation.dead is not None:
             continue
-        age = 0.0 if each.commit is None else max(0.0, now - each.commit.unix_time)
-        ranks = [*each.ranks, *([-1] if each.usable else [])]
+        age = 0.0 if generation.commit is None else max(0.0, now - generation.commit.unix_time)
+        ranks = [*generation.ranks, *([-1] if generation.usable else [])]
         for rank in ranks:
-            newest[rank] = NewestStep(tier="storage", rank=rank, step=each.generation.step, age_seconds=age)
+            newest[rank] = NewestStep(tier="storage", rank=rank, step=generation.generation.step, age_seconds=age)
     return [newest[rank] for rank in sorted(newest)]
 
 
@@ -226,8 +226,8 @@ def _progress(
     held: bool,
 ) -> RunProgress:
     newest = incarnations[-1] if incarnations else None
-    stored = max((each.step for each in places if each.tier == "storage" and each.rank == -1), default=None)
-    known = [each.step for each in places if each.tier != "peer"]
+    stored = max((place.step for place in places if place.tier == "storage" and place.rank == -1), default=None)
+    known = [place.step for place in places if place.tier != "peer"]
     if newest is not None and newest.reached is not None:
         known.append(newest.reached)
     step = max(known, default=None)
@@ -235,7 +235,7 @@ def _progress(
     rate, captured = _rates(newest)
     silent = _silence(now, incarnations, places)
     finished = isinstance(last_step, int) and stored is not None and stored >= last_step
-    gone = not held and any(each.held is False and each.tier == "host" for each in places)
+    gone = not held and any(place.held is False and place.tier == "host" for place in places)
     quiet = gone or (not held and (silent is None or silent > _QUIET_SECONDS))
     left = last_step - step if isinstance(last_step, int) and step is not None else None
     return RunProgress(
@@ -288,9 +288,13 @@ def _lost(incarnations: Sequence[Incarnation]) -> int:
 
 def _goodput(incarnations: Sequence[Incarnation]) -> float | None:
     """Return net steps times the seconds of a bare step, over the time from the first start to the newest entry."""
-    costs = [cost for each in incarnations if (cost := each.step_seconds) is not None]
-    opened = [each.opened for each in incarnations if each.opened is not None]
-    last = max((each.samples[-1] for each in incarnations if each.samples), key=lambda s: s.unix_time, default=None)
+    costs = [cost for incarnation in incarnations if (cost := incarnation.step_seconds) is not None]
+    opened = [incarnation.opened for incarnation in incarnations if incarnation.opened is not None]
+    last = max(
+        (incarnation.samples[-1] for incarnation in incarnations if incarnation.samples),
+        key=lambda s: s.unix_time,
+        default=None,
+    )
     if not costs or not opened or last is None or last.unix_time <= opened[0]:
         return None
     net = last.step - (incarnations[0].resumed_from or 0)
@@ -298,18 +302,18 @@ def _goodput(incarnations: Sequence[Incarnation]) -> float | None:
 
 
 def _silence(now: float, incarnations: Sequence[Incarnation], places: Sequence[NewestStep]) -> float | None:
-    seen = [now - each.age_seconds for each in places]
-    for each in incarnations:
-        seen += [each.opened] if each.opened is not None else []
-        seen += [sample.unix_time for sample in each.samples[-1:]]
+    seen = [now - place.age_seconds for place in places]
+    for incarnation in incarnations:
+        seen += [incarnation.opened] if incarnation.opened is not None else []
+        seen += [sample.unix_time for sample in incarnation.samples[-1:]]
     return max(0.0, now - max(seen)) if seen else None
 
 
 def by_rank(places: Sequence[NewestStep]) -> dict[int, dict[str, NewestStep]]:
     """Return places by rank, then by tier; of several in a tier the newest."""
     found: dict[int, dict[str, NewestStep]] = defaultdict(dict)
-    for each in places:
-        known = found[each.rank].get(each.tier)
-        if known is None or known.step < each.step:
-            found[each.rank][each.tier] = each
+    for place in places:
+        known = found[place.rank].get(place.tier)
+        if known is None or known.step < place.step:
+            found[place.rank][place.tier] = place
     return dict(sorted(found.items()))

@@ -183,11 +183,15 @@ def describe(view: RunView, stored: StoredGeneration) -> Row:
         "plan": _plan(commit.policy.get("plan"), str(commit.generation)),
         "kinds": _kinds(markers),
         "operators": _operators(commit.generation, markers),
-        "segments": [_file_row(m.rank, {"step": each.step}, each.nbytes, each) for m in markers for each in m.segments],
-        "referenced": [
-            _file_row(m.rank, _place(each.generation), sum(r.nbytes for r in each.segment.records), each.segment)
+        "segments": [
+            _file_row(m.rank, {"step": segment.step}, segment.nbytes, segment)
             for m in markers
-            for each in m.referenced
+            for segment in m.segments
+        ],
+        "referenced": [
+            _file_row(m.rank, _place(entry.generation), sum(r.nbytes for r in entry.segment.records), entry.segment)
+            for m in markers
+            for entry in m.referenced
         ],
     }
 
@@ -254,7 +258,7 @@ def _records(
 ) -> Iterator[tuple[GenerationId, int, int, RecordEntry]]:
     """Yield all records, those of the generation itself first, with the generation, rank and step that they are of."""
     own = [(generation, marker.rank, each) for marker in markers for each in marker.segments]
-    older = [(each.generation, marker.rank, each.segment) for marker in markers for each in marker.referenced]
+    older = [(entry.generation, marker.rank, entry.segment) for marker in markers for entry in marker.referenced]
     for supplier, rank, segment in own + older:
         yield from ((supplier, rank, segment.step, record) for record in segment.records)
 
@@ -390,8 +394,8 @@ def gc_document(found: Garbage) -> dict[str, Any]:
         "watermark": found.watermark,
         "deleted": found.deleted,
         "nbytes": found.nbytes,
-        "goes": [_judged_row(each) for each in found.goes],
-        "stays": [_judged_row(each) for each in found.stays],
+        "goes": [_judged_row(generation) for generation in found.goes],
+        "stays": [_judged_row(generation) for generation in found.stays],
     }
 
 
@@ -411,7 +415,7 @@ def gc_tables(found: Garbage) -> list[RenderableType]:
     goes = "deleted" if found.deleted else "would go"
     titles = ("step", "incarnation", "objects", "size", "", "why")
     table = plain_table(*titles, right=titles[:4], wraps="why")
-    rows = [(each, goes) for each in found.goes] + [(each, "stays") for each in found.stays]
+    rows = [(generation, goes) for generation in found.goes] + [(generation, "stays") for generation in found.stays]
     for each, fate in sorted(rows, key=lambda row: row[0].generation, reverse=True):
         objects = str(each.num_objects) + (f" + {each.num_unfinished} unfinished" if each.num_unfinished else "")
         place = (str(each.generation.step), str(each.generation.incarnation), objects)

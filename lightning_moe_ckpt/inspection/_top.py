@@ -103,7 +103,7 @@ def figures(found: RunProgress) -> dict[str, str]:
         said["skipped"] = "generations: " + ", ".join(
             f"{number} by {tier}" for tier, number in skipped.items() if number
         )
-    stored = sum(each.nbytes for each in found.generations)
+    stored = sum(generation.nbytes for generation in found.generations)
     number = len(found.generations)
     said["stored"] = f"{number} generation{'s' * (number != 1)}, {size_text(stored)}"
     return said
@@ -114,7 +114,7 @@ def _ranks(places: Sequence[NewestStep]) -> Table:
     rows = by_rank(places)
     committed = rows.pop(-1, {}).get("storage")
     tiers = [tier for tier in _TIERS if any(tier in row for row in rows.values()) or tier == "storage"]
-    ages = any(each.held is not None for each in places)
+    ages = any(place.held is not None for place in places)
     titles = ["rank", *(title for tier in tiers for title in (_TIERS[tier], "age")), *(["process"] if ages else [])]
     table = plain_table(*titles, right=titles[:-1] if ages else titles, title="Newest step by rank and tier")
     shown = sorted(sorted(rows, key=lambda rank: min(each.step for each in rows[rank].values()))[:_MOST_RANKS])
@@ -137,8 +137,8 @@ def _cells(place: NewestStep | None) -> tuple[str, str]:
 def _starts(incarnations: Sequence[Incarnation]) -> Table:
     titles = ("incarnation", "began", "from step", "reached", "steps/s", "overhead", "restored in")
     table = plain_table(*titles, right=titles, title="Starts")
-    for each in incarnations[-_MOST_STARTS:]:
-        table.add_row(*start_cells(each))
+    for incarnation in incarnations[-_MOST_STARTS:]:
+        table.add_row(*start_cells(incarnation))
     return table
 
 

@@ -165,7 +165,7 @@ class _Reading:
         if self.stored.commit is not None and is_differential(self.stored.commit.policy):
             return 0  # there is one copy of what differences follow on, and what is bad of it was said
         older = [[each for _, each in _named(marker, view)] for marker in self.markers]
-        names = {record.operator for entries in older for each in entries for record in each.segment.records}
+        names = {record.operator for entries in older for entry in entries for record in entry.segment.records}
         copies: dict[str, dict[Version, bool]] = {name: {} for name in names}
         for index in map(stored_index, self.markers, older):
             for name, sources in index.offered(names).items():
@@ -196,8 +196,10 @@ def _read_referenced(readings: Sequence[_Reading], files: _Files, view: RunView)
 
 def _named(marker: RankMarker, view: RunView) -> list[tuple[str, ReferencedEntry]]:
     """Return the entries of a marker in older files that must exist, each with the reason."""
-    spares = [each for each in marker.spares if view.history is None or view.history.why_dead(each.generation) is None]
-    return [*(("needs", each) for each in marker.referenced), *(("has older copies in", each) for each in spares)]
+    spares = [
+        spare for spare in marker.spares if view.history is None or view.history.why_dead(spare.generation) is None
+    ]
+    return [*(("needs", entry) for entry in marker.referenced), *(("has older copies in", spare) for spare in spares)]
 
 
 @dataclass(slots=True)
@@ -258,7 +260,9 @@ class _Files:
 
 def _was_retired(view: RunView, stored: StoredGeneration) -> bool:
     """Return whether the run, which may go on meanwhile, deleted the generation; it deletes the manifest first."""
-    return not any(each.committed for each in view.generations() if each.generation == stored.generation)
+    return not any(
+        generation.committed for generation in view.generations() if generation.generation == stored.generation
+    )
 
 
 def _read_marker(view: RunView, commit: Commit, rank: int) -> RankMarker:
@@ -299,13 +303,13 @@ def disagreements(markers: Sequence[RankMarker], constants: Sequence[SegmentEntr
     return [
         *_few(_unequal(found)),
         *_few(_other_shapes(found, shapes)),
-        *_few(chain.from_iterable(_gaps(fqn, each, prod(shapes[fqn])) for fqn, each in pieces.items())),
+        *_few(chain.from_iterable(_gaps(fqn, piece, prod(shapes[fqn])) for fqn, piece in pieces.items())),
         *_few(_not_stored(markers[0], stored)),
     ]
 
 
 def _tensor_records(marker: RankMarker) -> Iterator[RecordEntry]:
-    segments = [*marker.segments, *(each.segment for each in marker.referenced)]
+    segments = [*marker.segments, *(entry.segment for entry in marker.referenced)]
     return (record for segment in segments for record in segment.records if record.fqn)
 
 

@@ -71,8 +71,8 @@ def _show(answer: Answer, *, as_json: bool) -> int:
         sys.stdout.write(json.dumps(answer.document, indent=2) + "\n")
         return answer.status
     screen = Screen()
-    for each in answer.tables():
-        screen.print(each)
+    for table in answer.tables():
+        screen.print(table)
     return answer.status
 
 
@@ -125,7 +125,7 @@ def inspect(backend: Backend, *, step: int | None) -> Answer:
 def verify(backend: Backend, *, step: int | None, everything: bool) -> Answer:
     """Read every byte."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    total = sum(each.nbytes for each in RunView.open(backend).generations() if each.committed)
+    total = sum(generation.nbytes for generation in RunView.open(backend).generations() if generation.committed)
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("reading", total=total)
         show = functools.partial(bar.advance, task)
@@ -138,7 +138,7 @@ def verify(backend: Backend, *, step: int | None, everything: bool) -> Answer:
 
 
 def _verdict_lines(verdict: Verdict) -> list[RenderableType]:
-    lines = [f"damaged: {each.generation or 'log'}: {each.reason}" for each in verdict.problems]
+    lines = [f"damaged: {problem.generation or 'log'}: {problem.reason}" for problem in verdict.problems]
     if not verdict.generations:
         lines.append("nothing that could be restored was found")
     count, speed = len(verdict.generations), rate_text(verdict.nbytes_per_second)
@@ -191,7 +191,7 @@ def gc(
 def _what_is_wrong(backend: Backend, generation: GenerationId) -> str | None:
     """Return what is wrong with a generation's files, own or referenced; `None` if nothing is."""
     problems = read_everything(backend, step=generation.step).problems
-    return next((each.reason for each in problems if each.generation == str(generation)), None)
+    return next((problem.reason for problem in problems if problem.generation == str(generation)), None)
 
 
 @_of_run
@@ -230,7 +230,7 @@ def doctor(*, url: str | None, as_json: bool, storage_option: Sequence[tuple[str
     """Say which compiled parts are in use, or what is safe at a URL."""
     if url is None:
         findings = examine()
-        rows = {"findings": [dataclasses.asdict(each) for each in findings]}
+        rows = {"findings": [dataclasses.asdict(finding) for finding in findings]}
         return _show(Answer(rows, lambda: [_states(findings)]), as_json=as_json)
     try:
         with _interrupted_by_sigterm():

@@ -87,7 +87,7 @@ def held(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor | Unread | Constant):
         return value
     if type(value) in {list, tuple}:
-        return type(value)(held(each, tensors) for each in value)
+        return type(value)(held(item, tensors) for item in value)
     if isinstance(value, dict):
         own = copy.copy(value)  # of its own kind
         for key, each in own.items():

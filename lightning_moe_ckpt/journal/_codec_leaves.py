@@ -99,7 +99,7 @@ LEAF_WRITERS: dict[type, Callable[[Any], str]] = {
     bytes: lambda value: f'["b","{value.hex()}"]',
     timedelta: lambda value: f'["td",{value.days},{value.seconds},{value.microseconds}]',
     torch.device: lambda value: f'["dv",{_quoted(str(value))}]',
-    torch.Size: lambda value: f'["sz"{"".join(f",{each}" for each in value)}]',
+    torch.Size: lambda value: f'["sz"{"".join(f",{item}" for item in value)}]',
 }
 LEAF_READERS: dict[str, Callable[[list[Leaf]], Any]] = {
     "i": lambda args: int(args[0], 16),

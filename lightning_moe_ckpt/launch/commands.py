@@ -142,7 +142,9 @@ def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bo
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     # Versions of torch differ in what a specification has besides.
     shared: dict[str, Any] = {
-        each.name: getattr(config, each.name) for each in dataclasses.fields(WorkerSpec) if hasattr(config, each.name)
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(WorkerSpec)
+        if hasattr(config, field.name)
     }
     static = config.rdzv_endpoint.rpartition(":") if config.rdzv_backend == "static" else (None, None, None)
     spec = WorkerSpec(

@@ -219,7 +219,7 @@ def pack_gradient(compressed: CompressedGradient) -> Tensor:
     kept = part.tiles[-1:]
     used = torch.arange(part.values.numel(), device=kept.device) < kept
     columns = [kept, torch.where(used, part.indices, 0), torch.where(used, part.values, 0)]
-    return torch.cat([each.view(torch.uint8) for each in columns])
+    return torch.cat([column.view(torch.uint8) for column in columns])
 
 
 def unpack_gradient(packed_U8: Tensor, numel: int) -> CompressedGradient:

@@ -93,7 +93,7 @@ class CopyPlan:
             has_device=arrangement.has_device,
             bfloat16_nan=bfloat16_nan(),
         )
-        pieces = (Pieces * len(arrangement.pieces))(*(Pieces(*each) for each in arrangement.pieces))
+        pieces = (Pieces * len(arrangement.pieces))(*(Pieces(*piece) for piece in arrangement.pieces))
         handle = ctypes.c_void_p()
         self._call("create", slices.ctypes.data, len(slices), options, pieces, len(pieces), handle)
         self.handle = handle

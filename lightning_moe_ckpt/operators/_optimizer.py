@@ -393,8 +393,8 @@ def _copy(value: object) -> object:
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) is tuple:
-        return tuple(_copy(each) for each in value)
-    return [_copy(each) for each in value] if type(value) is list else value
+        return tuple(_copy(item) for item in value)
+    return [_copy(item) for item in value] if type(value) is list else value
 
 
 def _restore(live: object, value: object) -> object:

@@ -130,9 +130,9 @@ class AttributeCapacity:
                 f"`{self.module}` drops almost all tokens with `{self.positive}` and a capacity of {value}: it counts "
                 "demand wrongly there. Give a capacity factor above zero."
             )
-        for path, each in zip(self.attributes, value, strict=True):
+        for path, item in zip(self.attributes, value, strict=True):
             holder, name = _holder(root, path)
-            setattr(holder, name, each)
+            setattr(holder, name, item)
 
     def limited(self, module: nn.Module) -> bool:
         """Whether some value is set and not zero; zero means dropless in all libraries."""
@@ -144,7 +144,7 @@ class AttributeCapacity:
         """Return each value times the largest factor."""
         most = max(factor_E)
         assert isinstance(value, tuple)
-        return value if set(factor_E) == {1} else tuple(_scaled(each, most) for each in value)
+        return value if set(factor_E) == {1} else tuple(_scaled(item, most) for item in value)
 
 
 @dataclass(frozen=True)

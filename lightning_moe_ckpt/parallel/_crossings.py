@@ -44,7 +44,7 @@ def digest_of(tensors: Sequence[Tensor]) -> Tensor:
 
     A digest is the sum of all words, each times an odd number of its place, modulo 2**64: two that differ in one word do.
     """
-    return torch.stack([_digest(each.detach()) for each in tensors])
+    return torch.stack([_digest(tensor.detach()) for tensor in tensors])
 
 
 def _digest(tensor: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class Crossings:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors."""
-        return sum(each.nbytes for sent in self.sent.values() for tensors in sent for each in tensors)
+        return sum(tensor.nbytes for sent in self.sent.values() for tensors in sent for tensor in tensors)
 
 
 @dataclass(slots=True)
@@ -95,8 +95,8 @@ class _Given:
         """Return the same, of which nothing is used up with this one."""
         return _Given(
             self.answers.copy(),
-            {name: each.copy() for name, each in self.inputs.items()},
-            {name: each.copy() for name, each in self.outputs.items()},
+            {name: tensor.copy() for name, tensor in self.inputs.items()},
+            {name: output.copy() for name, output in self.outputs.items()},
         )
 
 
@@ -144,12 +144,12 @@ class UpstreamLog:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors that are kept."""
-        return sum(each.nbytes for each in self._steps.values())
+        return sum(step.nbytes for step in self._steps.values())
 
     @property
     def step_nbytes(self) -> int:
         """Bytes of the largest step; 0 before one has ended."""
-        return max((each.nbytes for each in self._steps.values() if each is not self._now), default=0)
+        return max((step.nbytes for step in self._steps.values() if step is not self._now), default=0)
 
     def begin_step(self, step: int) -> None:
         """Begin a step, or an attempt at one: what was kept of an attempt before is dropped."""
@@ -201,7 +201,7 @@ class UpstreamLog:
 
     def complete(self, kind: str, value: Any) -> None:
         """Keep an answer that other ranks have got, unless this one has."""
-        if self._now is not None and all(each[0] != kind for each in self._now.answers):
+        if self._now is not None and all(answer[0] != kind for answer in self._now.answers):
             self._now.answers.append([kind, value])
 
     def sent(self, direction: Direction, tensors: Iterable[Tensor]) -> None:
@@ -219,7 +219,7 @@ class UpstreamLog:
 
     def received(self, direction: Direction, tensors: Iterable[Tensor]) -> None:
         """Keep a digest of what was received."""
-        if self._now is not None and (found := [each for each in tensors if isinstance(each, Tensor)]):
+        if self._now is not None and (found := [tensor for tensor in tensors if isinstance(tensor, Tensor)]):
             self._now.seen[direction].append(digest_of(found))
 
     # -- a stage repeats steps
@@ -285,7 +285,7 @@ class UpstreamLog:
         else:
             tensors = self._from.inputs[direction].popleft()
         self.received(direction, tensors)
-        return [each.clone() for each in tensors]
+        return [tensor.clone() for tensor in tensors]
 
     def require_exact(self) -> None:
         """Raise `Diverged` if a step that was repeated was not as before. What the device computes is waited for here, at a commit."""
@@ -303,7 +303,7 @@ class UpstreamLog:
 
     def go_on(self) -> None:
         """End repeating: the next step is one that all stages take together."""
-        if left := [each for each in self._given if each != self._at]:
+        if left := [generation for generation in self._given if generation != self._at]:
             self._note(f"steps {left} were not repeated")
         self.settle()
         self.require_exact()
@@ -330,9 +330,9 @@ class UpstreamLog:
         for border in self._out_of.values():
             border.settle()
         answers, self._from.answers = self._from.answers, deque()
-        for passed in [each for each in answers if each[0] == _MAY_BE_PASSED]:
+        for passed in [answer for answer in answers if answer[0] == _MAY_BE_PASSED]:
             self._keep(passed)
-        left = [each[0] for each in answers if each[0] != _MAY_BE_PASSED]
+        left = [answer[0] for answer in answers if answer[0] != _MAY_BE_PASSED]
         rest = [
             *left,
             *(name for waiting in (self._from.inputs, self._from.outputs) for name in waiting if waiting[name]),

@@ -290,12 +290,12 @@ class ExpertBudgets(Budgets):
         return before
 
     def _position_nbytes(self) -> int:
-        positions = len({rank for each in self._layouts for rank in each.rank_of})
-        return sum(each.nbytes * each.num_experts for each in self._layouts) // positions
+        positions = len({rank for layout in self._layouts for rank in layout.rank_of})
+        return sum(layout.nbytes * layout.num_experts for layout in self._layouts) // positions
 
     def _least(self) -> int:
         """Bytes of the largest expert: each position gives one whatever the budget; else some are never taken."""
-        return max(each.nbytes for each in self._layouts)
+        return max(layout.nbytes for layout in self._layouts)
 
     def _warn(self, level: str, budget: int, missing: int) -> None:
         if level not in self._warned and STORAGE in self._config:

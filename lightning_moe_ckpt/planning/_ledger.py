@@ -150,7 +150,7 @@ class LedgerKeeper:
         self.layouts = layouts = expert_layouts(view.operators, nbytes)
         self._counter = RoutedCounter(view.operators, module)
         self.counts = CountCopies(self._counter)
-        self.ledger = policy.after_restart(TokenLedger.start([each.num_experts for each in layouts]), None)
+        self.ledger = policy.after_restart(TokenLedger.start([layout.num_experts for layout in layouts]), None)
         self._levels = LEVEL_OF_TIER
         self._taken: dict[str, tuple[int, ...]] = {}
         self.coming = torch.zeros_like(self.ledger.alive)

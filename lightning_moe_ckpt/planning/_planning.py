@@ -531,10 +531,10 @@ class Planner:
 
     def _reserve(self, turns: Sequence[WindowLayout]) -> int:
         """Return the bytes of slots for the first round, and for later budgets."""
-        sizes = [self._nbytes_by_position(self._selection(each.record.plan)) for each in turns]
+        sizes = [self._nbytes_by_position(self._selection(turn.record.plan)) for turn in turns]
         self._room = [max(column) for column in zip(*sizes, strict=True)]
         later = self._budgets.reserve_nbytes
-        self._reserve_nbytes = max(max(each.slot_nbytes, later + each.mirrors_nbytes[1]) for each in turns)
+        self._reserve_nbytes = max(max(turn.slot_nbytes, later + turn.mirrors_nbytes[1]) for turn in turns)
         return self._reserve_nbytes
 
     def _has_room(self, plan: Plan) -> bool:
@@ -545,7 +545,7 @@ class Planner:
     def _nbytes_by_position(self, selection: Selection) -> list[int]:
         """Return the bytes of experts that memory takes from each position; the same on all ranks."""
         layouts = () if self.tokens is None else self.tokens.layouts
-        positions = sorted({position for each in layouts for position in each.rank_of})
+        positions = sorted({position for layout in layouts for position in layout.rank_of})
         rows = list(zip(layouts, selection.memory, strict=True))
         return [sum(e.nbytes for e, row in rows for i in row if e.rank_of[i] == position) for position in positions]
 

@@ -116,7 +116,7 @@ class Selection:
     @classmethod
     def everything(cls, layouts: Sequence[ExpertLayout]) -> Selection:
         """Return all experts for all levels, as in a dense generation."""
-        rows = tuple(tuple(range(each.num_experts)) for each in layouts)
+        rows = tuple(tuple(range(layout.num_experts)) for layout in layouts)
         return cls(rows, rows)
 
     def of(self, level: str) -> tuple[tuple[int, ...], ...]:

@@ -104,7 +104,7 @@ def largest_k(layouts: Sequence[ExpertLayout], nbytes: int, *, least: int) -> in
 
     Source: PEC (2024), Sec. 4.2: snapshots as large as the time before the next optimizer step allows.
     """
-    most = max((each.num_experts for each in layouts), default=least)
+    most = max((layout.num_experts for layout in layouts), default=least)
     found = least
     while found < most and _nbytes_of_position(layouts, found + 1) <= nbytes:
         found += 1
@@ -114,8 +114,8 @@ def largest_k(layouts: Sequence[ExpertLayout], nbytes: int, *, least: int) -> in
 def _nbytes_of_position(layouts: Sequence[ExpertLayout], k: int) -> int:
     """Return the largest position's bytes, for K experts per layer."""
     taken: defaultdict[tuple[int, int], int] = defaultdict(int)
-    for each in layouts:
-        taken[each.nbytes, len(set(each.rank_of))] += min(k, each.num_experts)
+    for layout in layouts:
+        taken[layout.nbytes, len(set(layout.rank_of))] += min(k, layout.num_experts)
     return sum(nbytes * -(-number // positions) for (nbytes, positions), number in taken.items())
 
 

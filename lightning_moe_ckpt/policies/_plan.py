@@ -45,7 +45,7 @@ class WindowStep:
     @property
     def audiences(self) -> tuple[Audience, ...]:
         """Audiences with a file; every step has a durable one."""
-        return tuple(each for each in AUDIENCES if each == "durable" or self.files.get(each))
+        return tuple(audience for audience in AUDIENCES if audience == "durable" or self.files.get(audience))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class Plan:
         if not self.steps:
             raise ValueError("`Plan(steps=())` must have at least one step.")
         object.__setattr__(self, "interval_steps", max(self.interval_steps, len(self.steps)))
-        named = (name for step in self.steps for each in AUDIENCES for name in step.files.get(each, {}))
+        named = (name for step in self.steps for audience in AUDIENCES for name in step.files.get(audience, {}))
         object.__setattr__(self, "names", tuple(dict.fromkeys(named)))
 
     @classmethod
@@ -98,8 +98,8 @@ class Plan:
         for index in range(window):
             own = [plan.steps[index].files for plan in plans if index < plan.window]
             files = {
-                each: {name: kind for kinds in RecordKind for name, kind in _all(own, each) if kind is kinds}
-                for each in AUDIENCES
+                audience: {name: kind for kinds in RecordKind for name, kind in _all(own, audience) if kind is kinds}
+                for audience in AUDIENCES
             }
             steps.append(WindowStep({each: records for each, records in files.items() if records or each == "durable"}))
         return cls(tuple(steps), max(plan.interval_steps for plan in plans), any(plan.partial for plan in plans))
@@ -175,7 +175,8 @@ class Plan:
         if len(set(names)) < len(names):
             raise ValueError("an operator is named twice")
         steps = tuple(
-            WindowStep({each: _records(step[each], names) for each in _audiences(step)}) for step in value["steps"]
+            WindowStep({audience: _records(step[audience], names) for audience in _audiences(step)})
+            for step in value["steps"]
         )
         interval, partial = value["interval_steps"], value["partial"]
         if type(interval) is not int or interval < 1 or type(partial) is not bool:
@@ -191,13 +192,13 @@ class Plan:
 
 
 def _all(files: Iterable[Mapping[Audience, Records]], audience: Audience) -> Iterator[tuple[str, RecordKind]]:
-    return (pair for each in files for pair in each.get(audience, {}).items())
+    return (pair for file in files for pair in file.get(audience, {}).items())
 
 
 def _audiences(step: Any) -> list[Audience]:
     if not set(step) <= set(AUDIENCES):
         raise ValueError(f"files for {sorted(set(step) - set(AUDIENCES))}")
-    return [each for each in AUDIENCES if each in step]
+    return [audience for audience in AUDIENCES if audience in step]
 
 
 def _runs(places: Sequence[int]) -> list[list[int]]:

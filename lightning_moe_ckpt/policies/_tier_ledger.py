@@ -119,7 +119,7 @@ class TierLedger:
             self,
             skipped=skipped_E,
             pending=tuple(each for each in self.pending if each.step != step),
-            given=tuple(each for each in self.given if each != step or not place_is_free),
+            given=tuple(generation for generation in self.given if generation != step or not place_is_free),
         )
 
     def expected(self) -> tuple[Tensor, Tensor]:
@@ -206,8 +206,8 @@ class TierLedger:
         """Return the part of `given` still kept once generation `step` is complete, oldest first."""
         if self.kept is None:
             return ()
-        settled = [each for each in self.given if each <= step]
-        return (*settled[-self.kept :], *(each for each in self.given if each > step))
+        settled = [generation for generation in self.given if generation <= step]
+        return (*settled[-self.kept :], *(generation for generation in self.given if generation > step))
 
 
 def counts(value: object) -> Tensor:

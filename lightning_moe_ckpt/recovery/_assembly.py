@@ -77,7 +77,7 @@ class Wanted:
     @property
     def suppliers(self) -> set[Replica]:
         """Copies asked for parts of the record in this round."""
-        return {each.copy for each in self.requests if each.start < self.end and each.end > self.start}
+        return {request.copy for request in self.requests if request.start < self.end and request.end > self.start}
 
     def verify(self, buffer: memoryview) -> None:
         """Verify the record's bytes by its digest, and note the result in `good`."""
@@ -165,8 +165,8 @@ class _Run:
 
     def stripes(self) -> list[Request]:
         """Return requests for the whole run; if on other nodes, to several copies at once."""
-        places = [each for each in self.records[0].places if each.entry is self.place.entry]
-        streams = _streams([each.copy for each in places if each.copy.source == "peer"])
+        places = [place for place in self.records[0].places if place.entry is self.place.entry]
+        streams = _streams([place.copy for place in places if place.copy.source == "peer"])
         if self.place.copy.source != "peer" or len(streams) < 2:
             return [self.request()]
         size = -(-self.nbytes // len(streams))
@@ -198,7 +198,7 @@ class Assembly:
         """Faults of copies since the caller last emptied the list."""
         self.view = memoryview(buffer_U8.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that arrays are buffers
         """The buffer's bytes, to be filled."""
-        self._left = sorted((each for each in records if each.nbytes), key=lambda each: each.start)
+        self._left = sorted((record for record in records if record.nbytes), key=lambda record: record.start)
         self._gone: dict[Replica, str] = {}
         self._may_be_lost = may_be_lost
         self._is_first = True

@@ -225,7 +225,7 @@ class RestoreAttempt:
             if not self._transfer.fill([*assemblies.values()], broken):
                 return None
             if not self._exclude_lost(assemblies, sources):
-                nbytes = dict(sum((each.supplied for each in assemblies.values()), Counter[Replica]()))
+                nbytes = dict(sum((assembly.supplied for assembly in assemblies.values()), Counter[Replica]()))
                 return Restored(marker=marker, segments=buffers, layouts=layouts, nbytes=nbytes, chosen=chosen)
         return None
 
@@ -281,11 +281,11 @@ class RestoreAttempt:
     def _copies(self, which: Which) -> list[Replica]:
         version, source = which
         copies = self._inventory.copies(version, self._transport.rank)
-        return [each for each in copies if (each.whole if source is None else source == each.source)]
+        return [copy for copy in copies if (copy.whole if source is None else source == copy.source)]
 
     def _add_markers(self, versions: Iterable[Version]) -> None:
         """Read markers of further commits, and index the files that they name."""
-        new: list[Which] = [(each, STORAGE) for each in versions if (each, STORAGE) not in self._markers]
+        new: list[Which] = [(version, STORAGE) for version in versions if (version, STORAGE) not in self._markers]
         self._read_markers(new)
         for which in new:
             if which in self._markers:
@@ -343,10 +343,10 @@ class RestoreAttempt:
     def _describe(self, sources: Mapping[str, Version], experts: Collection[str]) -> RestorePlan:
         """Return the plan for the chosen copies, from all ranks' records. Collective."""
         own: list[object] = []
-        for name in (each for each in experts if each in sources):
+        for name in (expert for expert in experts if expert in sources):
             records = self._index.operator(name, sources[name])
             params = [held.record for held in records.values() if held.record.state_key == PARAM]
-            rows = [[each.fqn, each.global_start, each.numel] for each in params]
+            rows = [[param.fqn, param.global_start, param.numel] for param in params]
             own.append([name, rows, [int(self._all_at(records.values(), level)) for level in LEVELS]])
         shards: dict[str, list[ShardSource]] = {name: [] for name in sources}
         levels = {name: set(LEVELS) for name in sources}
@@ -361,7 +361,7 @@ class RestoreAttempt:
 
     def _all_at(self, records: Collection[Replicas], level: LedgerLevel) -> bool:
         sources = LEVELS[level]
-        return all(any(place.copy.source in sources for place in each.places) for each in records)
+        return all(any(place.copy.source in sources for place in record.places) for record in records)
 
     # -- bytes
 
@@ -371,7 +371,7 @@ class RestoreAttempt:
         """Return an exact generation's assemblies by step, and the reason if they cannot fit. Every copy has all files."""
         copies, assemblies = self._copies((self.version, None)), dict[str, Assembly]()
         for step, layout, buffer in zip(marker.steps, layouts, buffers, strict=True):
-            wanted = neighbours([each for each in marker.segments if each.step == step], layout, copies)
+            wanted = neighbours([segment for segment in marker.segments if segment.step == step], layout, copies)
             if wanted is None:
                 return {}, f"its records of step {step} are not those of this model, optimizer and world"
             assemblies[f"step {step}"] = Assembly(f"records of step {step}", buffer, wanted, may_be_lost=False)
@@ -410,7 +410,7 @@ class RestoreAttempt:
 
     def _exclude_lost(self, assemblies: Mapping[str, Assembly], sources: Mapping[str, Version]) -> bool:
         """Exclude bad copies of experts on all ranks; return whether there are any. Collective."""
-        lost = {expert: each.lost for expert, each in assemblies.items() if each.lost}
+        lost = {expert: assembly.lost for expert, assembly in assemblies.items() if assembly.lost}
         for expert, reason in lost.items():
             self._index.exclude(expert, sources[expert])
             log.error("%s; an older copy of the expert is used", reason)

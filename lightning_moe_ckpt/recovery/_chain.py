@@ -64,7 +64,7 @@ class ChainRestore:
         last = self._marker.generation.step
         bases = self._transport.gather_values(base_step(self._links, last))
         if None in bases or len(set(bases)) != 1:
-            lacking = [f"rank {rank}" for rank, each in enumerate(bases) if each is None]
+            lacking = [f"rank {rank}" for rank, base in enumerate(bases) if base is None]
             self.reasons.append(f"{', '.join(lacking) or 'ranks together'}: what it follows on is not all there")
             return None
         first = bases[0]

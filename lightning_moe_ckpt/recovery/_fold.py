@@ -80,11 +80,11 @@ def _fold_part(
         live[key].copy_(newest.view(f"{_DELTA}{part}/{key}"))
     fqn, count = part.rpartition("/")[0], live[_COUNT]
     steps: list[AdamStep] = []
-    for each in differences:
-        settings = step_settings(each.journal, fqn)
+    for difference in differences:
+        settings = step_settings(difference.journal, fqn)
         if settings is not None:
             number = int(count) + len(steps) + 1
-            found = each.view(gradient)
+            found = difference.view(gradient)
             steps.append(
                 settings.step(unpack_gradient(found, live[PARAM].numel()) if gradient == packed else found, number)
             )

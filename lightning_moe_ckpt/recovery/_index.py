@@ -122,7 +122,7 @@ class RecordIndex:
         """Return a generation's record `name`, of no operator, with its places that need no fetch; `None` without."""
         for source in sorted(each for each in self._others if each.generation == generation):
             if (replicas := self._others[source].get(generation.step, {}).get(name)) is not None:
-                places = [each for each in replicas.places if each.copy.source != "peer"]
+                places = [place for place in replicas.places if place.copy.source != "peer"]
                 if places:
                     return Replicas(replicas.record, places)
         return None

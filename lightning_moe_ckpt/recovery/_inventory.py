@@ -220,9 +220,9 @@ class Reader:
     def __init__(self, run_id: str, memory: Tier, storage: Tier) -> None:
         self._run_id, self._memory, self._storage = run_id, memory, storage
         self._holdings = {
-            Item(Version(each.generation, each.plan_hash), each.owner, each.file, each.whole): each
+            Item(Version(holding.generation, holding.plan_hash), holding.owner, holding.file, holding.whole): holding
             for tier in (memory, storage)
-            for each in _holdings(tier)
+            for holding in _holdings(tier)
         }
         self._markers: dict[Item, RankMarker] = {}
         self._lock = threading.Lock()

@@ -81,9 +81,9 @@ def stored_layouts(marker: RankMarker) -> list[SegmentLayout]:
 
 def stored_layout(files: Sequence[SegmentEntry]) -> SegmentLayout:
     """Return the layout of the records of one step, in their order in its files. Raises `Corrupt`."""
-    tables = [RecordColumns.of(each.records).by_offset() for each in files]
+    tables = [RecordColumns.of(file.records).by_offset() for file in files]
     kinds: list[TensorKind] = []
-    where = ", ".join(each.key for each in files)
+    where = ", ".join(file.key for file in files)
     try:
         for table in tables:
             dtypes = {code: dtype_of(code) for code in set(table.dtype)}
@@ -99,7 +99,7 @@ def stored_layout(files: Sequence[SegmentEntry]) -> SegmentLayout:
         layout = SegmentLayout.of_columns(names, kinds, metadata=SEGMENT_METADATA, header_nbytes=header_nbytes)
     except ValueError as error:
         raise Corrupt(f"{where}: its marker describes no segment ({error}). Another copy may be good.") from error
-    if layout.nbytes > sum(each.nbytes for each in files):
+    if layout.nbytes > sum(file.nbytes for file in files):
         raise Corrupt(f"{where}: its marker has records that overlap. Another copy may be good.")
     return layout
 
@@ -281,14 +281,14 @@ def restored_window(
         return window
     shards = {
         region: [
-            each for each in window.steps[0].durable.parts[region] if view.operators[each.operator].kind != "expert"
+            part for part in window.steps[0].durable.parts[region] if view.operators[part.operator].kind != "expert"
         ]
         for region in REGIONS
     }
     for name, sources in chosen.shards.items():
         if name in view.operators:  # else it is on other ranks
             operator = view.operators[name]
-            shards[operator.holders] += [_shard(operator, each) for each in sources]
+            shards[operator.holders] += [_shard(operator, source) for source in sources]
     return WindowLayout(record=record, steps=[StepLayout(FileLayout(shards, view, groups, journal_nbytes))])
 
 

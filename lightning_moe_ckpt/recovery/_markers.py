@@ -130,8 +130,8 @@ class MarkerSearch:
     def _exchange(self, fetches: Sequence[FetchRequest]) -> dict[int, bytes]:
         """Send the markers that other ranks requested; return this rank's, empty if unreadable there. Collective."""
         transport = self._rounds.transport
-        own = [each for each in fetches if each.receiver == self._rank]
-        answers = [(each, self._answer(each)) for each in fetches if each.reader == self._rank]
+        own = [fetch for fetch in fetches if fetch.receiver == self._rank]
+        answers = [(fetch, self._answer(fetch)) for fetch in fetches if fetch.reader == self._rank]
         said = transport.gather_values([[each.receiver, each.number, len(answer)] for each, answer in answers])
         sizes = {number: nbytes for row in said for receiver, number, nbytes in row if receiver == self._rank}
         if max(sizes.values(), default=0) > MAX_MARKER_NBYTES:

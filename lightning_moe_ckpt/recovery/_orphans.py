@@ -63,8 +63,8 @@ def _has_more(copies: Mapping[str, GenerationId], marker: RankMarker | None) -> 
         return True
     if not PlanRecord.from_json(str(marker.policy["plan"])).plan.partial:
         return False
-    newest = {record.operator: each.generation for each in marker.referenced for record in each.segment.records}
-    newest |= {record.operator: marker.generation for each in marker.segments for record in each.records}
+    newest = {record.operator: entry.generation for entry in marker.referenced for record in entry.segment.records}
+    newest |= {record.operator: marker.generation for segment in marker.segments for record in segment.records}
     return any(operator not in newest or newest[operator] < generation for operator, generation in copies.items())
 
 

@@ -121,8 +121,8 @@ def _log_experts(names: Sequence[str], chosen: RestorePlan, lost: Mapping[str, i
 def _log_cost(generation: GenerationId, chosen: RestorePlan, ledger: TokenLedger | None, lost: int) -> None:
     """Log one line: ages and places of experts, and the cost in tokens."""
     ages = Counter(generation.step - each.step for each in chosen.generations.values())
-    levels = [_levels(each, ledger) for each in chosen.levels.values()]
-    places = Counter("memory" if "memory" in each else "/".join(sorted(each)) or "several" for each in levels)
+    levels = [_levels(level, ledger) for level in chosen.levels.values()]
+    places = Counter("memory" if "memory" in level else "/".join(sorted(level)) or "several" for level in levels)
     cost = "its tokens were not counted"
     if ledger is not None:
         in_force = "" if ledger.k is None else f", K {ledger.k}"

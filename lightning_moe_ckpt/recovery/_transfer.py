@@ -143,7 +143,7 @@ class Rounds:
             The fetches of all ranks, in one order; `None` if the rounds end: nobody lacks anything, or some rank lost a
             record.
         """
-        rows = self.transport.gather_values([busy, lost, [each.plain() for each in fetches]])
+        rows = self.transport.gather_values([busy, lost, [fetch.plain() for fetch in fetches]])
         self._lose([row[1] for row in rows])
         if self.reasons or not any(row[0] for row in rows):
             return None
@@ -230,7 +230,7 @@ class Transfer:
         failures: dict[tuple[int, int], str] = {}
         wait: Callable[[], None] | None = None
         for receives, sends in transfer_steps(fetches, self._rank, self._message_nbytes):
-            messages = [(each.receiver, memoryview(self._bytes_for(each, failures))) for each in sends]
+            messages = [(send.receiver, memoryview(self._bytes_for(send, failures))) for send in sends]
             if wait is not None:
                 wait()  # overlaps with reading the next messages
             wait = transport.transfer(messages, _destinations(receives, wanted))

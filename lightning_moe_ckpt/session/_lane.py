@@ -66,9 +66,9 @@ class Lane:
         # First: a failure is recorded before the worker is idle again.
         idle = self.worker.idle and not resting
         holds = gave_up = 0
-        for index, each in enumerate(self.given):
-            holds |= self.worker.holds(each) << index
-            gave_up |= self.worker.gave_up(each) << index
+        for index, generation in enumerate(self.given):
+            holds |= self.worker.holds(generation) << index
+            gave_up |= self.worker.gave_up(generation) << index
         return LaneVote(int(idle), holds, gave_up, int(self.worker.lost_base))
 
     def agreed(
@@ -80,9 +80,11 @@ class Lane:
             self.idle, common, lacking = self.idle and bool(vote.idle), common & vote.holds, lacking | vote.gave_up
             if vote.lost_base:
                 self.base = None
-        complete = [each for index, each in enumerate(self.given) if common >> index & 1]
-        given_up = [each for index, each in enumerate(self.given) if each != filling and lacking >> index & 1]
-        self.given = [each for each in self.given[common.bit_length() :] if each not in given_up]
+        complete = [generation for index, generation in enumerate(self.given) if common >> index & 1]
+        given_up = [
+            generation for index, generation in enumerate(self.given) if generation != filling and lacking >> index & 1
+        ]
+        self.given = [generation for generation in self.given[common.bit_length() :] if generation not in given_up]
         if self.chain is not None and not set(given_up).isdisjoint(self.chain):
             self.chain = None
         self.num_failed += len(given_up)

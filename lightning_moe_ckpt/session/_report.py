@@ -108,7 +108,7 @@ class Report:
             end_seconds=0.0,
         )
         values: dict[str, Any] = {"int": 0, "float": 0.0, "tuple[str, ...]": (), "Overhead": overhead}
-        wanted = {each.name: str(each.type) for each in fields(cls) if each.default is MISSING}
+        wanted = {field.name: str(field.type) for field in fields(cls) if field.default is MISSING}
         zeros: dict[str, Any] = {k: {} if t.startswith("dict") else values.get(t) for k, t in wanted.items()}
         return cls(**zeros, began=False)
 

@@ -454,7 +454,7 @@ class CheckpointSession:
         """Wait `timeout` seconds for generations taken so far; return whether all are durable, or whole in memory."""
         if self._capture is not None:
             self._capture.complete_seal(wait=False)
-        return all(each.drain(timeout) for each in self._tiers.workers if not each.paced)
+        return all(worker.drain(timeout) for worker in self._tiers.workers if not worker.paced)
 
     def close(self, *, keep_memory: bool = False, keep_frozen: bool = False) -> None:
         """Release threads, hooks (`keep_frozen`: not of `repeats`), and memory superseded by storage (`keep_memory`: none)."""

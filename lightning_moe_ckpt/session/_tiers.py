@@ -382,8 +382,8 @@ class Tiers:
         last = windows[-1]
 
         def release(_: GenerationId) -> None:
-            for each in windows:
-                each.ring.unpin(each.generation)
+            for window in windows:
+                window.ring.unpin(window.generation)
 
         if lane.chain is None:  # their base was given up meanwhile
             release(last.generation)
@@ -401,8 +401,8 @@ class Tiers:
             )
         )
         lane.chain.append(last.generation)
-        for each in windows:
-            lane.worker.add(last.generation, each.segments[0])
+        for window in windows:
+            lane.worker.add(last.generation, window.segments[0])
 
     def _begin(self, lane: Lane, window: Window) -> None:
         worker, layout = lane.worker, window.layout

@@ -46,9 +46,9 @@ def _described(peft: Any, prefix: str, model: Any, names: Mapping[int, str]) -> 
     config["base_model_name_or_path"] = config["base_model_name_or_path"] or getattr(base, "name_or_path", None) or None
     if config.get("task_type") is None:
         config["auto_mapping"] = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
-    layers = {fqn: each for fqn, each in model.named_modules() if adapter in getattr(each, "lora_A", ())}
-    sums = {fqn: _sum(each, adapter, names) for fqn, each in layers.items()}
-    tuned = (each for each in model.modules() if isinstance(each, peft.tuners.tuners_utils.BaseTunerLayer))
+    layers = {fqn: module for fqn, module in model.named_modules() if adapter in getattr(module, "lora_A", ())}
+    sums = {fqn: _sum(layer, adapter, names) for fqn, layer in layers.items()}
+    tuned = (module for module in model.modules() if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer))
     simple = model.peft_config[adapter].peft_type == "LORA" and len([*tuned]) == len(layers)
     return {
         "prefix": prefix,
@@ -90,5 +90,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(map(_plain, value))
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     return [*map(_plain, value)] if isinstance(value, list | tuple) else value

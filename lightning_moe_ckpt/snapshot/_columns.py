@@ -50,7 +50,7 @@ class StepColumns:
         first_row: list[int] = []
         rows: list[tuple[int, bool, bool, bool]] = []
         known: dict[tuple[Form, ...], int] = {}
-        parts = PartColumns.of([each for file in files for each in file.table.parts])
+        parts = PartColumns.of([part for file in files for part in file.table.parts])
         for fqn, forms in parts.kinds:
             first_base.append(len(self._bases))
             self._bases += [(fqn, key) for key, *_ in forms]

@@ -134,7 +134,7 @@ class Constants:
 
     def _take_up(self, files: Sequence[SegmentEntry], store: RunStore, *, load: bool) -> None:
         """Read the stored constants that differ from the live ones. Raises `Corrupt` and `StorageError`."""
-        params, places = self._params, {each.fqn: (file, each) for file in files for each in file.records}
+        params, places = self._params, {record.fqn: (file, record) for file in files for record in file.records}
         if missing := [fqn for fqn in params if fqn not in places]:
             raise Corrupt(f"what describes constants lacks {missing[:_NAMED]}. Start anew with resume='never'.")
         digests = {fqn: places[fqn][1].digest for fqn in params}

@@ -47,7 +47,7 @@ def describe(module: nn.Module, schema: StateSchema, extra: Mapping[str, object]
         aliases={key: name for key, name in stored.items() if name is not None and name != key},
         foreign=tuple(key for key, name in stored.items() if name is None),
         optimizer=type(schema.optimizer).__qualname__,
-        param_groups=tuple(tuple(names.get(id(each), "") for each in group["params"]) for group in groups),
+        param_groups=tuple(tuple(names.get(id(param), "") for param in group["params"]) for group in groups),
         hugging_face=tuple(_hugging_face(module)),
         extra=_encoded({**extra, ADAPTERS: describe_adapters(module, names)}),
     )
@@ -64,14 +64,14 @@ def describe_stages(
     stages = [ModuleLine(bytes(cast("bytes", each))).read() for each in said]
     if not exchange.is_coordinator:
         return None
-    rows = zip_longest(*(each.param_groups for each in stages), fillvalue=())
+    rows = zip_longest(*(stage.param_groups for stage in stages), fillvalue=())
     return replace(
         stages[0],
-        unsaved=tuple(chain.from_iterable(each.unsaved for each in stages)),
-        aliases={name: stored for each in stages for name, stored in each.aliases.items()},
-        foreign=tuple(chain.from_iterable(each.foreign for each in stages)),
+        unsaved=tuple(chain.from_iterable(stage.unsaved for stage in stages)),
+        aliases={name: stored for stage in stages for name, stored in stage.aliases.items()},
+        foreign=tuple(chain.from_iterable(stage.foreign for stage in stages)),
         param_groups=tuple(tuple(chain.from_iterable(row)) for row in rows),
-        hugging_face=tuple(chain.from_iterable(each.hugging_face for each in stages)),
+        hugging_face=tuple(chain.from_iterable(stage.hugging_face for stage in stages)),
     )
 
 
@@ -92,7 +92,7 @@ def _encoded(extra: Mapping[str, object]) -> str:
         if not refusals(value):
             kept[key] = value
         elif type(value) is dict:
-            kept[key] = {name: each for name, each in value.items() if not refusals({name: each})}
+            kept[key] = {name: item for name, item in value.items() if not refusals({name: item})}
             left_out += [f"{key}[{name!r}]" for name in value if name not in kept[key]]  # type: ignore[operator]
         else:
             left_out.append(key)

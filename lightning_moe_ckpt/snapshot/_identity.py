@@ -111,13 +111,15 @@ class Identity:
 def live_facts(operators: OperatorSet) -> Facts:
     """Return shape and type of the parameters on this rank."""
     dtypes = operators.dtypes
-    slices = (each for operator in operators for each in operator.slices)
-    return {each.fqn: _fact(each.global_shape, dtype_code(dtypes[each.fqn])) for each in slices}
+    slices = (param_slice for operator in operators for param_slice in operator.slices)
+    return {
+        param_slice.fqn: _fact(param_slice.global_shape, dtype_code(dtypes[param_slice.fqn])) for param_slice in slices
+    }
 
 
 def constant_facts(files: Sequence[SegmentEntry]) -> Facts:
     """Return shape and type of parameters stored as constants."""
-    return {each.fqn: _fact(each.global_shape, each.dtype) for file in files for each in file.records}
+    return {record.fqn: _fact(record.global_shape, record.dtype) for file in files for record in file.records}
 
 
 def live_optimizer(operators: OperatorSet, schema: StateSchema, params: Mapping[str, torch.Tensor]) -> list[str]:

@@ -106,9 +106,9 @@ def dense_plan_of_stages(view: StateView, groups: ParallelGroups, exchange: Exch
         return None
     said = exchange.gather_values(own_dense_plan(view).to_json())[:: groups.stage_size]
     records = [PlanRecord.from_json(str(text)) for text in said]
-    count = Counter(name for each in records for name in each.plan.names)
+    count = Counter(name for record in records for name in record.plan.names)
     if twice := [name for name, times in count.items() if times > 1]:
-        where = [stage for stage, each in enumerate(records) if twice[0] in each.plan.names]
+        where = [stage for stage, record in enumerate(records) if twice[0] in record.plan.names]
         raise ConfigurationError(
             f"Stages {where} each have an operator `{twice[0]}`: parameters that belong to no block are stored together under "
             "the name of the module that has them. Put those of one stage into a submodule with a name of its own."
@@ -226,7 +226,7 @@ def _aligned_nbytes(part: Shard, view: StateView) -> int:
 def _step(files: Sequence[Parts], view: StateView, groups: ParallelGroups, journal_nbytes: int) -> StepLayout:
     durable = FileLayout(files[0], view, groups, journal_nbytes)
     return StepLayout(
-        durable, *(FileLayout(each, view, groups, None, audience="node", start=durable.stop) for each in files[1:])
+        durable, *(FileLayout(file, view, groups, None, audience="node", start=durable.stop) for file in files[1:])
     )
 
 
@@ -250,7 +250,8 @@ def _expect_operators(record: PlanRecord, operators: OperatorSet) -> None:
 def _balanced_parts(step: WindowStep, view: StateView, groups: ParallelGroups) -> list[Parts]:
     """Return the shards by file: every record shared out evenly among its holders."""
     return [
-        {region: region_parts(step.files[each], region, view, groups) for region in REGIONS} for each in step.audiences
+        {region: region_parts(step.files[audience], region, view, groups) for region in REGIONS}
+        for audience in step.audiences
     ]
 
 
@@ -318,8 +319,8 @@ def _cut(operator: Operator, view: StateView, holders: Sequence[int], *, turn: i
     turned = [*holders[first:], *holders[:first]]
     places = assign_writers(_pieces(operator, view), range(len(turned)), split_nbytes=EXPERT_SPLIT_NBYTES)
     return [
-        Shard(operator=operator.name, kind=RecordKind.FULL, piece=each.piece, writer=turned[each.writer])
-        for each in places
+        Shard(operator=operator.name, kind=RecordKind.FULL, piece=place.piece, writer=turned[place.writer])
+        for place in places
     ]
 
 

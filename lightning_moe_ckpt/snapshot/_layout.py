@@ -241,9 +241,9 @@ class StateView:
         param = self.params[fqn]
         if kind is RecordKind.COMPUTE:
             tensors = [param, *self.averages.consumed_of(fqn).values()]
-            return sum(self.compute_dtypes.get(fqn, each.dtype).itemsize for each in tensors)
+            return sum(self.compute_dtypes.get(fqn, tensor.dtype).itemsize for tensor in tensors)
         state = sum(e.dtype.itemsize for e in self.schema.entries(param) if e.per_element)
-        return param.element_size() + state + sum(each.element_size() for each in self.averages.of(fqn).values())
+        return param.element_size() + state + sum(average.element_size() for average in self.averages.of(fqn).values())
 
 
 class FileLayout:
@@ -386,7 +386,7 @@ class StepLayout:
 
     def mirrors_in(self, slot: memoryview) -> dict[int, memoryview]:
         """Return the mirrors' bytes in their step's memory by rank, without a copy."""
-        runs = {owner: (each.start, each.run(REGIONS)) for owner, each in self.mirrors.items()}
+        runs = {owner: (mirror.start, mirror.run(REGIONS)) for owner, mirror in self.mirrors.items()}
         return {owner: slot[start + run[0] : start + run[1]] for owner, (start, run) in runs.items() if run is not None}
 
     @property

@@ -147,10 +147,10 @@ class PartTable:
         if len(tables) == 1:
             return tables[0]
         joined = cls([])
-        for each in tables:
-            joined.parts += each.parts
-            joined.names += each.names
-            joined.kinds += each.kinds
+        for table in tables:
+            joined.parts += table.parts
+            joined.names += table.names
+            joined.kinds += table.kinds
         return joined
 
     @cached_property

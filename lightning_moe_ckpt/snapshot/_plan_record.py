@@ -56,17 +56,17 @@ class PlanRecord:
             incomplete: whether the stage's durable files lack some of its operators, by stage.
             stage: stage whose fields the result has.
         """
-        dtypes = {name: dtype for each in records for name, dtype in each.compute_dtypes.items()}
+        dtypes = {name: dtype for record in records for name, dtype in record.compute_dtypes.items()}
         facts = tuple(
             {
-                "popularity": list(each.popularity),
-                "budget_nbytes": each.budget_nbytes,
-                "split_nbytes": each.split_nbytes,
+                "popularity": list(record.popularity),
+                "budget_nbytes": record.budget_nbytes,
+                "split_nbytes": record.split_nbytes,
                 "incomplete": lacks,
             }
-            for each, lacks in zip(records, incomplete, strict=True)
+            for record, lacks in zip(records, incomplete, strict=True)
         )
-        plan = Plan.joined([each.plan for each in records])
+        plan = Plan.joined([record.plan for record in records])
         return replace(records[stage], plan=plan, compute_dtypes=dtypes, stages=facts).of_stage(stage)
 
     def of_stage(self, stage: int) -> PlanRecord:
@@ -132,7 +132,7 @@ class PlanRecord:
         }
         value |= {name: list(each) for name in ("constants", "thawed") if (each := getattr(self, name))}
         if self.stages:
-            value["stages"] = [dict(each) for each in self.stages]
+            value["stages"] = [dict(stage) for stage in self.stages]
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 

@@ -76,7 +76,7 @@ class StepCopies:
         view, gradients = layout.view, set(self._columns.gradients)
         self._whole = [fqn for fqn in self._columns.fqns if fqn not in gradients]
         self._params = [view.params[fqn] for fqn in self._whole]
-        self._averages = [each for fqn in gradients for each in view.averages.of(fqn).values()]
+        self._averages = [average for fqn in gradients for average in view.averages.of(fqn).values()]
         self.may_wait = any(param.is_cuda for param in view.params.values())
         """Whether values may have to come from a device."""
         self._watch: StateWatch | None = None

@@ -83,7 +83,7 @@ def carry_spares(
 
 def full_records(marker: RankMarker) -> Iterator[tuple[SegmentEntry, RecordEntry]]:
     """Yield every full record of a rank with its file: own segments first, then referenced files."""
-    files: Sequence[SegmentEntry] = [*marker.segments, *(each.segment for each in marker.referenced)]
+    files: Sequence[SegmentEntry] = [*marker.segments, *(entry.segment for entry in marker.referenced)]
     return ((file, record) for file in files for record in file.records if record.kind == _FULL)
 
 
@@ -100,22 +100,22 @@ def _newest(previous: RankMarker) -> list[ReferencedEntry]:
 
 def _only(entries: Iterable[ReferencedEntry], wanted: Callable[[str, GenerationId], bool]) -> Iterator[ReferencedEntry]:
     """Yield the entries with only those full records whose operator is `wanted` from their generation."""
-    for each in entries:
-        names = {record.operator for record in each.segment.records if record.kind == _FULL}
-        chosen = {name for name in names if wanted(name, each.generation)}
-        records = tuple(r for r in each.segment.records if r.kind == _FULL and r.operator in chosen)
+    for entry in entries:
+        names = {record.operator for record in entry.segment.records if record.kind == _FULL}
+        chosen = {name for name in names if wanted(name, entry.generation)}
+        records = tuple(r for r in entry.segment.records if r.kind == _FULL and r.operator in chosen)
         if records:
-            yield replace(each, segment=replace(each.segment, records=records))
+            yield replace(entry, segment=replace(entry.segment, records=records))
 
 
 def _by_file(entries: Iterable[ReferencedEntry]) -> tuple[ReferencedEntry, ...]:
     """Merge entries of the same file; oldest first."""
     files: dict[tuple[GenerationId, int], ReferencedEntry] = {}
-    for each in entries:
-        known = files.setdefault((each.generation, each.segment.step), each)
-        if known is not each:
-            records = sorted((*known.segment.records, *each.segment.records), key=lambda record: record.offset)
-            files[each.generation, each.segment.step] = replace(
+    for entry in entries:
+        known = files.setdefault((entry.generation, entry.segment.step), entry)
+        if known is not entry:
+            records = sorted((*known.segment.records, *entry.segment.records), key=lambda record: record.offset)
+            files[entry.generation, entry.segment.step] = replace(
                 known, segment=replace(known.segment, records=tuple(records))
             )
     return tuple(files[name] for name in sorted(files))

@@ -116,7 +116,7 @@ def read_committed_marker(backend: Backend, commit: Commit, rank: int) -> RankMa
 
 def missing_objects(marker: RankMarker, contents: Contents) -> list[str]:
     """Return the keys of the marker's files that the listing lacks, or shows with another size."""
-    return [each.key for each in marker.segments if contents.sizes.get(each.key) != each.nbytes]
+    return [segment.key for segment in marker.segments if contents.sizes.get(segment.key) != segment.nbytes]
 
 
 def missing_parts(commit: Commit, contents: Contents) -> str | None:

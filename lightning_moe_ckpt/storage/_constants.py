@@ -83,7 +83,7 @@ def sweep_constants(backend: Backend, catalog: Catalog, *, incarnation: int) -> 
     try:
         for generation in (each for each, contents in catalog.items() if contents.committed):
             if CONSTANTS in (policy := read_commit(backend, generation).policy):
-                named |= {str(policy[CONSTANTS]), *(each.key for each in read_constants(backend, policy))}
+                named |= {str(policy[CONSTANTS]), *(constant.key for constant in read_constants(backend, policy))}
     except (Corrupt, KeyMissing):
         return 0
     doomed = [each for each in old if each.key not in named]

@@ -301,8 +301,8 @@ def expect_needs(backend: Backend, history: History, commit: Commit, stored: Seq
             ) from error
     catalog = read_catalog(backend)
     for marker in (each.marker for each in stored):
-        for each in marker.referenced:
-            if catalog[each.generation].sizes.get(each.segment.key) != each.segment.nbytes:
+        for entry in marker.referenced:
+            if catalog[entry.generation].sizes.get(entry.segment.key) != entry.segment.nbytes:
                 raise Corrupt(
-                    f"{commit.generation}: refers to {each.segment.key}, which is gone or of another size. {_REMEDY}"
+                    f"{commit.generation}: refers to {entry.segment.key}, which is gone or of another size. {_REMEDY}"
                 )

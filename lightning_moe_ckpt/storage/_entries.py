@@ -241,7 +241,7 @@ class RecordRows:
 
 
 def _spelled(records: Sequence[RecordEntry]) -> SpelledRows:
-    return [_row(each) for each in records], [(each.offset, each.nbytes) for each in records]
+    return [_row(record) for record in records], [(record.offset, record.nbytes) for record in records]
 
 
 def _row(record: RecordEntry) -> str:

@@ -212,7 +212,7 @@ class FsspecBackend:
             return []
         entries = [(self._key(str(each["name"])).rstrip("/"), each) for each in listed]
         # An object store's mark of a folder has the folder's name; so has a file in a folder's place.
-        return [each for each in entries if each[0] != folder]
+        return [entry for entry in entries if entry[0] != folder]
 
     def _key(self, name: str) -> str:
         return name[len(self._root) :].lstrip("/")

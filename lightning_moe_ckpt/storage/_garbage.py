@@ -65,7 +65,7 @@ class Garbage:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.goes)
+        return sum(generation.nbytes for generation in self.goes)
 
 
 def collect_garbage(

@@ -53,7 +53,7 @@ class RingHeader:
 
     @property
     def nbytes(self) -> int:
-        return RING_HEADER_NBYTES + sum(each.nbytes * each.slots for each in self.classes)
+        return RING_HEADER_NBYTES + sum(slot_class.nbytes * slot_class.slots for slot_class in self.classes)
 
     def extent(self, slot: int) -> tuple[int, int]:
         """Return a slot's first byte behind the header, and its bytes. Raises `LookupError` without the slot."""
@@ -62,7 +62,7 @@ class RingHeader:
             if 0 <= index < slots:
                 return start + index * nbytes, nbytes
             start, index = start + nbytes * slots, index - slots
-        raise LookupError(f"slot {slot} of {sum(each.slots for each in self.classes)}")
+        raise LookupError(f"slot {slot} of {sum(slot_class.slots for slot_class in self.classes)}")
 
     def to_bytes(self) -> bytes:
         return encode("ring", _RING.body(self)).ljust(RING_HEADER_NBYTES, b"\0")
@@ -139,7 +139,7 @@ class MemoryMarker:
             raise Corrupt(f"{where}: the marker in it is not the one that was written. Another copy may be good.")
         marker = RankMarker.from_bytes(data, where, start=end)
         experts: tuple[ExpertSlot, ...] = body["experts"]
-        taken = [*slots.values(), *(each.slot for each in experts)]
+        taken = [*slots.values(), *(expert.slot for expert in experts)]
         steps = () if experts else marker.steps
         if tuple(slots) != steps or len(set(taken)) != len(taken) or {e.step for e in experts} - {*marker.steps}:
             raise Corrupt(f"{where}: its slots are not those of its segments. Another copy may be good.")
@@ -147,7 +147,7 @@ class MemoryMarker:
 
     def only(self, experts: Collection[ExpertSlot]) -> MemoryMarker:
         """Return the statement that only these experts are left of the generation."""
-        names = {each.operator for each in experts}
+        names = {expert.operator for expert in experts}
         segments = [
             replace(entry, records=tuple(RecordColumns.of(entry.records).of_operators(names).entries()))
             for entry in self.marker.segments
@@ -165,7 +165,7 @@ class MemoryMarker:
         for entry in self.marker.segments:
             base = self.marker.slot_offset(entry)
             end = base + entry.nbytes
-            held = [(each.start, each.nbytes, each.slot) for each in self.experts if each.step == entry.step]
+            held = [(expert.start, expert.nbytes, expert.slot) for expert in self.experts if expert.step == entry.step]
             if not self.experts:
                 held = [(0, header.extent(self.slots[entry.step])[1], self.slots[entry.step])]
             found[entry.key] = [

@@ -192,7 +192,7 @@ class ObjectBackend:
         if self.unfinished is None:
             return []
         uploads = self.unfinished.list(self.full_key(prefix))
-        return [Entry(each.key[len(self.full_key("")) :].lstrip("/"), 0) for each in uploads]
+        return [Entry(upload.key[len(self.full_key("")) :].lstrip("/"), 0) for upload in uploads]
 
     def sweep(self, prefix: str) -> None:
         """Abort incomplete uploads on S3. Other stores need a lifecycle rule of the bucket."""

@@ -152,13 +152,13 @@ class RankMarker:
 
     def slot_offset(self, entry: SegmentEntry) -> int:
         """Return the first byte of a file in its ring slot; a slot holds all files of a step in a row."""
-        files = [each for each in self.segments if each.step == entry.step]
-        return sum(each.nbytes for each in files[: [each.key for each in files].index(entry.key)])
+        files = [segment for segment in self.segments if segment.step == entry.step]
+        return sum(file.nbytes for file in files[: [file.key for file in files].index(entry.key)])
 
     @property
     def needs(self) -> tuple[GenerationId, ...]:
         """Older generations whose files hold part of this generation, in order."""
-        return tuple(sorted({each.generation for each in self.referenced}))
+        return tuple(sorted({entry.generation for entry in self.referenced}))
 
     def to_bytes(self) -> bytes:
         """Encode as a JSON document, then a line of records for each named file, then the module's line."""
@@ -250,7 +250,7 @@ class Commit:
             policy=first.policy,
             unix_time=first.unix_time,
             needs=tuple(sorted({need for marker in markers for need in marker.needs})),
-            spares=tuple(sorted({each.generation for marker in markers for each in marker.spares})),
+            spares=tuple(sorted({spare.generation for marker in markers for spare in marker.spares})),
             lineage=first.lineage,
         )
 
@@ -318,15 +318,15 @@ def _expect_own_keys(marker: RankMarker, where: str) -> None:
 
 def _expect_older_files(marker: RankMarker, entries: Sequence[ReferencedEntry], where: str) -> None:
     """Refuse entries that refer to another rank, from this generation or from a later one."""
-    for each in entries:
-        key = segment_key(each.generation, marker.rank, each.segment.step)
+    for entry in entries:
+        key = segment_key(entry.generation, marker.rank, entry.segment.step)
         older = (
-            each.generation.step < marker.generation.step
-            and each.generation.incarnation <= marker.generation.incarnation
+            entry.generation.step < marker.generation.step
+            and entry.generation.incarnation <= marker.generation.incarnation
         )
-        if each.segment.key != key or not older:
-            raise Corrupt(f"{where}: references {each.segment.key}, which is not an older file of rank {marker.rank}.")
-    names = [(each.generation, each.segment.step) for each in entries]
+        if entry.segment.key != key or not older:
+            raise Corrupt(f"{where}: references {entry.segment.key}, which is not an older file of rank {marker.rank}.")
+    names = [(entry.generation, entry.segment.step) for entry in entries]
     if names != sorted(set(names)):
         raise Corrupt(f"{where}: what it references is not listed file by file, oldest first.")
 

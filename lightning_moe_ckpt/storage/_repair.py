@@ -53,12 +53,14 @@ def repair_log(backend: Backend, *, dry_run: bool) -> RepairedLog:
             f"{backend.url} has a log that can be read. There is nothing to repair; see `moe-ckpt ls`."
         )
     catalog = read_catalog(backend)
-    commits, mended, left_out = _manifests(backend, [each for each in catalog.values() if each.committed])
+    commits, mended, left_out = _manifests(
+        backend, [generation for generation in catalog.values() if generation.committed]
+    )
     if all(each.lineage is None for each in commits):
         raise NoUsableGeneration(
             f"{backend.url} holds no committed generation that can be read." if catalog else nothing_at(backend.url)
         )
-    history = _history_of(commits, last_incarnation=max(each.incarnation for each in catalog))
+    history = _history_of(commits, last_incarnation=max(generation.incarnation for generation in catalog))
     for commit in commits:
         if commit.run_id != history.run_id:
             left_out[commit.generation] = f"of run {commit.run_id}, which committed nothing later"
@@ -110,7 +112,7 @@ def _manifest_of_markers(backend: Backend, contents: Contents) -> Commit:
 
 
 def _history_of(commits: Sequence[Commit], *, last_incarnation: int) -> History:
-    named = [(each, each.lineage) for each in commits if each.lineage is not None]
+    named = [(commit, commit.lineage) for commit in commits if commit.lineage is not None]
     ancestors = {one for _, lineage in named for one in lineage.ancestors}
     # An ancestor began earlier, whatever the clocks of two nodes say.
     leaves = [pair for pair in named if (pair[0].generation.incarnation, pair[0].generation.nonce) not in ancestors]

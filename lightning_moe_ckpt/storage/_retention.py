@@ -71,11 +71,13 @@ class Retention:
         reasons: dict[GenerationId, str] = {}
         if self.every_n_steps is not None:
             generations = [commit.generation for commit in restorable]
-            for each in (
+            for milestone in (
                 *_milestones(generations, self.every_n_steps),
                 *_milestones([*generations, *doubtful], self.every_n_steps),
             ):
-                reasons[each] = f"first at or after step {each.step // self.every_n_steps * self.every_n_steps}"
+                reasons[milestone] = (
+                    f"first at or after step {milestone.step // self.every_n_steps * self.every_n_steps}"
+                )
         if self.days is not None:
             oldest = max((commit.unix_time for commit in restorable[:1]), default=0) - self.days * _SECONDS_PER_DAY
             reasons |= {c.generation: f"within {self.days:g} days" for c in restorable if c.unix_time >= oldest}
@@ -91,8 +93,8 @@ def _is_int(value: object) -> bool:
 def _milestones(generations: Iterable[GenerationId], every: int) -> list[GenerationId]:
     """Return the first generation at or after each multiple of `every`."""
     first: dict[int, GenerationId] = {}
-    for each in sorted(generations, reverse=True):
-        first[each.step // every] = each
+    for generation in sorted(generations, reverse=True):
+        first[generation.step // every] = generation
     return list(first.values())
 
 
@@ -110,11 +112,11 @@ def advanced_history(
         restorable: all restorable generations and those that they need, newest first.
     """
     stay = set(stay)
-    goes = next((index for index, each in enumerate(restorable) if each not in stay), None)
+    goes = next((index for index, generation in enumerate(restorable) if generation not in stay), None)
     if not goes:  # nothing goes, or the newest would go
         return None
     watermark = max(restorable[goes - 1].step, history.watermark)
-    kept = {each for each in stay if each.step < watermark or each in history.kept}
+    kept = {generation for generation in stay if generation.step < watermark or generation in history.kept}
     advanced = history.advanced(watermark, kept)
     return advanced if (advanced.watermark, advanced.kept) != (history.watermark, history.kept) else None
 
@@ -240,7 +242,10 @@ class Survey:
     @classmethod
     def take(cls, backend: Backend, history: History, catalog: Catalog) -> Survey:
         """Read the manifest of every generation that the log allows."""
-        read = {each: _read_restorable(backend, history, catalog[each]) for each in sorted(catalog, reverse=True)}
+        read = {
+            generation: _read_restorable(backend, history, catalog[generation])
+            for generation in sorted(catalog, reverse=True)
+        }
         defects = {each: None if isinstance(found, Commit) else found.reason for each, found in read.items()}
         judged = [_complete(found, history, defects) for found in read.values()]
         usable = [found for found in judged if isinstance(found, Commit)]
@@ -267,13 +272,17 @@ class Survey:
     @property
     def offered(self) -> list[Commit]:
         """Generations that a restore may try, newest first."""
-        partly = [each.commit for each in self.passed_over if each.commit is not None and each.may_be_restored]
+        partly = [
+            skipped.commit for skipped in self.passed_over if skipped.commit is not None and skipped.may_be_restored
+        ]
         return sorted([*self.usable, *partly], key=lambda commit: commit.generation, reverse=True)
 
     @property
     def sources(self) -> list[Commit]:
         """Generations that a restore does not try, but may take operators from; newest first."""
-        return [each.commit for each in self.passed_over if each.commit is not None and not each.may_be_restored]
+        return [
+            skipped.commit for skipped in self.passed_over if skipped.commit is not None and not skipped.may_be_restored
+        ]
 
     def give_up(self, history: History, retention: Retention) -> History | None:
         """Return the history after `retention` gave up unneeded generations; `None` if nothing changes."""
@@ -299,30 +308,32 @@ class Survey:
     def _perhaps_needed(self, stay: Mapping[GenerationId, str]) -> dict[GenerationId, str]:
         """Return the generations that an unreadable one may need: all older ones, if the run references any."""
         manifests = self._manifests
-        silent = [each.generation for each in self.passed_over if each.is_loss and each.commit is None]
-        newest = max((each for each in silent if each in stay), default=None)
+        silent = [skipped.generation for skipped in self.passed_over if skipped.is_loss and skipped.commit is None]
+        newest = max((generation for generation in silent if generation in stay), default=None)
         if newest is None or not any(commit.needs for commit in manifests.values()):
             return {}
-        return {each: f"may be needed by {newest}, which cannot be read" for each in manifests if each < newest}
+        return {
+            manifest: f"may be needed by {newest}, which cannot be read" for manifest in manifests if manifest < newest
+        }
 
     def _stays(self, commit: Commit) -> bool:
         """Return whether the generation is there for its own sake, not only for others."""
-        return all(each.commit is not commit or not each.is_for_others for each in self.passed_over)
+        return all(skipped.commit is not commit or not skipped.is_for_others for skipped in self.passed_over)
 
     def _in_order(self, whole: Sequence[Commit]) -> list[GenerationId]:
         """Return the generations that the log can give up, newest first: whole ones, and older ones kept for others."""
         newest = max((commit.generation for commit in whole), default=None)
-        others = [each.generation for each in self.passed_over if each.is_for_others]
+        others = [skipped.generation for skipped in self.passed_over if skipped.is_for_others]
         older = [each for each in others if newest is not None and each < newest]
         return sorted([*(commit.generation for commit in whole), *older], reverse=True)
 
     @property
     def _allowed(self) -> set[GenerationId]:
-        return {*self._manifests, *(each.generation for each in self.passed_over if each.is_loss)}
+        return {*self._manifests, *(skipped.generation for skipped in self.passed_over if skipped.is_loss)}
 
     @property
     def _manifests(self) -> Mapping[GenerationId, Commit]:
-        known = [*self.usable, *(each.commit for each in self.passed_over if each.commit is not None)]
+        known = [*self.usable, *(skipped.commit for skipped in self.passed_over if skipped.commit is not None)]
         return {commit.generation: commit for commit in known}
 
     def _sound(self) -> tuple[list[Commit], list[GenerationId]]:
@@ -330,7 +341,7 @@ class Survey:
         whole = [commit for commit in self.usable if self._is_whole(commit)]
         counted = {commit.generation for commit in whole}
         doubtful = [commit.generation for commit in self.usable if commit.generation not in counted]
-        return whole, doubtful + [each.generation for each in self.passed_over if each.is_loss]
+        return whole, doubtful + [skipped.generation for skipped in self.passed_over if skipped.is_loss]
 
     def _is_whole(self, commit: Commit) -> bool:
         """Return whether no object of the generation, or of generations it needs, is missing or known to be damaged."""
@@ -338,7 +349,7 @@ class Survey:
             return False
         manifests = self._manifests
         parts = [commit, *(manifests[need] for need in commit.needs)]
-        return all(missing_parts(each, self.catalog[each.generation]) is None for each in parts)
+        return all(missing_parts(part, self.catalog[part.generation]) is None for part in parts)
 
 
 def _complete(

@@ -243,14 +243,14 @@ class RunStore:
         catalog = read_catalog(self._backend)
         coordination.committed = frozenset(g for g, contents in catalog.items() if contents.committed)
         survey = Survey.take(self._backend, coordination.history, catalog)
-        passed_over = [each for each in survey.passed_over if not each.may_be_restored]
-        self.rejected = [(str(each.generation), each.reason) for each in passed_over]
-        self.unreadable = [(str(each.generation), each.reason) for each in passed_over if each.is_loss]
-        for each in survey.passed_over:
-            as_it_should_be = logging.DEBUG if each.is_for_others else logging.INFO
-            level = logging.WARNING if each.is_loss else as_it_should_be
-            fate = "has to do with older copies" if each.may_be_restored else "is skipped"
-            log.log(level, "%s %s: %s", each.generation, fate, each.reason)
+        passed_over = [skipped for skipped in survey.passed_over if not skipped.may_be_restored]
+        self.rejected = [(str(skipped.generation), skipped.reason) for skipped in passed_over]
+        self.unreadable = [(str(skipped.generation), skipped.reason) for skipped in passed_over if skipped.is_loss]
+        for skipped in survey.passed_over:
+            as_it_should_be = logging.DEBUG if skipped.is_for_others else logging.INFO
+            level = logging.WARNING if skipped.is_loss else as_it_should_be
+            fate = "has to do with older copies" if skipped.may_be_restored else "is skipped"
+            log.log(level, "%s %s: %s", skipped.generation, fate, skipped.reason)
         if not survey.offered and (coordination.history.has_commits or coordination.history.watermark):
             reason = "its log says that generations were committed, and none of them is there"
             self.unreadable.append((self.url, reason))

@@ -121,12 +121,12 @@ class Pipeline:
 
     def _repeat(self, inputs: Sequence[Tensor], target: Tensor, *, training: bool) -> None:
         """Run all micro-batches of a batch again in the same order, fed with the other stages' recorded tensors."""
-        cut, targets = [each.chunk(self._micro_batches) for each in inputs], target.chunk(self._micro_batches)
+        cut, targets = [tensor.chunk(self._micro_batches) for tensor in inputs], target.chunk(self._micro_batches)
         given = list(zip(*cut, strict=True)) if self._groups.stage == 0 else [None] * self._micro_batches
         ahead = self._micro_batches if self._schedule == "gpipe" else self._groups.num_stages - self._groups.stage
         begun: deque[tuple[Sequence[Tensor], Any]] = deque()
-        for each, part in zip(given, targets, strict=True):
-            begun.append(self._forward_again(each, part, training=training))
+        for generation, part in zip(given, targets, strict=True):
+            begun.append(self._forward_again(generation, part, training=training))
             if training and len(begun) == ahead:
                 self._backward_again(*begun.popleft(), last=part is targets[-1] and not begun)
         while training and begun:
@@ -139,7 +139,9 @@ class Pipeline:
         if given is None:
             given = self._upstream.take("down")
             if training:
-                given = [each.to(self._device).requires_grad_(each.is_floating_point()) for each in given]
+                given = [
+                    generation.to(self._device).requires_grad_(generation.is_floating_point()) for generation in given
+                ]
         with torch.set_grad_enabled(training):
             output = self._stage(*given)
             if self._groups.stage == self._groups.num_stages - 1:
@@ -153,7 +155,11 @@ class Pipeline:
         grads = None if at_end else [each.to(self._device) for each in self._upstream.take("up")]
         found = stage_backward(output, grads, given)
         if self._groups.stage > 0:
-            pairs = [(each, grad) for each, grad in zip(given, found, strict=True) if each.is_floating_point()]
+            pairs = [
+                (generation, grad)
+                for generation, grad in zip(given, found, strict=True)
+                if generation.is_floating_point()
+            ]
             self._upstream.sent("up", [torch.zeros_like(e) if grad is None else grad for e, grad in pairs])
 
     def _split(self, batch: Any) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -192,11 +198,11 @@ class Pipeline:
 
     def _shapes(self, inputs: Sequence[Tensor]) -> list[Border]:
         """Return shapes and types at each border, the first before stage 0. Collective over the pipeline."""
-        borders = [_border(each.chunk(self._micro_batches)[0] for each in inputs)]
+        borders = [_border(tensor.chunk(self._micro_batches)[0] for tensor in inputs)]
         for stage in range(self._groups.num_stages):
             own: Border | None = None
             if stage == self._groups.stage:
-                given = [each.chunk(self._micro_batches)[0] for each in inputs]
+                given = [tensor.chunk(self._micro_batches)[0] for tensor in inputs]
                 if stage > 0:
                     given = [
                         torch.zeros(shape, dtype=getattr(torch, name), device=self._device)
@@ -350,7 +356,7 @@ class _Forward(nn.Module):
         """Return a stage's output."""
         with self._context():
             output = stage(*inputs)
-        whole = tuple(each.contiguous() for each in _tensors(output))
+        whole = tuple(tensor.contiguous() for tensor in _tensors(output))
         return whole if len(whole) > 1 else whole[0]
 
 
@@ -379,7 +385,7 @@ def _tensors(output: Any) -> tuple[Tensor, ...]:
 
 
 def _border(tensors: Any) -> Border:
-    return [[list(each.shape), str(each.dtype).removeprefix("torch.")] for each in tensors]
+    return [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
 
 
 def _metas(border: Border, *, grad: bool) -> tuple[Tensor, ...]:
@@ -397,7 +403,7 @@ def _trial(stage: nn.Module) -> nn.Module:
     Raises:
         ConfigurationError: a part of the stage cannot be copied.
     """
-    shared = [*stage.parameters(), *(each for module in stage.modules() for each in vars(module).values())]
+    shared = [*stage.parameters(), *(value for module in stage.modules() for value in vars(module).values())]
     # The previous batch's auxiliary loss has a graph, and tensors with a graph cannot be copied.
     memo = {
         id(each): each

@@ -100,7 +100,7 @@ class StageLogs:
                 f"`self.log({name!r})` was given {type(value).__name__} in a pipeline stage, which cannot be averaged over "
                 "micro-batches. Log a number, a tensor or a metric."
             )
-        odd = [key for key, each in options.items() if not isinstance(each, _PLAIN)]
+        odd = [key for key, option in options.items() if not isinstance(option, _PLAIN)]
         if odd:
             raise ConfigurationError(
                 f"`self.log({name!r}, {odd[0]}=...)`: only options that are numbers, words or flags reach other stages."

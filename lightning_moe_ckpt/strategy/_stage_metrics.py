@@ -135,7 +135,7 @@ class StageMetrics:
 
 def _is_updated(metric: Metric) -> bool:
     """Return whether a metric, or a metric inside it, has counted an update; some composed metrics count none."""
-    return any(each.update_called for each in metric.modules() if isinstance(each, Metric))
+    return any(module.update_called for module in metric.modules() if isinstance(module, Metric))
 
 
 def _own(metric: Metric) -> Callable[..., Any] | None:

@@ -38,7 +38,7 @@ def gather_module_state(state: dict[str, Any], sharded: Collection[str], groups:
     whole = {name: _gather(state[name], groups) for name in sorted(sharded) if name in state}
     merged = {**state, **whole} if groups.rank == _first(groups) else state
     stages = _gather_stages(merged, groups)
-    return {name: value for each in reversed(stages) for name, value in each.items()} if stages else merged
+    return {name: value for stage in reversed(stages) for name, value in stage.items()} if stages else merged
 
 
 def shard_module_state(

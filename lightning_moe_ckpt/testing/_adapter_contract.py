@@ -232,7 +232,9 @@ class AdapterContract:
         counts = counter.read_and_reset().tolist()
         counter.remove()
         starts = operators.count_offsets
-        return {each.fqn: counts[starts[each.fqn] : starts[each.fqn] + each.num_experts] for each in operators.layers}
+        return {
+            layer.fqn: counts[starts[layer.fqn] : starts[layer.fqn] + layer.num_experts] for layer in operators.layers
+        }
 
     def _backward(self, model: nn.Module) -> None:
         for seed in _SEEDS:
@@ -260,7 +262,8 @@ class AdapterContract:
 
 def _slices(piece: ParamSlice, *gradients: Mapping[str, Tensor | None]) -> list[Tensor | None]:
     return [
-        None if (found := each[piece.fqn]) is None else found.flatten()[piece.start : piece.stop] for each in gradients
+        None if (found := gradient[piece.fqn]) is None else found.flatten()[piece.start : piece.stop]
+        for gradient in gradients
     ]
 
 
@@ -348,7 +351,7 @@ class OperatorCopies:
         }
         self._taken = {name: [self._copy(field) for field in fields] for name, fields in self._fields.items()}
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        self._extra = {each.fqn: _cloned(each.extra.get(model)) for each in self._layers if each.extra is not None}
+        self._extra = {layer.fqn: _cloned(layer.extra.get(model)) for layer in self._layers if layer.extra is not None}
 
     def restore(self, name: str) -> None:
         """Restore one operator."""
@@ -405,7 +408,7 @@ def _recomputed(forward: Callable[..., Any], use_reentrant: bool, *args: Any, **
 
     def run(*inputs: Any) -> Any:
         # Some routers change their input in place, which checkpointing would then begin with again.
-        return forward(*(each.clone() if isinstance(each, Tensor) else each for each in inputs), **kwargs)
+        return forward(*(tensor.clone() if isinstance(tensor, Tensor) else tensor for tensor in inputs), **kwargs)
 
     return checkpoint(run, *(_requiring(arg) for arg in args), use_reentrant=use_reentrant)
 

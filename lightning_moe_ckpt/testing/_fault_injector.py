@@ -119,8 +119,10 @@ class FaultInjector(PhaseCallback):
         if campaign is not None:
             campaign.close()
         self.unwatch_forward()
-        own = [each for each in _callbacks(trainer) if isinstance(each, LatePhase) and each.phases is self]
-        trainer.callbacks = [each for each in _callbacks(trainer) if each not in own]  # type: ignore[attr-defined]
+        own = [
+            callback for callback in _callbacks(trainer) if isinstance(callback, LatePhase) and callback.phases is self
+        ]
+        trainer.callbacks = [callback for callback in _callbacks(trainer) if callback not in own]  # type: ignore[attr-defined]
 
 
 class _Campaign:
@@ -137,7 +139,7 @@ class _Campaign:
         self._schedule = Schedule(
             injector.faults, injector.random, rank=rank, world_size=world_size, fired=fired(folder)
         )
-        checkpoints = [each for each in _callbacks(trainer) if isinstance(each, CheckpointCallback)]
+        checkpoints = [callback for callback in _callbacks(trainer) if isinstance(callback, CheckpointCallback)]
         self._effects = Effects(self._record, checkpoints[0] if checkpoints else None)
         self._effects.go_on(self._lines)
         self._storage = StorageFaults(self._effects.of_storage, self._strike_due)

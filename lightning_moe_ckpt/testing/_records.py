@@ -49,9 +49,9 @@ def read_lines(path: str | Path) -> list[Record]:
     """Return the lines of a file, none if there is no file; a torn line is passed over."""
     lines = list[Record]()
     text = Path(path).read_text(encoding="utf-8", errors="replace") if Path(path).exists() else ""
-    for each in text.splitlines():
+    for line in text.splitlines():
         with suppress(json.JSONDecodeError):
-            lines.append(json.loads(each))
+            lines.append(json.loads(line))
     return lines
 
 

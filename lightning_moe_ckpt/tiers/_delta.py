@@ -152,7 +152,7 @@ def encode_delta(
     stepped = [gradients.area[start:stop] for start, stop in _gradient_runs(plan, gradients)]
     exact = audit or gradients.dtype is torch.float32
     document = {
-        "settings": [asdict(each) for each in list(settings)[:_MAX_SETTINGS]],
+        "settings": [asdict(setting) for setting in list(settings)[:_MAX_SETTINGS]],
         "dtype": dtype_code(gradients.dtype),
         "audit": audit,
         "digest": None if gradients.dtype is torch.float32 else _digest(stepped).hexdigest(),
@@ -342,11 +342,11 @@ def _read(document: bytes) -> tuple[list[StepSettings], torch.dtype, str | None,
     """Return settings, the gradients' dtype and digest, and whether the whole segment is sent too. Raises `Corrupt`."""
     try:
         found = json.loads(document)
-        settings = [StepSettings(**each) for each in found["settings"]]
+        settings = [StepSettings(**setting) for setting in found["settings"]]
         dtype, digest, audit = dtype_of(found["dtype"]), found["digest"], found["audit"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise wrong_delta() from error
-    numbers = [value for each in settings for value in asdict(each).values()]
+    numbers = [value for setting in settings for value in asdict(setting).values()]
     known = dtype in {torch.float32, torch.bfloat16} and isinstance(digest, str | None) and isinstance(audit, bool)
     if not known or not all(isinstance(value, int | float) for value in numbers):
         raise wrong_delta()

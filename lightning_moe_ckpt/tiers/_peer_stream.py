@@ -126,7 +126,7 @@ class Pacer:
         with self._changed:
             if self._transfers and self._transfers[0].name == name:
                 self._dealt_at = -1
-            self._transfers = deque(each for each in self._transfers if each.name != name)
+            self._transfers = deque(transfer for transfer in self._transfers if transfer.name != name)
 
     def more(self, nbytes: int) -> None:
         """Add `nbytes` to the current transfer, which takes more than expected."""
@@ -235,7 +235,7 @@ class ReplicaStream:
         start, stop = mirrored or (0, 0)
         self._tell(Message(MessageKind.SEGMENT, (step, view_U8.numel(), start, stop)))
         parts = [(0, view_U8[:start]), (stop, view_U8[stop:])]
-        return self._send_chunks([each for each in parts if each[1].numel()], wanted)
+        return self._send_chunks([part for part in parts if part[1].numel()], wanted)
 
     def fill(self, step: int, run: Run) -> str | None:
         """Ask every holder to fill a run of boundary `step`'s segment from the holder's own captures.

@@ -417,13 +417,13 @@ def join_peers(
         ConfigurationError: on every rank: there are too few nodes, or the memory of one has no room.
     """
     domains = _domains(config.failure_domains, exchange, groups)
-    replicas = min(1, len({each.node for each in domains}) - 1) if config.replicas == "auto" else config.replicas
+    replicas = min(1, len({domain.node for domain in domains}) - 1) if config.replicas == "auto" else config.replicas
     sizes = [row[0] for row in exchange.gather([dense_nbytes])]
     placement = place_replicas(domains, groups.peers(), sizes, replicas)
     group = groups.group("replicate")
     if group is None or replicas == 0:
         return []
-    here = [rank for rank, each in enumerate(domains) if each.node == domains[groups.rank].node]
+    here = [rank for rank, domain in enumerate(domains) if domain.node == domains[groups.rank].node]
     held_nbytes, keep = sum(map(placement.held_nbytes, here)), plan.generations_kept
     with exchange.raise_together():  # the memory that this node's ranks reserve, as known before the first plan
         expect_room(shared_directory(), COPIES * held_nbytes)

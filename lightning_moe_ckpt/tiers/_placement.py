@@ -257,8 +257,8 @@ def _take_group(
             return (
                 taken[node.rack] >= due[node.rack],
                 taken[node.rack],
-                sum(abs(len(node.ranks) - len(each.ranks)) for each in members) if members else -len(node.ranks),
-                -sum(_in_common(node, each) for each in members),
+                sum(abs(len(node.ranks) - len(member.ranks)) for member in members) if members else -len(node.ranks),
+                -sum(_in_common(node, member) for member in members),
                 i,
             )
 

@@ -104,8 +104,8 @@ class RankMemory:
     @property
     def copies(self) -> dict[str, GenerationId]:
         """Newest generation with a full record that a later process would find here, by operator."""
-        markers = sorted((each for ring in self._all() for each in ring.markers), key=lambda each: each.generation)
-        return {record.operator: each.generation for each in markers for _, record in full_records(each)}
+        markers = sorted((marker for ring in self._all() for marker in ring.markers), key=lambda each: each.generation)
+        return {record.operator: marker.generation for marker in markers for _, record in full_records(marker)}
 
     @property
     def nbytes(self) -> int:

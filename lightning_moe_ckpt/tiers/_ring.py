@@ -120,7 +120,9 @@ class SegmentRing(ExpertCopies):
         log.info(
             "ring %s: %s, %s",
             *(path, size_text(header.nbytes)),
-            " and ".join(f"{each.slots} slots of {size_text(each.nbytes)}" for each in header.classes),
+            " and ".join(
+                f"{slot_class.slots} slots of {size_text(slot_class.nbytes)}" for slot_class in header.classes
+            ),
         )
         return cls(path, file.memory[RING_HEADER_NBYTES:], slot_nbytes, file=file, header=header)
 
@@ -198,7 +200,7 @@ class SegmentRing(ExpertCopies):
     def fits(self, slot_nbytes: int, window: int, *, link_nbytes: int = 0) -> bool:
         """Return whether windows of so many segments and bytes fit here in a row, and differences as well."""
         large = slot_nbytes <= self.slot_nbytes and slots_needed(window, keep=self.keep) <= self.num_slots
-        return large and (not link_nbytes or any(each.nbytes >= link_nbytes for each in self.header.small))
+        return large and (not link_nbytes or any(slot_class.nbytes >= link_nbytes for slot_class in self.header.small))
 
     # -- the window being filled
 

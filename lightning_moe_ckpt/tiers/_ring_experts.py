@@ -30,7 +30,7 @@ def _settled(entry: Generation) -> Collection[str]:
     """Return the operators in a complete generation that will get small slots, and are kept until then."""
     if not entry.everywhere or not entry.is_whole or entry.said is None:
         return ()
-    return {op for each in entry.said.marker.segments for op in RecordColumns.of(each.records).operator}
+    return {op for segment in entry.said.marker.segments for op in RecordColumns.of(segment.records).operator}
 
 
 class ExpertCopies(RingState):
@@ -45,7 +45,9 @@ class ExpertCopies(RingState):
         """
         while True:
             with self._lock:
-                name = next((each for each, entry in self._generations.items() if entry.is_free_to_go), None)
+                name = next(
+                    (generation for generation, entry in self._generations.items() if entry.is_free_to_go), None
+                )
                 if name is None or self._memory is None:
                     return
                 entry = self._generations[name]
@@ -67,7 +69,7 @@ class ExpertCopies(RingState):
         if entry.said is None:
             raise Corrupt(f"the marker of {name} is not what was written: its experts are not kept in memory.")
         with self._lock:
-            later = [known for each, known in self._generations.items() if each > name]
+            later = [known for generation, known in self._generations.items() if generation > name]
         newer = {op for known in later for op in known.experts} | {op for known in later for op in _settled(known)}
         wanted = [each for each in ExpertSlot.all_of(entry.said.marker, self.experts) if each.operator not in newer]
         operators = {each.operator for each in wanted}
@@ -97,7 +99,9 @@ class ExpertCopies(RingState):
 
     def _replaced(self, _: str, copies: Sequence[Any]) -> list[Any]:
         """Return an expert's copies that complete no other whole generation; the last of `copies` is new."""
-        whole = [each for each, entry in self._generations.items() if entry.is_whole and each != copies[-1]]
+        whole = [
+            generation for generation, entry in self._generations.items() if entry.is_whole and generation != copies[-1]
+        ]
         return [each for each, after in pairwise(copies) if not any(each <= one < after for one in whole)]
 
     def _let_go(
@@ -109,8 +113,8 @@ class ExpertCopies(RingState):
             entries = dict(self._generations)
             for operator in operators:
                 copies = sorted(each for each, entry in entries.items() if operator in entry.experts)
-                for each in which(operator, [*copies, name]):
-                    going[each].add(operator)
+                for generation in which(operator, [*copies, name]):
+                    going[generation].add(operator)
         for each, gone in going.items():
             left = [slot for operator, slot in entries[each].experts.items() if operator not in gone]
             self._restate(each, entries[each], left)
@@ -124,20 +128,20 @@ class ExpertCopies(RingState):
         if path is not None and left is not None:
             write_shared(unfinished_path(path), *left.parts())
         with self._lock:
-            known, before = self._generations.get(name) is entry, {each.slot for each in entry.experts.values()}
+            known, before = self._generations.get(name) is entry, {expert.slot for expert in entry.experts.values()}
             if path is not None and left is not None:
                 if known and entry.marker == path:
                     unfinished_path(path).rename(path)
                 else:
                     remove_shared(unfinished_path(path))
             if not known or entry.state is GenerationState.DROPPED:  # discarded meanwhile
-                self._slots.give_back(each.slot for each in experts if each.slot not in before)
+                self._slots.give_back(expert.slot for expert in experts if expert.slot not in before)
                 return
             if left is None or self._unlinked or not self.is_named:
                 self._withdraw(entry)
-            freed = {*entry.slots, *before} - {each.slot for each in experts}
+            freed = {*entry.slots, *before} - {expert.slot for expert in experts}
             entry.state, entry.slots, entry.steps = GenerationState.EXPERTS, {}, {}
-            entry.experts, entry.said = {each.operator: each for each in experts}, left
+            entry.experts, entry.said = {expert.operator: expert for expert in experts}, left
             self._slots.give_back(freed)
             if entry.marker is None:
                 self._drop(name, entry)

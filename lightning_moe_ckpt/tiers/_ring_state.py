@@ -158,7 +158,7 @@ class RingState:
         taken: set[int] = set()
         restored: dict[GenerationId, Generation] = {}
         for path, said in sorted(good, key=lambda each: each[1].marker.generation, reverse=True):
-            slots = {*said.slots.values(), *(each.slot for each in said.experts)}
+            slots = {*said.slots.values(), *(expert.slot for expert in said.experts)}
             if taken.isdisjoint(slots):
                 taken |= slots
                 restored[said.marker.generation] = Generation(
@@ -166,7 +166,7 @@ class RingState:
                     slots=dict.fromkeys(said.slots.values(), True),
                     steps=dict(said.slots),
                     is_link=is_differential(said.marker.policy),
-                    experts={each.operator: each for each in said.experts},
+                    experts={expert.operator: expert for expert in said.experts},
                     marker=path,
                 )
         self._generations = {name: restored[name] for name in sorted(restored)}
@@ -181,14 +181,14 @@ class RingState:
             places = said.places(self.header)
         except LookupError:
             return False
-        whole = all([(0, entry.nbytes)] == [each[:2] for each in places[entry.key]] for entry in said.marker.segments)
+        whole = all([(0, entry.nbytes)] == [place[:2] for place in places[entry.key]] for entry in said.marker.segments)
         return said.ring == self.header.nonce and bool(places) and (whole or bool(said.experts))
 
     def _drop(self, generation: Hashable, entry: Generation) -> None:
         entry.state = GenerationState.DROPPED
         if entry.pins == 0:
             self._withdraw(entry)  # before a slot can be filled again
-            self._slots.give_back([*entry.slots, *(each.slot for each in entry.experts.values())])
+            self._slots.give_back([*entry.slots, *(expert.slot for expert in entry.experts.values())])
             del self._generations[generation]
 
     def _usage(self) -> str:

@@ -123,12 +123,12 @@ class SealedSegment:
 
     def of(self, audiences: Collection[Audience]) -> SealedSegment:
         """Return the part that a tier takes: the durable file, or all."""
-        files = [each for each in self.files if each.audience in audiences]
-        return replace(self, files=files, view=self.view[: sum(each.view.nbytes for each in files)])
+        files = [file for file in self.files if file.audience in audiences]
+        return replace(self, files=files, view=self.view[: sum(file.view.nbytes for file in files)])
 
     def digested(self) -> list[SegmentEntry]:
         """Return the files' entries in the marker; see `SealedFile.digested`."""
-        return [each.digested() for each in self.files]
+        return [file.digested() for file in self.files]
 
 
 class Markers:

@@ -59,7 +59,9 @@ class SlotPool:
         small = self._header.small
         if nbytes is None or not small:
             return 0
-        fitting = [(each.nbytes, index) for index, each in enumerate(small, start=1) if each.nbytes >= nbytes]
+        fitting = [
+            (slot_class.nbytes, index) for index, slot_class in enumerate(small, start=1) if slot_class.nbytes >= nbytes
+        ]
         return min(fitting)[1] if fitting else None
 
 

@@ -99,7 +99,7 @@ class PersistWorker(TierWorker):
     def newest_marker(self) -> RankMarker | None:
         """This rank's marker of the newest generation that it stored or may reference; from any thread."""
         bases = list(self._bases.items())
-        return max(bases, key=lambda each: each[0])[1] if bases else None
+        return max(bases, key=lambda base: base[0])[1] if bases else None
 
     def marker_of(self, generation: GenerationId) -> RankMarker | None:
         """Return this rank's marker of a generation; `None` unless among the newest stored. From any thread."""
@@ -145,7 +145,7 @@ class PersistWorker(TierWorker):
         bad = job.request.bad
         referenced = carry_forward(marker, base.missing, bad)
         gone = {record.operator for _, record in full_records(marker)} & base.missing
-        gone -= {record.operator for each in referenced for record in each.segment.records}
+        gone -= {record.operator for entry in referenced for record in entry.segment.records}
         if gone:
             self.lost_base = True
             raise CheckpointError(
@@ -155,10 +155,10 @@ class PersistWorker(TierWorker):
 
     def _chain(self, follows: Sequence[GenerationId]) -> tuple[ReferencedEntry, ...]:
         """Return the entries of a difference's predecessors. Raises `CheckpointError` if one is not stored."""
-        lacking = [each for each in follows if each not in self._bases]
+        lacking = [generation for generation in follows if generation not in self._bases]
         if lacking:
             raise CheckpointError(f"it follows on {lacking[0]}, which is not stored.")
-        entries = [(each, segment) for each in follows for segment in self._bases[each].segments]
+        entries = [(generation, segment) for generation in follows for segment in self._bases[generation].segments]
         return tuple(ReferencedEntry(generation=each, segment=segment) for each, segment in entries)
 
     @override

@@ -298,14 +298,14 @@ def test_several_ranks_are_measured_together() -> None:
 def test_costs_are_fitted_over_the_number_of_experts() -> None:
     """Each number has its times, a restart from memory among them; below the table a line per goal."""
     figures = [ScaleFigure(**row) for row in _document("scale")["scale"]]
-    assert [(each.num_experts, each.num_operators) for each in figures] == [(16, 21), (32, 37)]
-    for each in figures:
-        assert each.slot_operators == each.num_operators / 8
-        assert each.hook_seconds > 0
-        assert min(each.bare_first_batch_seconds, each.first_batch_seconds) > 0, (
+    assert [(figure.num_experts, figure.num_operators) for figure in figures] == [(16, 21), (32, 37)]
+    for figure in figures:
+        assert figure.slot_operators == figure.num_operators / 8
+        assert figure.hook_seconds > 0
+        assert min(figure.bare_first_batch_seconds, figure.first_batch_seconds) > 0, (
             "of two runs: either may meet a busy machine"
         )
-        assert 0 < each.restore_seconds <= each.resumed_first_batch_seconds
+        assert 0 < figure.restore_seconds <= figure.resumed_first_batch_seconds
     shown = _shown(scale.table(figures))
     assert all(measured.what in shown for measured in MEASURED_BY_SCALE)
     assert shown.count(" met ") == len(MEASURED_BY_SCALE), "each goal has its outcome"
@@ -327,9 +327,9 @@ def test_experts_that_are_chosen_by_load_come_again_and_are_sent_as_gradients() 
 def test_growth_is_a_line_and_an_exponent() -> None:
     """Of exact ones both are found again; what is not positive has no exponent."""
     operators = [256.0, 1024.0, 4096.0]
-    line = Growth.of(operators, [1e-4 + 2e-7 * each for each in operators])
+    line = Growth.of(operators, [1e-4 + 2e-7 * operator for operator in operators])
     assert (line.fixed, line.slope) == pytest.approx((1e-4, 2e-7))
-    assert Growth.of(operators, [3 * each**1.5 for each in operators]).exponent == pytest.approx(1.5)
+    assert Growth.of(operators, [3 * operator**1.5 for operator in operators]).exponent == pytest.approx(1.5)
     assert math.isnan(Growth.of(operators, [-1e-4, 1e-4, 2e-4]).exponent)
 
 
@@ -378,7 +378,7 @@ def test_a_rank_is_lost_under_each_launcher() -> None:
     figures = [
         FailureFigure(launcher="spare", num_ranks=3, failures=failures),
         FailureFigure(
-            launcher="torchrun", num_ranks=3, failures=[replace(each, noticed_seconds=None) for each in failures]
+            launcher="torchrun", num_ranks=3, failures=[replace(failure, noticed_seconds=None) for failure in failures]
         ),
     ]
     assert figures[0].time_ratio == pytest.approx(1 - 2.0 / 600)

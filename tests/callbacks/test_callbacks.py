@@ -435,7 +435,7 @@ def test_memory_keeps_a_generation_while_its_rings_are_replaced(
         def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
             self.text = "x" * 2 ** (8 + trainer.global_step)
             tier = HostTier(checkpoint_tag(shared_memory), shared_memory)
-            found.append(max((each.generation.step for each in tier.holdings()), default=-1))
+            found.append(max((holding.generation.step for holding in tier.holdings()), default=-1))
             tier.close()
             rings.update(path.stat().st_ino for path in shared_memory.glob("*.ring"))
 
@@ -507,11 +507,11 @@ def test_training_goes_on_without_checkpoints_when_a_parameter_is_replaced(
                 pl_module.get_submodule("net.0").weight = new
             if how != "in the module":
                 mine = [new] if how == "in both" else []
-                group["params"] = [*mine, *(each for each in group["params"] if each is not old)]
+                group["params"] = [*mine, *(param for param in group["params"] if param is not old)]
 
     trained = fit(policy(str(tmp_path), overhead_target=None), Swaps(), steps=16)
     assert trained.global_step == 16
-    told = [each.getMessage() for each in caplog.records if "goes on without checkpoints" in each.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "goes on without checkpoints" in record.getMessage()]
     assert len(told) == 1
     assert "without `net.0.weight`" in told[0]
     again = policy(str(tmp_path), overhead_target=None)
@@ -536,7 +536,7 @@ def test_a_restart_replaces_a_parameter_before_its_first_plan(
     for _ in range(2):
         caplog.clear()
         assert fit(policy(str(tmp_path), overhead_target=None), Prunes(), steps=12).global_step == 12
-        assert len([each for each in caplog.records if "goes on without checkpoints" in each.getMessage()]) == 1
+        assert len([record for record in caplog.records if "goes on without checkpoints" in record.getMessage()]) == 1
 
 
 @pytest.mark.parametrize("steps", [6, 8])
@@ -552,9 +552,9 @@ def test_a_finished_run_that_is_started_again_ends_with_the_same_random_state(tm
 def test_a_callback_that_cannot_load_its_own_state_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Lightning's class fails in `load_state_dict`: a run that began with it could not resume."""
     fit(DenseCheckpoint(str(tmp_path)), SpikeDetection(atol=1e9), steps=4)
-    assert [each.getMessage().split(":")[0] for each in caplog.records if "SpikeDetection" in each.getMessage()] == [
-        "the state of SpikeDetection is not restored after a restart"
-    ]
+    assert [
+        record.getMessage().split(":")[0] for record in caplog.records if "SpikeDetection" in record.getMessage()
+    ] == ["the state of SpikeDetection is not restored after a restart"]
     assert fit(DenseCheckpoint(str(tmp_path)), SpikeDetection(atol=1e9), steps=6).global_step == 6
 
 
@@ -619,7 +619,7 @@ def test_every_start_says_once_what_it_does(level: int, tmp_path: Path, caplog: 
             caplog.clear()
             fit(SparseCheckpoint(str(tmp_path), window=2), steps=steps)
             words = ("began ", "resumed from ", "finished at ")
-            said.append([each for each in caplog.records if each.getMessage().startswith(words)])
+            said.append([record for record in caplog.records if record.getMessage().startswith(words)])
     assert [len(each) for each in said] == [1, 1, 1]
     assert [each[0].getMessage().split(":")[0] for each in said] == [
         f"began a new run at {tmp_path}",

@@ -87,7 +87,7 @@ class Model(LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         assert self.moe is not None
         if self.fail_at == self.global_step:
-            checkpoint = next(each for each in self.trainer.callbacks if isinstance(each, PartialRun))  # type: ignore[attr-defined]
+            checkpoint = next(callback for callback in self.trainer.callbacks if isinstance(callback, PartialRun))  # type: ignore[attr-defined]
             assert checkpoint.wait_committed(60)
             raise RuntimeError("crash")
         before_E = self.moe.tokens_per_expert + self.moe.drops_per_expert
@@ -188,7 +188,7 @@ def test_without_a_callback_that_loses_tokens_it_says_that_it_does_nothing(
     """Whether there is an exact one or none."""
     callbacks = [] if beside is None else [DenseCheckpoint(str(tmp_path), freeze_heap=False)]
     fit(Model(), CapacityBoost(), *callbacks, steps=2, default_root_dir=tmp_path)
-    (warned,) = [each.getMessage() for each in caplog.records if "CapacityBoost" in each.getMessage()]
+    (warned,) = [record.getMessage() for record in caplog.records if "CapacityBoost" in record.getMessage()]
     assert ("no checkpoint callback" if beside is None else "DenseCheckpoint, which loses no token") in warned
 
 

@@ -148,8 +148,8 @@ def test_manual_optimization_in_64_bits_counts_steps_in_64_bits(tmp_path: Path) 
     ]
     assert isinstance(ends[2].callbacks[0], DenseCheckpoint)  # type: ignore[attr-defined]
     assert ends[2].callbacks[0].report.resumed_from == 3  # type: ignore[attr-defined]
-    (was, now) = (each.optimizers[0].state_dict()["state"] for each in ends[::2])
+    (was, now) = (end.optimizers[0].state_dict()["state"] for end in ends[::2])
     assert was[0]["step"].dtype == torch.float64
     for at, state in was.items():
         assert all(each.dtype == now[at][key].dtype and torch.equal(each, now[at][key]) for key, each in state.items())
-    assert all(map(torch.equal, *(each.lightning_module.parameters() for each in ends[::2])))
+    assert all(map(torch.equal, *(end.lightning_module.parameters() for end in ends[::2])))

@@ -298,7 +298,7 @@ def test_what_cannot_be_repeated_is_sent_whole_and_the_log_says_why(
     case, given, said = REFUSED[name]
     with caplog.at_level(logging.INFO, logger="lightning_moe_ckpt.planning._planning"):
         seen, own = fit(case, tmp_path, monkeypatch, **given)
-    lines = [each for each in caplog.messages if "sent to other nodes as they are" in each]
+    lines = [message for message in caplog.messages if "sent to other nodes as they are" in message]
     assert len(lines) == (1 if said else 0)
     assert said in "".join(lines)
     assert not any(each.known for each in seen)

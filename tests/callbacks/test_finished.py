@@ -99,13 +99,15 @@ def fit(*callbacks: Callback, max_steps: int) -> dict[str, Any]:
     state = trainer.optimizers[0].state_dict()
     loops = trainer.fit_loop.state_dict()
     return {
-        "logged": {name: float(each) for name, each in trainer.callback_metrics.items()},
-        "loops": {name: each for name, each in loops.items() if name != "epoch_loop.state_dict"},
+        "logged": {name: float(metric) for name, metric in trainer.callback_metrics.items()},
+        "loops": {name: loop for name, loop in loops.items() if name != "epoch_loop.state_dict"},
         "epoch": (trainer.current_epoch, trainer.should_stop),
         "keys": [list(state["state"]), *(list(each) for each in (*state["state"].values(), *state["param_groups"]))],
-        "rates": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
-        "callbacks": [(each.steps, each.ends, each.seen) for each in callbacks if isinstance(each, History)],
-        "waits": [each.state_dict() for each in callbacks if isinstance(each, EarlyStopping)],
+        "rates": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "callbacks": [
+            (callback.steps, callback.ends, callback.seen) for callback in callbacks if isinstance(callback, History)
+        ],
+        "waits": [callback.state_dict() for callback in callbacks if isinstance(callback, EarlyStopping)],
     }
 
 

@@ -262,9 +262,9 @@ def content(value: Any) -> Any:
     elif isinstance(value, np.ndarray | np.generic):
         inner = value.dtype.str, value.shape, value.tobytes()
     elif isinstance(value, dict):
-        inner = [(content(key), content(each)) for key, each in value.items()], _attributes(value)
+        inner = [(content(key), content(item)) for key, item in value.items()], _attributes(value)
     elif isinstance(value, list | tuple | deque):
-        inner = getattr(value, "maxlen", None), [content(each) for each in value], _attributes(value)
+        inner = getattr(value, "maxlen", None), [content(item) for item in value], _attributes(value)
     elif isinstance(value, nn.Module):
         inner = [*map(content, value.state_dict().values()), content(getattr(value, "mean_value", 0))]
     elif isinstance(value, torch.optim.Optimizer):
@@ -274,7 +274,7 @@ def content(value: Any) -> Any:
     elif isinstance(value, random.Random):
         inner = value.getstate()
     elif _attributes(value):
-        inner = {name: each for name, each in _attributes(value).items() if name != "loads"}
+        inner = {name: attribute for name, attribute in _attributes(value).items() if name != "loads"}
     return type(value), inner
 
 
@@ -385,7 +385,7 @@ def test_what_cannot_be_stored_or_looked_at_is_named_and_ends_no_training(
         lives[1].moved.restore(decode(encode(lives[0].moved.take())))
     for place, owner in lives[1].places.items():
         assert owner.level == 0.1
-        assert any(f"`{place}.{kind}" in each.getMessage() for each in caplog.records) or kind in {"unseen", "lazy"}
+        assert any(f"`{place}.{kind}" in record.getMessage() for record in caplog.records) or kind in {"unseen", "lazy"}
     assert lives[1].moved.take().keys() >= {f"{place}.level" for place in lives[1].places}
 
 
@@ -404,7 +404,7 @@ def test_what_is_too_large_or_to_be_left_alone_is_not_taken(caplog: pytest.LogCa
             life.callback.count = step
             taken = life.moved.take()
     assert list(taken) == ["module.small{}"]
-    assert [each.getMessage().split("`")[1] for each in caplog.records] == ["module.large"]
+    assert [record.getMessage().split("`")[1] for record in caplog.records] == ["module.large"]
 
 
 def test_new_data_begins_with_what_it_is_when_lightning_has_loaded_it() -> None:

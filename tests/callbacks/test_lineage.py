@@ -71,7 +71,7 @@ class Witness(Callback):
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        (checkpoint,) = (each for each in trainer.callbacks if isinstance(each, DenseCheckpoint))  # type: ignore[attr-defined]
+        (checkpoint,) = (callback for callback in trainer.callbacks if isinstance(callback, DenseCheckpoint))  # type: ignore[attr-defined]
         assert checkpoint._run is not None
         assert checkpoint._run.session.drain(PATIENCE_SECONDS)
         if trainer.global_step == self.kill_at:

@@ -503,8 +503,8 @@ def test_a_configuration_file_names_it(tmp_path: Path, monkeypatch: pytest.Monke
         warnings.simplefilter("ignore")  # Lightning uses what jsonargparse deprecates
         cli = LightningCLI(Model, run=False)
     callbacks: list[Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
-    monitors = [each for each in callbacks if isinstance(each, ExpertLoadMonitor)]
-    assert [each.every_n_steps for each in monitors] == [7, None]
+    monitors = [callback for callback in callbacks if isinstance(callback, ExpertLoadMonitor)]
+    assert [monitor.every_n_steps for monitor in monitors] == [7, None]
 
 
 def test_hooks_are_gone_after_the_fit_and_a_second_fit_counts_anew(tmp_path: Path) -> None:
@@ -513,6 +513,6 @@ def test_hooks_are_gone_after_the_fit_and_a_second_fit_counts_anew(tmp_path: Pat
     for folder in ("first", "second"):
         hand = ByHand(2)
         model = fit(tmp_path / folder, monitor, hand, steps=2)
-        assert not [name for name, each in model.named_modules() if each._forward_pre_hooks]
+        assert not [name for name, module in model.named_modules() if module._forward_pre_hooks]
         want = expected(hand.rows[0]["listed"], "listed")
         assert {name: monitor.latest[name] for name in want} == pytest.approx(want, rel=1e-6)

@@ -213,7 +213,7 @@ def test_what_cannot_be_kept_is_named_once(caplog: pytest.LogCaptureFixture) -> 
             run.moved.look()
             run.counting.way = lambda: None
             run.moved.take()
-    named = [each.getMessage().split("`")[1] for each in caplog.records]
+    named = [record.getMessage().split("`")[1] for record in caplog.records]
     assert named == ["callback.Counting.lines", "callback.Counting.way"]
 
 

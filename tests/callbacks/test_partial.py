@@ -121,7 +121,7 @@ def test_more_experts_than_there_are_is_said(
 ) -> None:
     """All of them are taken, which is what DenseCheckpoint does, exactly."""
     fit(PartialExpertCheckpoint(str(tmp_path), **options))  # type: ignore[arg-type]
-    said = [each.getMessage() for each in caplog.records if "experts at most" in each.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "experts at most" in record.getMessage()]
     assert len(said) == bool(named)
     assert all(f"PartialExpertCheckpoint({named})" in each and "DenseCheckpoint" in each for each in said)
 
@@ -205,7 +205,7 @@ def test_the_generation_of_the_end_names_copies_of_the_newest_before_it(tmp_path
     fit(checkpoint, Wait())
     markers = [RankMarker.from_bytes(path.read_bytes(), path.name) for path in sorted(tmp_path.rglob("*.done"))]
     assert [marker.generation.step for marker in markers] == [0, 5, 10, 12]
-    assert [each.generation.step for each in markers[-1].spares] == [0, 5, 10]
+    assert [spare.generation.step for spare in markers[-1].spares] == [0, 5, 10]
 
 
 def test_budgets_that_are_measured_train(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_configuration_file_sets_it(tmp_path: Path, monkeypatch: pytest.Monkey
         warnings.simplefilter("ignore")  # Lightning uses what jsonargparse deprecates
         cli = LightningCLI(Listed, run=False)
     callbacks: list[Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
-    found = [each.popularity for each in callbacks if isinstance(each, SparseCheckpoint)]
+    found = [callback.popularity for callback in callbacks if isinstance(callback, SparseCheckpoint)]
     assert found == [Popularity(counts="soft", half_life_steps=50, reorder_fraction=0.5), None]
 
 

@@ -216,7 +216,7 @@ def test_an_end_in_the_middle_of_an_accumulation_that_loses_batches_says_so(
         )
         fit(trainer, Small())
         assert trainer.global_step == 1
-        told = [each.getMessage() for each in caplog.records if "middle of an accumulation" in each.getMessage()]
+        told = [record.getMessage() for record in caplog.records if "middle of an accumulation" in record.getMessage()]
         assert len(told) == said
 
 
@@ -238,14 +238,14 @@ def test_an_end_before_the_resumed_state_is_whole_says_so(tmp_path: Path, caplog
     short = sparse("run")
     fit(make(short, max_steps=5))
     assert short.report.resumed_from == 6
-    told = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert len(told) == 1
     assert "ends at step 5, before step 6" in told[0]
     caplog.clear()
     last = sparse("run")
     resumed = fit(make(last))
     assert last.report.resumed_from == 6
-    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
     for want, got in zip(undisturbed.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(want, got)
 

@@ -60,7 +60,7 @@ class Case:
 
 
 def _spelled(value: Any, default: Any) -> dict[str, Any]:
-    names = [each.name for each in dataclasses.fields(value)]
+    names = [field.name for field in dataclasses.fields(value)]
     return {name: getattr(value, name) for name in names if getattr(value, name) != getattr(default, name)}
 
 
@@ -68,7 +68,7 @@ def _tuples(value: dict[str, Any]) -> dict[str, Any]:
     def frozen(each: Any) -> Any:
         return tuple(frozen(one) for one in each) if isinstance(each, list) else each
 
-    return {name: frozen(each) for name, each in value.items()}
+    return {name: frozen(item) for name, item in value.items()}
 
 
 def draw(seed: int) -> Case:
@@ -112,13 +112,13 @@ def smaller(case: Case) -> Iterator[Case]:
         if len(case.kills) > 1:
             yield replace(case, kills=case.kills[:index] + case.kills[index + 1 :])
     plain = Drawn()
-    for each in dataclasses.fields(Drawn):
-        value, default = getattr(case.setup, each.name), getattr(plain, each.name)
-        if each.name in {"trainer", "options", "user_callbacks", "hooks", "remembers", "changed"}:
+    for field in dataclasses.fields(Drawn):
+        value, default = getattr(case.setup, field.name), getattr(plain, field.name)
+        if field.name in {"trainer", "options", "user_callbacks", "hooks", "remembers", "changed"}:
             for index in range(len(value)):
-                yield replace(case, setup=replace(case.setup, **{each.name: value[:index] + value[index + 1 :]}))
-        elif each.name not in {"checkpointing", "epochs", "batches"} and value != default:
-            yield replace(case, setup=replace(case.setup, **{each.name: default}))
+                yield replace(case, setup=replace(case.setup, **{field.name: value[:index] + value[index + 1 :]}))
+        elif field.name not in {"checkpointing", "epochs", "batches"} and value != default:
+            yield replace(case, setup=replace(case.setup, **{field.name: default}))
     assert case.setup.checkpointing is not None
     for checkpointing in (Checkpointing(policy="dense"), Checkpointing(policy="sparse", window=2)):
         if len(_spelled(case.setup.checkpointing, checkpointing)) > 0:
@@ -217,7 +217,7 @@ def _further(rng: random.Random, setup: Drawn) -> Drawn:
         rng, {"every_two_epochs": 0.05, "exception": 0.05, "learning_rate": 0.3 if setup.logger else 0}
     )
     if "odd_buffers" in changes["hooks"]:  # Lightning loads the file at the next start, and torch no expanded buffer
-        user_callbacks = tuple(each for each in user_callbacks if each != "exception")
+        user_callbacks = tuple(callback for callback in user_callbacks if callback != "exception")
     changes["user_callbacks"] = (*setup.user_callbacks, *user_callbacks)
     if setup.data != "combined" and rng.random() < 0.2:
         changes["batch_of"] = rng.choice(["dict", "class", "random"])

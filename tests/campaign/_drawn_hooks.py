@@ -125,11 +125,11 @@ class Modes(LightningModule):
     @override
     def on_train_epoch_start(self) -> None:
         super().on_train_epoch_start()
-        for each in self.modules():
-            if isinstance(each, nn.BatchNorm1d):
-                each.train(self.current_epoch % 2 == 0)
-            elif isinstance(each, nn.Dropout):
-                each.p = 0.1 + 0.1 * (self.current_epoch % 3)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.train(self.current_epoch % 2 == 0)
+            elif isinstance(module, nn.Dropout):
+                module.p = 0.1 + 0.1 * (self.current_epoch % 3)
         self.model.temperature = 1.0 + self.current_epoch  # type: ignore[union-attr]
 
     @override

@@ -167,13 +167,13 @@ class Remembers(LightningModule):
         trainer: Trainer = self.trainer
         place = self.remembered[at][1]
         if place == "callback":
-            return [each for each in trainer.callbacks if isinstance(each, Remembering)]  # type: ignore[attr-defined]
+            return [callback for callback in trainer.callbacks if isinstance(callback, Remembering)]  # type: ignore[attr-defined]
         if place == "stated":
-            return [each for each in trainer.callbacks if isinstance(each, Stated)]  # type: ignore[attr-defined]
+            return [callback for callback in trainer.callbacks if isinstance(callback, Stated)]  # type: ignore[attr-defined]
         if place == "data":
             return [trainer.train_dataloader.dataset] if trainer.train_dataloader is not None else []
         parts = self.modules() if self.model is not None else ()
-        layers = [each for each in parts if hasattr(each, "experts") and not isinstance(each, MoELayer)]
+        layers = [part for part in parts if hasattr(part, "experts") and not isinstance(part, MoELayer)]
         owners: dict[str, list[Any]] = {"module": [self], "part": [self.model], "object": self._objects}
         owners["layer"] = layers[:1]
         return owners[place]

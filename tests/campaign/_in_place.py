@@ -136,7 +136,7 @@ class _Aborter(PhaseCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.unwatch_forward()
         self.watch_forward(trainer, pl_module)
-        layers = [each for each in pl_module.modules() if isinstance(each, ListMoE | StackedMoE | MoELayer)]
+        layers = [module for module in pl_module.modules() if isinstance(module, ListMoE | StackedMoE | MoELayer)]
         if layers:
             layers[-1].register_forward_hook(_reach_inside)
 
@@ -192,7 +192,7 @@ def train_in_place(
     if stores_later:
         put_segment = RunStore.put_segment
         RunStore.put_segment = lambda *args: _storing_later(put_segment, *args)  # type: ignore[method-assign]
-    for place in {each.place for each in aborts} & CALLS.keys():
+    for place in {abort.place for abort in aborts} & CALLS.keys():
         _aborting(place)
     vars(_base)["supervisor"] = lambda _: script
     script.on_recovery = partial(on_recovery, life.workdir) if on_recovery is not None else None
@@ -233,7 +233,7 @@ class Death:
     def ends(self) -> list[tuple[int, bool]]:
         """Ranks that end, and whether it is because they stop."""
         own = [] if self.survives else [(self.rank, self.stops)]
-        return [*own, *((each.rank, each.stops) for each in self.shots)]
+        return [*own, *((shot.rank, shot.stops) for shot in self.shots)]
 
 
 class _Dying(_Script):
@@ -260,11 +260,11 @@ class _Dying(_Script):
         except Aborted:
             death = self._deaths[incarnation]
             assert death is not None
-            for each in death.shots:
-                self._shoot(vars(each))
+            for shot in death.shots:
+                self._shoot(vars(shot))
             if death.survives:
                 assert supervised is not None
-                supervised.confirm(1.0 + max(each.seconds for each in death.shots))
+                supervised.confirm(1.0 + max(shot.seconds for shot in death.shots))
                 return
             self._write({"kind": "killed", "phase": place})
             send_signal(signal.SIGSTOP if death.stops else signal.SIGKILL)
@@ -368,7 +368,7 @@ class Traces(Callback):
             "logged": {name: bits(value) for name, value in sorted(trainer.callback_metrics.items())},
             "shown": sorted(trainer.progress_bar_metrics),
             "draws": self.generator.random(2).tolist(),
-            "grads": [name for name, each in module.named_parameters() if each.grad is not None],
+            "grads": [name for name, parameter in module.named_parameters() if parameter.grad is not None],
             "hooks": len(module.model._forward_hooks),  # type: ignore[union-attr]
             "modes": [each.training for each in module.modules()],
             "attributes": sorted(vars(module).keys() - {"training_step"}),

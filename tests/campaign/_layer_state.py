@@ -139,8 +139,8 @@ class LayerStateSetup(Setup):
     @override
     def returned(self, life: Attempt, trainer: Trainer) -> dict[str, Any]:
         layers = list(trainer.lightning_module.modules())
-        capacity = [list(each.capacity_factor) for each in layers if isinstance(each, MoELayer)]  # type: ignore[arg-type]
-        load = [each.gate._cumulative_expert_load.tolist() for each in layers if isinstance(each, LoadedMoE)]  # type: ignore[operator]
+        capacity = [list(layer.capacity_factor) for layer in layers if isinstance(layer, MoELayer)]  # type: ignore[arg-type]
+        load = [layer.gate._cumulative_expert_load.tolist() for layer in layers if isinstance(layer, LoadedMoE)]  # type: ignore[operator]
         return {"capacity": capacity, "load": load}
 
 
@@ -158,13 +158,13 @@ class LayerStateModule(Module):
 
     @override
     def on_train_batch_end(self, *args: object) -> None:
-        for each in self.modules():
-            if isinstance(each, LoadedMoE):
-                each.balance()
-            elif isinstance(each, MoELayer):
-                squeeze(each)
-            elif isinstance(each, TutelMoE):
-                tighten(each)
+        for module in self.modules():
+            if isinstance(module, LoadedMoE):
+                module.balance()
+            elif isinstance(module, MoELayer):
+                squeeze(module)
+            elif isinstance(module, TutelMoE):
+                tighten(module)
 
     def _make_layer(self) -> nn.Module:
         if self._kind == "deepspeed":

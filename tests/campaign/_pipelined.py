@@ -87,7 +87,7 @@ class PipelinedModule(Module):
         return loss
 
     def stage_auxiliary_loss(self) -> Tensor | None:
-        found = [each.l_aux for each in self.modules() if isinstance(each, MoELayer) and each.l_aux is not None]
+        found = [module.l_aux for module in self.modules() if isinstance(module, MoELayer) and module.l_aux is not None]
         return 0.01 * torch.stack(found).sum() if found else None
 
 

@@ -96,7 +96,7 @@ class Restarts:
     @property
     def _layers(self) -> list[tuple[str, int]]:
         rows = (
-            each for rank in self.ranks for each in self.read(0, rank, "experts")["layers"]
+            layer for rank in self.ranks for layer in self.read(0, rank, "experts")["layers"]
         )  # stages have their own
         return list(dict.fromkeys((prefix, number) for prefix, number in rows))
 
@@ -203,7 +203,9 @@ class Restarts:
         What is promised follows from what was taken; this says that what was taken is what the policy owes.
         """
         promise = self.promised(life)
-        old = {name: each for name, each in promise.experts.items() if promise.generation.step - each.step > within}
+        old = {
+            name: expert for name, expert in promise.experts.items() if promise.generation.step - expert.step > within
+        }
         assert not old, f"life {life} resumed {promise.generation}; older than {within} steps: {old}"
 
     # -- tokens

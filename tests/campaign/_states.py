@@ -101,7 +101,7 @@ class StateRecorder(Callback):
         for holding in tier.holdings():
             if holding.owner == self._rank:
                 marker = tier.read_marker(holding)
-                buffer = torch.empty(sum(each.nbytes for each in marker.segments), dtype=torch.uint8)
+                buffer = torch.empty(sum(segment.nbytes for segment in marker.segments), dtype=torch.uint8)
                 for entry in marker.segments:
                     # Of a generation that newer ones replace some experts are left, and nothing between them.
                     spans = [(0, entry.nbytes)] if holding.whole else [(r.offset, r.nbytes) for r in entry.records]
@@ -194,7 +194,9 @@ def in_storage(folder: Path) -> list[tuple[Commit, list[Taken]]]:
 
 def _taken(tier: str, marker: RankMarker, buffer: Tensor, *, whole: bool = True) -> Taken:
     records = [
-        (record, bytes_of(record, file_of(marker, each, buffer))) for each in marker.segments for record in each.records
+        (record, bytes_of(record, file_of(marker, segment, buffer)))
+        for segment in marker.segments
+        for record in segment.records
     ]
     journals = [decode_journal(value) for record, value in records if record.kind == "journal"]
     assert len(journals) == whole

@@ -133,10 +133,10 @@ class _Job:
     def run(self) -> list[int]:
         """Run to the end, and return how often each rank was replaced."""
         deadline = time.monotonic() + self._script.timeout
-        for each in self._ranks:
-            self._fork(each)
+        for rank in self._ranks:
+            self._fork(rank)
         try:
-            while not all(each.ended for each in self._ranks):
+            while not all(rank.ended for rank in self._ranks):
                 for key, _ in self._selector.select(0.002):
                     self._accept() if key.data is None else self._hear(*key.data)
                 self._shoot()
@@ -146,13 +146,13 @@ class _Job:
                     self._dump_threads()
                     raise self._failed("hung")
         finally:
-            for each in self._ranks:
-                if not each.ended:
+            for rank in self._ranks:
+                if not rank.ended:
                     with contextlib.suppress(ProcessLookupError):
-                        os.killpg(each.pid, signal.SIGKILL)
-                    os.waitpid(each.pid, 0)
+                        os.killpg(rank.pid, signal.SIGKILL)
+                    os.waitpid(rank.pid, 0)
         assert not self._left_behind(), f"processes {self._left_behind()} are left"
-        return [each.index for each in self._ranks]
+        return [rank.index for rank in self._ranks]
 
     def _left_behind(self) -> list[int]:
         """Processes that ranks have started; the ranks themselves were waited for, and others may have their numbers by now."""
@@ -182,7 +182,7 @@ class _Job:
 
     def _strike(self) -> None:
         """End ranks that are stopped, and others if there is a storm."""
-        running = [each for each in self._ranks if not each.ended]
+        running = [rank for rank in self._ranks if not rank.ended]
         for each in running:
             if each.stopped:
                 os.killpg(each.pid, signal.SIGKILL)
@@ -230,7 +230,7 @@ class _Job:
         connection, _ = self._listener.accept()
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, *_ = _CREDENTIALS.unpack(credentials)
-        each = next(each for each in self._ranks if each.pid == pid)
+        each = next(rank for rank in self._ranks if rank.pid == pid)
         each.connection = connection
         self._selector.register(connection, selectors.EVENT_READ, (each, connection))
         socket.send_fds(connection, [HELLO], [each.heartbeat.descriptor])
@@ -258,42 +258,42 @@ class _Job:
             self._tell({"formed": self._incarnation, "prefix": f"test/{self._incarnation}"})
 
     def _tell(self, message: dict[str, Any]) -> None:
-        for each in self._ranks:
-            if each.connection is not None:
+        for rank in self._ranks:
+            if rank.connection is not None:
                 with contextlib.suppress(ConnectionError):
-                    each.connection.sendall(encode(message))
+                    rank.connection.sendall(encode(message))
 
     def _reap(self) -> None:
-        for each in self._ranks:
-            if each.ended:
+        for rank in self._ranks:
+            if rank.ended:
                 continue
-            ended, status = os.waitpid(each.pid, os.WNOHANG)
+            ended, status = os.waitpid(rank.pid, os.WNOHANG)
             if not ended:
                 continue
             code = os.waitstatus_to_exitcode(status)
             if code == 0:
-                each.ended = True
+                rank.ended = True
                 continue
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(
-                    each.pid, signal.SIGKILL
+                    rank.pid, signal.SIGKILL
                 )  # workers of its loader, which find out for themselves in 5 s at most
-            struck = each.shot or any(line["kind"] == "killed" for line in self._lines(each))
+            struck = rank.shot or any(line["kind"] == "killed" for line in self._lines(rank))
             if not struck and self.restarts_left:
                 self._restart()
                 return
             self._left -= 1
             if not struck or self._left < 0:
-                each.ended = True
-                raise self._failed(f"rank {each.rank}, process {each.index}, ended with {code}")
+                rank.ended = True
+                raise self._failed(f"rank {rank.rank}, process {rank.index}, ended with {code}")
             self._on_death(self._script.workdir)
             if self._whole:
                 self._restart()
                 return
-            self._tell({"failed": self._incarnation, "rank": each.rank, "why": f"ended with {code}"})
+            self._tell({"failed": self._incarnation, "rank": rank.rank, "why": f"ended with {code}"})
             self._incarnation += 1
-            each.replacement = True
-            self._replace(each)
+            rank.replacement = True
+            self._replace(rank)
 
     def _replace(self, each: _Rank) -> None:
         each.index += 1
@@ -303,22 +303,22 @@ class _Job:
     def _restart(self) -> None:
         """End all processes and start them anew, as the supervisor does when a rank leaves by itself in a recovery."""
         self.restarts_left -= 1
-        for each in self._ranks:
+        for rank in self._ranks:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):  # one has ended already
-                os.killpg(each.pid, signal.SIGKILL)
-                os.waitpid(each.pid, 0)
+                os.killpg(rank.pid, signal.SIGKILL)
+                os.waitpid(rank.pid, 0)
         self._incarnation += 1
-        for each in self._ranks:
-            each.replacement = False
-            self._replace(each)
+        for rank in self._ranks:
+            rank.replacement = False
+            self._replace(rank)
 
     def _lines(self, each: _Rank) -> list[dict[str, Any]]:
         return read_lines(attempt_path(self._script.workdir, each.index, each.rank, "jsonl"))
 
     def _dump_threads(self) -> None:
-        for each in self._ranks:
-            if not each.ended:
-                os.killpg(each.pid, signal.SIGUSR1)
+        for rank in self._ranks:
+            if not rank.ended:
+                os.killpg(rank.pid, signal.SIGUSR1)
         time.sleep(0.5)
 
     def _failed(self, why: str) -> AttemptFailed:

@@ -86,7 +86,7 @@ class ThirdParty(Setup):
     @override
     def returned(self, life: Attempt, trainer: Trainer) -> dict[str, Any]:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for timer in [each for each in callbacks if isinstance(each, Timer)]:
+        for timer in [callback for callback in callbacks if isinstance(callback, Timer)]:
             before = timer.time_elapsed() - ((timer.end_time() or 0.0) - (timer.start_time() or 0.0))
             (life.workdir / f"attempt{life.index}.timer").write_text(str(before))  # differs from run to run
         gates = [each for _, each in _gates(trainer.lightning_module)]
@@ -222,7 +222,7 @@ class Correction(Callback):
 
     def _count(self, name: str, gate: Any, _args: object, out: tuple[Tensor, ...]) -> None:
         if gate.training:  # of a forward that is repeated, the same again
-            chosen = next(each for each in out if each.dtype == torch.int64)
+            chosen = next(tensor for tensor in out if tensor.dtype == torch.int64)
             self._loads[name] = torch.bincount(chosen.flatten(), minlength=NUM_EXPERTS)
 
 

@@ -215,7 +215,7 @@ class Setup:
 
     def returned(self, life: Attempt, trainer: Trainer) -> dict[str, Any]:
         """What else must be equal at the end, besides the state of training; JSON."""
-        kept = [each for each in trainer.callbacks if isinstance(each, KeepsWeights)]  # type: ignore[attr-defined]
+        kept = [callback for callback in trainer.callbacks if isinstance(callback, KeepsWeights)]  # type: ignore[attr-defined]
         return {"before the end": kept[0].weights} if kept and kept[0].weights else {}
 
     def fault_free(self) -> Setup:

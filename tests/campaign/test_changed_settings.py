@@ -81,7 +81,7 @@ class Changing(Setup):
 
     @override
     def returned(self, life: Attempt, trainer: Trainer) -> dict[str, Any]:
-        (looks,) = (each for each in trainer.callbacks if isinstance(each, Looks))  # type: ignore[attr-defined]
+        (looks,) = (callback for callback in trainer.callbacks if isinstance(callback, Looks))  # type: ignore[attr-defined]
         checkpoint = checkpoint_of(trainer)
         resumed = checkpoint.report.resumed_from if checkpoint is not None else None
         rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
@@ -152,7 +152,7 @@ class Looks(Callback):
                 if (progress.ready - 1) % accumulate == 0:
                     trainer.accumulate_grad_batches = accumulate
             state = trainer.optimizers[0].state
-            moments = (state[each]["exp_avg"] for each in pl_module.parameters() if each in state)
+            moments = (state[parameter]["exp_avg"] for parameter in pl_module.parameters() if parameter in state)
             self.states[step] = digest([*pl_module.parameters(), *moments])
         self.items.setdefault(step, []).extend(self._index[bytes(row.numpy())] for row in batch[0])
 
@@ -266,7 +266,7 @@ def test_a_replay_over_the_end_of_an_epoch_has_the_stored_batches(campaigns: Cam
     setup = Changing(checkpointing=SPARSE, change=(("batch_size", 2),), steps_in_all=30)
     for step in (14, 16):
         calm, found, _ = killed_and_changed(campaigns, setup, Kill(phase="forward", step=step, settle=10.0))
-        again, resumed = [each for each in found["states"] if int(each) < found["resumed"]], str(found["resumed"])
+        again, resumed = [state for state in found["states"] if int(state) < found["resumed"]], str(found["resumed"])
         assert found["states"][resumed] == calm["states"][resumed]
         assert [len(found["items"][str(each)]) for each in range(found["resumed"], 30)] == [2] * (30 - found["resumed"])
         assert all(len(found["items"][each]) == 4 for each in again)

@@ -71,7 +71,7 @@ def k_after(k: int, last_k: int, plt: float, last_loss: float, story: Story) -> 
 
 def require_counts(found: Restarts, life: int) -> TokenLedger:
     """What the first generation after a fault says is what counting one by one gives."""
-    generation, said = next((g, each) for g, each in found.accountings.items() if g.incarnation == life + 1)
+    generation, said = next((g, accounting) for g, accounting in found.accountings.items() if g.incarnation == life + 1)
     tally = found.tally(restarts=life)
     since = [found.counted(life, step) for step in range(found.began_at(life) + 1, generation.step + 1)]
     routed = [found.counted(life, step, what="routed") for step in range(found.began_at(life) + 1, generation.step + 1)]

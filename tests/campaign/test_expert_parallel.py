@@ -40,7 +40,7 @@ def random_kills(setup: Setup, count: int, seed: int) -> list[Kill]:
 
 @pytest.mark.parametrize(
     ("world_size", "expert_parallel", "count"),
-    [(3, 3, 2), *(pytest.param(*each, 5, marks=pytest.mark.soak) for each in LAYOUTS)],
+    [(3, 3, 2), *(pytest.param(*layout, 5, marks=pytest.mark.soak) for layout in LAYOUTS)],
 )
 def test_killed_on_random_ranks_the_job_ends_the_same(
     campaigns: Campaigns, world_size: int, expert_parallel: int, count: int

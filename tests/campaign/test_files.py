@@ -59,7 +59,7 @@ class Watched(Variant):
         watchers = [c for c in trainer.callbacks if isinstance(c, (ModelCheckpoint, EarlyStopping))]  # type: ignore[attr-defined]
         states = {f"watcher/{c.state_key}": _told(c.state_dict(), folder) for c in watchers}
         files = [_contents(path, folder) for path in sorted(folder.glob("*.ckpt"))] if life.rank == 0 else []
-        return {**states, **{f"file/{name}": digest for each in files for name, digest in each.items()}}
+        return {**states, **{f"file/{name}": digest for file in files for name, digest in file.items()}}
 
 
 class Whole(Callback):
@@ -108,7 +108,7 @@ def _lines(value: Any, folder: str) -> list[str]:
             for line in _lines(value[key], folder)
         ]
     if isinstance(value, (list, tuple)):
-        return [line for each in value for line in _lines(each, folder)]
+        return [line for item in value for line in _lines(item, folder)]
     return [repr(value).replace(folder, "")]
 
 

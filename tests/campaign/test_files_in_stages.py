@@ -70,10 +70,10 @@ class Filed(Counted):
 
     @override
     def returned(self, life: Attempt, trainer: Trainer) -> dict[str, Any]:
-        files = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+        files = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         stopping = trainer.early_stopping_callback
         assert isinstance(stopping, EarlyStopping)
-        names = {each.state_key: sorted(Path(path).name for path in each.best_k_models) for each in files}
+        names = {file.state_key: sorted(Path(path).name for path in file.best_k_models) for file in files}
         written: dict[str, Any] = {}
         if life.rank == 0:
             folder = self._folder(life)

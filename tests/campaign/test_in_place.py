@@ -242,7 +242,7 @@ HABITS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [each if i < 2 else pytest.param(each, marks=pytest.mark.soak) for i, each in enumerate(HABITS)]
+    "name", [habit if i < 2 else pytest.param(habit, marks=pytest.mark.soak) for i, habit in enumerate(HABITS)]
 )
 def test_what_users_do_beside_training_goes_on_in_place(campaigns: Campaigns, name: str) -> None:
     """Early and late, in an epoch and behind its end."""
@@ -319,7 +319,7 @@ def places_of(setup: Setup) -> list[str]:
     """Where a rank of this run can die."""
     together = TOGETHER if setup.world_size > 1 else []
     dense = setup.checkpointing is not None and setup.checkpointing.policy == "dense"
-    return [each for each in [*PLACES, *together, *RESUMED, *LAST] if not (dense and each == "replayed")]
+    return [place for place in [*PLACES, *together, *RESUMED, *LAST] if not (dense and place == "replayed")]
 
 
 def check_deaths(campaigns: Campaigns, setup: Setup, deaths: Sequence[Death], nodes: Nodes | None = None) -> None:
@@ -479,7 +479,7 @@ def require_no_growth(counts: Path) -> int:
     settled = [each for each in has[3:] if not each["left"]]  # operations that were left are over later
     if len(settled) >= _LAST_BEGINNINGS:
         for kind in ("threads", "descriptors"):
-            last: list[Counter[str]] = [Counter(each[kind]) for each in settled[-_LAST_BEGINNINGS:]]
+            last: list[Counter[str]] = [Counter(generation[kind]) for generation in settled[-_LAST_BEGINNINGS:]]
             more = functools.reduce(operator.and_, last) - Counter(has[2][kind])
             assert not more, f"{counts.name}: {kind} after {len(has)} beginnings: {more}"
         assert settled[-1]["mib"] < has[2]["mib"] + 20

@@ -128,7 +128,11 @@ class Traces(Callback):
             groups = [
                 (
                     {key: value for key, value in group.items() if key != "params"},
-                    {names[id(each)]: each.grad.clone() for each in group["params"] if each.grad is not None},
+                    {
+                        names[id(parameter)]: parameter.grad.clone()
+                        for parameter in group["params"]
+                        if parameter.grad is not None
+                    },
                 )
                 for group in optimizer.param_groups
             ]

@@ -63,16 +63,16 @@ def test_generations_hold_what_the_state_was(
     held = [list(in_memory(folder, rank)) for rank in range(world_size)]
     for rank, generations in enumerate(held):
         local = {name for name, *_ in known[rank][0]}
-        assert {name for each in generations for name in each.experts} >= experts & local
+        assert {name for generation in generations for name in generation.experts} >= experts & local
         require_newest_in_memory(generations, [parts[rank] for _, parts in stored], experts & local)
-        for each in generations:
-            require_recorded(each, known[rank][each.step])
-            if each.whole:
-                assert each.experts == named(each, AUDIENCES) & local
-                require_file_within(each, [parts[rank] for _, parts in stored])
+        for generation in generations:
+            require_recorded(generation, known[rank][generation.step])
+            if generation.whole:
+                assert generation.experts == named(generation, AUDIENCES) & local
+                require_file_within(generation, [parts[rank] for _, parts in stored])
             else:
-                assert each.experts == {record.operator for record, _ in each.records}
-                assert each.experts <= named(each, AUDIENCES) & local
+                assert generation.experts == {record.operator for record, _ in generation.records}
+                assert generation.experts <= named(generation, AUDIENCES) & local
 
 
 def require_newest_in_memory(held: Sequence[Taken], stored: Sequence[Taken], experts: Collection[str]) -> None:
@@ -93,7 +93,7 @@ def require_newest_in_memory(held: Sequence[Taken], stored: Sequence[Taken], exp
 def named(part: Taken, audiences: Collection[Audience]) -> set[str]:
     """Operators of the experts that a plan names for these files."""
     (step,) = part.plan.steps
-    return {name for each in audiences for name in step.files.get(each, ()) if "/expert." in name}
+    return {name for audience in audiences for name in step.files.get(audience, ()) if "/expert." in name}
 
 
 def require_newest(parts: Sequence[Taken], stored: Sequence[tuple[object, Sequence[Taken]]]) -> None:
@@ -124,21 +124,21 @@ def require_second_newest(
     """
     older = [each for _, each in stored if each[0].step < parts[0].step]
     spares = {
-        (part.rank, each.generation.step, record.name)
+        (part.rank, spare.generation.step, record.name)
         for part in parts
-        for each in part.marker.spares
-        for record in each.segment.records
+        for spare in part.marker.spares
+        for record in spare.segment.records
         if record.operator in experts
     }
     bases = [older, older[:-1]] if may_pass_one else [older]
-    assert spares in [second_newest([*each, parts], experts) for each in bases], parts[0].step
+    assert spares in [second_newest([*base, parts], experts) for base in bases], parts[0].step
 
 
 def second_newest(generations: Sequence[Sequence[Taken]], experts: Collection[str]) -> set[tuple[int, int, str]]:
     """Rank, step and name of every record of the last copy but one of each expert that has two."""
     found = set()
     for name in experts:
-        having = [each for each in generations if any(name in part.experts for part in each)]
+        having = [generation for generation in generations if any(name in part.experts for part in generation)]
         for part in having[-2] if len(having) > 1 else []:
             records = part.marker.segments[0].records
             found |= {(part.rank, part.step, record.name) for record in records if record.operator == name}
@@ -156,8 +156,8 @@ def test_without_skips_experts_come_in_turns(campaigns: Campaigns) -> None:
     """PEC's sequential schedule: K experts after the other, each ranks' own in turn."""
     folder = run(campaigns, partial_setup(3, 3))
     names = [named(parts[0], {"durable"}) for _, parts in in_storage(folder)[1:-1]]
-    assert all(len(each) == 1 for each in names)
-    chosen = [int(min(each).rpartition(".")[2]) for each in names]
+    assert all(len(name) == 1 for name in names)
+    chosen = [int(min(name).rpartition(".")[2]) for name in names]
     firsts = chosen[:NUM_EXPERTS]
     assert sorted(firsts) == list(range(NUM_EXPERTS))
     assert chosen[NUM_EXPERTS:] == chosen[: len(chosen) - NUM_EXPERTS]

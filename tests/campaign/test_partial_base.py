@@ -40,7 +40,7 @@ class Ruins(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         if self._life.index or trainer.global_step != self._at:
             return
-        (own,) = (each for each in trainer.callbacks if isinstance(each, PartialExpertCheckpoint))  # type: ignore[attr-defined]
+        (own,) = (callback for callback in trainer.callbacks if isinstance(callback, PartialExpertCheckpoint))  # type: ignore[attr-defined]
         assert own.wait_committed()
         trainer.strategy.barrier()
         if self._life.rank == 0:
@@ -129,7 +129,7 @@ def test_what_is_borrowed_goes_bad_in_mid_run(campaigns: Campaigns, folder: Path
     needs = stored_steps(found.workdir)
     assert 5 not in needs, "it was refused"
     assert needs[6] == (), "it is whole"
-    assert all(min(each.step for each in needs[step]) >= 6 for step in (7, 8, 9))
+    assert all(min(need.step for need in needs[step]) >= 6 for step in (7, 8, 9))
     found.require_accounting()
 
 

@@ -98,13 +98,13 @@ def promise_after(workdir: Path, hit: Collection[str]) -> Promise:
                 place = parse_snap_key(file.key)
                 assert place is not None
                 experts[record.operator] = place[0]
-        for each in marker.spares:
-            experts |= {record.operator: each.generation for record in each.segment.records if record.operator in hit}
+        for spare in marker.spares:
+            experts |= {record.operator: spare.generation for record in spare.segment.records if record.operator in hit}
     return Promise(newest, experts)
 
 
 def note(workdir: Path, promise: Promise, hit: Sequence[str]) -> None:
-    rows = {name: astuple(each) for name, each in promise.experts.items()}
+    rows = {name: astuple(expert) for name, expert in promise.experts.items()}
     (workdir / "promise").write_text(json.dumps([astuple(promise.generation), rows, list(hit)]))
 
 

@@ -120,7 +120,9 @@ def train_drawn(case: Case, machines: Machines, life: Attempt) -> Mapping[str, A
     def optimize(name: Optimizer, module: LightningModule) -> torch.optim.Optimizer:
         if case.joins is None:
             return make_optimizer(name, module)
-        return torch.optim.AdamW([each for name, each in module.named_parameters() if not name.endswith(LATE)], lr=3e-3)
+        return torch.optim.AdamW(
+            [parameter for name, parameter in module.named_parameters() if not name.endswith(LATE)], lr=3e-3
+        )
 
     Seam(module="campaign._training", attribute="build", replacement=build_frozen).apply()
     Seam(module="campaign._training", attribute="make_optimizer", replacement=optimize).apply()

@@ -87,7 +87,7 @@ def test_experts_of_every_stage_are_as_old_as_promised(
         checkpointing = Checkpointing(policy="selective", keep=100, local_budget=120_000, remote_budget=100_000)
         plain = replace(plain, checkpointing=checkpointing)
     setup = Pipelined(
-        **{each.name: getattr(plain, each.name) for each in fields(plain)},
+        **{field.name: getattr(plain, field.name) for field in fields(plain)},
         stages=stages,
         micro_batches=4 if stages > 2 else 2,
     )

@@ -80,7 +80,7 @@ def alone(campaigns: Campaigns, setup: Setup) -> AttemptResult:
 def orders(life: AttemptResult) -> set[tuple[frozenset[str], ...]]:
     """Operators that committed windows took in full, slot by slot."""
     view = RunView.open(open_backend(checkpoints(life.workdir).as_uri()))
-    commits = [each.commit for each in view.generations() if each.commit is not None]
+    commits = [generation.commit for generation in view.generations() if generation.commit is not None]
     return {_order(view, commit) for commit in commits if len(commit.steps) > 1}
 
 
@@ -104,7 +104,7 @@ def test_a_resumed_run_follows_the_plans_of_the_undisturbed_run(campaigns: Campa
     assert len(orders(longer)) >= 2, "it is not only the counts that change"
     lives = campaigns.check(setup, kill(11), Kill(phase="batch_end", batches=2))
     assert follows(lives, plans(longer)), [plans(longer), *map(plans, lives)]
-    assert len({each for life in lives for each in plans(life)}) >= 3, "the order changes in mid-run"
+    assert len({plan for life in lives for plan in plans(life)}) >= 3, "the order changes in mid-run"
     assert all(plans(life, rank) == plans(life) for life in lives for rank in range(setup.world_size))
 
 

@@ -30,7 +30,7 @@ FULL = fail_at("all", 1, kind="full_disk")
 
 
 def checkpoint_of(trainer: Trainer) -> DenseCheckpoint | SparseCheckpoint:
-    (found,) = (each for each in trainer.callbacks if isinstance(each, (DenseCheckpoint, SparseCheckpoint)))  # type: ignore[attr-defined]
+    (found,) = (callback for callback in trainer.callbacks if isinstance(callback, (DenseCheckpoint, SparseCheckpoint)))  # type: ignore[attr-defined]
     return found
 
 

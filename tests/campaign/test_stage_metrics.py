@@ -123,7 +123,7 @@ def test_ranks_die_one_after_another(campaigns: Campaigns, seed: int) -> None:
     """However a run with metrics is spread, trained and stored."""
     draw = random.Random(f"metrics {seed}")
     drawn = drawn_setup(draw)
-    setup = Measured(**{each.name: getattr(drawn, each.name) for each in fields(drawn)})
+    setup = Measured(**{field.name: getattr(drawn, field.name) for field in fields(drawn)})
     die_one_after_another(campaigns, draw, setup)
 
 

@@ -144,7 +144,7 @@ def has_place(setup: Counted, place: str) -> bool:
 
 def places_of(setup: Counted, places: Sequence[str]) -> list[str]:
     """Those that ranks of a run come to."""
-    return [each for each in places if has_place(setup, each)]
+    return [place for place in places if has_place(setup, place)]
 
 
 def death(place: str, rank: int, *, nth: int = 3) -> Death:
@@ -191,7 +191,9 @@ def taken(lives: Sequence[AttemptResult], rank: int) -> list[dict[str, Any]]:
 def require_counted(lives: Sequence[AttemptResult], setup: Counted, deaths: Sequence[Death]) -> None:
     """Who did not die is the same process, and a stage takes steps again only where one of its ranks has died, or all go back."""
     size, ended = setup.world_size // setup.stages, Counter(rank for each in deaths for rank, _ in each.ends)
-    went_back = [json.loads(each) if each.startswith("[") else [*range(setup.stages)] for each in decisions(lives)]
+    went_back = [
+        json.loads(decision) if decision.startswith("[") else [*range(setup.stages)] for decision in decisions(lives)
+    ]
     if any(each.shots for each in deaths):  # rank 0 may be shot before it says what all have just decided
         went_back += [[*range(setup.stages)]] * ended[0]
     for rank in range(setup.world_size):
@@ -375,7 +377,7 @@ class Edits(CountedModule):
 
     def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
         targets = batch.pop()
-        (draws,) = (each for each in callbacks_of(self.trainer) if isinstance(each, Draws))
+        (draws,) = (callback for callback in callbacks_of(self.trainer) if isinstance(callback, Draws))
         targets.add_(torch.randint_like(targets, 3, generator=draws.generator)).remainder_(VOCABULARY)
         return batch.pop(), targets
 
@@ -584,7 +586,8 @@ ABLATIONS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[] if each == "everything" else pytest.mark.soak) for each in ABLATIONS]
+    "name",
+    [pytest.param(ablation, marks=[] if ablation == "everything" else pytest.mark.soak) for ablation in ABLATIONS],
 )
 def test_without_putting_back_what_an_attempt_has_changed_the_end_is_another(campaigns: Campaigns, name: str) -> None:
     """Its control are the tests above."""

@@ -44,7 +44,7 @@ class AwaitsUpload(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 0:
-            (own,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
+            (own,) = (callback for callback in trainer.callbacks if isinstance(callback, CheckpointCallback))  # type: ignore[attr-defined]
             assert own.wait_committed()
         deadline = time.monotonic() + 30
         while trainer.global_step == STEP and not uploads(self.backend):

@@ -106,7 +106,7 @@ def trainer_for(steps: int, *callbacks: Callback) -> Trainer:
         devices=1,
         max_steps=steps,
         logger=False,
-        enable_checkpointing=any(isinstance(each, DenseCheckpoint) for each in callbacks),
+        enable_checkpointing=any(isinstance(callback, DenseCheckpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,

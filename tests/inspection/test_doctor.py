@@ -20,8 +20,8 @@ def test_json_holds_every_finding(capsys: pytest.CaptureFixture[str]) -> None:
     """One entry per thing that was looked at, each with what was found."""
     assert main(["doctor", "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)["findings"]
-    assert [each["name"] for each in findings] == NAMES
-    assert all(each["found"] and each["state"] in ("good", "slower", "absent") for each in findings)
+    assert [finding["name"] for finding in findings] == NAMES
+    assert all(finding["found"] and finding["state"] in ("good", "slower", "absent") for finding in findings)
 
 
 def test_table_tells_the_same(capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,7 +179,7 @@ def name_spares(root: Path) -> None:
 def turn_a_bit(root: Path, step: int, operator: str, *, last: bool = False) -> None:
     """In its first record, or its last one."""
     store = RunStore.open(open_backend(str(root)), resume="must")
-    commit = next(each for each in store.candidates() if each.generation.step == step)
+    commit = next(candidate for candidate in store.candidates() if candidate.generation.step == step)
     segments = [store.read_marker(commit, rank).segments[0] for rank in range(commit.world_size)]
     found = [(s, r) for s in segments for r in s.records if r.operator == operator and r.nbytes > 1]
     segment, record = found[-1 if last else 0]
@@ -204,7 +204,7 @@ def test_an_export_takes_the_older_copy_of_what_is_bad(
         for expert, part in enumerate(tensor) if stacked else ():
             assert torch.equal(part, (old if expert == 1 else whole)[name][expert]), (name, expert)
         assert stacked or torch.equal(tensor, whole[name]), name
-    (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith(
         f"{spared}: its copy of step 4 (incarnation 1) is bad, that of step 2 (incarnation 1) is taken: "
     )
@@ -222,11 +222,11 @@ def test_verify_counts_copies(say: Say, copy: Path, capsys: pytest.CaptureFixtur
     assert (good["sound"], good["num_single"]) == (True, 0)
     turn_a_bit(copy, 4, "moe/expert.1")
     one = say("verify", str(copy), "--step", "5", status=1)
-    assert [each["reason"].split(":")[0] for each in one["problems"]] == ["needs step 4 (incarnation 1)"]
+    assert [problem["reason"].split(":")[0] for problem in one["problems"]] == ["needs step 4 (incarnation 1)"]
     assert one["num_single"] == 1
     assert main(["verify", str(copy), "--step", "5"]) == 1
     assert "one good copy only, of those taken in turns: 1" in capsys.readouterr().out
     turn_a_bit(copy, 2, "moe/expert.1")
-    reasons = [each["reason"] for each in say("verify", str(copy), "--step", "5", status=1)["problems"]]
-    assert any(each.startswith("has older copies in step 2 (incarnation 1): snap/") for each in reasons)
+    reasons = [problem["reason"] for problem in say("verify", str(copy), "--step", "5", status=1)["problems"]]
+    assert any(reason.startswith("has older copies in step 2 (incarnation 1): snap/") for reason in reasons)
     assert reasons[-1] == "no good copy is left of 1 operators, first moe/expert.1"

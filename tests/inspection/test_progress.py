@@ -52,7 +52,7 @@ def test_top_says_how_far_a_run_is(restarted: str, capsys: pytest.CaptureFixture
     assert 0 < found["goodput"] <= 1
     assert found["steps_per_second"] > 0
     assert found["eta_seconds"] is None
-    assert {(each["tier"], each["rank"], each["step"]) for each in found["places"]} == {
+    assert {(place["tier"], place["rank"], place["step"]) for place in found["places"]} == {
         ("storage", -1, 14),
         ("storage", 0, 14),
     }
@@ -86,7 +86,7 @@ def test_what_is_in_memory_of_this_node_is_seen_while_it_trains(
     train(Small(), checkpoint, Look(), steps=12)
     (found,) = seen
     assert found["state"] == "training"
-    memory = [each for each in found["places"] if each["tier"] == "host"]
+    memory = [place for place in found["places"] if place["tier"] == "host"]
     assert [(each["rank"], each["step"] >= 6) for each in memory] == [(0, True)]
     assert found["last_step"] == 12
     assert found["eta_seconds"] is None or found["eta_seconds"] > 0

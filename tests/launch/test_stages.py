@@ -84,7 +84,7 @@ def test_stages_of_two_nodes(tmp_path: Path, ranks: int, killed: tuple[int, ...]
 
 def check(folder: Path, jobs: dict[str, Job], killed: tuple[int, ...], *, lives: int = 2) -> str:
     """Require the same end of both runs, of which one has lost ranks, each so often; return what that one has said."""
-    ended = {name: each.end() for name, each in jobs.items()}
+    ended = {name: job.end() for name, job in jobs.items()}
     said = "".join(each.output for name, each in ended.items() if name != "whole")
     assert all(each.code == 0 for each in ended.values()), said
     for rank in range(jobs["whole"].ranks):

@@ -64,7 +64,7 @@ def test_a_section_that_dies_costs_no_other(tmp_path: Path) -> None:
         "env": _python(FINDS),
     }
     outcomes = run_apart(commands, path, look)
-    assert {name: each.outcome for name, each in outcomes.items()} == {
+    assert {name: outcome.outcome for name, outcome in outcomes.items()} == {
         "build": "FAILED: died by SIGABRT",
         "check": "not run: no CUDA device",
         "resume": "FAILED: RuntimeError: other bits",
@@ -74,7 +74,7 @@ def test_a_section_that_dies_costs_no_other(tmp_path: Path) -> None:
     assert "Traceback (most recent call last)" in outcomes["resume"].said
     assert seen == [[], ["build"], ["build", "check"], ["build", "check", "resume"]]
     document = json.loads(path.read_text())
-    assert {name: SectionOutcome(**each) for name, each in document["sections"].items()} == outcomes
+    assert {name: SectionOutcome(**section) for name, section in document["sections"].items()} == outcomes
     assert document["machine"]["torch"]
 
 

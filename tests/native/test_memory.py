@@ -139,8 +139,8 @@ def test_a_forked_process_gives_nothing_back(monkeypatch: pytest.MonkeyPatch) ->
     """The worker of a loader may collect an engine that it has a copy of, and CUDA does not work there."""
     given_back: list[int] = []
     locks = [PageLocks(torch.empty(8), given_back.append) for _ in range(2)]
-    for each in locks:
-        each.pieces.append((1, 32))
+    for lock in locks:
+        lock.pieces.append((1, 32))
     locks.pop().release()
     assert given_back == [1]
     monkeypatch.setattr(os, "getpid", lambda: -1)

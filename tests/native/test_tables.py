@@ -117,7 +117,9 @@ def test_blocks_of_registered_memory_are_cut_where_its_pieces_are(
         patch.setattr(_cuda, "PIECE_NBYTES", piece)
         on_device = [data.draw(st.booleans()) for _ in DTYPES]
         sources = [values(dtype) for dtype in DTYPES]
-        sources = [emulator.adopt(each) if there else each for each, there in zip(sources, on_device, strict=True)]
+        sources = [
+            emulator.adopt(source) if there else source for source, there in zip(sources, on_device, strict=True)
+        ]
         memory_U8 = registered_memory(3 * BLOCK_NBYTES)
         engine = CompiledCudaEngine(emulator.library, CUDA, SMALL)
         try:
@@ -187,7 +189,7 @@ def test_rows_beyond_their_source_are_refused() -> None:
     table = table_of([values(dtype) for dtype in DTYPES], [(1, 10, NUMEL - 10, 1, 0)])
     with pytest.raises(ValueError, match="copy 0: elements 10 to 3000 of a tensor that has 2999"):
         CopyTable(
-            sources=[each[:-1] for each in table.sources],
+            sources=[source[:-1] for source in table.sources],
             source=table.source,
             start=table.start,
             numel=table.numel,

@@ -408,9 +408,9 @@ def test_a_bias_view_of_another_attribute_is_found() -> None:
     model = Stack(NanochatBlock).train()
     operators = discover(model)
     deaf = [
-        replace(each, bias=replace(each.bias, attribute="tokens_per_expert_counter"))
-        for each in operators.layers
-        if each.bias is not None
+        replace(layer, bias=replace(layer.bias, attribute="tokens_per_expert_counter"))
+        for layer in operators.layers
+        if layer.bias is not None
     ]
     assert len(deaf) == 2
     with pytest.raises(AssertionError, match=r"`layers\.0` takes no notice of its bias"):

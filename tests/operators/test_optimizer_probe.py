@@ -119,6 +119,6 @@ def test_groups_need_not_have_the_options_of_torch() -> None:
     register_optimizer(ByHand, like=AdamW)
     optimizer, params = made(ByHand)
     schema = StateSchema.of(optimizer)
-    assert [each.key for each in schema.entries(params[0])] == ["step", "exp_avg", "exp_avg_sq"]
+    assert [entry.key for entry in schema.entries(params[0])] == ["step", "exp_avg", "exp_avg_sq"]
     assert schema.adam_group(params[0]) is None
     assert schema.fingerprint()

@@ -179,13 +179,13 @@ def run(
     skips: Any = lambda _: False,
 ) -> tuple[list[Selection], int]:
     """Generations and the limit of age, with storage that is whole at once but for those it skips."""
-    accounting = TokenLedger.start([each.num_experts for each in layouts])
+    accounting = TokenLedger.start([layout.num_experts for layout in layouts])
     accounting = accounting.take(0, Selection.everything(layouts))
     for level in LEVELS:
         accounting = accounting.complete(level, 0)
     found, limit = [], 0
     for step in range(1, generations + 1):
-        accounting = accounting.add(torch.tensor(loads or [1] * sum(each.num_experts for each in layouts)))
+        accounting = accounting.add(torch.tensor(loads or [1] * sum(layout.num_experts for layout in layouts)))
         tables = accounting.tables(layouts)
         limit = policy.max_age(tables, budgets or {})
         chosen = policy.select(accounting.generations, tables, budgets or {})
@@ -444,7 +444,7 @@ def run_remotely(
     every: dict[str, int],
 ) -> tuple[list[Selection], dict[str, list[Selection]]]:
     """All generations, and those that each level outside the node took: every so many, whole at once."""
-    accounting = TokenLedger.start([each.num_experts for each in shapes], levels=[MEMORY, *every])
+    accounting = TokenLedger.start([shape.num_experts for shape in shapes], levels=[MEMORY, *every])
     accounting = accounting.take(0, Selection.everything(shapes), accounting.saved)
     for level in accounting.saved:
         accounting = accounting.complete(level, 0)
@@ -537,8 +537,8 @@ def test_places_over_all_layers() -> None:
     """As counts are laid out."""
     chosen = Selection(((1,), (0, 2)), ((), (2,)))
     shapes = layouts(2, 3, 1)
-    assert chosen.flat(MEMORY, [each.num_experts for each in shapes]) == (1, 3, 5)
-    assert chosen.flat(STORAGE, [each.num_experts for each in shapes]) == (5,)
+    assert chosen.flat(MEMORY, [shape.num_experts for shape in shapes]) == (1, 3, 5)
+    assert chosen.flat(STORAGE, [shape.num_experts for shape in shapes]) == (5,)
 
 
 def test_random_runs_balance_bytes_over_ranks() -> None:

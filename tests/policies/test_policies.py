@@ -55,7 +55,7 @@ def inputs(policy: Policy, rank: int = 0, **options: Any) -> PlanInputs:
     operators = view.operators
     sizes = {op.name: (view.record_nbytes(op, RecordKind.FULL), op.numel) for op in operators}
     layouts = expert_layouts(operators, {name: full for name, (full, _) in sizes.items()})
-    ledger = TokenLedger.start([each.num_experts for each in layouts])
+    ledger = TokenLedger.start([layout.num_experts for layout in layouts])
     given = PlanInputs(
         operators=operators,
         sizes=sizes,
@@ -72,7 +72,7 @@ def test_plans_are_data_equal_on_all_ranks(name: str) -> None:
     """Every call and every rank gives the same, in the same words; windows hold everything, partial plans the dense part."""
     policy = POLICIES[name]
     plans = [policy.plan(inputs(policy, rank)) for rank in (0, 0, 1, 3)]
-    assert all(each == plans[0] for each in plans)
+    assert all(plan == plans[0] for plan in plans)
     assert Plan.from_value(json.loads(plans[0].to_json())) == plans[0]
     assert plans[0].partial is (not policy.exact) is (name in PARTIAL)
     every = {f"{layer.prefix}/expert.{e}" for layer in _operators().layers for e in range(NUM_EXPERTS)}

@@ -68,9 +68,9 @@ def test_decayed_popularity_is_the_papers_average() -> None:
     counts = [torch.tensor([90, 10]), torch.tensor([10, 20]), torch.tensor([0, 30])]
     keep = 2 ** (-1 / 2)
     want, popularity = ZEROS.double(), ZEROS
-    for each in counts:
-        want = keep * want + (1 - keep) * each.double()
-        popularity = decayed_popularity(popularity, each, half_life_steps=2)
+    for count in counts:
+        want = keep * want + (1 - keep) * count.double()
+        popularity = decayed_popularity(popularity, count, half_life_steps=2)
     assert torch.equal(popularity, want)
     assert popularity.argmax() == 0  # hard counts of the newest step alone would say 1
     for _ in range(3):
@@ -100,8 +100,8 @@ def test_an_average_goes_on_from_any_step(counts: list[list[int]], cut: int, hal
     """Bit for bit: a restart that restores the value of a step and counts the rest ends as if it had not been."""
 
     def follow(start: torch.Tensor, steps: list[list[int]]) -> torch.Tensor:
-        for each in steps:
-            start = decayed_popularity(start, torch.tensor(each), half_life_steps=half_life)
+        for step in steps:
+            start = decayed_popularity(start, torch.tensor(step), half_life_steps=half_life)
         return start
 
     zeros = torch.zeros(3, dtype=torch.float64)
@@ -112,12 +112,12 @@ def test_an_average_goes_on_from_any_step(counts: list[list[int]], cut: int, hal
 def test_an_expert_that_never_had_fewer_tokens_is_not_less_popular(counts: list[list[int]], half_life: float) -> None:
     """Whatever the half-life; and none is below zero or above its largest count."""
     popularity = torch.zeros(3, dtype=torch.float64)
-    for each in counts:
-        ordered = torch.tensor(sorted(each))
+    for count in counts:
+        ordered = torch.tensor(sorted(count))
         popularity = decayed_popularity(popularity, ordered, half_life_steps=half_life)
     assert torch.equal(popularity, popularity.sort().values)
     assert popularity.min() >= 0
-    assert popularity.max() <= max(max(each) for each in counts) * (1 + 1e-9)
+    assert popularity.max() <= max(max(count) for count in counts) * (1 + 1e-9)
 
 
 @given(st.lists(st.integers(0, 1000), min_size=2, max_size=9), st.floats(0.01, 100))

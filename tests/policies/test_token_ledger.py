@@ -198,10 +198,10 @@ def test_ages_count_generations_in_memory() -> None:
     """1 for what the newest has; what memory lost with a fault is older than everything."""
     found = accounting().take(1, Selection(((0, 1), (0, 1)), ((), ())))
     found = found.take(2, Selection(((1,), ()), ((), ())))
-    assert [each.age for each in found.tables(SHAPES_OF_TWO)] == [(2, 1), (2, 2)]
+    assert [table.age for table in found.tables(SHAPES_OF_TWO)] == [(2, 1), (2, 2)]
     kept = torch.tensor([True, False, True, True])
     lost, _ = found.restore(found.alive, torch.tensor([1, 2, 1, 1]), {MEMORY: kept})
-    assert [each.age for each in lost.tables(SHAPES_OF_TWO)] == [(2, 3), (2, 2)]
+    assert [table.age for table in lost.tables(SHAPES_OF_TWO)] == [(2, 3), (2, 2)]
 
 
 SHAPES_OF_TWO = [ExpertLayout(layer=name, rank_of=(0, 0), nbytes=1) for name in "ab"]

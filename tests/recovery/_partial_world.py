@@ -215,7 +215,7 @@ class PartialWorld(World):
         """Where a record lies in what a level has: `dense`, `journal`, or an expert's name."""
         marker, _ = self.partial_part(step, rank, level)
         places = [
-            (marker.slot_offset(entry) + each.offset, each) for entry in marker.segments for each in entry.records
+            (marker.slot_offset(entry) + record.offset, record) for entry in marker.segments for record in entry.records
         ]
         return next(offset for offset, each in places if what in (each.name, each.operator))
 
@@ -305,7 +305,7 @@ def _attempt(attempt: RestoreAttempt, rank: int) -> Restored | None:
     def lay_out(chosen: RestorePlan) -> list[SegmentLayout]:
         assert marker is not None
         if not chosen.is_partial:
-            names = {each.name: each.numel for each in marker.segments[0].records}
+            names = {record.name: record.numel for record in marker.segments[0].records}
             return [SegmentLayout(specs(names), metadata={})]
         tiles = [(expert, t) for expert, row in chosen.shards.items() for t in row if t.writer == rank]
         names = {record_name(expert, t.global_start, t.numel): t.numel for expert, t in tiles}

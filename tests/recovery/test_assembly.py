@@ -130,7 +130,7 @@ def test_every_state_of_the_copies_gives_what_trying_each_gives(
     if not assembly.lost:
         require(buffer, starts)
         assert not assembly.unverified
-        assert sum(assembly.supplied.values()) == sum(each.nbytes for each in store.requests)
+        assert sum(assembly.supplied.values()) == sum(request.nbytes for request in store.requests)
     else:
         name = assembly.lost.removeprefix("it: ")[0]
         assert not somewhere(name)
@@ -160,13 +160,13 @@ def test_records_that_are_verified_together_come_as_one_by_one(damage: list[set[
         require(buffer, {name: LAYOUT.span(name).offset for name in NAMES})
         if damage[0] is not None:  # else every record is asked of the others
             again = sum(SIZES[name] + 64 for name in damage[0])
-            assert sum(each.nbytes for each in store.requests[1:]) <= len(COPIES) * again
+            assert sum(request.nbytes for request in store.requests[1:]) <= len(COPIES) * again
 
 
 def test_records_that_lie_otherwise_are_not_taken_for_neighbours() -> None:
     """A gap in the file ends a stretch, and another record is none of it."""
     entry, _ = file_of(NAMES, "file")
-    moved = [replace(each, offset=each.offset + 4096 * (each.name > "b")) for each in entry.records]
+    moved = [replace(record, offset=record.offset + 4096 * (record.name > "b")) for record in entry.records]
     wanted = neighbours([replace(entry, records=moved)], LAYOUT, COPIES)
     assert wanted is not None
     assert [list(each.names) for each in wanted] == [["a", "b"], ["c", "d", "e"]]
@@ -198,13 +198,13 @@ def test_a_run_is_striped_over_other_nodes(num_peers: int) -> None:
     peers = [copy_of(number, "peer") for number in range(num_peers)]
     index.add(version(1), entry, [*peers, COPIES[3]])
     assembly, buffer, _ = assembly_of(index, NAMES)
-    requests = sorted(assembly.requests(), key=lambda each: each.start)
-    assert [each.start for each in requests] == [0, *(each.end for each in requests[:-1])]
-    assert {each.offset - each.start for each in requests} == {4096}
+    requests = sorted(assembly.requests(), key=lambda request: request.start)
+    assert [request.start for request in requests] == [0, *(request.end for request in requests[:-1])]
+    assert {request.offset - request.start for request in requests} == {4096}
     assert requests[-1].end == len(buffer) - (-SIZES[NAMES[-1]] % 64)
-    assert len({each.copy for each in requests}) == len(requests) <= min(num_peers, MAX_STREAMS)
+    assert len({request.copy for request in requests}) == len(requests) <= min(num_peers, MAX_STREAMS)
     assert len(requests) > 1 or num_peers == 1
-    assert max(each.nbytes for each in requests) < len(buffer) / len(requests) + 4096
+    assert max(request.nbytes for request in requests) < len(buffer) / len(requests) + 4096
 
 
 def test_a_stripe_accuses_nobody_before_one_copy_supplied_all_of_a_record() -> None:
@@ -219,7 +219,7 @@ def test_a_stripe_accuses_nobody_before_one_copy_supplied_all_of_a_record() -> N
     assembly, buffer, starts = assembly_of(index, "c")
     assert assembly.fill(store.read)
     require(buffer, starts)
-    assert [each.copy for each in store.requests] == [*peers, peers[0]]
+    assert [request.copy for request in store.requests] == [*peers, peers[0]]
     assert not assembly.complaints
 
 

@@ -27,7 +27,9 @@ class Narrow(AdamW):
     def step(self, closure: Any = None) -> Any:
         with torch.enable_grad():
             loss = closure()
-        for param in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+        for param in (
+            parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None
+        ):
             state = self.state[param]
             if not state:
                 state["step"] = torch.zeros(())

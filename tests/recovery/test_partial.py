@@ -191,7 +191,7 @@ def test_generations_that_are_only_there_for_others_lend_what_they_have(make_par
     world.forget(0)
     if not world.sources():
         pytest.skip("nothing references there")
-    assert [each.generation.step for each in world.sources()] == [3, 1]
+    assert [source.generation.step for source in world.sources()] == [3, 1]
     assert restored(world) == (4, [1, 3, 4, 4])
 
 

@@ -149,7 +149,7 @@ class _Connection(BaseHTTPRequestHandler):
         if fault == "lost reply" or (fault == "cut reply" and not content):
             self.close_connection = True
             return
-        headers = [each for each in reply.getheaders() if each[0].lower() != "transfer-encoding"]
+        headers = [header for header in reply.getheaders() if header[0].lower() != "transfer-encoding"]
         if reply.getheader("Content-Length") is None and (content or reply.chunked):
             headers.append(("Content-Length", str(len(content))))
         if fault == "cut reply":

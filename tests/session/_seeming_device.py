@@ -79,7 +79,7 @@ class SeemingDevice(TorchFunctionMode):
             return self.has(args[0])
         pinned = kwargs.pop("pin_memory", False) if func is torch.empty else False
         given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-        there = [each for each in given if self.has(each)]
+        there = [generation for generation in given if self.has(generation)]
         out = func(*args, **kwargs)
         if pinned:
             self._note(self._pinned, out)

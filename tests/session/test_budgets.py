@@ -29,10 +29,10 @@ def measured(seconds: float, rate: float | None, every_n_steps: int = 1) -> Expe
 
 
 def agree(*ranks: ExpertBudgets) -> dict[str, int]:
-    rows = [each.inputs() for each in ranks]
-    for each in ranks:
-        each.agreed(rows)
-    assert all(each.in_force == ranks[0].in_force for each in ranks)
+    rows = [rank.inputs() for rank in ranks]
+    for rank in ranks:
+        rank.agreed(rows)
+    assert all(rank.in_force == ranks[0].in_force for rank in ranks)
     return ranks[0].in_force
 
 
@@ -81,6 +81,6 @@ def test_a_budget_that_grows_stays_within_the_ring(caplog: pytest.LogCaptureFixt
     agree(here)
     assert before == {MEMORY: 1000, STORAGE: 1000}
     assert agree(here) == {MEMORY: 2000, STORAGE: 2000}
-    said = [each.getMessage().split("`")[1] for each in caplog.records if "could hide" in each.getMessage()]
+    said = [record.getMessage().split("`")[1] for record in caplog.records if "could hide" in record.getMessage()]
     assert said == ["local_budget='auto'", "remote_budget='auto'"]
     assert here.capped == dict.fromkeys(["local_budget", "remote_budget"], int(2000.0 * 1000 * 0.8) - 2500)

@@ -410,5 +410,5 @@ def test_a_constant_is_encoded_as_the_dict_that_it_is() -> None:
 def plain(value: Any) -> Any:
     """The value with dicts for constants."""
     if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     return type(value)(map(plain, value)) if type(value) in {list, tuple} else value

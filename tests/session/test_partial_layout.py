@@ -81,7 +81,7 @@ def test_every_element_that_a_plan_takes_has_one_writer(world_size: int, ep_size
 def test_a_ranks_piece_of_an_expert_is_the_same_in_every_generation(world_size: int, ep_size: int) -> None:
     """Whatever else is taken, and in whatever file."""
     pieces: dict[tuple[int, str], set[frozenset[Shard]]] = defaultdict(set)
-    for taken in [(SELECTIONS[2], SELECTIONS[0]), *((each, each) for each in SELECTIONS)]:
+    for taken in [(SELECTIONS[2], SELECTIONS[0]), *((selection, selection) for selection in SELECTIONS)]:
         for rank, layout in enumerate(layouts(*taken, world_size, ep_size)):
             by_operator = defaultdict(set)
             for part in own_parts(layout):

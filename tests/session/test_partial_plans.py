@@ -203,7 +203,7 @@ def test_the_book_of_memory_has_what_the_ring_has(order: str, k: int, snapshot_k
         run.window(tokens)
         copies[step] = {e: alive[e] for e in run.taken[-1].flat("memory", tokens_of(here).ledger.num_experts)}
         book = tokens_of(here).ledger.saved["memory"]
-        held = [int(str(each)) for each in run.ring.complete if each != step]
+        held = [int(str(generation)) for generation in run.ring.complete if generation != step]
         for expert in range(step % 5, 80, 5):
             having = [each for each in held if expert in copies[each]]
             assert int(book.step[expert]) == max(having, default=-1)
@@ -340,7 +340,7 @@ def test_k_doubles_when_a_fault_costs_too_much(caplog: pytest.LogCaptureFixture)
     later.restore({"step": 4, "accounting": after.to_journal(), "lost": lost_E})
     figures = figures_of(later)
     assert 0.05 < figures.plt < 0.06
-    warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warned) == 2
     assert "above `plt_budget=0.05`: 49 tokens are lost, of 960 so far" in warned[0]
     assert "2 experts per layer instead of 1" in warned[1]

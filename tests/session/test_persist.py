@@ -210,7 +210,9 @@ def test_a_bad_copy_is_no_spare_of_a_generation_that_has_everything(bench: Bench
         bench.worker.begin(replace(request(generation(step), 1), bad=bad))
         bench.worker.add(generation(step), segment(step))
         assert bench.worker.drain(30)
-    spares = {marker.generation.step: [each.generation.step for each in marker.spares] for marker in bench.sink.markers}
+    spares = {
+        marker.generation.step: [spare.generation.step for spare in marker.spares] for marker in bench.sink.markers
+    }
     assert spares == {1: [], 2: [1], 3: []}
 
 

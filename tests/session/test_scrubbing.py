@@ -86,7 +86,7 @@ def test_a_turned_bit_and_a_file_that_is_gone_are_found_once(stored: Stored, cap
     assert scrubber.take_found(1) == [BadCopy("e1", generation(3))]
     assert scrubber.take_found(9) == [BadCopy("e0", generation(1))]
     assert scrubber.take_found(9) == []
-    warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [each.split(":")[0] for each in warned] == ["e1", "e0"]
 
 
@@ -146,14 +146,14 @@ def test_ranks_tell_each_other_and_forget_when_storage_has_the_expert_again(stor
     scrubber.round()
     ranks = [BadCopyList(["e0", "e1"]) for _ in range(3)]
     ranks[1].scrubber = scrubber
-    rows = [each.inputs() for each in ranks]
+    rows = [rank.inputs() for rank in ranks]
     assert {len(row) for row in rows} == {WIDTH}
     book = TierLedger.empty(2)
     book = replace(book, step=book.step.fill_(3))
-    for each in ranks:
-        each.agreed(rows, book)
-        assert each.not_referenced == {"e1": {generation(3)}}
-        assert each.again(book) == [1]
+    for rank in ranks:
+        rank.agreed(rows, book)
+        assert rank.not_referenced == {"e1": {generation(3)}}
+        assert rank.again(book) == [1]
     taken = book.take(4, [1], book.alive)
     assert ranks[0].again(taken) == [], "it is on its way"
     ranks[0].completed(taken, 4)

@@ -51,7 +51,9 @@ def fit(url: Path, steps: int) -> None:
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING and "exact" in each.msg]
+    return [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING and "exact" in record.msg
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice about this tiny run

@@ -274,7 +274,9 @@ def test_training_goes_on_whatever_storage_does(
         assert resumed.report.resumed_from == last
     for name, value in module.state_dict().items():
         assert torch.equal(again.state_dict()[name], value)
-    sys.stdout.write(f"stall per step in ms: { {name: round(each * 1e3, 2) for name, each in watch.stalls.items()} }\n")
+    sys.stdout.write(
+        f"stall per step in ms: { {name: round(stall * 1e3, 2) for name, stall in watch.stalls.items()} }\n"
+    )
 
 
 def test_the_proxy_leaves_nothing_open(moto: S3Server) -> None:

@@ -58,7 +58,7 @@ def steps_of(found: Mapping[int, Sources], step: int) -> list[int]:
 
 def spares_of(marker: RankMarker) -> dict[str, int]:
     """From which step the older copy of each expert is."""
-    found = [(r.operator, each.generation.step) for each in marker.spares for r in each.segment.records]
+    found = [(r.operator, spare.generation.step) for spare in marker.spares for r in spare.segment.records]
     assert len(dict(found)) == len(found)
     return dict(sorted(found))
 
@@ -170,9 +170,9 @@ def test_the_two_newest_copies_of_every_expert_stay(turns: list[list[str]], keep
         assert needed <= set(stored(backend))
         assert len(stored(backend)) <= 2 * len(EXPERTS) + 4, "no more than two of each expert, for each of the last two"
         for marker in markers:
-            for each in marker.spares:
-                for record in each.segment.records:
-                    read_record(job.store, each.segment, record, memoryview(bytearray(record.nbytes)))
+            for spare in marker.spares:
+                for record in spare.segment.records:
+                    read_record(job.store, spare.segment, record, memoryview(bytearray(record.nbytes)))
 
 
 def test_a_save_under_way_may_borrow_from_the_last_two_whatever_is_kept() -> None:
@@ -231,7 +231,7 @@ def test_what_needs_something_that_is_gone_is_not_committed(
     backend = memory()
     job = in_turn(backend, range(0, 30, 10), keep=ALL)
     markers = job.write(30, A)
-    assert [each.step for each in markers[0].needs] == [10, 20]
+    assert [need.step for need in markers[0].needs] == [10, 20]
     spoil(backend)
     if by == "commit":
         with pytest.raises(Corrupt, match=reason):

@@ -222,7 +222,7 @@ def _one_of_each_kind(calls: list[str]) -> list[tuple[int, When]]:
     for index, call in enumerate(calls):
         if call.split()[0] not in {"list", "get", "get_into"}:
             places.setdefault(_kind(call), []).append(index)
-    return [(each[0], "after") if turn % 2 else (each[-1], "before") for turn, each in enumerate(places.values())]
+    return [(place[0], "after") if turn % 2 else (place[-1], "before") for turn, place in enumerate(places.values())]
 
 
 def _every_point(calls: list[str]) -> list[tuple[int, When]]:

@@ -68,7 +68,9 @@ def test_only_what_the_log_gave_up_goes_and_the_job_goes_on(backend: Backend) ->
     job = history_of_failures(backend)
     looked = collect_garbage(backend, dry_run=True)
     before = backend.list("")
-    assert {(each.generation.step, each.generation.incarnation): each.reason for each in looked.goes} == {
+    assert {
+        (generation.generation.step, generation.generation.incarnation): generation.reason for generation in looked.goes
+    } == {
         (20, 1): "of an earlier run, not committed",
         (25, 3): "not committed, and incarnation 3 is over",
         (30, 2): "incarnation 4 began again from step 20",
@@ -78,7 +80,7 @@ def test_only_what_the_log_gave_up_goes_and_the_job_goes_on(backend: Backend) ->
     assert (done.goes, done.stays, done.deleted) == (looked.goes, looked.stays, True)
     after = backend.list("")
     gone = {entry.key: entry.nbytes for entry in before if entry not in after}
-    assert (sum(gone.values()), len(gone)) == (done.nbytes, sum(each.num_objects for each in done.goes))
+    assert (sum(gone.values()), len(gone)) == (done.nbytes, sum(generation.num_objects for generation in done.goes))
     assert {key.split("/")[2][:7] for key in gone} == {"i000001", "i000002", "i000003"}
     assert collect_garbage(backend).goes == ()
     save(job, 80, Retention(last=2))
@@ -89,7 +91,7 @@ def test_what_is_given_up_for_a_job_that_lives_is_news_to_it(backend: Backend) -
     """It goes on, commits, and keeps by its own rules what is left; a later incarnation still fences it."""
     job = history_of_failures(backend)
     found = collect_garbage(backend, Retention(last=1, every_n_steps=40))
-    assert {each.generation.step for each in found.stays} == {10, 40, 60, 70}
+    assert {generation.generation.step for generation in found.stays} == {10, 40, 60, 70}
     assert {(e.generation.step, e.reason) for e in found.stays if e.generation.incarnation > 1} == {
         (10, "first at or after step 0"),
         (40, "first at or after step 40"),
@@ -150,7 +152,7 @@ def test_a_start_and_a_collection_that_meet_look_again(tmp_path: Path) -> None:
             super().create(key, data)
 
     found = collect_garbage(Meanwhile(backend), Retention(last=2))
-    assert [each.generation.step for each in found.stays] == [30, 35]
+    assert [generation.generation.step for generation in found.stays] == [30, 35]
     assert stored(backend) == [30, 35]
     assert steps(begin(backend)) == [30, 35]
 
@@ -185,8 +187,11 @@ def test_without_a_sound_log_nothing_more_is_given_up(tmp_path: Path) -> None:
     with pytest.raises(Corrupt, match="newest log entry cannot be read"):
         collect_garbage(backend, Retention(last=1))
     found = collect_garbage(backend)
-    assert [(each.generation.step, each.generation.incarnation) for each in found.goes] == [(20, 1), (30, 2)]
-    assert "of a later incarnation than the log shows" in {each.reason for each in found.stays}
+    assert [(generation.generation.step, generation.generation.incarnation) for generation in found.goes] == [
+        (20, 1),
+        (30, 2),
+    ]
+    assert "of a later incarnation than the log shows" in {generation.reason for generation in found.stays}
     for entry in entries:
         backend.put(entry.key, b"spoilt")
     with pytest.raises(Corrupt, match="none of the"):
@@ -219,5 +224,8 @@ def test_an_earlier_run_goes_once_the_newer_one_has_more_than_it_keeps(tmp_path:
         save(store, step, Retention(last=2))
     assert collect_garbage(backend).goes == collect_garbage(backend, Retention(last=2)).goes == ()
     found = collect_garbage(backend, Retention(last=1))
-    assert [each.generation for each in found.goes] == [named(step=10, incarnation=1), named(step=10, incarnation=2)]
+    assert [generation.generation for generation in found.goes] == [
+        named(step=10, incarnation=1),
+        named(step=10, incarnation=2),
+    ]
     assert "of an earlier run" in found.goes[0].reason

@@ -195,7 +195,7 @@ def test_runs_of_older_releases_are_refused_with_the_reason(place: Path, monkeyp
 def _bytes_below(place: Path) -> dict[Path, bytes]:
     """Every file but those that ask whether the place can be written to."""
     files = (each for each in place.rglob("*") if each.is_file() and "_probe" not in str(each))
-    return {each: each.read_bytes() for each in files}
+    return {file: file.read_bytes() for file in files}
 
 
 def test_a_generation_of_the_step_that_its_incarnation_began_from_is_still_known(place: Path) -> None:
@@ -249,10 +249,10 @@ def test_generations_that_no_log_names_are_never_deleted(place: Path) -> None:
     for step in (1, 2, 3, 4):
         save(new, step, Retention(last=1))
     found = collect_garbage(PosixBackend(place), Retention(last=1))
-    assert {each.generation: each.reason for each in found.stays}[
+    assert {generation.generation: generation.reason for generation in found.stays}[
         lost.name(10)
     ] == "of a run that the log does not name"
-    left = {each.generation for each in RunView.open(PosixBackend(place)).generations()}
+    left = {generation.generation for generation in RunView.open(PosixBackend(place)).generations()}
     assert left == {lost.name(10), new.name(4)}
 
 

@@ -201,7 +201,7 @@ class EverySaid:
         self.history = self.history.opened(incarnation, resumed, LIFE)
         self.begun.append((incarnation, -1 if resumed is None else resumed.step))
         self.step = 0 if resumed is None else resumed.step
-        self.stay = {each for each in self.stay if each.step <= self.begun[-1][1]}
+        self.stay = {generation for generation in self.stay if generation.step <= self.begun[-1][1]}
 
     def save(self, steps: int) -> None:
         """The newest incarnation commits; its first generation may be of the step it began from."""
@@ -312,7 +312,7 @@ def test_what_may_be_restored_is_what_the_newest_life_descends_from(lives: list[
     ancestors: dict[GenerationId, list[GenerationId]] = {}
     path: list[GenerationId] = []
     for incarnation, (pick, gaps) in enumerate(lives, start=1):
-        alive = sorted(each for each in ancestors if history.why_dead(each) is None)
+        alive = sorted(ancestor for ancestor in ancestors if history.why_dead(ancestor) is None)
         begin = alive[-1 - pick] if pick < len(alive) else None
         history = history.opened(incarnation, begin, LIFE)
         path = [] if begin is None else [*ancestors[begin], begin]
@@ -322,7 +322,7 @@ def test_what_may_be_restored_is_what_the_newest_life_descends_from(lives: list[
             generation = named(step=step, incarnation=incarnation)
             ancestors[generation] = list(path)
             path.append(generation)
-    assert {each for each in ancestors if history.why_dead(each) is None} == set(path)
+    assert {ancestor for ancestor in ancestors if history.why_dead(ancestor) is None} == set(path)
 
 
 def test_the_history_stays_small() -> None:

@@ -109,9 +109,9 @@ class Memory:
             self.ring = SegmentRing.create(self._path.name, NBYTES, SLOTS, directory)
             return
         self.ring = ring
-        for each in list(ring.complete):
-            if each != resumed:
-                ring.discard(each)
+        for generation in list(ring.complete):
+            if generation != resumed:
+                ring.discard(generation)
         self.needed = {each for each in self.needed if each == resumed}
 
 
@@ -208,7 +208,7 @@ class Job:
         spares = self.spares.get(self.previous, {}) if self.previous is not None else {}
         self.spares[generation] = {
             **spares,
-            **{each: kept[each] for each in EXPERTS if each in stored and each in kept},
+            **{expert: kept[expert] for expert in EXPERTS if expert in stored and expert in kept},
         }
         for rank, (marker, data) in zip(RANKS, parts, strict=True):
             self.store.put_segment(generation, rank, generation.step, memoryview(data))
@@ -236,7 +236,7 @@ class Job:
 
     def _seconds(self, generations: Iterable[GenerationId]) -> set[GenerationId]:
         """What has their second copies and is still there."""
-        return {each for generation in generations for each in self.spares[generation].values()} & self.held
+        return {spare for generation in generations for spare in self.spares[generation].values()} & self.held
 
     def collect(self, retention: Retention | None) -> None:
         """Somebody collects garbage."""
@@ -308,7 +308,7 @@ class Job:
         self._check_offered(list(commits.values()))
         stocks = [self._stock(node) for node in self.nodes]
         inventory = Inventory.of([stock.plain() for stock in stocks], [Version(each, "p") for each in commits])
-        alive = [each for each in inventory.all_versions if self.store.why_dead(each.generation) is None]
+        alive = [version for version in inventory.all_versions if self.store.why_dead(version.generation) is None]
         versions = inventory.usable(alive)
         resumed = versions[0].generation if versions else None
         # What an incarnation that died was to give up may still be there.

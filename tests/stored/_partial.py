@@ -58,14 +58,14 @@ def part(
         previous: the rank's marker of the generation before, from which it references the others.
     """
     operators = (DENSE, *sorted(experts))
-    pieces = [piece(each, generation, rank) for each in operators]
+    pieces = [piece(operator, generation, rank) for operator in operators]
     records = [
         RecordEntry(
-            name=f"full/{each}", operator=each, kind="full", fqn=each, state_key="param", dtype="U8",
+            name=f"full/{operator}", operator=operator, kind="full", fqn=operator, state_key="param", dtype="U8",
             global_shape=(world_size * _NBYTES,), global_start=rank * _NBYTES, numel=_NBYTES, offset=i * _NBYTES,
             nbytes=_NBYTES, digest=digest_of(pieces[i]),
         )
-        for i, each in enumerate(operators)
+        for i, operator in enumerate(operators)
     ]  # fmt: skip
     data = b"".join(pieces)
     key = segment_key(generation, rank, generation.step)

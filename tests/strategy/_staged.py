@@ -98,7 +98,7 @@ class Staged(pl.LightningModule):
     def stage_auxiliary_loss(self) -> Tensor | None:
         if not self.aux_weight:
             return None
-        found = [each.l_aux for each in self.modules() if isinstance(each, MoELayer)]
+        found = [module.l_aux for module in self.modules() if isinstance(module, MoELayer)]
         return self.aux_weight * torch.stack([each for each in found if each is not None]).sum()
 
     # -- in one piece

@@ -179,7 +179,7 @@ def reasons(module: LightningModule, *callbacks: Callback, optimizer: type[Optim
 def test_a_run_that_would_not_be_exact_says_why(
     module: type[LightningModule], callbacks: list[type[Callback]], optimizer: type[Optimizer], why: str
 ) -> None:
-    assert reasons(module(), *(each() for each in callbacks), optimizer=optimizer) == why
+    assert reasons(module(), *(callback() for callback in callbacks), optimizer=optimizer) == why
 
 
 def test_an_ordinary_run_may() -> None:
@@ -217,8 +217,11 @@ class Collecting(LightningModule):
 
     @property
     def now(self) -> list[object]:
-        metrics = [each for each in self.modules() if isinstance(each, Metric)]
-        return [[each.update_count, copied(each.metric_state), each._computed, each._forward_cache] for each in metrics]
+        metrics = [module for module in self.modules() if isinstance(module, Metric)]
+        return [
+            [metric.update_count, copied(metric.metric_state), metric._computed, metric._forward_cache]
+            for metric in metrics
+        ]
 
 
 def test_an_attempt_leaves_nothing_in_metrics() -> None:

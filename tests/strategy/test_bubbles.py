@@ -53,7 +53,7 @@ class Slow(Staged):
 
 
 def _figures(trainer: pl.Trainer) -> BubbleFigures | None:
-    (checkpoint,) = [each for each in trainer.callbacks if isinstance(each, DenseCheckpoint)]  # type: ignore[attr-defined]
+    (checkpoint,) = [callback for callback in trainer.callbacks if isinstance(callback, DenseCheckpoint)]  # type: ignore[attr-defined]
     found: BubbleFigures | None = checkpoint.report.bubbles
     return found
 
@@ -72,7 +72,7 @@ def test_copies_of_a_step_are_made_in_its_bubbles(tmp_path: Path, stages: int) -
     found, plain = _trained(tmp_path / "run", stages), _trained(None, stages)
     for ours, theirs in zip(found, plain, strict=True):
         assert ours.parameters.keys() == theirs.parameters.keys()
-        assert all(torch.equal(each, theirs.parameters[name]) for name, each in ours.parameters.items())
+        assert all(torch.equal(parameter, theirs.parameters[name]) for name, parameter in ours.parameters.items())
         figures = ours.value
         assert figures.nbytes > 0
         per_step = sum(figures.chunks.values()) / STEPS

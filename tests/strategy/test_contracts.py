@@ -119,7 +119,7 @@ def trainer(*callbacks: Callback, epochs: int = 2, **options: Any) -> Trainer:
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         **options,
     )
 

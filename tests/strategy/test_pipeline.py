@@ -104,7 +104,7 @@ def test_a_checkpoint_of_lightning_has_the_whole_model_and_the_optimizer_of_ever
     straight = train(2, model=lambda: Staged(norm=True), strategy=STAGES, max_epochs=2)
     for rank, same in zip(resumed, straight, strict=True):
         assert rank.parameters.keys() == same.parameters.keys()
-        assert all(torch.equal(each, same.parameters[name]) for name, each in rank.parameters.items())
+        assert all(torch.equal(parameter, same.parameters[name]) for name, parameter in rank.parameters.items())
     model = Staged(norm=True)
     model.configure_model()
     model.load_state_dict(torch.load(path)["state_dict"])
@@ -117,7 +117,7 @@ def test_loads_of_all_stages_are_logged() -> None:
     """Each layer's tokens add up to those that passed, though a stage counts its own only; validation alone works too."""
 
     def after(trainer: pl.Trainer) -> tuple[dict[str, float], float]:
-        (monitor,) = (each for each in trainer.callbacks if isinstance(each, ExpertLoadMonitor))  # type: ignore[attr-defined]
+        (monitor,) = (callback for callback in trainer.callbacks if isinstance(callback, ExpertLoadMonitor))  # type: ignore[attr-defined]
         row = monitor.latest
         (found,) = trainer.validate(trainer.lightning_module, verbose=False)
         return row, found["val"]
@@ -176,7 +176,7 @@ class Bare(Staged):
 def test_a_module_without_steps_trains_without_a_warning() -> None:
     """Lightning would say that it has defined a `validation_step`, which it has not."""
     for rank, validated in zip(*(train(2, model=each, strategy=STAGES) for each in (Bare, Staged)), strict=True):
-        assert all(torch.equal(each, validated.parameters[name]) for name, each in rank.parameters.items())
+        assert all(torch.equal(parameter, validated.parameters[name]) for name, parameter in rank.parameters.items())
 
 
 class Ragged(Staged):

@@ -95,7 +95,7 @@ def test_all_ranks_see_what_one_stage_measures(replicas: int) -> None:
     found = train(2 * replicas, model=Measuring, strategy=STAGES, after=measured, limit_val_batches=2)
     ranks = [each.value for each in found]
     given, steps = [rank[0] for rank in ranks[replicas:]], [torch.stack(rank[1]) for rank in ranks[replicas:]]
-    trained, checked = ([row for each in given for row in each[phase]] for phase in (True, False))
+    trained, checked = ([row for generation in given for row in generation[phase]] for phase in (True, False))
     scored, losses = [row[1:] for row in trained], [row[:1] for row in trained]
     validated = value(BinaryAUROC(), [row[1:] for row in checked])
     wanted = {
@@ -114,7 +114,7 @@ def test_all_ranks_see_what_one_stage_measures(replicas: int) -> None:
     for _, _, seen in ranks:
         torch.testing.assert_close({name: seen[name] for name in wanted}, wanted)
         assert all(torch.equal(seen[name], ranks[0][2][name]) for name in wanted)
-    means = torch.stack([torch.stack([row[0] for row in each[True]]) for each in given]).mean(0)
+    means = torch.stack([torch.stack([row[0] for row in generation[True]]) for generation in given]).mean(0)
     for replica, of_steps in enumerate(steps):
         torch.testing.assert_close(of_steps, means)
         assert torch.equal(of_steps, steps[0])

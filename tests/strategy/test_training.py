@@ -25,7 +25,7 @@ MORE_RUNS = [(1, 1, CLIPPED), (3, 3, {}), (4, 2, CLIPPED), (4, 4, LOWER)]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "ep_size", "options"), [*RUNS, *(pytest.param(*each, marks=pytest.mark.soak) for each in MORE_RUNS)]
+    ("world_size", "ep_size", "options"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.soak) for run in MORE_RUNS)]
 )
 def test_replicas_stay_equal_and_sharding_changes_nothing_but_rounding(
     fit: Any, tools: Any, world_size: int, ep_size: int, options: dict[str, Any]

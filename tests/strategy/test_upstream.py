@@ -116,7 +116,7 @@ def test_a_stage_repeats_steps_from_what_its_neighbours_have_kept(
             assert [kind for kind, _ in above[0]] == [kind for kind, _ in below[0]]
     again = ran(world_size, stages, neighbours(found, stages), strategy=strategy, **more())
     for before, after in zip(found, again, strict=True):
-        assert all(torch.equal(each, after.parameters[name]) for name, each in before.parameters.items())
+        assert all(torch.equal(parameter, after.parameters[name]) for name, parameter in before.parameters.items())
         assert all(map(torch.equal, before.losses, after.losses))
         assert all(map(torch.equal, before.logged, after.logged))
         assert before.val is not None

@@ -47,7 +47,7 @@ def test_ten_steps_are_rebuilt_from_their_gradients(options: dict[str, Any]) -> 
         assert torch.equal(copy, segment)
 
 
-SELECTIONS = [tuple(each) for n in range(4) for each in itertools.permutations(ALL, n)]
+SELECTIONS = [tuple(permutation) for n in range(4) for permutation in itertools.permutations(ALL, n)]
 
 
 def test_every_change_of_selection_is_rebuilt() -> None:
@@ -56,9 +56,9 @@ def test_every_change_of_selection_is_rebuilt() -> None:
     for first, second in routings:
         training = Training(sizes=(5, 70, 16))
         training.take_step(first)
-        bases = {each: training.segment(each) for each in SELECTIONS}
+        bases = {selection: training.segment(selection) for selection in SELECTIONS}
         training.take_step(second)
-        segments = {each: training.segment(each) for each in SELECTIONS}
+        segments = {selection: training.segment(selection) for selection in SELECTIONS}
         for before, after in itertools.product(SELECTIONS, SELECTIONS):
             encoded = encode_delta(baseline(bases[before]), segments[after], training.gradients())
             rebuilt = decode(encoded, bases[before], training.slot_nbytes(segments[after]))

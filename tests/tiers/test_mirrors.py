@@ -83,8 +83,8 @@ def test_replicas_that_differ_are_found_out_and_everything_is_sent(two_ranks: Cl
         bench.wrong = 1
         sizes = [bench.sent(each) for each in (G2, G4, G6)]
         failures = bench.worker.take_failures()
-        assert [each.generation for each in failures] == [G2, G4]
-        assert all("did not arrive as their marker says" in each.reason for each in failures)
+        assert [failure.generation for failure in failures] == [G2, G4]
+        assert all("did not arrive as their marker says" in failure.reason for failure in failures)
         bench.meet("end")
         bench.close()
         return [size >= 2 * LAYOUT.nbytes for size in sizes]

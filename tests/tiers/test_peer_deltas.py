@@ -274,7 +274,7 @@ def test_whoever_is_killed_in_whichever_message_copies_are_whole(
             rank.tell("last")
             with suppress(NotReplicated) if kind is MessageKind.WHOLE else pytest.raises(NotReplicated):
                 send(made, 2, by_delta=True)
-        rank.wait_for(lambda: made.started and all(each.join(0) for each in made.receivers))
+        rank.wait_for(lambda: made.started and all(receiver.join(0) for receiver in made.receivers))
         end(made)
 
     results = run(two_ranks, work)

@@ -123,10 +123,10 @@ def test_copies_leave_the_rack_where_equal_loads_allow_it(world: World) -> None:
     placement, largest = world.place(), max(Counter(world.racks).values())
     racks = [[world.domains[r].rack for r in (o, *holders)] for o, holders in enumerate(placement.holders)]
     if largest <= num_groups:
-        assert all(len(set(each)) == world.replicas + 1 for each in racks)
+        assert all(len(set(rack)) == world.replicas + 1 for rack in racks)
     if largest <= len(world.nodes) - num_groups:
         assert all(placement.leaves_rack(owner) for owner in range(len(world.nbytes)))
-    assert [placement.leaves_rack(o) for o in range(len(racks))] == [len(set(each)) > 1 for each in racks]
+    assert [placement.leaves_rack(o) for o in range(len(racks))] == [len(set(rack)) > 1 for rack in racks]
 
 
 @settings(max_examples=100)

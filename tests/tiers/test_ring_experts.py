@@ -34,8 +34,8 @@ def segment(ring: SegmentRing, name: GenerationId, experts: Mapping[str, int]) -
         layout = SegmentLayout([TensorSpec(each, torch.uint8, (n,)) for each, n in sizes.items()], metadata={})
         view = slot.view[start : start + layout.nbytes]
         layout.write_header(view)
-        for each in sizes:
-            layout.view(view, each).fill_(name.step % 251)
+        for size in sizes:
+            layout.view(view, size).fill_(name.step % 251)
         records = [
             RecordEntry(
                 name=each, operator=each, kind="full", fqn=each, state_key="param", dtype="U8", global_shape=(span.nbytes,),
@@ -75,7 +75,7 @@ class Run:
         """Another generation with some experts, drawn if none are named, complete on all ranks; `False` if there was no room."""
         name = generation(self.step + 1)
         drawn = self.draws.sample(sorted(EXPERTS), self.draws.choice([1, 1, 2, 5]))
-        chosen = {each: EXPERTS[each] for each in experts or drawn}
+        chosen = {expert: EXPERTS[expert] for expert in experts or drawn}
         self.ring.begin_window(name)
         try:
             entries = segment(self.ring, name, chosen).digested()
@@ -121,7 +121,7 @@ class Run:
 
     def whole(self) -> list[int]:
         tier = HostTier(RUN, self.directory)
-        return sorted(each.generation.step for each in tier.holdings() if each.whole)
+        return sorted(holding.generation.step for holding in tier.holdings() if holding.whole)
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -179,7 +179,7 @@ def test_copies_that_complete_a_generation_that_others_have_stay_where_there_is_
         run.unpin()
         run.ring.condense()
         tier = HostTier(RUN, tmp_path)
-        older = [each for each in tier.holdings() if each.generation <= pinned]
+        older = [holding for holding in tier.holdings() if holding.generation <= pinned]
         held = {
             (record.operator, each.generation.step)
             for each in older

@@ -57,7 +57,7 @@ def test_it_is_the_share_of_choices_that_leave_a_copy_of_everyone(
     place = [domain.node if level == "node" else domain.rack for domain in placement.domains]
     names = sorted(set(place))
     for lost in range(len(names) + 1):
-        choices = [set(each) for each in combinations(names, lost)]
+        choices = [set(combination) for combination in combinations(names, lost)]
         good = sum(
             all(any(place[rank] not in gone for rank in (o, *hs)) for o, hs in enumerate(placement.holders))
             for gone in choices

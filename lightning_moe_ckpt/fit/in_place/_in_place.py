@@ -181,7 +181,7 @@ class InPlace:
 
     def _keep_weights(self) -> None:
         weights = weights_of(self._trainer, self._module)
-        self._weights = [(each, each.detach().to("cpu", copy=True)) for each in weights]
+        self._weights = [(weight, weight.detach().to("cpu", copy=True)) for weight in weights]
 
     def _join(self) -> None:
         """Join the other ranks; again, if another rank fails meanwhile."""
@@ -301,7 +301,11 @@ def objects_of(trainer: Trainer, module: LightningModule, skip: tuple[type[Callb
     """Return the objects that lead to all state changed by training; call in `on_fit_start`."""
     strategy = trainer.strategy
     return [
-        *(module, datamodule_of(trainer), [each for each in callbacks_of(trainer) if not isinstance(each, skip)]),
+        *(
+            module,
+            datamodule_of(trainer),
+            [callback for callback in callbacks_of(trainer) if not isinstance(callback, skip)],
+        ),
         *(strategy.optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs),
         *(trainer.precision_plugin, trainer.fit_loop, trainer._logger_connector, trainer.state),
     ]
@@ -309,7 +313,7 @@ def objects_of(trainer: Trainer, module: LightningModule, skip: tuple[type[Callb
 
 def weights_of(trainer: Trainer, module: LightningModule) -> list[Tensor]:
     """Return the parameters and buffers of the module and of its averages, each once."""
-    models = [module, *(each._average_model for each in averaging_callbacks(trainer))]
+    models = [module, *(callback._average_model for callback in averaging_callbacks(trainer))]
     found = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
     return list({id(tensor): tensor for tensor in found}.values())
 
@@ -317,11 +321,11 @@ def weights_of(trainer: Trainer, module: LightningModule) -> list[Tensor]:
 def end_iterators(trainer: Trainer) -> None:
     """End iterators of the aborted run: workers of loaders, bars on the screen."""
     trainer.fit_loop.teardown()
-    for each in callbacks_of(trainer):
-        if isinstance(each, RichProgressBar):
-            each._stop_progress()
-        elif isinstance(each, TQDMProgressBar):
-            for bar in (each._train_progress_bar, each._val_progress_bar):
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, RichProgressBar):
+            callback._stop_progress()
+        elif isinstance(callback, TQDMProgressBar):
+            for bar in (callback._train_progress_bar, callback._val_progress_bar):
                 if bar is not None:
                     bar.close()
 

@@ -159,8 +159,10 @@ class Decision:
             # Only ranks that stay count. Such a rank knows that a step is taken once it has come to the next
             # step, so it needs nothing in between from ranks that still have to take the step.
             step = max((row.taken for row in healthy), default=-1)
-            going = {stage: taken for each in segments for stage, taken in _going(each, stages, failed, step).items()}
-            if not (lost := {stage for each in segments for stage in each} - going.keys() - failed):
+            going = {
+                stage: taken for segment in segments for stage, taken in _going(segment, stages, failed, step).items()
+            }
+            if not (lost := {stage for segment in segments for stage in segment} - going.keys() - failed):
                 break
             failed |= lost
         reasons = {
@@ -287,7 +289,7 @@ class StageAlone:
         knows = here.place != StepPosition.NEW and here.target < 0 and self._taken == plan.step
         flags = exchange.gather_values(self._flags if knows else None)
         if not upstream.apart:
-            self._flags = next((each for each in flags if isinstance(each, dict)), {})
+            self._flags = next((flag for flag in flags if isinstance(flag, dict)), {})
         log.info(
             "stages %s recover alone%s, others wait where they are, at step %d",
             *(list(plan.failed), f", {sorted(plan.going)} go on to do so" if plan.going else "", plan.step),

@@ -131,7 +131,11 @@ def never_alone(trainer: Trainer, module: LightningModule, own: tuple[type[Callb
         module: the trained module.
         own: callbacks that take part in recoveries.
     """
-    keeps = [type(each).__name__ for each in trainer.optimizers if type(each).zero_grad is not Optimizer.zero_grad]
+    keeps = [
+        type(optimizer).__name__
+        for optimizer in trainer.optimizers
+        if type(optimizer).zero_grad is not Optimizer.zero_grad
+    ]
     kept = [f"gradients that `{name}.zero_grad` leaves would be added up twice" for name in keeps]
     return [*_of_module(module), *kept, *_of_callbacks(trainer, own)]
 
@@ -146,15 +150,15 @@ def _of_module(module: LightningModule) -> Iterator[str]:
 
 
 def _of_callbacks(trainer: Trainer, own: tuple[type[Callback], ...]) -> Iterator[str]:
-    for each in callbacks_of(trainer):
-        kind, home = type(each).__name__, type(each).__module__
-        if isinstance(each, own):
+    for callback in callbacks_of(trainer):
+        kind, home = type(callback).__name__, type(callback).__module__
+        if isinstance(callback, own):
             continue
         if home.startswith("lightning_moe_ckpt.callbacks."):
             yield f"`{kind}` asks all ranks by itself"
-        elif isinstance(each, BaseFinetuning):
+        elif isinstance(callback, BaseFinetuning):
             yield f"`{kind}` changes what trains"
-        elif (found := next((hook for hook in _HOOKS if _is_users(each, hook)), None)) is not None:
+        elif (found := next((hook for hook in _HOOKS if _is_users(callback, hook)), None)) is not None:
             yield f"`{kind}.{found}` would be called twice in one step"
 
 
@@ -166,7 +170,7 @@ def _is_users(callback: Callback, hook: str) -> bool:
 def parts_of(module: LightningModule) -> tuple[list[nn.Module], list[object]]:
     """Return the modules run by an attempt, torch's own excluded, and the values of the user's attributes of them."""
     parts = [each for each in modules_of(module) if not type(each).__module__.startswith("torch.")]
-    return parts, [value for each in parts for value in _users_values(each)]
+    return parts, [value for part in parts for value in _users_values(part)]
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
@@ -199,12 +203,13 @@ def hold(trainer: Trainer, module: LightningModule) -> Callable[[], None]:
     progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
     counted, name = progress.state_dict(), module._current_fx_name
     kept = {
-        key: (each, {n: _copy(vars(each)[n]) for n in _OF_RESULTS if n in vars(each)}) for key, each in results.items()
+        key: (result, {n: _copy(vars(result)[n]) for n in _OF_RESULTS if n in vars(result)})
+        for key, result in results.items()
     }
     scaler = getattr(trainer.precision_plugin, "scaler", None)
 
     def undo() -> None:
-        for key in [each for each in results if each not in kept]:
+        for key in [result for result in results if result not in kept]:
             del results[key]
         for each, values in kept.values():
             vars(each).update({n: _copy(value) for n, value in values.items()})

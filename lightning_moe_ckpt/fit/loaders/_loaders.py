@@ -104,7 +104,7 @@ def counted_before(trainer: Trainer) -> int:
     These batches are another run's: `ckpt_path` was saved in mid-epoch.
     """
     done = int(trainer.fit_loop.epoch_loop.batch_progress.current.completed)
-    if done and any(isinstance(each, _Stateful) for each in loaders_of(trainer)):
+    if done and any(isinstance(loader, _Stateful) for loader in loaders_of(trainer)):
         log.warning(
             "`ckpt_path` is of a step in mid-epoch, %d batches in, and gives its loader that place: a restart of this run in the "
             "same epoch is not exact. Begin from a checkpoint of an epoch's end, or let this epoch end before relying on restarts.",
@@ -130,8 +130,8 @@ def _seeded_items(dataset: Any) -> Iterator[SeededItems[Any]]:
     if isinstance(dataset, SeededItems):
         yield dataset
     else:
-        for each in _parts_of(dataset):
-            yield from _seeded_items(each)
+        for part in _parts_of(dataset):
+            yield from _seeded_items(part)
 
 
 def _parts_of(dataset: Any) -> Sequence[Any]:
@@ -149,7 +149,7 @@ def can_advance(trainer: Trainer, *, draw_nothing: bool = True) -> bool:
         draw_nothing: whether the user promises that items, and their processing in workers, draw no random numbers.
             Otherwise only data seeded item by item and collated by torch is known to draw none.
     """
-    return all(_can_advance(each) and (draw_nothing or _draws_nothing(each)) for each in loaders_of(trainer))
+    return all(_can_advance(loader) and (draw_nothing or _draws_nothing(loader)) for loader in loaders_of(trainer))
 
 
 def _draws_nothing(loader: Any) -> bool:
@@ -321,7 +321,7 @@ def _use_length(trainer: Trainer, fetched: int | None = None, length: int | None
     """Count the loader's batches anew, as `setup_data` does, or give the current epoch `length` with `fetched` done."""
     fit_loop: Any = trainer.fit_loop
     combined, fetcher = fit_loop._combined_loader, fit_loop._data_fetcher
-    combined.limits = [len(each) for each in combined.flattened] if length is None else [length]
+    combined.limits = [len(loader) for loader in combined.flattened] if length is None else [length]
     if fetcher is None:
         return
     fit_loop.max_batches = fetcher.length = combined.limits[0]
@@ -348,7 +348,7 @@ def restarted_loaders(trainer: Trainer) -> list[int]:
     if loader is None or len(loader.flattened) < 2:
         return []  # a single exhausted loader ends the epoch
     iterators = getattr(getattr(loader, "_iterator", None), "iterators", [])
-    return [index for index, each in enumerate(iterators) if getattr(each, "_num_yielded", 0) == 1]
+    return [index for index, iterator in enumerate(iterators) if getattr(iterator, "_num_yielded", 0) == 1]
 
 
 def draws_as_it_goes(loader: Any) -> bool:
@@ -362,7 +362,9 @@ def draws_as_it_goes(loader: Any) -> bool:
     if isinstance(loader.dataset, IterableDataset):
         return loader.num_workers == 0
     samplers = (loader.sampler, loader.batch_sampler)
-    return any(type(each).__module__.split(".")[0] not in _KNOWN_SAMPLERS for each in samplers if each is not None)
+    return any(
+        type(sampler).__module__.split(".")[0] not in _KNOWN_SAMPLERS for sampler in samplers if sampler is not None
+    )
 
 
 def fetches_are_independent(trainer: Trainer) -> bool:
@@ -408,14 +410,14 @@ class LoaderGenerators:
 
 def loader_objects(trainer: Trainer) -> Iterator[tuple[str, object]]:
     """Yield the user's objects in the loaders, which may hold generators, by a stable name."""
-    for index, each in enumerate(loaders_of(trainer)):
+    for index, loader in enumerate(loaders_of(trainer)):
         for name in ("dataset", "collate_fn", "worker_init_fn"):
-            yield f"loader{index}.{name}", getattr(each, name, None)
-        for name, owner in _owners(each):
+            yield f"loader{index}.{name}", getattr(loader, name, None)
+        for name, owner in _owners(loader):
             if not isinstance(owner, DataLoader):
                 yield f"loader{index}.{name}", owner
-    for index, each in enumerate(validation_loaders(trainer)):
-        yield f"validation{index}.dataset", getattr(each, "dataset", None)
+    for index, loader in enumerate(validation_loaders(trainer)):
+        yield f"validation{index}.dataset", getattr(loader, "dataset", None)
 
 
 def data_owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
@@ -428,19 +430,19 @@ def data_owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
 
 
 def _data_owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    for index, each in enumerate(loaders_of(trainer)):
-        name, collate = f"loader{index}", getattr(each, "collate_fn", None)
-        yield name, each
-        yield from data_sets(f"{name}.dataset", getattr(each, "dataset", None))
-        yield from ((f"{name}.{part}", owner) for part, owner in _owners(each) if owner is not each)
+    for index, loader in enumerate(loaders_of(trainer)):
+        name, collate = f"loader{index}", getattr(loader, "collate_fn", None)
+        yield name, loader
+        yield from data_sets(f"{name}.dataset", getattr(loader, "dataset", None))
+        yield from ((f"{name}.{part}", owner) for part, owner in _owners(loader) if owner is not loader)
         yield f"{name}.collate_fn", getattr(collate, "collate", collate)  # ours is around it where workers persist
-    for index, each in enumerate(validation_loaders(trainer)):
-        yield from data_sets(f"validation{index}.dataset", getattr(each, "dataset", None))
+    for index, loader in enumerate(validation_loaders(trainer)):
+        yield from data_sets(f"validation{index}.dataset", getattr(loader, "dataset", None))
 
 
 def validation_loaders(trainer: Trainer) -> list[Any]:
     """Return validation's loaders made so far."""
-    return [each for each in pytree.tree_leaves(trainer.val_dataloaders) if each is not None]
+    return [leaf for leaf in pytree.tree_leaves(trainer.val_dataloaders) if leaf is not None]
 
 
 def data_sets(name: str, dataset: Any, depth: int = 6) -> Iterator[tuple[str, Any]]:

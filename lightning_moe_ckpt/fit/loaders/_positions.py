@@ -21,14 +21,14 @@ from lightning_moe_ckpt.fit.objects._users import is_library
 def settings_of(trainer: Trainer) -> list[dict[str, Any]]:
     """Return each loader's settings that a user may change between two starts and on which its batches depend."""
     found = []
-    for each in loaders_of(trainer):
-        dataset = getattr(each, "dataset", None)
+    for loader in loaders_of(trainer):
+        dataset = getattr(loader, "dataset", None)
         settings = {
-            "loader": type(each).__qualname__,
-            "length": sized_len(each if dataset is None else dataset),
+            "loader": type(loader).__qualname__,
+            "length": sized_len(loader if dataset is None else dataset),
         }
         if isinstance(dataset, IterableDataset):  # each worker reads a part of a stream
-            settings["num_workers"] = getattr(each, "num_workers", 0)
+            settings["num_workers"] = getattr(loader, "num_workers", 0)
         found.append({name: value if isinstance(value, str | int) else None for name, value in settings.items()})
     return found
 
@@ -40,13 +40,15 @@ def know_position(trainer: Trainer) -> bool:
     epoch right. MosaicML's is asked, since its data sets keep their place in shared memory.
     """
     loaders = loaders_of(trainer)
-    asked = [not isinstance(each, DataLoader) or type(each).__module__.startswith("streaming.") for each in loaders]
-    return all(asked) and all(isinstance(each, _Stateful) for each in loaders)
+    asked = [
+        not isinstance(loader, DataLoader) or type(loader).__module__.startswith("streaming.") for loader in loaders
+    ]
+    return all(asked) and all(isinstance(loader, _Stateful) for loader in loaders)
 
 
 def epochs_of(trainer: Trainer) -> list[int | None]:
     """Return the epochs told to data sets of other packages, whose attributes are not followed."""
-    found = [getattr(each, "dataset", None) for each in loaders_of(trainer)]
+    found = [getattr(loader, "dataset", None) for loader in loaders_of(trainer)]
     told = [
         getattr(each, "epoch", None) if hasattr(each, "set_epoch") and is_library(type(each)) else None
         for each in found
@@ -56,20 +58,20 @@ def epochs_of(trainer: Trainer) -> list[int | None]:
 
 def set_epochs(trainer: Trainer, epochs: Sequence[int | None]) -> None:
     """Tell data sets of other packages the epochs returned by `epochs_of`."""
-    for each, epoch in zip(loaders_of(trainer), epochs, strict=False):  # the user may have other loaders now
-        if epoch is not None and hasattr(each.dataset, "set_epoch"):
-            each.dataset.set_epoch(epoch)
+    for loader, epoch in zip(loaders_of(trainer), epochs, strict=False):  # the user may have other loaders now
+        if epoch is not None and hasattr(loader.dataset, "set_epoch"):
+            loader.dataset.set_epoch(epoch)
 
 
 def own_positions(trainer: Trainer) -> list[Any]:
     """Return the loaders' states, see `know_position`."""
-    return [each.state_dict() for each in loaders_of(trainer)]
+    return [loader.state_dict() for loader in loaders_of(trainer)]
 
 
 def load_positions(trainer: Trainer, states: Sequence[Any]) -> None:
     """Tell loaders where their next iterators begin."""
-    for each, state in zip(loaders_of(trainer), states, strict=True):
-        each.load_state_dict(state)
+    for loader, state in zip(loaders_of(trainer), states, strict=True):
+        loader.load_state_dict(state)
 
 
 def make_iterator(trainer: Trainer) -> None:
@@ -177,9 +179,9 @@ class _Unread(CombinedLoader):
 
     @override
     def __iter__(self) -> Self:
-        for each in self.flattened:
-            if getattr(each, "persistent_workers", False):
-                iter(each)  # makes workers, which draw a seed, as the original run did before this epoch
+        for loader in self.flattened:
+            if getattr(loader, "persistent_workers", False):
+                iter(loader)  # makes workers, which draw a seed, as the original run did before this epoch
         self._iterator = _SUPPORTED_MODES[self._mode]["iterator"](self.flattened, self._limits)
         return self
 

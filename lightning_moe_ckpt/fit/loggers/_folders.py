@@ -55,19 +55,19 @@ class LogFolders:
 
     def start(self) -> dict[str, Any]:
         """Return the folders, as of before the first row."""
-        return {"logs": [each.start() for each in self._logs]}
+        return {"logs": [log.start() for log in self._logs]}
 
     def hold(self) -> list[Callable[[], None]]:
         """Return functions to call if all rows from now on will be logged again."""
-        return [each.hold() for each in self._logs]
+        return [log.hold() for log in self._logs]
 
     def follow(self, state: dict[str, Any]) -> None:
         """Do nothing: rows are dropped by name and step, whatever values replay gives them."""
 
     def remove(self) -> None:
         """Restore the loggers' own methods."""
-        for each in self._logs:
-            each.remove()
+        for log in self._logs:
+            log.remove()
 
 
 def _log_of(logger: Logger, *, owner: bool) -> LoggedOnce | None:

@@ -178,8 +178,8 @@ class _Parts(NamedTuple):
     @classmethod
     def of(cls, module: nn.Module) -> _Parts:
         parts = dict(module.named_modules())
-        children = [each._modules for each in parts.values()]
-        metrics = [(name, each) for name, each in parts.items() if isinstance(each, Metric)]
+        children = [part._modules for part in parts.values()]
+        metrics = [(name, part) for name, part in parts.items() if isinstance(part, Metric)]
         return cls(metrics, children, list(map(tuple, children)), [*_all(children)])
 
     @property
@@ -244,7 +244,7 @@ def _copy(value: Tensor) -> Tensor:
 
 def _restore_module_metric(metric: Metric, state: dict[str, Any]) -> None:
     for key, value in state["values"].items():
-        moved = [each.to(metric.device) for each in value] if isinstance(value, list) else value.to(metric.device)
+        moved = [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device)
         setattr(metric, key, moved)
     metric._update_count = state["updates"]
     metric._dtype = state.get("dtype", metric._dtype)

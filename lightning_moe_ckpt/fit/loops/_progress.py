@@ -84,17 +84,17 @@ class LoopProgress:
     def _of_loop(self, loop: _Loop, prefix: str) -> Iterator[str]:
         self._loops.append((f"{prefix}state_dict", loop))
         yield self._entry(self._rest, *[f"{prefix}state_dict"] * 2)
-        for name, each in vars(loop).items():
-            if isinstance(each, _BaseProgress | _Loop):
+        for name, value in vars(loop).items():
+            if isinstance(value, _BaseProgress | _Loop):
                 self._link(vars(loop), name)
-            if isinstance(each, _BaseProgress):
-                yield f'["{prefix}{name}",{self._of_progress(each)}]'
-            elif isinstance(each, _Loop):
-                yield from self._of_loop(each, f"{prefix}{name}.")
+            if isinstance(value, _BaseProgress):
+                yield f'["{prefix}{name}",{self._of_progress(value)}]'
+            elif isinstance(value, _Loop):
+                yield from self._of_loop(value, f"{prefix}{name}.")
 
     def _of_progress(self, progress: Any) -> str:
         values, entries = vars(progress), list[str]()
-        for name in (each.name for each in fields(progress)):
+        for name in (field.name for field in fields(progress)):
             if isinstance(values[name], _BaseProgress):
                 self._link(values, name)
                 entries.append(f'["{name}",{self._of_progress(values[name])}]')
@@ -214,6 +214,6 @@ def _clear_restart_flags(trainer: Trainer) -> None:
 
 def _with_children(loop: _Loop) -> Iterator[_Loop]:
     yield loop
-    for each in vars(loop).values():
-        if isinstance(each, _Loop):
-            yield from _with_children(each)
+    for value in vars(loop).values():
+        if isinstance(value, _Loop):
+            yield from _with_children(value)

@@ -87,7 +87,7 @@ def dtype_of_steps(trainer: Trainer, module: LightningModule) -> torch.dtype:
 
 def max_time(trainer: Trainer) -> float | None:
     """Return the run's limit in seconds by `max_time` or a `Timer`; `None` without a limit."""
-    return next((each._duration for each in callbacks_of(trainer) if isinstance(each, Timer)), None)
+    return next((callback._duration for callback in callbacks_of(trainer) if isinstance(callback, Timer)), None)
 
 
 def detects_anomaly(trainer: Trainer) -> bool:
@@ -164,4 +164,4 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
         return True
     attributes = itertools.chain(vars(module).values(), vars(type(module)).values())
-    return any(hasattr(each, "_torchdynamo_orig_callable") for each in attributes if callable(each))
+    return any(hasattr(attribute, "_torchdynamo_orig_callable") for attribute in attributes if callable(attribute))

@@ -272,7 +272,7 @@ class Whole(Node):
             self.now = {CONTENT: ("kept", *map(str, seen))}
         else:
             content = {"kind": self.tag, "of": name_of(type(self.each)), **self._copied()}
-            on_host = all(each.is_cpu for each in pytree.tree_leaves(content) if isinstance(each, Tensor))
+            on_host = all(leaf.is_cpu for leaf in pytree.tree_leaves(content) if isinstance(leaf, Tensor))
             self.now = {CONTENT: Constant(content) if on_host else content}
         return True
 

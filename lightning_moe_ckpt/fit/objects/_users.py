@@ -83,7 +83,11 @@ def has_state(value: object) -> bool:
         own = getattr(value, "state_dict", None)
         if not callable(own) or not callable(getattr(value, "load_state_dict", None)):
             return False
-        needed = [each for each in inspect.signature(own).parameters.values() if each.default is each.empty]
+        needed = [
+            parameter
+            for parameter in inspect.signature(own).parameters.values()
+            if parameter.default is parameter.empty
+        ]
     except Exception:  # noqa: BLE001  # a foreign object may raise anything; its attributes are searched then
         return False
     return all(each.kind in {each.VAR_POSITIONAL, each.VAR_KEYWORD} for each in needed)
@@ -131,12 +135,12 @@ def in_state(owner: Any) -> frozenset[str]:
         state: Any = owner.state_dict()
         leaves = pytree.tree_leaves(state)
         ids = {*map(id, state.values()), *map(id, leaves)}
-        places = {each.data_ptr() for each in leaves if isinstance(each, Tensor)}
+        places = {leaf.data_ptr() for leaf in leaves if isinstance(leaf, Tensor)}
         for name, value in space_of(owner).items():
             if value is not None and type(value) in NATIVE:
                 continue
             parts = pytree.tree_leaves(value.state_dict() if has_state(value) else value)
-            same = bool(parts) and all(isinstance(each, Tensor) and each.data_ptr() in places for each in parts)
+            same = bool(parts) and all(isinstance(part, Tensor) and part.data_ptr() in places for part in parts)
             key = next((key for key in (name, name.strip("_")) if key in state), None)
             if same or (value is not None and id(value) in ids) or (key and not differs(state[key], value)):
                 found.add(name)

@@ -244,7 +244,7 @@ class Values:
     def _fixed(self, value: Any, place: str, node: Node, end: str) -> Text | None:
         """Describe an immutable value, items of tuples aside; `None` for a mutable value."""
         if isinstance(value, tuple | frozenset):
-            texts = [self.describe(each, f"{place}.{at}", node, end) for at, each in enumerate(value)]
+            texts = [self.describe(item, f"{place}.{at}", node, end) for at, item in enumerate(value)]
             return ("t", name_of(type(value)), *texts) if isinstance(value, tuple) else ("z", frozenset(texts))
         if isinstance(value, types.MethodType):
             return ("b", self.describe(value.__self__, f"{place}.self", node, end), value.__name__)
@@ -383,13 +383,13 @@ class Values:
         elif tag == "at":
             places = [each for name, each in self._at.values() if name == args[0]]
         elif tag == "z":
-            places = [frozenset(self._read(each, nodes) for each in args[0])]
+            places = [frozenset(self._read(arg, nodes) for arg in args[0])]
         elif tag == "b":
             places = [getattr(self._read(args[0], nodes), args[1])]
         elif tag == "r":
             places = [range(*args)]
         else:
-            places = [read_named(tag, found(args[0]), [self._read(each, nodes) for each in args[1:]])]
+            places = [read_named(tag, found(args[0]), [self._read(arg, nodes) for arg in args[1:]])]
         if not places:
             what = (
                 f"`{unnumbered(args[0])}`, which this process has not made"
