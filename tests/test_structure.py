@@ -33,7 +33,7 @@ from lightning_moe_ckpt.snapshot import _writer
 
 MAX_LINES, MAX_MODULES = 67_900, 318
 MAX_SESSION_MODULES, MAX_SESSION_IMPORTS = 12, 17  # two of them are the logger and the units
-MAX_HOMONYMS = 6
+MAX_HOMONYMS, MAX_MODULE_HOMONYMS = 0, 23
 MAX_OLD_WORDS = 5
 MAX_DOWN, MAX_UP = (25, 14), (24, 13)
 """Functions and modules that a record passes."""
@@ -106,6 +106,14 @@ def test_a_name_means_one_thing() -> None:
     found = homonyms(_trees())
     print(found)
     assert len(found) <= MAX_HOMONYMS, found
+
+
+def test_a_module_name_means_one_thing() -> None:
+    """Two packages give one name to their modules no more often than today."""
+    stems = Counter(path.stem for path in _package_files() if not path.stem.startswith("__"))
+    found = sorted(stem for stem, number in stems.items() if number > 1)
+    print(found)
+    assert len(found) <= MAX_MODULE_HOMONYMS, found
 
 
 def test_old_words_do_not_come_back() -> None:

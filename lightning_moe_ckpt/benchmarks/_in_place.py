@@ -74,7 +74,7 @@ cost it; what checkpoints cost, `bench overhead` measures"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class MeasuredFailure:
     """One kill and what came after it, in seconds from the SIGKILL."""
 
     noticed_seconds: float | None
@@ -90,7 +90,7 @@ class Failure:
     """Of an ordinary step."""
 
 
-def time_ratio(failures: Sequence[Failure]) -> float:
+def time_ratio(failures: Sequence[MeasuredFailure]) -> float:
     """Return the share of time that training goes forward at an MTBF of 10 minutes, as far as such failures cost it."""
     return 1 - statistics.median(failure.total_seconds - failure.step_seconds for failure in failures) / _MTBF_SECONDS
 
@@ -101,9 +101,9 @@ class FailureFigure:
 
     launcher: str
     num_ranks: int
-    failures: list[Failure]
+    failures: list[MeasuredFailure]
 
-    def median(self, of: Callable[[Failure], float | None]) -> float | None:
+    def median(self, of: Callable[[MeasuredFailure], float | None]) -> float | None:
         """Return the median of something over the kills; None where it is unknown."""
         known = [value for failure in self.failures if (value := of(failure)) is not None]
         return statistics.median(known) if known else None
@@ -118,7 +118,7 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[FailureFigure]
     """Run the benchmark."""
     launchers = [name for name in options.launchers if name != "torchft" or find_spec("torchft") is not None]
     worlds = [int(text) for text in options.in_place_ranks.split(",")]
-    found: dict[tuple[int, str], list[Failure]] = {(world, name): [] for world in worlds for name in launchers}
+    found: dict[tuple[int, str], list[MeasuredFailure]] = {(world, name): [] for world in worlds for name in launchers}
     done = 0
     for world in worlds:
         with ExitStack() as stack:
@@ -251,7 +251,7 @@ class FailingJob:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._spares_used = 0
 
-    def lose(self, rank: int, after_steps: int, *, alone: bool = False) -> Failure:
+    def lose(self, rank: int, after_steps: int, *, alone: bool = False) -> MeasuredFailure:
         """Let it train, kill a rank, and return what that has cost.
 
         Args:
@@ -320,7 +320,7 @@ class FailingJob:
                 )
             time.sleep(_LOOK_SECONDS)
 
-    def _read_torchft(self, ranks: list[list[Record]], at: float, killed: int) -> Failure | None:
+    def _read_torchft(self, ranks: list[list[Record]], at: float, killed: int) -> MeasuredFailure | None:
         lines = [[line for line in each if line["what"] == "step"] for each in ranks]
         lost = max(line["step"] for each in lines for line in each if line["at"] < at)
         # A step that had been added up when the other died is still finished.
@@ -330,7 +330,7 @@ class FailingJob:
             line["at"] > new[killed][0] and line["ranks"] == self._num_ranks for line in lines[0]
         ):
             return None
-        return Failure(
+        return MeasuredFailure(
             noticed_seconds=None,
             begin_seconds=new[killed][0] - at,
             rerun_seconds=0.0,
@@ -340,7 +340,9 @@ class FailingJob:
         )
 
 
-def failure_of(ranks: Sequence[Sequence[Record]], at: float, killed: int, *, alone: bool = False) -> Failure | None:
+def failure_of(
+    ranks: Sequence[Sequence[Record]], at: float, killed: int, *, alone: bool = False
+) -> MeasuredFailure | None:
     """Return what a kill has cost; None until that is known.
 
     Args:
@@ -366,7 +368,7 @@ def failure_of(ranks: Sequence[Sequence[Record]], at: float, killed: int, *, alo
         return None
     new = max(next(line["at"] for line in lines if line["step"] > lost) for lines in after)
     again = [line for lines in after for line in lines if line["step"] <= lost]
-    return Failure(
+    return MeasuredFailure(
         noticed_seconds=max(noticed) - at if noticed and len(noticed) == len(ranks) - 1 else None,
         begin_seconds=begun - at,
         rerun_seconds=max(line["at"] for line in again) - begun if again else 0.0,

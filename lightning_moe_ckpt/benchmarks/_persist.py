@@ -15,7 +15,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,13 +59,13 @@ from lightning_moe_ckpt.benchmarks._fits import (
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.storage import RecordRows, Retention, RunStore, open_backend, wrapping_backends
+from lightning_moe_ckpt.storage._backend import StorageOptions
 from lightning_moe_ckpt.storage._object_options import split_url, translate
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
 from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
 from lightning_moe_ckpt.tiers._writer import WriteRequest
 
 T = TypeVar("T")
-StorageOptions = Mapping[str, Any]
 
 LOCAL = Goal("local", "time until durable on local disk, of a raw write and fsync", 1.2, "times", at_least=False)
 OBJECT = Goal("object", "time until durable in object storage, of a bare obstore put", 1.25, "times", at_least=False)

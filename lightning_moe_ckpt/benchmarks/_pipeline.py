@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from rich.table import Table
 
 from lightning_moe_ckpt.benchmarks._benchmark import Progress, rounds_of, table_of
-from lightning_moe_ckpt.benchmarks._in_place import FailingJob, Failure, job, time_ratio
+from lightning_moe_ckpt.benchmarks._in_place import FailingJob, MeasuredFailure, job, time_ratio
 from lightning_moe_ckpt.benchmarks._pipeline_fit import WINDOW
 from lightning_moe_ckpt.testing._records import Record
 
@@ -54,7 +54,7 @@ class StageFigure:
 
     system: str
     num_stages: int
-    failures: list[Failure]
+    failures: list[MeasuredFailure]
     skipped: list[float]
     """Share of the work of steps taken again that was left out, by failure."""
     stayed: list[int]
@@ -69,7 +69,7 @@ class StageFigure:
 def measure(options: SimpleNamespace, progress: Progress) -> list[StageFigure]:
     """Run the benchmark."""
     num_stages, kills = options.stages, options.pipeline_kills
-    found: dict[str, list[tuple[Failure, float, int]]] = {name: [] for name in options.pipeline_systems}
+    found: dict[str, list[tuple[MeasuredFailure, float, int]]] = {name: [] for name in options.pipeline_systems}
     with ExitStack() as stack:
         progress(f"{num_stages} stages are started", 0, len(found) * kills)
         jobs = {name: stack.enter_context(_job(name, options)) for name in found}

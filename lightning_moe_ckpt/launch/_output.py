@@ -54,17 +54,17 @@ class _Stream:
             sink.flush()
 
 
-Files = dict[str, tuple[BinaryIO | None, bool]]
+OpenFiles = dict[str, tuple[BinaryIO | None, bool]]
 """By `stdout` and `stderr` the file of a rank's lines, and whether they go to the console."""
 
 
 class Label:
     """What stands before the lines of one process, and where they go; those of a spare change when it gets a place."""
 
-    def __init__(self, text: str, files: Files | None = None) -> None:
+    def __init__(self, text: str, files: OpenFiles | None = None) -> None:
         self.set(text, files)
 
-    def set(self, text: str, files: Files | None = None) -> None:
+    def set(self, text: str, files: OpenFiles | None = None) -> None:
         """Say who writes from now on."""
         self._prefix, self._files = f"[{text}] ".encode(), files or {}
 
@@ -87,7 +87,7 @@ class RankOutput(LogsSpecs):
     def __init__(self, files: LogsSpecs) -> None:
         super().__init__()
         self._specs = files
-        self._files: dict[int, Files] = {}
+        self._files: dict[int, OpenFiles] = {}
         """By local rank."""
         self._opened: list[BinaryIO] = []
         self._selector = selectors.DefaultSelector()
@@ -103,7 +103,7 @@ class RankOutput(LogsSpecs):
         """Return the label of a rank."""
         return Label(str(rank), self.files_of(local_rank))
 
-    def files_of(self, local_rank: int) -> Files:
+    def files_of(self, local_rank: int) -> OpenFiles:
         """Return where the lines of a rank of this node go."""
         return self._files.get(local_rank, {})
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
 
+from lightning_moe_ckpt.parallel._collective_queue import CollectiveQueue
 from lightning_moe_ckpt.parallel._groups import ParallelGroups
-from lightning_moe_ckpt.parallel._lane import Lane
 
 # Shape suffixes: R ranks of the group, C elements of one rank's chunk.
 
@@ -108,7 +108,7 @@ class OrderedHookState:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group if group is not None else dist.new_group()
-        self.lane = Lane()
+        self.lane = CollectiveQueue()
 
 
 def ordered_hook(state: OrderedHookState, bucket: GradBucket) -> Future[Tensor]:

@@ -30,9 +30,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.parallel._collective_queue import CollectiveQueue, stream_writing
 from lightning_moe_ckpt.parallel._collectives import ordered_all_reduce, plain_all_reduce
 from lightning_moe_ckpt.parallel._groups import ParallelGroups
-from lightning_moe_ckpt.parallel._lane import Lane, stream_writing
 
 log = rank_logger(__name__)
 
@@ -186,7 +186,7 @@ class GradientReducer:
         self.agreed: dict[str, int] = dict(self.flags)
         """Maximum of each flag over all ranks, from the last reduction."""
         self._flag_names = tuple(self.flags)
-        self._lane = Lane()
+        self._lane = CollectiveQueue()
         self._sync = self._armed = False
         self._gradients: dict[str, _Gradient] = {}
         self._queue: list[_Bucket] = []

@@ -31,7 +31,7 @@ _NUM_READERS = 4
 _VERIFIED_NBYTES = 4 * 2**20
 """Least bytes of records that a thread verifies at once."""
 
-Message = tuple[int, memoryview]
+RankBytes = tuple[int, memoryview]
 """Another rank, and bytes to or from this rank; never empty."""
 
 
@@ -49,7 +49,7 @@ class Transport(Protocol):
     def gather_values(self, value: object) -> list[Any]:
         """Return every rank's plain value, by rank. Collective."""
 
-    def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
+    def transfer(self, sends: Sequence[RankBytes], receives: Sequence[RankBytes]) -> Callable[[], None]:
         """Begin to send and to receive; between two ranks messages arrive in the order of sending.
 
         Not collective: a rank without messages need not call it. Sizes of sent and received messages must be equal.
@@ -252,7 +252,7 @@ class Transfer:
         return message
 
 
-def _destinations(receives: Sequence[FetchRequest], wanted: _Requests) -> list[Message]:
+def _destinations(receives: Sequence[FetchRequest], wanted: _Requests) -> list[RankBytes]:
     """Return the buffers for received messages."""
     found = []
     for fetch in receives:

@@ -40,7 +40,7 @@ class Window:
 
 
 @dataclass(kw_only=True, eq=False)
-class Lane:
+class TierLane:
     """One worker, and the facts that all ranks know about it."""
 
     worker: TierWorker

@@ -28,7 +28,7 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, Fenced
 from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.recovery import RestoreSource
-from lightning_moe_ckpt.session._lane import Lane, Window
+from lightning_moe_ckpt.session._lane import TierLane, Window
 from lightning_moe_ckpt.session._pacing import Governor
 from lightning_moe_ckpt.session._votes import TiersVote
 from lightning_moe_ckpt.snapshot import WindowLayout
@@ -100,7 +100,7 @@ class Tiers:
             (None, timedelta.max) if config is None else (config.overhead_target, config.storage_at_least)
         )
         self.governor = Governor(workers, target=target, at_least=at_least, speaks=speaks)
-        self._lanes = [Lane(worker=worker, skips=SkipCounter(worker.name)) for worker in workers]
+        self._lanes = [TierLane(worker=worker, skips=SkipCounter(worker.name)) for worker in workers]
         self.everywhere: dict[str, GenerationId] = {}
         """Newest generation complete on all ranks, by tier."""
 
@@ -354,7 +354,7 @@ class Tiers:
             self._watcher.given_up(worker.name, generation)
         worker.give_up(generation)
 
-    def _open_in_chain(self, lane: Lane, window: Window) -> None:
+    def _open_in_chain(self, lane: TierLane, window: Window) -> None:
         """Give gathered differences to a tier, then begin or gather the window.
 
         Drops the tier's chain if too many generations are under way.
@@ -376,7 +376,7 @@ class Tiers:
             window.ring.pin(window.generation)
             lane.gathered.append(window)
 
-    def _hand_over(self, lane: Lane) -> None:
+    def _hand_over(self, lane: TierLane) -> None:
         """Give the gathered differences to a tier, as a generation with the last one's name."""
         windows, lane.gathered = lane.gathered, []
         last = windows[-1]
@@ -404,7 +404,7 @@ class Tiers:
         for window in windows:
             lane.worker.add(last.generation, window.segments[0])
 
-    def _begin(self, lane: Lane, window: Window) -> None:
+    def _begin(self, lane: TierLane, window: Window) -> None:
         worker, layout = lane.worker, window.layout
         window.workers.append(worker)
         if self._watcher is not None:

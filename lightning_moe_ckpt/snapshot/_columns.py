@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt.native import Column, CopyTable
 from lightning_moe_ckpt.snapshot._layout import GRADIENT, PRESENT, FileLayout, StepLayout
-from lightning_moe_ckpt.snapshot._parts import PACKED, Form, PartColumns, numel_of
+from lightning_moe_ckpt.snapshot._parts import PACKED, FieldForm, PartColumns, numel_of
 
 _ZEROS_U8 = torch.zeros(2**20, dtype=torch.uint8)
 _STATE_U8 = torch.zeros(4096, dtype=torch.uint8)
@@ -49,7 +49,7 @@ class StepColumns:
         first_base: list[int] = []
         first_row: list[int] = []
         rows: list[tuple[int, bool, bool, bool]] = []
-        known: dict[tuple[Form, ...], int] = {}
+        known: dict[tuple[FieldForm, ...], int] = {}
         parts = PartColumns.of([part for file in files for part in file.table.parts])
         for fqn, forms in parts.kinds:
             first_base.append(len(self._bases))
@@ -88,7 +88,7 @@ class StepColumns:
 
     def _pack(self, packed: Column, numel: Column) -> None:
         """Let a parameter's compressed parts follow each other in its base, in stored order."""
-        form: Form = (PACKED, torch.uint8, False)
+        form: FieldForm = (PACKED, torch.uint8, False)
         self._numel[packed] = _column(numel_of(form, int(each)) for each in numel[packed])
         ends: dict[int, int] = {}
         for i in np.flatnonzero(packed).tolist():

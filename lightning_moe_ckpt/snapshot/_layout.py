@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_moe_ckpt.operators import Operator, OperatorSet, RecordKind, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Audience, all_names
-from lightning_moe_ckpt.snapshot._parts import PACKED, Field, Form, PartTable, PartText, Shard
+from lightning_moe_ckpt.snapshot._parts import PACKED, Field, FieldForm, PartTable, PartText, Shard
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import SegmentLayout, SpelledRows, TensorKind, dtype_code
 from lightning_moe_ckpt.tiers import Mirroring, aligned_gradient, gradient_nbytes
@@ -175,7 +175,7 @@ class StateView:
         param = self.params[fqn]
         return param.dtype is torch.float32 and self.schema.adam_group(param) is not None
 
-    def forms(self, fqn: str, kind: RecordKind) -> list[Form]:
+    def forms(self, fqn: str, kind: RecordKind) -> list[FieldForm]:
         """Return the tensors in every part of a parameter's record, in stored order."""
         param = self.params[fqn]
         if kind is RecordKind.COMPUTE:

@@ -37,12 +37,12 @@ class Shard(NamedTuple):
         return f"{_WORDS[self.kind]}/{piece.fqn}/{piece.global_start}+{piece.stop - piece.start}"
 
 
-Form = tuple[str, torch.dtype, bool]
+FieldForm = tuple[str, torch.dtype, bool]
 """Tensor in every part of a parameter: its key (`param`, `present` or a key of the optimizer's state), its dtype, and
 whether it has one element per element of the parameter."""
 
 
-def numel_of(form: Form, numel: int) -> int:
+def numel_of(form: FieldForm, numel: int) -> int:
     """Return the elements of a part's tensor; the part has `numel` elements."""
     key, _, per_element = form
     return packed_nbytes(numel) if key == PACKED else numel if per_element else 1
@@ -62,7 +62,7 @@ class Field(NamedTuple):
 class PartColumns(NamedTuple):
     """Parts by column, a value for each part."""
 
-    kinds: list[tuple[str, list[Form]]]
+    kinds: list[tuple[str, list[FieldForm]]]
     """Parameters, each with its parts' tensors; a parameter with two kinds of record comes twice."""
     kind: Column
     """Index in `kinds`."""
@@ -71,7 +71,7 @@ class PartColumns(NamedTuple):
     numel: Column
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[Shard, list[Form]]]) -> PartColumns:
+    def of(cls, parts: Sequence[tuple[Shard, list[FieldForm]]]) -> PartColumns:
         """Return the columns of parts; parts of one kind share the list of their tensors."""
         ids = [id(forms) for _, forms in parts]
         shared = dict(zip(ids, parts, strict=True))
@@ -91,7 +91,7 @@ class ParameterParts(NamedTuple):
     """Parts of a parameter in a table, by column."""
 
     fqn: str
-    forms: list[Form]
+    forms: list[FieldForm]
     """Tensors in each part."""
     first: Column
     """Index of each part's first tensor in the table."""
@@ -114,7 +114,7 @@ class PartTable:
         texts: texts of parts shared by tables of the same window, by the part's identity.
     """
 
-    def __init__(self, parts: list[tuple[Shard, list[Form]]], texts: dict[int, PartText] | None = None) -> None:
+    def __init__(self, parts: list[tuple[Shard, list[FieldForm]]], texts: dict[int, PartText] | None = None) -> None:
         self.parts = parts
         self.names: list[str] = []
         """Names in the segment's header, by tensor."""

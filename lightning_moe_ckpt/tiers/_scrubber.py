@@ -32,7 +32,7 @@ _PAUSE_SECONDS = 60.0
 _JOIN_SECONDS = 4.0
 
 
-class Files(Protocol):
+class SegmentFiles(Protocol):
     """Source of files, such as `RunStore`."""
 
     def read_range(self, entry: SegmentEntry, start: int, out: memoryview) -> None:
@@ -60,7 +60,7 @@ class Scrubber:
     """
 
     def __init__(
-        self, files: Files, newest: Callable[[], RankMarker | None], *, bandwidth: int = NBYTES_PER_SECOND
+        self, files: SegmentFiles, newest: Callable[[], RankMarker | None], *, bandwidth: int = NBYTES_PER_SECOND
     ) -> None:
         self._files, self._newest, self._pace = files, newest, Pace(bandwidth)
         self._found: deque[BadCopy] = deque()

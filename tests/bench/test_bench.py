@@ -33,7 +33,7 @@ from benchmarks.selection import SelectionFigure
 from lightning_moe_ckpt.benchmarks import _in_place, _native, _overhead, _recovery
 from lightning_moe_ckpt.benchmarks._benchmark import Machine, accelerator_for, rounds_of, table_of
 from lightning_moe_ckpt.benchmarks._breakdown import HookCost
-from lightning_moe_ckpt.benchmarks._in_place import Failure, FailureFigure
+from lightning_moe_ckpt.benchmarks._in_place import FailureFigure, MeasuredFailure
 from lightning_moe_ckpt.benchmarks._native_device import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure
 from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
@@ -374,7 +374,7 @@ def test_every_failure_is_recovered_from() -> None:
 def test_a_rank_is_lost_under_each_launcher() -> None:
     """Who is alone restarted, who is noticed by the others, and goals of a spare; a step taken again is no new one."""
     lost: Any = {"begin_seconds": 0.5, "rerun_seconds": 0.4, "rerun_steps": 4, "step_seconds": 0.1}
-    failures = [Failure(noticed_seconds=0.02 * index, total_seconds=index + 0.1, **lost) for index in (1, 3, 2)]
+    failures = [MeasuredFailure(noticed_seconds=0.02 * index, total_seconds=index + 0.1, **lost) for index in (1, 3, 2)]
     figures = [
         FailureFigure(launcher="spare", num_ranks=3, failures=failures),
         FailureFigure(

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups, _lane, _reducer, build_groups
-from lightning_moe_ckpt.parallel._lane import Lane, Work
+from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups, _collective_queue, _reducer, build_groups
+from lightning_moe_ckpt.parallel._collective_queue import CollectiveQueue, Work
 from lightning_moe_ckpt.parallel._reducer import ReductionMode
 
 Gradients = dict[str, Tensor | None]
@@ -440,7 +440,7 @@ def test_a_bucket_waits_for_every_stream_that_has_filled_it() -> None:
         streams: list[str] = []
         launched: list[set[str]] = []
 
-        class Watched(Lane):
+        class Watched(CollectiveQueue):
             def submit(self, work: Work, device: torch.device, after: Iterable[Any] = ()) -> Future[Tensor]:
                 launched.append(set(after))
                 return super().submit(work, device)
@@ -471,16 +471,16 @@ def test_on_a_device_the_lane_waits_for_all_of_them(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "current")
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(_lane, "Future", lambda **_: Future())
+    monkeypatch.setattr(_collective_queue, "Future", lambda **_: Future())
     after: Any = ["first", "current", "second"]
-    result = Lane().submit(lambda: torch.ones(2), torch.device("cuda", 0), after)
+    result = CollectiveQueue().submit(lambda: torch.ones(2), torch.device("cuda", 0), after)
     assert sorted(waited) == ["current", "first", "second"]
     assert result.wait().tolist() == [1.0, 1.0]
 
 
 def test_a_failed_collective_is_raised_where_its_result_is_needed() -> None:
     """The lane hands an exception of its thread to whoever waits, and goes on with the next job."""
-    lane = Lane()
+    lane = CollectiveQueue()
 
     def fail() -> Tensor:
         raise RuntimeError("connection closed by peer")

@@ -18,7 +18,7 @@ from stored._segments import LAYOUT, entry_of, segment_bytes
 from lightning_moe_ckpt.recovery import Transport, Version
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, Restored
 from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, memory_of
-from lightning_moe_ckpt.recovery._transfer import Message
+from lightning_moe_ckpt.recovery._transfer import RankBytes
 from lightning_moe_ckpt.storage import (
     Commit,
     GenerationId,
@@ -61,7 +61,7 @@ class ThreadTransport:
         self._wire.barrier.wait()
         return values
 
-    def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
+    def transfer(self, sends: Sequence[RankBytes], receives: Sequence[RankBytes]) -> Callable[[], None]:
         for to, view in sends:
             self._wire.queues[self.rank, to].put(bytes(view))
             self._wire.nbytes[self.rank, to] += view.nbytes

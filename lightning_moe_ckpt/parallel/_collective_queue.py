@@ -18,7 +18,7 @@ from torch.futures import Future
 Work = Callable[[], Tensor]
 
 
-class Lane:
+class CollectiveQueue:
     """Runs submitted work in order; starts its worker with the first `submit`."""
 
     def __init__(self) -> None:
@@ -26,9 +26,9 @@ class Lane:
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def __reduce__(self) -> tuple[type[Lane], tuple[()]]:
+    def __reduce__(self) -> tuple[type[CollectiveQueue], tuple[()]]:
         """Copy and pickle as a new lane without work, because a Trainer or callback with a lane may be copied."""
-        return Lane, ()
+        return CollectiveQueue, ()
 
     def submit(self, work: Work, device: torch.device, after: Iterable[torch.cuda.Stream] = ()) -> Future[Tensor]:
         """Queue `work`, which reads and writes memory that the caller leaves alone until the future is done.
