@@ -48,7 +48,7 @@ class _Choice:
         self._layers, self._positions = layers, positions
         self._all = sorted({place for row in positions for place in row})
         self._least, self._more = divmod(total, len(self._all))
-        """Experts that each position gives, and positions that give one more."""
+        """Experts given by each position, and number of positions giving one more."""
         self.taken: list[set[int]] = [set() for _ in layers]
         self._given: Counter[int] = Counter()
 
@@ -62,7 +62,7 @@ class _Choice:
         self._given[self._positions[layer][expert]] += 1
 
     def move_for(self, layer: int) -> None:
-        """Take one more expert of `layer`, and move experts of other layers along a shortest chain to make room."""
+        """Take one more expert of `layer`, and move other layers' experts along a shortest chain to make room."""
         came_by: dict[int, tuple[int, int, int | None, int]] = {}
         """Per position: layer and expert to take, expert given up for it, and the position that gave way."""
         waiting = deque[tuple[int, int | None, int]]([(layer, None, -1)])

@@ -413,7 +413,7 @@ def spread(number: int, rooms: Sequence[int], *, start: int) -> list[int]:
 
 
 def _alike(tables: Sequence[ExpertTable]) -> list[list[int]]:
-    """Return groups of layers with experts of one size and the same number of positions."""
+    """Return groups of layers with equal expert sizes and equally many positions."""
     found = defaultdict[tuple[int, int], list[int]](list)
     for i, table in enumerate(tables):
         found[table.nbytes, len(set(table.rank_of))].append(i)

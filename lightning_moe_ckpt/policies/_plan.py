@@ -87,7 +87,7 @@ class Plan:
 
     @classmethod
     def of_everything(cls, names: Sequence[str], kind: RecordKind = RecordKind.FULL) -> Plan:
-        """Return the plan of one step that takes this kind of record of all operators."""
+        """Return the one-step plan with this kind of record for all operators."""
         return cls((WindowStep({"durable": dict.fromkeys(names, kind)}),))
 
     @classmethod
@@ -105,7 +105,7 @@ class Plan:
         return cls(tuple(steps), max(plan.interval_steps for plan in plans), any(plan.partial for plan in plans))
 
     def restricted(self, names: Collection[str]) -> Plan:
-        """Return the part of the plan for some operators, without last steps that take none of them."""
+        """Return the plan for some operators only, without empty last steps."""
         steps = [
             WindowStep(
                 {each: {n: kind for n, kind in records.items() if n in names} for each, records in step.files.items()}

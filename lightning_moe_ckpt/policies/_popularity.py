@@ -30,7 +30,7 @@ Order = Literal["popularity", "fixed", "back_to_front"]
 
 @dataclass(frozen=True, kw_only=True)
 class Popularity:
-    """Measure of experts' popularity, and thresholds for a new order of capture.
+    """Measure of experts' popularity, and thresholds for a new capture order.
 
     Source: MoEvement (2026), Sec. 3.5 and Appendix B; the names are the paper's.
     """
@@ -125,7 +125,7 @@ def decayed_popularity(previous_E: Tensor, counts_E: Tensor, *, half_life_steps:
 
 
 def popularity_per_capacity(counts_E: Tensor, capacity_E: Tensor) -> Tensor:
-    """Return the use of experts of different capacity: tokens relative to capacity.
+    """Return the experts' use: tokens relative to capacity.
 
     Args:
         counts_E: hard or soft counts.

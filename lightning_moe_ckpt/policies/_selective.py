@@ -153,7 +153,7 @@ class SelectivePolicy(ExpertPolicy):
         return _overdue(tables, ages, limit, _usable(tables, budgets[MEMORY]))
 
     def _respite(self, tables: Sequence[ExpertTable], budget: int, limit: int) -> int:
-        """Return the generations by which turns are delayed for experts whose newest copy storage has."""
+        """Return the delay in generations of experts whose newest copy storage has."""
         return max(0, STARVED * _rounds(tables, budget) + _SPARE - limit) if self.age_limit is None else 0
 
     def _waiting(

@@ -40,7 +40,7 @@ class TierLedger:
     """Ledger of one level; every method returns a new ledger."""
 
     alive: Tensor
-    """int64 `[E]`: tokens in the weights of the newest complete copy of each expert; 0 without one."""
+    """int64 `[E]`: tokens in the weights of each expert's newest complete copy; 0 without one."""
     step: Tensor
     """int64 `[E]`: boundary of that copy, `NEVER` without one."""
     skipped: Tensor

@@ -125,7 +125,7 @@ class TokenLedger:
         return found
 
     def give(self, level: str, step: int, selection: Selection, kept: int | None = None) -> TokenLedger:
-        """Note that `level` begins to take its part of `selection` of boundary `step`; see `TierLedger.take`."""
+        """Note that `level` begins to take its part of boundary `step`'s `selection`; see `TierLedger.take`."""
         places = selection.flat(level, self.num_experts)
         return self._with(level, self.saved[level].take(step, places, self.alive, kept=kept))
 

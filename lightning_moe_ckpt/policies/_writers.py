@@ -30,7 +30,7 @@ class RecordPiece(Generic[RecordId]):
     """Key of the record, e.g. `(operator, kind)`."""
     piece: ParamSlice
     nbytes_per_element: int
-    """Bytes of the record per element of the slice, over all its tensors."""
+    """The record's bytes per element of the slice, over all its tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +150,7 @@ def _peak(
     holders: Sequence[int],
     loads: Mapping[int, int],
 ) -> int:
-    """Return the bytes of the rank that writes most."""
+    """Return the busiest rank's bytes."""
     width = {(p.record, p.piece.fqn): p.nbytes_per_element for p in pieces}
     totals = {rank: loads.get(rank, 0) for rank in holders}
     for part in parts:

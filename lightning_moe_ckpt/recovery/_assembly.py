@@ -67,7 +67,7 @@ class Wanted:
     asked: Place | None = None
     """Place to which this round's request, or its first stripe, was sent."""
     requests: Sequence[Request] = ()
-    """Requests of this round for parts of the record."""
+    """This round's requests for parts of the record."""
 
     @property
     def end(self) -> int:

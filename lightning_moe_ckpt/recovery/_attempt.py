@@ -67,7 +67,7 @@ _NAMED = 16
 
 @dataclass(frozen=True, slots=True)
 class ShardSource:
-    """A shard of one parameter of an expert, and the rank that reads it."""
+    """A shard of an expert's parameter, and its reading rank."""
 
     fqn: str
     global_start: int
@@ -208,7 +208,7 @@ class RestoreAttempt:
 
         Args:
             marker: this rank's marker, from `marker`.
-            experts: number of elements on this rank of every expert operator; a partial generation's may be older.
+            experts: this rank's number of elements per expert operator; a partial generation's may be older.
             lay_out: returns this rank's layout of each step: records by their names in markers, for its shards of
                 experts.
         """

@@ -124,7 +124,7 @@ class Frozen:
 
 
 def _rows(fqn: str, param: Tensor, active: Iterable[Operator]) -> Tensor:
-    """Return the rows of a stack with a part of active operators: bool `[E]`."""
+    """Return a stack's rows with a part in active operators: bool `[E]`."""
     row = max(1, param.numel() // len(param))
     rows_E = torch.zeros(len(param), dtype=torch.bool)
     for piece in (piece for operator in active for piece in operator.slices if piece.fqn == fqn):
@@ -160,7 +160,7 @@ _OWN = __name__.partition(".")[0] + "."
 class FrozenView(Tensor):
     """A parameter or a part of one, without gradients in products, except for active rows of a stack `[E, ...]`.
 
-    Products with a partly active stack compute gradients of runs of active rows; the other rows' are zero.
+    Products with a partly active stack compute gradients for runs of active rows; other rows get zeros.
     """
 
     active_E: Tensor | None  # noqa: N815  # shape suffix

@@ -114,7 +114,7 @@ class RecordIndex:
         return self._full.get((operator, source), {}).get(source.generation.step, {})
 
     def step(self, source: Version, step: int) -> ReplicasByName:
-        """Return all records of one step of a generation, of any kind."""
+        """Return a generation's records at one step, of any kind."""
         tables = [self._others.get(source, {}), *(each for (_, of), each in self._full.items() if of == source)]
         return {name: replicas for table in tables for name, replicas in table.get(step, {}).items()}
 
@@ -128,7 +128,7 @@ class RecordIndex:
         return None
 
     def offered(self, operators: Iterable[str]) -> dict[str, list[tuple[Version, int]]]:
-        """Return the versions that have a part of each operator, with the number of elements."""
+        """Return the versions with a part of each operator, and the number of elements."""
         found: dict[str, list[tuple[Version, int]]] = {name: [] for name in operators}
         for operator, source in self._full:
             if operator in found and (operator, source) not in self._excluded:

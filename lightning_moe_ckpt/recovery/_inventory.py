@@ -97,7 +97,7 @@ class Stock:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One copy of one rank's part of a version, as seen by that rank."""
+    """One copy of one rank's part of a version, from the rank's view."""
 
     source: TierName
     memory: str
@@ -256,7 +256,7 @@ class Reader:
             return marker
 
     def read(self, request: Request, out: memoryview) -> None:
-        """Fill `out` with bytes of a copy of this rank's own part, unverified. Raises one of `UNREADABLE`."""
+        """Fill `out` with bytes from a copy of this rank's own part, unverified. Raises one of `UNREADABLE`."""
         copy, entry = request.copy, request.entry
         if copy.file:
             self.read_into(Item(copy.version, request.reader, copy.file), entry.key, request.offset, out)
@@ -269,7 +269,7 @@ class Reader:
         self._storage.read_into(holding, entry, request.offset, out)
 
     def read_into(self, item: Item, key: str, offset: int, out: memoryview) -> None:
-        """Fill `out` with bytes of the file `key` of a copy in memory, unverified.
+        """Fill `out` with bytes from file `key` in a copy in memory, unverified.
 
         Raises:
             Corrupt: the marker is bad, or the copy has another size.

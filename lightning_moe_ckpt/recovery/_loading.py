@@ -68,7 +68,7 @@ def understood(what: str) -> Iterator[None]:
 
 
 def stored_layouts(marker: RankMarker) -> list[SegmentLayout]:
-    """Return the layouts of a marker's records, by step, in their order in the files.
+    """Return the layouts of a marker's records, by step, in the files' order.
 
     Raises:
         Corrupt: no segment has such records.
@@ -80,7 +80,7 @@ def stored_layouts(marker: RankMarker) -> list[SegmentLayout]:
 
 
 def stored_layout(files: Sequence[SegmentEntry]) -> SegmentLayout:
-    """Return the layout of the records of one step, in their order in its files. Raises `Corrupt`."""
+    """Return the record layout of one step, in the files' order. Raises `Corrupt`."""
     tables = [RecordColumns.of(file.records).by_offset() for file in files]
     kinds: list[TensorKind] = []
     where = ", ".join(file.key for file in files)

@@ -1,4 +1,4 @@
-"""Memory kept for a run's next start: generations that the next start may restore, and that storage lacks.
+"""Memory kept for a run's next start: generations missing in storage that the next start may restore.
 
 A partial generation is put together from each operator's newest copy. Storage may have the generation, but older copies
 of some operators than memory: then memory is still needed.

@@ -253,7 +253,7 @@ class Replay:
     def _copies_of(
         self, parts: ParameterParts, offsets: Column, source: Tensor, shared: Collection[str]
     ) -> Iterator[Copy]:
-        """Yield copies of all parts of one parameter in a region, whose tensors lie at `offsets`; create missing state."""
+        """Yield copies of one parameter's parts in a region, whose tensors lie at `offsets`; create missing state."""
         fqn, forms = parts.fqn, parts.forms
         view, param, with_state = self._view, self._view.params[fqn], np.ones(len(parts.first), np.bool_)
         if forms[0][0] == PRESENT:

@@ -4,7 +4,7 @@ In each round a rank announces its fetches, or that something is bad in every co
 then it sends, receives, and verifies. Nobody ever waits for a rank that has gone on.
 
 Every rank computes from the same requests which bytes travel in which order. Requests are cut into messages, and each
-pair of ranks works off its own queue. Step `n` of a rank is the `n`-th message of each of its queues, received and sent
+pair of ranks works off its own queue. A rank's step `n` is the `n`-th message in each of its queues, received and sent
 at once. A step waits only for steps with smaller numbers elsewhere, so no cycle can form, and memory is one message per
 queue and step.
 """
