@@ -119,7 +119,7 @@ class BoundaryState:
             self.trainer.precision_plugin.load_state_dict(start["precision"])
 
     def restore_parts(self, start: Start, here: Mapping[str, Any]) -> None:
-        """Let the other parts go on from their state, or follow it in replay."""
+        """Restore the journal parts (files, logs, batches and others); in replay, with `here`, let them follow the original run."""
         for name, part in self._parts.items():
             (part.follow if here else part.restore)(copied(start["parts"][name]))
 

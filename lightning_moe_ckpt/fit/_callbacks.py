@@ -89,7 +89,7 @@ class Findings:
 
 
 def _find_nothing(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Do nothing, in place of a search."""
+    """Skip the search of a finder whose result was restored."""
 
 
 def _finders(trainer: Trainer) -> Iterable[BatchSizeFinder | LearningRateFinder]:

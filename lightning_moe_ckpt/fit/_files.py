@@ -30,7 +30,7 @@ _UNSAVED = ("current_score", "_last_global_step_saved", "_last_checkpoint_saved"
 
 
 class CheckpointFiles:
-    """Track one trainer's checkpoint files, from `on_fit_start` until `remove`."""
+    """Replace one trainer's methods that save, remove and look for checkpoint files, from `on_fit_start` until `remove`."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._strategy = trainer, trainer.strategy

@@ -312,7 +312,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _are_something(gradients: Sequence[Tensor]) -> list[bool]:
-    """Return whether each gradient changes a sum, as even a negative zero does; waits once for a device."""
+    """Return whether each gradient differs from zeros in any bit, as -0.0 does; waits once for a device."""
     dense = (
         gradient if gradient.layout is torch.strided else gradient.detach().coalesce().values()
         for gradient in gradients

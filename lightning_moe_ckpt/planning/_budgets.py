@@ -294,7 +294,7 @@ class ExpertBudgets(Budgets):
         return sum(layout.nbytes * layout.num_experts for layout in self._layouts) // positions
 
     def _least(self) -> int:
-        """Bytes of the largest expert: each position gives one whatever the budget; else some are never taken."""
+        """Return the least budget of a position in bytes, its largest expert: under less, large experts would never be taken."""
         return max(layout.nbytes for layout in self._layouts)
 
     def _warn(self, level: str, budget: int, missing: int) -> None:

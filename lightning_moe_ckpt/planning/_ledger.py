@@ -129,9 +129,9 @@ class CountCopies:
         self._is_new = True
 
     def take(self) -> list[int]:
-        """Return all counts since the last call, by expert and then by layer.
+        """Return the counts since the last call: tokens processed by each expert, then tokens dropped by each layer.
 
-        Waits for copies, and begins a new copy if counts have changed.
+        Begins a copy if none has the newest counts, then waits for all.
         """
         if not (self._is_new and self._under_way):
             self.start()

@@ -218,7 +218,7 @@ class Planner:
         return self._journal.nbytes
 
     def journal_needs(self, nbytes: int) -> None:
-        """Note a journal of `nbytes`, maybe from before the first generation under way; records reserve twice that."""
+        """Note a journal of `nbytes`; records reserve twice that and the entries of generations under way, which it may lack."""
         under_way = 0 if self.tokens is None else _IN_FLIGHT * len(self.tokens.ledger.alive)
         self._journal.needs(nbytes + under_way * _IN_FLIGHT_NBYTES)
 

@@ -24,7 +24,7 @@ from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Replica, Request
 from lightning_moe_ckpt.storage import SegmentEntry, digest_of
 
 MAX_STREAMS = 4
-"""Most peers that send parts of one run at once; more do not fill a link better."""
+"""Most peers that send stripes of one run of adjacent records at once; more do not fill a link better."""
 
 _PAGE_NBYTES = 4096
 

@@ -461,7 +461,7 @@ class CaptureSession:
             return self._has_room_now()
 
     def _grow_journal(self, nbytes: int, following: WindowLayout | None) -> tuple[WindowLayout | None, bool]:
-        """Lay plans out for journals of `nbytes`; return the following plan, and whether all ranks have room."""
+        """Lay plans out for journals of `nbytes`; return the following plan, and whether all ranks have room. Collective."""
         if nbytes == 0:
             return following, True
         assert self._layout is not None

@@ -54,13 +54,13 @@ _DECISION_STEPS = 10
 _LEAST_PART = 0.25
 """Part of the target that is left for tiers, and for captures, whatever else costs."""
 _FACTOR_OVERDRAWN = 3.0
-"""Most times a mean cost that is earned before the next window or generation while the account is overdrawn."""
+"""Most to be earned before the next window or generation while the account is overdrawn, in mean costs of one."""
 _FACTOR_AT_ONCE = 4.0
-"""Most times the gap before that one decision may set."""
+"""Most by which one decision may widen the gap between windows, as a factor."""
 _FACTOR_LONG = 6.0
 """Multiple of a median quiet step beyond which a longer step has another cause, and counts as this long."""
 _MARKS = 64
-"""Past states of the account that are always remembered; four times as many at most."""
+"""A quarter of the past states of the account that are remembered at most; older ones are thinned out."""
 _PPM = 1_000_000
 
 
@@ -265,7 +265,7 @@ class Governor:
         """Steps in which each tier has worked since it last completed a generation."""
         self._lasted: list[deque[int]] = [deque(maxlen=16) for _ in self._workers]
         self._in_window, self._windows = 0, deque[int](maxlen=16)
-        """Steps with captures since the newest window began, and in each earlier window."""
+        """Steps with captures since the newest window began, and in each of the newest windows before it that had any."""
         self._quiet, self._base = _Quiet(), _Samples()
         self._hooks_captured, self._longer_captured = _Samples(), _Samples()
         """Seconds per step with captures: in hooks; and beyond quiet steps, where no tier worked."""

@@ -66,7 +66,7 @@ class Repeats:
             known: known reasons for other losses, in words.
 
         Returns:
-            The original run's start half of the boundary.
+            The start half of the boundary's journal, from the original run.
         """
         replay = expect(self.replay)
         self.steps += 1

@@ -381,7 +381,7 @@ class StepLayout:
 
     @property
     def mirrors_nbytes(self) -> int:
-        """Bytes of the mirrors."""
+        """Bytes captured for other ranks, behind this rank's own files."""
         return self._stop - self.files_nbytes
 
     def mirrors_in(self, slot: memoryview) -> dict[int, memoryview]:

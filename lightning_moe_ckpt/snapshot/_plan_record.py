@@ -30,7 +30,7 @@ class PlanRecord:
     compute_dtypes: Mapping[str, str] = field(default_factory=dict)
     """Precision of COMPUTE by parameter, if it differs from the parameter's own."""
     averages_consumed: bool = False
-    """Whether forward ran on averages of parameters."""
+    """Whether validation ran on averages of parameters between steps; COMPUTE records then hold the averages too."""
     budget_nbytes: int = 0
     """Bytes per step and rank; 0 for no budget."""
     split_nbytes: int = 0
