@@ -23,6 +23,8 @@ class Repeats:
     def __init__(self) -> None:
         self.replay: Replay | None = None
         """Replay with frozen operators, loaded step by step; `None` if all operators are active."""
+        self.frozen: Frozen | None = None
+        """The replay's operators that do not train yet; `None` if all operators are active."""
         self.layout: WindowLayout | None = None
         """Layout of the replayed generation."""
         self.unsettled: Replay | None = None
@@ -33,7 +35,7 @@ class Repeats:
         """Follow a replay whose first slot was just loaded."""
         self.unsettled = replay
         if not replay.dense:
-            self.replay, self.layout = replay, layout
+            self.replay, self.frozen, self.layout = replay, replay.frozen, layout
 
     def go_on(self, layout: WindowLayout, groups: ParallelGroups, engine: CopyEngine) -> None:
         """Go on with a replay in another session, with that session's plan, groups and engine."""
@@ -42,11 +44,6 @@ class Repeats:
                 each.groups, each.engine = groups, engine
         if self.replay is not None:
             self.layout = layout
-
-    @property
-    def frozen(self) -> Frozen | None:
-        """Operators that do not train yet; `None` if all operators are active."""
-        return None if self.replay is None else self.replay.frozen
 
     def outcome(self, step: int) -> Journal | None:
         """Return the original run's outcome of the step that ends at boundary `step`, or `None` after the replay."""
@@ -75,7 +72,7 @@ class Repeats:
         self.unsettled = replay
         if replay.dense:
             replay.frozen.thaw()
-            self.replay = self.layout = None
+            self.replay = self.frozen = self.layout = None
             log.info("dense again at step %d after %d replayed steps", step, self.steps)
         return replay.start(step)
 
@@ -98,4 +95,4 @@ class Repeats:
         """Let all operators train again."""
         if self.replay is not None:
             self.replay.frozen.thaw()
-            self.replay = None
+            self.replay = self.frozen = None
