@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -179,15 +180,15 @@ class CaptureSession:
             plans.agreed(of_plans)
         self._close_last_window(votes)
         self._hear(of_tiers)
-        following, grown = self._grow_journal(max(vote.journal_nbytes for vote in votes), following)
+        following, grown = self._grow_journal(max(map(attrgetter("journal_nbytes"), votes)), following)
         if following is not None and use is not None:
-            self._follow(following, use, fits=all(vote.fits for vote in votes))
-        why_not = self._restore_names() if not grown or any(vote.unnamed for vote in votes) else None
+            self._follow(following, use, fits=all(map(attrgetter("fits"), votes)))
+        why_not = self._restore_names() if not grown or any(map(attrgetter("unnamed"), votes)) else None
         whole = dense or self._tiers.wants_whole(self._name(step), self._layout)
         self.whole_at = step if whole else None
         if whole:
             return False
-        if why_not is None and not all(vote.has_room for vote in votes):
+        if why_not is None and not all(map(attrgetter("has_room"), votes)):
             why_not = self._make_room()
         if why_not is not None:
             self.windows_skipped += 1
