@@ -173,9 +173,8 @@ class CaptureSession:
             following = plans.take_next() if plans is not None else None  # the same on all ranks
         inputs = plans.inputs() if plans is not None else []
         with self._stalls.measure("exchange"):
-            votes, of_tiers, of_plans = gather_votes(
-                self._exchange, self._vote(step, following), self._tiers.vote(), inputs
-            )
+            own = self._vote(step, following), self._tiers.vote()
+            votes, of_tiers, of_plans = gather_votes(self._exchange, *own, inputs)
         if plans is not None:
             plans.agreed(of_plans)
         self._close_last_window(votes)
