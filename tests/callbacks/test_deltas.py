@@ -6,6 +6,7 @@ In the place of copies on other nodes stands a mirror: it keeps the segment of t
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,11 +189,19 @@ def fit(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: An
     rows = torch.randn(11 * settings["accumulate_grad_batches"] * 8, FEATURES)
     trainer = Trainer(
         accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[*(make() for make in case.callbacks), own], **settings,
+        callbacks=[*(make() for make in case.callbacks), Slow(), own], **settings,
     )  # fmt: skip
     data = DataLoader(TensorDataset(rows), batch_size=8)
     trainer.fit(module, data, data)
     return mirrors[0].seen, own
+
+
+class Slow(Callback):
+    """Steps that take a while: on a busy machine memory would be full of what was not looked at, and pass a step over."""
+
+    @override
+    def on_train_batch_start(self, *args: object) -> None:
+        time.sleep(0.02)
 
 
 class Edits(Callback):
