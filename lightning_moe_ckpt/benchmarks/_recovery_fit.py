@@ -37,6 +37,7 @@ _SHARE_K = 4
 """Experts per layer that partial checkpoints take, of 16."""
 RecoveryLoss = Literal["process", "node", "cluster"]
 """A loss is that of one process, with it of its node's memory, or of the memory of every node."""
+Precision = Literal["32-true", "bf16-mixed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,7 @@ class RecoveryFit:
     accelerator: Accelerator = "cpu"
     deterministic: bool = False
     """Argument of the Trainer, which warns of kernels that are not."""
+    precision: Precision = "32-true"
 
     def __call__(self, attempt: Attempt) -> dict[str, Any]:
         """Run an attempt; return when it began, and what the callback says about its restore."""
@@ -71,6 +73,7 @@ class RecoveryFit:
                 callbacks=attempt.callbacks(*([checkpoint] if checkpoint is not None else []), times),
                 max_steps=self.max_steps - first,
                 deterministic="warn" if self.deterministic else None,
+                precision=self.precision,
             )
             torch.manual_seed(0)
             model = BenchModel(self.size)
