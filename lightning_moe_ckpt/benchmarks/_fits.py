@@ -44,7 +44,7 @@ from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.testing._backends import StorageCall, WatchedBackend
 from lightning_moe_ckpt.testing._records import JsonLines, Record, read_lines
 from lightning_moe_ckpt.tiers import shared_directory
-from lightning_moe_ckpt.tiers._skips import SkipCounter
+from lightning_moe_ckpt.tiers._tier_worker import SkipCounter
 
 T = TypeVar("T")
 

@@ -63,7 +63,7 @@ from lightning_moe_ckpt.storage._backend import StorageOptions
 from lightning_moe_ckpt.storage._object_options import split_url, translate
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
 from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
-from lightning_moe_ckpt.tiers._writer import WriteRequest
+from lightning_moe_ckpt.tiers._tier_worker import WriteRequest
 
 T = TypeVar("T")
 

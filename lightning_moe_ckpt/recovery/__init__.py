@@ -8,20 +8,20 @@ Internal: may change in any version.
 
 from lightning_moe_ckpt.recovery._assembly import Assembly as Assembly
 from lightning_moe_ckpt.recovery._assembly import Wanted as Wanted
-from lightning_moe_ckpt.recovery._chain import folded as folded
 from lightning_moe_ckpt.recovery._fold import Difference as Difference
 from lightning_moe_ckpt.recovery._fold import fold as fold
+from lightning_moe_ckpt.recovery._fold import folded as folded
 from lightning_moe_ckpt.recovery._frozen import Frozen as Frozen
 from lightning_moe_ckpt.recovery._index import Replicas as Replicas
 from lightning_moe_ckpt.recovery._index import stored_index as stored_index
 from lightning_moe_ckpt.recovery._inventory import Request as Request
 from lightning_moe_ckpt.recovery._inventory import Version as Version
+from lightning_moe_ckpt.recovery._inventory import is_superseded as is_superseded
 from lightning_moe_ckpt.recovery._inventory import stored as stored
 from lightning_moe_ckpt.recovery._loading import RestoreSource as RestoreSource
 from lightning_moe_ckpt.recovery._loading import follow_found as follow_found
 from lightning_moe_ckpt.recovery._loading import load_found as load_found
 from lightning_moe_ckpt.recovery._opener import ResumeRequest as ResumeRequest
 from lightning_moe_ckpt.recovery._opener import RunOpener as RunOpener
-from lightning_moe_ckpt.recovery._orphans import is_superseded as is_superseded
 from lightning_moe_ckpt.recovery._replay import Replay as Replay
 from lightning_moe_ckpt.recovery._transfer import Transport as Transport

@@ -39,8 +39,7 @@ from lightning_moe_ckpt.recovery._index import (
     newest_whole,
 )
 from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Inventory, Reader, Replica, Version, stored
-from lightning_moe_ckpt.recovery._markers import MarkerSearch, Which
-from lightning_moe_ckpt.recovery._transfer import MESSAGE_NBYTES, Rounds, Transfer, Transport
+from lightning_moe_ckpt.recovery._transfer import MESSAGE_NBYTES, MarkerSearch, Rounds, Transfer, Transport, Which
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout, Span, dtype_of
 from lightning_moe_ckpt.tiers import HOST, PEER, STORAGE, TierName, is_differential, is_partial
 

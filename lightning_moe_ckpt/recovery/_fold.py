@@ -1,26 +1,225 @@
-"""Apply differences to the state before them: one pass over the state for many steps.
+"""Bring a base and its differences, and fold them into one state.
 
-Each part of a parameter is read and written once, whatever the number of steps: its gradients are applied in the order
-of the steps, with each step's settings. A part without a gradient comes whole, from the newest step.
+Every boundary has its own place in each tier: memory has the newest one by one, storage has them in batches, and each
+comes from the cheapest good copy. The bytes in flight are bounded, however long the chain is. A chain with a bad link
+ends at the step before it: that state is as exact as the newest.
 
-Source: TierCheck (2026), Sec. 3.3, "fused multi-step differential checkpoint replaying". We differ in: the last step is
-applied in the same pass, and the result is exact where the optimizer's arithmetic is repeated, see `replay_adam`.
+Differences are applied in one pass over the state for many steps. Each part of a parameter is read and written once:
+its gradients are applied in the order of the steps, with each step's settings. A part without a gradient comes whole,
+from the newest step.
+
+Source: TierCheck (2026), Sec. 3.3, "fused multi-step differential checkpoint replaying". We differ in agreeing per
+chain on verified links of every rank; the last step is applied in the same pass, and the result is exact where the
+optimizer's arithmetic is repeated, see `replay_adam`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
+import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.journal import Journal
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt
+from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.native import AdamState, AdamStep, replay_adam, unpack_gradient
 from lightning_moe_ckpt.operators import RecordKind
-from lightning_moe_ckpt.snapshot import GRADIENT, PACKED, PARAM, PRESENT, is_average, step_settings
-from lightning_moe_ckpt.storage import SegmentLayout
+from lightning_moe_ckpt.policies import Plan
+from lightning_moe_ckpt.recovery._assembly import Assembly, Read
+from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, Restored, RestorePlan
+from lightning_moe_ckpt.recovery._index import Links, LinkSource, named_links, neighbours
+from lightning_moe_ckpt.recovery._inventory import Replica, Version, stored
+from lightning_moe_ckpt.recovery._loading import stored_layout
+from lightning_moe_ckpt.snapshot import GRADIENT, JOURNAL, PACKED, PARAM, PRESENT, PlanRecord, is_average, step_settings
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordRows, SegmentEntry, SegmentLayout
+
+log = rank_logger(__name__)
+
+AT_ONCE = 8
+"""Most differences brought and applied at once."""
+
+
+def base_step(links: Links, step: int) -> int | None:
+    """Return the step of the base under a chain up to `step`; `None` if a link between is missing."""
+    while sources := links.get(step):
+        if sources[0].is_base:
+            return step
+        step -= 1
+    return None
+
+
+class ChainRestore:
+    """Restore of one chain; all ranks do it together.
+
+    Args:
+        attempt: attempt at the chain's last version.
+        marker: the attempt's marker.
+    """
+
+    def __init__(self, attempt: RestoreAttempt, marker: RankMarker) -> None:
+        self._transport, self._transfer, self._links = attempt.chain()
+        self._marker = marker
+        self.reasons: list[str] = []
+        """Reasons why the chain was given up, or ends earlier; the same on all ranks."""
+
+    def run(self) -> Restored | None:
+        """Return this rank's part of the last good boundary; `None`, on all ranks, without a base. Collective."""
+        last = self._marker.generation.step
+        bases = self._transport.gather_values(base_step(self._links, last))
+        if None in bases or len(set(bases)) != 1:
+            lacking = [f"rank {rank}" for rank, base in enumerate(bases) if base is None]
+            self.reasons.append(f"{', '.join(lacking) or 'ranks together'}: what it follows on is not all there")
+            return None
+        first = bases[0]
+        brought = self._bring([first])
+        if brought is None or self.reasons:
+            return None
+        (state,) = brought
+        reached, supplied, seconds = first, Counter(state.supplied), 0.0
+        for steps in _portions(range(first + 1, last + 1)):
+            brought = self._bring(steps)
+            if brought is None:
+                return None
+            for each in brought:
+                supplied += each.supplied
+            if brought:
+                started = time.perf_counter()
+                fold(state.segment, state.layout, [each.difference for each in brought])
+                seconds += time.perf_counter() - started
+                reached += len(brought)
+            if self.reasons:
+                break
+        log.info("%d differences were applied to the state of step %d in %.2f s", reached - first, first, seconds)
+        marker = _dense(self._marker, self._links[first][0].entry, reached)
+        nothing = RestorePlan(generations={}, shards={}, levels={})
+        return Restored(
+            marker=marker, segments=[state.segment], layouts=[state.layout], nbytes=dict(supplied), chosen=nothing
+        )
+
+    # -- private
+
+    def _bring(self, steps: Sequence[int]) -> list[_Brought] | None:
+        """Bring each rank's records of these steps; return the steps before the first that is damaged on any rank.
+
+        Adds reasons to `self.reasons`. Returns `None` if a rank could not be served at all. Collective.
+        """
+        brought = [_Brought(step, self._links[step]) for step in steps]
+        if not self._transfer.fill([each.assembly for each in brought if each.assembly is not None], ""):
+            return None
+        own = [[each.step, each.check()] for each in brought]
+        said = self._transport.gather_values([row for row in own if row[1]])
+        bad = [(step, f"rank {rank}: {why}") for rank, rows in enumerate(said) for step, why in rows]
+        if not bad:
+            return brought
+        end = min(step for step, _ in bad)
+        self.reasons += [
+            f"step {step} is bad, and what follows on it of no use: {why}" for step, why in bad if step == end
+        ]
+        return brought[: end - steps[0]]
+
+
+def folded(marker: RankMarker, read: Read) -> tuple[RankMarker, Tensor]:
+    """Return a rank's part of a generation of differences as a full state.
+
+    Args:
+        marker: from storage, which names the whole chain.
+        read: reads from storage.
+
+    Returns:
+        A marker without differences, and the bytes of its only file.
+
+    Raises:
+        Corrupt: a link is bad or missing.
+    """
+    links = {link.entry.step: [link] for link in named_links(marker, [stored(_OWN, marker.rank)], is_base=False)}
+    first, last = base_step(links, marker.generation.step), marker.generation.step
+    if first is None:
+        raise Corrupt(f"{marker.generation}: what it follows on is not all named. Another generation may be whole.")
+    brought = [_Brought(step, links[step]) for step in range(first, last + 1)]
+    for each in brought:
+        if each.assembly is not None:
+            each.assembly.fill(read)
+        if why := each.check():
+            raise Corrupt(f"{marker.generation}: step {each.step}, on which it follows, is bad: {why}")
+    state = brought[0]
+    for steps in _portions(range(1, len(brought))):
+        fold(state.segment, state.layout, [brought[index].difference for index in steps])
+    state.layout.write_header(state.segment)
+    base = links[first][0].entry
+    records = RecordRows(base.records).digested(memoryview(state.segment.numpy()))  # type: ignore[arg-type]
+    return _dense(marker, replace(base, records=records), last), state.segment
+
+
+_OWN = Version(GenerationId(step=0, incarnation=0, nonce=""), "")
+"""Placeholder for the version of files whose keys say where they are."""
+
+
+class _Brought:
+    """One boundary on its way into memory."""
+
+    def __init__(self, step: int, sources: Sequence[LinkSource]) -> None:
+        self.step, self._why = step, ""
+        self.assembly: Assembly | None = None
+        self.journal: Journal = {}
+        try:
+            self.layout: SegmentLayout = stored_layout([sources[0].entry])
+            self.segment: Tensor = torch.empty(self.layout.nbytes, dtype=torch.uint8)
+            wanted = neighbours([sources[0].entry], self.layout, sources[0].copies)
+            assert wanted is not None, "a layout is that of its own entry"
+            for source in sources[1:]:
+                for each, other in zip(
+                    wanted, neighbours([source.entry], self.layout, source.copies) or (), strict=False
+                ):
+                    each.places = [*each.places, *other.places]
+            self.assembly = Assembly(f"records of step {step}", self.segment, wanted, may_be_lost=True)
+        except CheckpointError as error:
+            self._why = str(error)
+
+    @property
+    def supplied(self) -> Counter[Replica]:
+        """Bytes read, by copy."""
+        return Counter() if self.assembly is None else self.assembly.supplied
+
+    def check(self) -> str:
+        """Return why this step's records cannot be used, or an empty string. Also decodes `self.journal`."""
+        if self.assembly is None or self.assembly.lost:
+            return self._why or (self.assembly.lost if self.assembly is not None else "")
+        try:
+            self.journal = decode_journal(self.layout.view(self.segment, JOURNAL))
+        except Corrupt as error:
+            return str(error)
+        return ""
+
+    @property
+    def difference(self) -> Difference:
+        """The records as a difference to the boundary before."""
+        return Difference(self.segment, self.layout, self.journal)
+
+
+def _portions(steps: range) -> Iterator[range]:
+    return (steps[at : at + AT_ONCE] for at in range(0, len(steps), AT_ONCE))
+
+
+def _dense(marker: RankMarker, base: SegmentEntry, step: int) -> RankMarker:
+    """Return the marker of a full state at boundary `step`, in the file of `base`."""
+    record = PlanRecord.from_json(str(marker.policy["plan"]))
+    whole = replace(record, plan=Plan.of_everything(record.plan.names))
+    return replace(
+        marker,
+        generation=replace(marker.generation, step=step),
+        plan_hash=whole.plan_hash,
+        policy={**marker.policy, "plan": whole.to_json()},
+        segments=(replace(base, step=step),),
+        referenced=(),
+    )
+
+
+# -- applying
 
 _FULL, _DELTA = f"{RecordKind.FULL.value}/", f"{RecordKind.DELTA.value}/"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")

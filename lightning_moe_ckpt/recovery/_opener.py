@@ -26,7 +26,7 @@ from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, IdentityMisma
 from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, RestorePlan
-from lightning_moe_ckpt.recovery._chain import ChainRestore
+from lightning_moe_ckpt.recovery._fold import ChainRestore
 from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, Replica, Version, memory_of
 from lightning_moe_ckpt.recovery._loading import (
     RestoreSource,
@@ -35,9 +35,9 @@ from lightning_moe_ckpt.recovery._loading import (
     read_start,
     restored_window,
     stored_layouts,
+    tokens_behind,
     understood,
 )
-from lightning_moe_ckpt.recovery._token_loss import tokens_behind
 from lightning_moe_ckpt.snapshot import (
     Facts,
     Identity,

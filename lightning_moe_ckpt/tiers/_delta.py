@@ -17,6 +17,12 @@ Gradients rounded to bfloat16 lead to slightly different bytes, and the error gr
 digests check the gradients and the tensors sent whole; its marker describes the rebuilt bytes. In an *audit* the whole
 segment is sent too, and the receiver reports the rebuilt state's distance from it.
 
+`DeltaChain` decides what is sent in place of whole segments, and when. A delta leads from the newest generation that
+every holder has whole to the next boundary. After a generation that was skipped, failed or not taken, the next
+generation is sent whole; so it is after a rebuilt copy with other bytes than its owner's. If the first delta after that
+is refused again, only whole segments are sent from there on. With rounded gradients an audit follows after a fixed
+number of generations, and leaves the copies exact.
+
 Source: MOETION (2024), Sec. 5.2, Algorithm 3.
 """
 
@@ -25,25 +31,29 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
 import xxhash
 from torch import Tensor
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.native import AdamState, AdamStep, CompressedGradient, replay_adam
-from lightning_moe_ckpt.storage import SegmentLayout, dtype_code, dtype_of
+from lightning_moe_ckpt.native import AdamState, replay_adam
+from lightning_moe_ckpt.policies import Deltas
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout, dtype_code, dtype_of
 from lightning_moe_ckpt.tiers._delta_plan import (
     LITERAL,
     STEPPED,
     UNCHANGED,
     DeltaPlan,
+    Gradients,
     Run,
     SegmentIndex,
     SteppedPart,
+    StepSettings,
     gradient_nbytes,
     index_of,
     plan_delta,
@@ -51,6 +61,9 @@ from lightning_moe_ckpt.tiers._delta_plan import (
     wrong_delta,
 )
 from lightning_moe_ckpt.tiers._peer_wire import compress, decompress, inflate
+from lightning_moe_ckpt.tiers._sealed import SealedSegment
+
+log = rank_logger(__name__)
 
 _LENGTHS = struct.Struct("<III")
 _DIGEST_NBYTES = 16
@@ -59,45 +72,6 @@ _MAX_DOCUMENT_NBYTES = 2**17
 """Most bytes of a recipe's document, which lists fewer than 256 settings."""
 _BLOCK_NUMEL = 2**16
 """Elements copied and stepped at a time: few enough to be in the cache still for the step."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepSettings:
-    """Settings of Adam or AdamW in a step."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool
-    maximize: bool
-
-    def step(self, gradient: Tensor | CompressedGradient, number: int) -> AdamStep:
-        """Return the arguments of step `number` with `gradient`."""
-        return AdamStep(gradient=gradient, step=number, **asdict(self))
-
-
-@dataclass(frozen=True, slots=True)
-class PartGradient:
-    """Optimizer step of a segment's part."""
-
-    offset: int
-    """Offset in `Gradients.area`; a multiple of `GRADIENT_ALIGN`."""
-    settings: StepSettings | None
-    """Settings of the step; `None` if the part had no gradient, and so no step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    """Gradients consumed by an optimizer step, by part of the segment after the step."""
-
-    area: Tensor
-    """Memory for the gradients, uint8."""
-    dtype: torch.dtype
-    """float32, or bfloat16 where rounding is allowed."""
-    parts: Mapping[str, PartGradient]
-    """Parts by the prefix of their tensors' names; a part missing here is sent whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,3 +325,165 @@ def _read(document: bytes) -> tuple[list[StepSettings], torch.dtype, str | None,
     if not known or not all(isinstance(value, int | float) for value in numbers):
         raise wrong_delta()
     return settings, dtype, digest, audit
+
+
+# -- when
+
+_STRIKES = 2
+"""Deltas refused without an accepted delta in between, after which no more are sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaFigures:
+    """Cost of this rank's copies on other nodes, in bytes per copy; counts generations that every holder has."""
+
+    generations: int = 0
+    """Generations sent as a step's gradients."""
+    nbytes: int = 0
+    """Bytes sent for `generations`."""
+    segments_nbytes: int = 0
+    """Bytes of their segments and markers, the cost of sending them whole."""
+    whole_generations: int = 0
+    """Generations sent whole."""
+    whole_nbytes: int = 0
+    refused: int = 0
+    """Generations sent as gradients from which a holder rebuilt other bytes than this rank's."""
+    audits: int = 0
+    """Generations sent both ways to measure the rounding error; counted as whole."""
+    drift: float = 0.0
+    """Largest difference in parameters found by audits, relative to a tensor's largest element."""
+    drift_moments: float = 0.0
+    """Largest difference in the optimizer's moments, relative to a tensor's largest element."""
+
+    @property
+    def share(self) -> float:
+        """Bytes of deltas relative to the segments replaced; 0 before the first delta."""
+        return self.nbytes / self.segments_nbytes if self.segments_nbytes else 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sent:
+    generation: GenerationId
+    baseline: Baseline
+    nbytes: int
+    """Segment size in bytes."""
+    marker: bytes = b""
+    by_delta: bool = False
+    exact: bool = True
+    """Whether holders then have this rank's bytes."""
+    audit: bool = False
+
+
+class DeltaChain:
+    """Track the generations of one rank as its holders have them. Only the sending thread uses it.
+
+    Args:
+        deltas: how gradients are sent.
+    """
+
+    def __init__(self, deltas: Deltas) -> None:
+        self._deltas, self._rounded = deltas, 0  # generations since holders had this rank's bytes
+        self.figures = DeltaFigures()
+        self.given_up = False
+        self._newest: _Sent | None = None
+        self._sending: _Sent | None = None
+        self._strikes = 0
+
+    @property
+    def newest(self) -> GenerationId | None:
+        """Return the newest generation that every holder has whole; `None` before the first."""
+        return None if self._newest is None else self._newest.generation
+
+    @property
+    def marker(self) -> bytes | None:
+        """Return the marker of `newest` if the segment under way is sent as a delta from it, else `None`."""
+        return self._newest.marker if self._newest and self._sending and self._sending.by_delta else None
+
+    def encode(self, segment: SealedSegment, view_U8: Tensor, mirrored: Run | None = None) -> EncodedDelta | None:
+        """Return the delta for the next segment, which is digested; `None` if the segment has to be sent whole.
+
+        Args:
+            segment: the segment, as the tier takes it.
+            view_U8: all bytes of the segment.
+            mirrored: run of the segment that holders have filled.
+        """
+        sending = _Sent(generation=segment.generation, baseline=Baseline.of(view_U8), nbytes=view_U8.numel())
+        self._sending = sending
+        base = self._newest
+        if base is None or self.given_up or segment.step_record is None or not _follows(base.generation, segment):
+            return None
+        gradients = segment.step_record.gradients()
+        if gradients is None:
+            return None
+        sending.audit = self._deltas.kind == "bf16" and self._rounded + 1 >= self._deltas.resync_every
+        delta = encode_delta(base.baseline, view_U8, gradients, audit=sending.audit, mirrored=mirrored)
+        sending.exact = delta.exact
+        return delta
+
+    def offered(self, refusal: str | None) -> bool:
+        """Note the holders' answer to a delta; return whether the delta can be sent."""
+        assert self._sending is not None
+        if refusal is not None:
+            log.info("%s is sent whole: %s", self._sending.generation, refusal)
+        self._sending.by_delta = refusal is None
+        return refusal is None
+
+    def whole(self, marker: RankMarker, nbytes: int, drift: Sequence[float] = ()) -> None:
+        """Note that every holder has the generation under way whole.
+
+        Args:
+            marker: this rank's marker of the generation.
+            nbytes: bytes sent per holder.
+            drift: differences found by an audit, in parameters and in moments; empty without an audit.
+        """
+        sent = self._sending
+        assert sent is not None
+        data = marker.to_bytes()
+        self._rounded = 0 if sent.exact or not sent.by_delta else self._rounded + 1
+        self._strikes = 0 if sent.by_delta else self._strikes
+        if sent.by_delta and not sent.audit:
+            self._count(generations=1, nbytes=nbytes, segments_nbytes=sent.nbytes + len(data))
+        else:
+            self._count(whole_generations=1, whole_nbytes=nbytes)
+        if drift:
+            self._audited(sent.generation, *drift)
+        sent.marker = data
+        self._newest, self._sending = sent, None
+
+    def _count(self, **more: int) -> None:
+        self.figures = replace(
+            self.figures, **{name: getattr(self.figures, name) + each for name, each in more.items()}
+        )
+
+    def _audited(self, generation: GenerationId, params: float, moments: float) -> None:
+        self._count(audits=1)
+        now = self.figures
+        self.figures = replace(now, drift=max(now.drift, params), drift_moments=max(now.drift_moments, moments))
+        log.info(
+            "%s: copies on other nodes, of %d generations of gradients rounded to bfloat16, had come to differ by %.1e in "
+            "parameters and %.1e in moments, relative to the largest element; they are exact again",
+            *(generation, self._deltas.resync_every, params, moments),
+        )
+
+    def refused(self, reason: str) -> None:
+        """Count a delta from which a holder rebuilt other bytes. At `_STRIKES` in a row warn and send no more."""
+        sent, self._sending = self._sending, None
+        if sent is None or not sent.by_delta:
+            return
+        self._strikes += 1
+        self.given_up = self._strikes >= _STRIKES
+        self._count(refused=1)
+        if self.given_up:
+            log.warning(
+                "steps of the optimizer cannot be repeated on other nodes to the last bit: generations are sent there "
+                "whole from here on. Set delta=None to keep no gradients for that. %s",
+                reason,
+            )
+        elif self.figures.refused == 1:
+            log.warning("a copy was rebuilt from gradients and is not as here; the next one is sent whole: %s", reason)
+
+
+def _follows(base: GenerationId, segment: SealedSegment) -> bool:
+    """Return whether exactly one step lies between the base and the segment, its generation's only boundary."""
+    one = segment.step == segment.generation.step == base.step + 1
+    return one and segment.generation.incarnation == base.incarnation

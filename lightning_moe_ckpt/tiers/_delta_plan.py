@@ -7,15 +7,17 @@ experts are taken.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.native import AdamStep, CompressedGradient
 from lightning_moe_ckpt.storage import SegmentLayout, Span
 
 GRADIENT_ALIGN = 64
@@ -41,6 +43,45 @@ def gradient_nbytes(numel: int, dtype: torch.dtype) -> int:
 def aligned_gradient(nbytes: int) -> int:
     """Return `nbytes` rounded up to a multiple of `GRADIENT_ALIGN`."""
     return nbytes + -nbytes % GRADIENT_ALIGN
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """Settings of Adam or AdamW in a step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    maximize: bool
+
+    def step(self, gradient: Tensor | CompressedGradient, number: int) -> AdamStep:
+        """Return the arguments of step `number` with `gradient`."""
+        return AdamStep(gradient=gradient, step=number, **asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class PartGradient:
+    """Optimizer step of a segment's part."""
+
+    offset: int
+    """Offset in `Gradients.area`; a multiple of `GRADIENT_ALIGN`."""
+    settings: StepSettings | None
+    """Settings of the step; `None` if the part had no gradient, and so no step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradients consumed by an optimizer step, by part of the segment after the step."""
+
+    area: Tensor
+    """Memory for the gradients, uint8."""
+    dtype: torch.dtype
+    """float32, or bfloat16 where rounding is allowed."""
+    parts: Mapping[str, PartGradient]
+    """Parts by the prefix of their tensors' names; a part missing here is sent whole."""
 
 
 class SegmentIndex:

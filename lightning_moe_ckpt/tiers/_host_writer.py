@@ -18,13 +18,13 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import CopyEngine
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry, SlotClass
-from lightning_moe_ckpt.tiers._contract import HOST
 from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim, RankMemory, log_unused_memory
+from lightning_moe_ckpt.tiers._readers import HOST
 from lightning_moe_ckpt.tiers._ring import SegmentRing, slots_needed
+from lightning_moe_ckpt.tiers._ring_state import slot_classes
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.tiers._shm import expect_room, shared_directory
-from lightning_moe_ckpt.tiers._slots import slot_classes
-from lightning_moe_ckpt.tiers._writer import TierWorker, WriteJob, WriteRequest
+from lightning_moe_ckpt.tiers._tier_worker import TierWorker, WriteJob, WriteRequest
 
 log = rank_logger(__name__)
 

@@ -34,7 +34,7 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import measure_bandwidth
 from lightning_moe_ckpt.storage import GenerationId
-from lightning_moe_ckpt.tiers._placement import ReplicaPlacement
+from lightning_moe_ckpt.tiers._holders import ReplicaPlacement
 from lightning_moe_ckpt.tiers._sealed import SealedSegment
 
 log = rank_logger(__name__)

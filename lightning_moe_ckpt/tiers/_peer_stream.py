@@ -30,7 +30,6 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import GenerationId, SlotClass
-from lightning_moe_ckpt.tiers._contract import DEFAULT_MAX_CHUNK
 from lightning_moe_ckpt.tiers._delta import EncodedDelta
 from lightning_moe_ckpt.tiers._delta_plan import Run
 from lightning_moe_ckpt.tiers._mirrors import MirrorStore
@@ -48,6 +47,7 @@ from lightning_moe_ckpt.tiers._peer_wire import (
     numbers_of,
 )
 from lightning_moe_ckpt.tiers._rank_memory import RankMemory
+from lightning_moe_ckpt.tiers._readers import DEFAULT_MAX_CHUNK
 
 log = rank_logger(__name__)
 

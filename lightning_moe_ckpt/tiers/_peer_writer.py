@@ -11,7 +11,7 @@ host tier has got. (TierCheck, arXiv 2605.17821, Sec. 3.4, Fig. 5, across two ti
 Where generations are differences (`Chains`), every generation is taken, and waits behind its base, which is spread over
 a few steps. Surviving ranks have the state before a base until the base is complete here (`session/_tiers.py`).
 
-Where generations may be delta-encoded (`_delta_chain`), the next generation is taken while the previous one is still
+Where generations may be delta-encoded (`DeltaChain`), the next generation is taken while the previous one is still
 under way: the next must be of the very next boundary. All ranks then know only one window later that a generation is
 complete everywhere.
 
@@ -38,9 +38,15 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Audience, Chains, Deltas
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry, SlotClass
-from lightning_moe_ckpt.tiers._contract import PEER, SessionConfig
-from lightning_moe_ckpt.tiers._delta_chain import DeltaChain, DeltaFigures
+from lightning_moe_ckpt.tiers._delta import DeltaChain, DeltaFigures
 from lightning_moe_ckpt.tiers._delta_plan import Run
+from lightning_moe_ckpt.tiers._holders import (
+    FailureDomain,
+    expect_domains,
+    place_replicas,
+    survival_summary,
+    this_domain,
+)
 from lightning_moe_ckpt.tiers._mirrors import (
     Mirroring,
     RedundancyFigures,
@@ -50,18 +56,12 @@ from lightning_moe_ckpt.tiers._mirrors import (
 )
 from lightning_moe_ckpt.tiers._peer_receiver import COPIES
 from lightning_moe_ckpt.tiers._peer_stream import NotReplicated, Replication
-from lightning_moe_ckpt.tiers._placement import (
-    FailureDomain,
-    expect_domains,
-    place_replicas,
-    this_domain,
-)
 from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim
+from lightning_moe_ckpt.tiers._readers import PEER, SessionConfig
 from lightning_moe_ckpt.tiers._ring import SegmentRing
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.tiers._shm import expect_room, has_room, shared_directory
-from lightning_moe_ckpt.tiers._survival import survival_summary
-from lightning_moe_ckpt.tiers._writer import Released, TierWorker, WriteJob, WriteRequest
+from lightning_moe_ckpt.tiers._tier_worker import Released, TierWorker, WriteJob, WriteRequest
 
 log = rank_logger(__name__)
 

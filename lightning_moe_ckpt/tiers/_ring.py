@@ -19,7 +19,7 @@ reader therefore costs slots, never bytes that are still needed. If no slot is l
 the session skips the window.
 
 Slots for segments are equal. Behind them are smaller slots: for differences; or, where generations have only some
-experts, for experts of replaced generations (`_ring_experts`).
+experts, for experts of replaced generations (`_ring_state`).
 
 A generation is *published* by a marker: a small file beside the ring with its slots and all digests. The file appears
 whole and last, and goes before any of its slots may be filled again: while the file is there, the bytes are. A
@@ -48,8 +48,15 @@ from lightning_moe_ckpt.storage import (
     RingHeader,
     SlotClass,
 )
-from lightning_moe_ckpt.tiers._ring_experts import ExpertCopies
-from lightning_moe_ckpt.tiers._ring_state import Generation, GenerationState, Slot, read_header, read_statement
+from lightning_moe_ckpt.tiers._ring_state import (
+    PAGE_NBYTES,
+    ExpertCopies,
+    Generation,
+    GenerationState,
+    Slot,
+    read_header,
+    read_statement,
+)
 from lightning_moe_ckpt.tiers._shm import (
     SharedFile,
     marker_files,
@@ -59,7 +66,6 @@ from lightning_moe_ckpt.tiers._shm import (
     unfinished_path,
     write_shared,
 )
-from lightning_moe_ckpt.tiers._slots import PAGE_NBYTES
 
 log = rank_logger(__name__)
 

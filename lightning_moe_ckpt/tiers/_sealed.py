@@ -28,7 +28,7 @@ from lightning_moe_ckpt.storage import (
     SegmentEntry,
     segment_key,
 )
-from lightning_moe_ckpt.tiers._delta import Gradients
+from lightning_moe_ckpt.tiers._delta_plan import Gradients
 
 _REMEMBERED = 4
 """Markers kept for tiers that have not asked yet; for a slower tier the marker is made again, with the same bytes."""

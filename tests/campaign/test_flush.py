@@ -29,7 +29,7 @@ from lightning_moe_ckpt.testing._attempts import Attempt
 from lightning_moe_ckpt.tiers._peer_stream import Pacer
 from lightning_moe_ckpt.tiers._sealed import SealedSegment
 from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
-from lightning_moe_ckpt.tiers._writer import WriteJob
+from lightning_moe_ckpt.tiers._tier_worker import WriteJob
 
 SETUP = Setup(
     model="stacked",

@@ -67,7 +67,7 @@ def train_and_count(setup: Setup, life: Attempt) -> Mapping[str, Any]:
         wait = AwaitsUpload(backend)
         for module, attribute, replacement in (
             ("lightning_moe_ckpt.storage._object", "ObjectBackend.put", put_for_ever),
-            ("lightning_moe_ckpt.tiers._writer", "_MOMENT", timedelta(seconds=20)),  # a server may be slow
+            ("lightning_moe_ckpt.tiers._tier_worker", "_MOMENT", timedelta(seconds=20)),  # a server may be slow
             ("campaign._training", "Setup.callbacks", lambda *_: [wait]),
         ):
             Seam(module=module, attribute=attribute, replacement=replacement).apply()

@@ -19,7 +19,7 @@ from lightning_moe_ckpt.native import (
     unpack_gradient,
 )
 from lightning_moe_ckpt.recovery._fold import Difference, fold
-from lightning_moe_ckpt.tiers._delta import StepSettings
+from lightning_moe_ckpt.tiers._delta_plan import StepSettings
 
 NUMEL = 5000
 STATE = ("exp_avg", "exp_avg_sq")

@@ -22,7 +22,7 @@ from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import SegmentRing
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
-from lightning_moe_ckpt.tiers._writer import TierWorker, WriteJob, WriteRequest
+from lightning_moe_ckpt.tiers._tier_worker import TierWorker, WriteJob, WriteRequest
 
 
 @dataclass

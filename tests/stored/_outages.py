@@ -7,7 +7,7 @@ from lightning_moe_ckpt.storage import SegmentEntry
 from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.tiers._sealed import SealedSegment
 from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
-from lightning_moe_ckpt.tiers._writer import WriteJob
+from lightning_moe_ckpt.tiers._tier_worker import WriteJob
 
 
 def stop_storing_after(step: int) -> None:

@@ -32,7 +32,7 @@ from lightning_moe_ckpt.storage import (
 )
 from lightning_moe_ckpt.tiers import Holding, SegmentRing, Tier
 from lightning_moe_ckpt.tiers._sealed import SealedFile, SealedSegment
-from lightning_moe_ckpt.tiers._writer import TierWorker, WriteRequest
+from lightning_moe_ckpt.tiers._tier_worker import TierWorker, WriteRequest
 
 TIMEOUT = 30.0
 """Most seconds that a test waits for anything."""

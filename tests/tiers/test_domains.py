@@ -9,7 +9,7 @@ import pytest
 
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.tiers import FailureDomain, _placement, this_domain
-from lightning_moe_ckpt.tiers._placement import expect_domains
+from lightning_moe_ckpt.tiers._holders import expect_domains
 
 
 def test_a_machine_is_one_node_by_its_boot_id() -> None:

@@ -36,7 +36,7 @@ from lightning_moe_ckpt.tiers._peer_stream import NotReplicated, Replication
 from lightning_moe_ckpt.tiers._peer_wire import Message, MessageKind, Wire
 from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
-from lightning_moe_ckpt.tiers._writer import WriteRequest
+from lightning_moe_ckpt.tiers._tier_worker import WriteRequest
 
 from ._nodes import Cluster, Rank, cluster, run
 from ._steps import Training, baseline
@@ -599,7 +599,7 @@ def test_after_a_refusal_a_whole_generation_and_after_two_nothing_else(two_ranks
             def emit(self, record: logging.LogRecord) -> None:
                 told.append(record.getMessage())
 
-        log = logging.getLogger("lightning_moe_ckpt.tiers._delta_chain")
+        log = logging.getLogger("lightning_moe_ckpt.tiers._delta")
         log.setLevel(logging.WARNING)
         log.addHandler(Told())
         for index in range(len(SELECTIONS)):

@@ -17,7 +17,7 @@ from lightning_moe_ckpt.tiers import SegmentRing, shared_name
 from lightning_moe_ckpt.tiers._peer_stream import Replication
 from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
 from lightning_moe_ckpt.tiers._sealed import Markers
-from lightning_moe_ckpt.tiers._writer import WriteRequest
+from lightning_moe_ckpt.tiers._tier_worker import WriteRequest
 
 from ._networks import INTERFACE, two_networks
 from ._nodes import Cluster, Rank, cluster, run

@@ -12,10 +12,10 @@ import torch
 from lightning_moe_ckpt.errors import RingFull
 from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import GenerationId, RecordEntry, RecordRows, SegmentLayout, TensorSpec, digest_of
-from lightning_moe_ckpt.tiers import HostTier, SegmentRing, _ring_experts, _shm, shared_name
+from lightning_moe_ckpt.tiers import HostTier, SegmentRing, _ring_state, _shm, shared_name
 from lightning_moe_ckpt.tiers._ring import slots_needed
+from lightning_moe_ckpt.tiers._ring_state import slot_classes
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
-from lightning_moe_ckpt.tiers._slots import slot_classes
 from tiers._segments import RUN, generation
 
 EXPERTS = {f"moe/expert.{i}": 64 * (100 + 40 * (i % 2)) for i in range(6)}
@@ -141,7 +141,7 @@ def test_the_newest_copy_of_each_expert_is_found_at_every_moment(
         run.check()
 
     write_shared = _shm.write_shared
-    monkeypatch.setattr(_ring_experts, "write_shared", looked_at)
+    monkeypatch.setattr(_ring_state, "write_shared", looked_at)
     for _ in range(25):
         taken = run.take()
         if run.pinned and (not taken or len(run.pinned) > 1 or draws.random() < 0.4):
@@ -204,7 +204,7 @@ def test_what_is_given_up_while_it_is_brought_away_leaves_no_slot_taken(
         for each in run.ring.published:
             run.ring.discard(each)
 
-    monkeypatch.setattr(_ring_experts, "write_shared", given_up)
+    monkeypatch.setattr(_ring_state, "write_shared", given_up)
     run.unpin()
     run.ring.condense()
     assert run.ring.free_slots == run.ring.num_slots
@@ -237,7 +237,7 @@ def test_a_marker_for_which_there_is_no_room_costs_one_generation(
         raise OSError(28, "No space left on device")
 
     run.unpin()
-    monkeypatch.setattr(_ring_experts, "write_shared", full)
+    monkeypatch.setattr(_ring_state, "write_shared", full)
     with pytest.raises(OSError, match="No space"):
         run.ring.condense()
     assert run.ring.free_slots == run.ring.num_slots - 1

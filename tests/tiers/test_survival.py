@@ -17,7 +17,7 @@ from lightning_moe_ckpt.tiers import (
     place_replicas,
     survival_probability,
 )
-from lightning_moe_ckpt.tiers._survival import survival_summary
+from lightning_moe_ckpt.tiers._holders import survival_summary
 
 
 def nodes_of(num_nodes: int, replicas: int, racks: int = 1) -> ReplicaPlacement:
