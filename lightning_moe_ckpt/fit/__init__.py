@@ -3,7 +3,7 @@
 Internal: may change in any version.
 """
 
-from lightning_moe_ckpt.fit._batches import Batches as Batches
+from lightning_moe_ckpt.fit._data import Batches as Batches
 from lightning_moe_ckpt.fit._data import OnMismatch as OnMismatch
 from lightning_moe_ckpt.fit._data import WatchedData as WatchedData
 from lightning_moe_ckpt.fit._run import FitSession as FitSession

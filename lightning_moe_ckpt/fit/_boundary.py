@@ -13,7 +13,7 @@ from lightning_moe_ckpt.fit._owners import MovedAttributes
 from lightning_moe_ckpt.fit._settings import Settings
 from lightning_moe_ckpt.fit._state import Extras, JournalPart, Trained, copied
 from lightning_moe_ckpt.fit.loggers import _metrics
-from lightning_moe_ckpt.fit.loops import _progress, _trainer
+from lightning_moe_ckpt.fit.loops import _trainer
 from lightning_moe_ckpt.journal import differs
 from lightning_moe_ckpt.operators import groups_state, load_groups_state
 
@@ -143,7 +143,7 @@ class BoundaryState:
     def restore_ended(self, start: Start, _: Mapping[str, Any]) -> None:
         """Give loops their progress at training's end."""
         self.settings.restore_accumulation(start["loops"]["settings"]["accumulate_grad_batches"])
-        _progress.restore_ended(self.trainer, copied(start["loops"]))
+        _trainer.restore_ended(self.trainer, copied(start["loops"]))
 
 
 def _differs(name: str, start: Mapping[str, Any], here: Mapping[str, Any]) -> bool:

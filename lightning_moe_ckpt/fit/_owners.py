@@ -25,9 +25,15 @@ from torchmetrics import Metric
 
 from lightning_moe_ckpt.fit.loaders._loaders import data_owners, loader_generators, loader_objects, loads_again
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of, datamodule_of
-from lightning_moe_ckpt.fit.objects._generators import GeneratorPlaces, generators_at, places_of
 from lightning_moe_ckpt.fit.objects._kinds import CONTENT, metrics_own
-from lightning_moe_ckpt.fit.objects._users import in_state, is_library, names_of_loaders
+from lightning_moe_ckpt.fit.objects._users import (
+    GeneratorPlaces,
+    generators_at,
+    in_state,
+    is_library,
+    names_of_loaders,
+    places_of,
+)
 from lightning_moe_ckpt.fit.objects._values import Values, is_of_values, unnumbered
 from lightning_moe_ckpt.journal import HeldGenerator
 

@@ -34,8 +34,8 @@ from lightning_moe_ckpt.fit._settings import Settings
 from lightning_moe_ckpt.fit._state import JournalPart, Trained, copied, require_storable
 from lightning_moe_ckpt.fit.loaders import _loaders, _positions, _random
 from lightning_moe_ckpt.fit.loaders._random import NO_FETCHES, FetchLog
-from lightning_moe_ckpt.fit.loops import _progress
-from lightning_moe_ckpt.fit.loops._progress import LoopProgress
+from lightning_moe_ckpt.fit.loops import _trainer
+from lightning_moe_ckpt.fit.loops._trainer import LoopProgress
 from lightning_moe_ckpt.journal import UNFIT, HeldGenerator, RngState, capture_rng, differs, restore_rng
 
 log = rank_logger(__name__)
@@ -252,7 +252,7 @@ class BoundaryRecorder:
             self._state.restore("epoch", self._resume)
             if not self._mid_epoch:
                 self._settings.begin(mid_epoch=False)
-        inside = self._resume is None and _progress.resumes_inside(self._trainer)  # from a file: no epoch begins
+        inside = self._resume is None and _trainer.resumes_inside(self._trainer)  # from a file: no epoch begins
         self._moments["epoch"], self._before_epoch_only = self._take_random(), not inside
         # Even if not needed: this state cannot be taken later. It is taken again if a fetch has found the data's end.
         if (self._wanted or self._passed or self._start is not None) and not inside:
@@ -409,10 +409,10 @@ class BoundaryRecorder:
     def _resume_loops(self, start: Start) -> None:
         loops = copied(start["loops"])
         if start["between_epochs"]:
-            _progress.resume_between_epochs(self._trainer, loops)
+            _trainer.resume_between_epochs(self._trainer, loops)
             return
         self._mid_epoch = True
-        _progress.resume_mid_epoch(self._trainer, loops, self._position)
+        _trainer.resume_mid_epoch(self._trainer, loops, self._position)
 
     def _position(self) -> None:
         assert self._resume is not None

@@ -15,17 +15,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Neighbours
 from lightning_moe_ckpt.fit import _files, _limits
-from lightning_moe_ckpt.fit._batches import Batches, BatchLog, Logged
 from lightning_moe_ckpt.fit._callbacks import Findings, ProgressNote, averages_of, finish_with_averages, resting
-from lightning_moe_ckpt.fit._data import OnMismatch, WatchedData
+from lightning_moe_ckpt.fit._data import Batches, BatchLog, Logged, OnMismatch, WatchedData
 from lightning_moe_ckpt.fit._limits import refuse_unsupported, warn_if_short
 from lightning_moe_ckpt.fit._recorder import BoundaryRecorder
 from lightning_moe_ckpt.fit._settings import OnChange, Settings, announce
 from lightning_moe_ckpt.fit._state import JournalPart, LayerState, Trained, copied
 from lightning_moe_ckpt.fit._stops import Stops, say_who_is_gone
 from lightning_moe_ckpt.fit.loaders._loaders import loads_again
-from lightning_moe_ckpt.fit.loggers import _folders
-from lightning_moe_ckpt.fit.loops import _progress, _taps, _trainer
+from lightning_moe_ckpt.fit.loggers import _once
+from lightning_moe_ckpt.fit.loops import _taps, _trainer
 from lightning_moe_ckpt.journal import HeldGenerator, Unread, capture_rng, restore_rng
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.parallel._elastic import is_of_collective
@@ -94,7 +93,7 @@ class FitSession:
         self.session = self._open()
         self.clock = self.session.clock
         warn_if_short(trainer, self.session.least_steps)
-        self._logs = _folders.LogFolders(trainer)
+        self._logs = _once.LogFolders(trainer)
         compared, original = lambda: self._recorder.compares_batch, self._original_batches
         self._batches = BatchLog(trainer, batches, keep=policy.replays, original=original, compared=compared)
         self._layers = LayerState(module, self.session.layers)
@@ -297,7 +296,7 @@ class FitSession:
     @clocked
     def before_epoch_end(self) -> None:
         """Take the last state before the epoch's end hooks, if training ends in mid-epoch: a longer run resumes here."""
-        if _progress.ends_in_mid_epoch(self._trainer) and self._recorder.between_steps:
+        if _trainer.ends_in_mid_epoch(self._trainer) and self._recorder.between_steps:
             self._recorder.before_fetch()
             self._last = self._recorder.take_stopped()
             self.session.hold(self._step, self._last)
@@ -371,7 +370,7 @@ class FitSession:
             reasons = _limits.inexact_reasons(self._trainer, self._module, replays=self._replays)
             for reason in reasons:
                 log.warning("this run cannot be reproduced bit for bit: %s", reason, alike=True)
-            self._last_step = _progress.last_step(self._trainer)
+            self._last_step = _trainer.last_step(self._trainer)
         self._trained = True
         self._stops.batch_begins()
         start = self._recorder.complete_start(self._batches.take_digest())

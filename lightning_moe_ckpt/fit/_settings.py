@@ -31,7 +31,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.fit._state import copied
 from lightning_moe_ckpt.fit.loaders import _loaders
-from lightning_moe_ckpt.fit.loops import _progress, _trainer
+from lightning_moe_ckpt.fit.loops import _trainer
 from lightning_moe_ckpt.journal import Written, written
 from lightning_moe_ckpt.operators import groups_state, load_groups_state
 from lightning_moe_ckpt.recovery import Replay
@@ -462,7 +462,7 @@ def _text(value: Any) -> str:
 def announce(trainer: Trainer, report: Report, url: str, *, replaying: bool) -> None:
     """Log once, on rank 0, whether a run begins, goes on, or has nothing left to do; call when it is restored."""
     step = report.resumed_from
-    why = _progress.finished_because(trainer) if step is not None and not replaying else None
+    why = _trainer.finished_because(trainer) if step is not None and not replaying else None
     if why is not None:
         log.warning(
             "finished at step %d: nothing to train, since %s. The module is that of this step. A new training takes another URL than "

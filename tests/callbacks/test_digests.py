@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_moe_ckpt.fit._batches import digest_of
+from lightning_moe_ckpt.fit._data import digest_of
 
 
 def batch() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.fit.loops import _trainer
-from lightning_moe_ckpt.fit.loops._progress import LoopProgress
+from lightning_moe_ckpt.fit.loops._trainer import LoopProgress
 from lightning_moe_ckpt.journal import encode
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")

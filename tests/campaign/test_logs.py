@@ -106,6 +106,6 @@ def _as_new(*args: Any) -> None:
 
 def test_without_the_mechanism_rows_appear_twice(campaigns: Campaigns) -> None:
     """In a second folder."""
-    seam = Seam(module="lightning_moe_ckpt.fit.loggers._folders", attribute="LogFolders.restore", replacement=_as_new)
+    seam = Seam(module="lightning_moe_ckpt.fit.loggers._once", attribute="LogFolders.restore", replacement=_as_new)
     with pytest.raises(AssertionError, match="version_1"):
         campaigns.check_all(replace(RUNS["csv"], checkpointing=DENSE), KILLS[:1], seams=[seam])

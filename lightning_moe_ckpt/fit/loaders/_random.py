@@ -30,7 +30,7 @@ from torch.utils.data._utils.worker import _generate_state
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.fit.loaders._loaders import data_sets, loaders_of, loads_again, validation_loaders
-from lightning_moe_ckpt.fit.objects._generators import held_by
+from lightning_moe_ckpt.fit.objects._users import held_by
 from lightning_moe_ckpt.journal import RngState, capture_rng, decode, differs, encode, restore_rng
 
 log = rank_logger(__name__)
