@@ -26,7 +26,7 @@ from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced, IdentityMismatch, UnknownLayout
 from lightning_moe_ckpt.inspection import verify
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.recovery._loading import RestoreSource
+from lightning_moe_ckpt.recovery import RestoreSource
 from lightning_moe_ckpt.snapshot import _lay_out
 from lightning_moe_ckpt.storage import Retention, _segment, open_backend
 from lightning_moe_ckpt.strategy import MoEStrategy

@@ -25,10 +25,9 @@ from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.policies import Audience
 from lightning_moe_ckpt.session import _session
 from lightning_moe_ckpt.storage import RankMarker, SegmentEntry
-from lightning_moe_ckpt.tiers import Gradients
+from lightning_moe_ckpt.tiers import Gradients, Markers, SealedSegment, TierWorker
 from lightning_moe_ckpt.tiers._delta import Baseline, DeltaDecoder, encode_delta
-from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
-from lightning_moe_ckpt.tiers._tier_worker import TierWorker, WriteJob
+from lightning_moe_ckpt.tiers._tier_worker import WriteJob
 
 FEATURES, HIDDEN, NUM_EXPERTS = 16, 64, 4
 EXPERT_NUMEL = FEATURES * HIDDEN * 2

@@ -15,8 +15,7 @@ import pytest
 from launcher import run_world
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.coordination import Neighbours
-from lightning_moe_ckpt.coordination._exchange import Exchange
+from lightning_moe_ckpt.coordination import Exchange, Neighbours
 from lightning_moe_ckpt.fit._stops import say_who_is_gone
 from lightning_moe_ckpt.parallel import build_groups
 

@@ -31,7 +31,7 @@ from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, StorageError
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.policies import SparsePolicy
-from lightning_moe_ckpt.snapshot._writer import BufferChanged, SegmentWriter
+from lightning_moe_ckpt.snapshot import BufferChanged, SegmentWriter
 from lightning_moe_ckpt.storage import RunStore
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing
 from lightning_moe_ckpt.tiers._shm import SharedFile

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from stored._segments import read_segment
 
-from lightning_moe_ckpt.journal import decode_journal
-from lightning_moe_ckpt.journal._journal import encode_journal
+from lightning_moe_ckpt.journal import decode_journal, encode_journal
 from lightning_moe_ckpt.storage import (
     Commit,
     GenerationId,

@@ -13,7 +13,8 @@ import pytest
 
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.inspection import _shared_memory
-from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE, SharedFile, shared_name
+from lightning_moe_ckpt.tiers import shared_name
+from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE, SharedFile
 
 TAGS = ("a" * 32, "b" * 32)
 HOLD = """

@@ -19,8 +19,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native import CompiledCpuEngine, CpuCopyEngine, Library, NativeError, _library, _plan
-from lightning_moe_ckpt.native._engine import PipelinePhase
+from lightning_moe_ckpt.native import (
+    CompiledCpuEngine,
+    CpuCopyEngine,
+    Library,
+    NativeError,
+    PipelinePhase,
+    _library,
+    _plan,
+)
 from lightning_moe_ckpt.native._plan import Arrangement, CopyPlan, PlannedCopies, Space, slices_of
 
 BYTES_AND_MORE = [

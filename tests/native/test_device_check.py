@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_moe_ckpt.native import (
     AdamState,
     AdamStep,
+    CompiledCpuEngine,
     CompressedGradient,
     Copy,
     CopyEngine,
@@ -34,7 +35,6 @@ from lightning_moe_ckpt.native import (
     _library,
     create_engine,
 )
-from lightning_moe_ckpt.native._cpu import CompiledCpuEngine
 from lightning_moe_ckpt.native._device_check import (
     USES,
     CheckFailed,

@@ -22,17 +22,16 @@ from lightning_moe_ckpt.native import (
     CopyEngine,
     CudaCopyEngine,
     NativeError,
+    PipelinePhase,
     _cuda,
     _device_check,
     _worker,
     create_engine,
 )
 from lightning_moe_ckpt.native._device_check import USES, cuda_for, verdict
-from lightning_moe_ckpt.native._engine import PipelinePhase
 from lightning_moe_ckpt.native._plan import Arrangement
 from lightning_moe_ckpt.native._torch_device import TorchDevice
-from lightning_moe_ckpt.tiers._host_writer import Rings
-from lightning_moe_ckpt.tiers._rank_memory import RankMemory
+from lightning_moe_ckpt.tiers import RankMemory, Rings
 from native.emulator.device import HANGS, Emulator, registered_memory
 
 CUDA = torch.device("cuda", 0)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.native import AdamState, AdamStep, GradientCompression, _adam, _library
+from lightning_moe_ckpt.native import MAX_PART_NUMEL, AdamState, AdamStep, GradientCompression, _adam, _library
 from lightning_moe_ckpt.native._device_check import _same
-from lightning_moe_ckpt.native._gradient import MAX_PART_NUMEL, compress_with
+from lightning_moe_ckpt.native._gradient import compress_with
 from native.emulator.device import Emulator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.native import CompiledCpuEngine, _library
+from lightning_moe_ckpt.native import CompiledCpuEngine, Preparation, _library
 from lightning_moe_ckpt.native._memory import (
     PageLocks,
-    Preparation,
     node_of_pci_device,
     num_nodes,
     populate,
@@ -23,7 +22,7 @@ from lightning_moe_ckpt.native._memory import (
     preparing_threads,
 )
 from lightning_moe_ckpt.session import _dense
-from lightning_moe_ckpt.tiers._ring import SegmentRing
+from lightning_moe_ckpt.tiers import SegmentRing
 
 NBYTES = 64 * mmap.PAGESIZE
 

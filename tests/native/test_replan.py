@@ -20,10 +20,8 @@ from lightning_moe_ckpt.native import (
 from lightning_moe_ckpt.native._plan import PlannedTable
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.snapshot import _columns
-from lightning_moe_ckpt.snapshot._lay_out import dense_layout
-from lightning_moe_ckpt.snapshot._layout import JOURNAL, PARAM, PRESENT, StateView
-from lightning_moe_ckpt.snapshot._writer import SegmentWriter, StepCopies
+from lightning_moe_ckpt.snapshot import JOURNAL, PARAM, PRESENT, SegmentWriter, StateView, _columns, dense_layout
+from lightning_moe_ckpt.snapshot._writer import StepCopies
 
 
 class CountingTwin(CpuCopyEngine):

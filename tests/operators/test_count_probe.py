@@ -15,7 +15,7 @@ from launcher import run_world
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_moe_ckpt.coordination._exchange import Exchange
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import WrongCounts
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.operators import (

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from launcher import run_world
 
-from lightning_moe_ckpt.parallel import build_groups
-from lightning_moe_ckpt.parallel._listeners import closed_listeners, listening
+from lightning_moe_ckpt.parallel import build_groups, closed_listeners
+from lightning_moe_ckpt.parallel._listeners import listening
 
 STRANGERS = 400
 ROOM = 200

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.journal._codec import decode, encode
+from lightning_moe_ckpt.journal import decode, encode
 from lightning_moe_ckpt.metrics import moementary_lost_tokens, portion_of_lost_tokens
 from lightning_moe_ckpt.policies import (
     LEVELS,

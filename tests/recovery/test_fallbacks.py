@@ -10,8 +10,8 @@ from stored._segments import LAYOUT
 
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, SegmentEntry, Span
-from lightning_moe_ckpt.tiers import Holding
-from lightning_moe_ckpt.tiers._shm import MemoryKind, marker_paths, shared_name
+from lightning_moe_ckpt.tiers import Holding, shared_name
+from lightning_moe_ckpt.tiers._shm import MemoryKind, marker_paths
 from recovery._world import Node, World, require, require_part, sources
 from recovery.conftest import MakeWorld
 

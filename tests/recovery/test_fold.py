@@ -18,8 +18,8 @@ from lightning_moe_ckpt.native import (
     packed_nbytes,
     unpack_gradient,
 )
-from lightning_moe_ckpt.recovery._fold import Difference, fold
-from lightning_moe_ckpt.tiers._delta_plan import StepSettings
+from lightning_moe_ckpt.recovery import Difference, fold
+from lightning_moe_ckpt.tiers import StepSettings
 
 NUMEL = 5000
 STATE = ("exp_avg", "exp_avg_sq")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from stored._segments import LAYOUT
 
-from lightning_moe_ckpt.coordination._exchange import Exchange
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.parallel import build_groups
 from lightning_moe_ckpt.storage import SegmentEntry
 from lightning_moe_ckpt.tiers import Holding

@@ -8,7 +8,7 @@ from torch import nn
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
-from lightning_moe_ckpt.snapshot._layout import StateView
+from lightning_moe_ckpt.snapshot import StateView
 
 NUM_EXPERTS = 12
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_moe_ckpt.process._heap import FrozenHeap, _Owner, collections_paused
+from lightning_moe_ckpt.process import FrozenHeap, collections_paused
+from lightning_moe_ckpt.process._heap import _Owner
 
 
 class Ring:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.recovery import _inventory as _leftovers
-from lightning_moe_ckpt.recovery._inventory import is_superseded
+from lightning_moe_ckpt.recovery import is_superseded
 from lightning_moe_ckpt.storage import Entry, GenerationId, PosixBackend, RunStore
 from lightning_moe_ckpt.tiers import RankMemory
 

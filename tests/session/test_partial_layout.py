@@ -16,14 +16,21 @@ from lightning_moe_ckpt.native import create_engine
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
 from lightning_moe_ckpt.policies import Experts, Plan, Selection, WindowStep, assign_writers, expert_names
-from lightning_moe_ckpt.snapshot import _lay_out
-from lightning_moe_ckpt.snapshot._lay_out import dense_nbytes, expert_loads, lay_out, record_nbytes
-from lightning_moe_ckpt.snapshot._layout import StateView, WindowLayout
-from lightning_moe_ckpt.snapshot._parts import Shard
-from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
-from lightning_moe_ckpt.snapshot._writer import BoundaryCapture, SegmentWriter
+from lightning_moe_ckpt.snapshot import (
+    BoundaryCapture,
+    PlanRecord,
+    SegmentWriter,
+    Shard,
+    StateView,
+    WindowLayout,
+    _lay_out,
+    dense_nbytes,
+    lay_out,
+    record_nbytes,
+)
+from lightning_moe_ckpt.snapshot._lay_out import expert_loads
 from lightning_moe_ckpt.storage import GenerationId, SegmentLayout, digest_of
-from lightning_moe_ckpt.tiers._sealed import SealedSegment
+from lightning_moe_ckpt.tiers import SealedSegment
 
 WORLDS = [(1, 1), (3, 1), (4, 2), (3, 3)]
 """Ranks, and over how many of them the experts are spread."""

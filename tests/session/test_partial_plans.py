@@ -13,12 +13,12 @@ import torch
 from session._partial_model import NUM_EXPERTS, rank_of_world
 from torch import nn
 
-from lightning_moe_ckpt.coordination._exchange import Exchange
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
-from lightning_moe_ckpt.planning._ledger import LedgerKeeper, LossFigures
-from lightning_moe_ckpt.planning._planning import Planner
+from lightning_moe_ckpt.planning import LossFigures, Planner
+from lightning_moe_ckpt.planning._ledger import LedgerKeeper
 from lightning_moe_ckpt.policies import (
     MAX_GENERATIONS,
     DynamicK,
@@ -28,7 +28,7 @@ from lightning_moe_ckpt.policies import (
     expert_names,
 )
 from lightning_moe_ckpt.policies._expert_tables import STARVED
-from lightning_moe_ckpt.snapshot._layout import StateView, WindowLayout
+from lightning_moe_ckpt.snapshot import StateView, WindowLayout
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SegmentRing
 

@@ -30,11 +30,9 @@ from lightning_moe_ckpt.storage import (
     TensorSpec,
     open_backend,
 )
+from lightning_moe_ckpt.tiers import Base, Markers, PersistWorker, SealedFile, SealedSegment, SegmentRing, WriteRequest
 from lightning_moe_ckpt.tiers import _writer as _worker
-from lightning_moe_ckpt.tiers._ring import SegmentRing
-from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
-from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
-from lightning_moe_ckpt.tiers._tier_worker import Base, Released, WriteRequest
+from lightning_moe_ckpt.tiers._tier_worker import Released
 
 LAYOUT = SegmentLayout([TensorSpec("w", torch.float32, (8,)), TensorSpec("b", torch.bfloat16, (3,))], metadata={})
 NOW = timedelta(0)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_moe_ckpt.journal._codec import decode, encode
-from lightning_moe_ckpt.journal._rng import HeldGenerator, capture_rng, restore_rng
+from lightning_moe_ckpt.journal import HeldGenerator, capture_rng, decode, encode, restore_rng
 
 
 def draws(*generators: torch.Generator) -> list[float]:

@@ -11,7 +11,7 @@ from lightning_moe_ckpt.errors import KeyMissing, StorageError
 from lightning_moe_ckpt.planning._bad_copies import WIDTH, BadCopyList
 from lightning_moe_ckpt.policies import TierLedger
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordEntry, ReferencedEntry, SegmentEntry, digest_of
-from lightning_moe_ckpt.tiers._storage_writer import BadCopy, Scrubber
+from lightning_moe_ckpt.tiers import BadCopy, Scrubber
 
 FAST = 2**40
 

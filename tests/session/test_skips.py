@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from lightning_moe_ckpt.storage import GenerationId
-from lightning_moe_ckpt.tiers._tier_worker import MissedWindows, SkipCounter
+from lightning_moe_ckpt.tiers import MissedWindows, SkipCounter
 
 
 def follow(story: str) -> SkipCounter:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from lightning_moe_ckpt.process._stall import HookClock, StallMeter, clocked
+from lightning_moe_ckpt.process import HookClock, StallMeter, clocked
 
 
 @pytest.fixture

@@ -17,12 +17,10 @@ from typing_extensions import override
 from lightning_moe_ckpt.policies import Plan
 from lightning_moe_ckpt.session._lane import Window
 from lightning_moe_ckpt.session._tiers import Tiers
-from lightning_moe_ckpt.snapshot._layout import WindowLayout
-from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
+from lightning_moe_ckpt.snapshot import PlanRecord, WindowLayout
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
-from lightning_moe_ckpt.tiers import SegmentRing
-from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
-from lightning_moe_ckpt.tiers._tier_worker import TierWorker, WriteJob, WriteRequest
+from lightning_moe_ckpt.tiers import Markers, SealedSegment, SegmentRing, TierWorker, WriteRequest
+from lightning_moe_ckpt.tiers._tier_worker import WriteJob
 
 
 @dataclass

@@ -23,8 +23,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, Popularity, SparseCheckpoint
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
-from lightning_moe_ckpt.journal import _arrivals
-from lightning_moe_ckpt.journal._arrivals import Arrival, Arrivals
+from lightning_moe_ckpt.journal import Arrival, Arrivals, _arrivals
 from lightning_moe_ckpt.moe import MoELayer
 
 FEATURES = 4

@@ -13,16 +13,17 @@ from stored._lives import named
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage import (
+    Commit,
     GenerationId,
     RankMarker,
     RecordEntry,
     SegmentEntry,
     carry_forward,
+    digest_of,
     full_records,
     segment_key,
 )
-from lightning_moe_ckpt.storage._json import digest_of
-from lightning_moe_ckpt.storage._records import Commit, StoredMarker
+from lightning_moe_ckpt.storage._records import StoredMarker
 
 EXPERTS = [f"blocks.{layer}.moe/expert.{i}" for layer in range(2) for i in range(3)]
 

@@ -20,22 +20,14 @@ from lightning_moe_ckpt.storage import (
     ModuleLine,
     RankMarker,
     RecordEntry,
+    ReferencedEntry,
     SegmentEntry,
-)
-from lightning_moe_ckpt.storage._entries import RecordTable, ReferencedEntry
-from lightning_moe_ckpt.storage._json import (
-    INTEGER,
-    OBJECT,
-    TEXT,
-    VERSION,
-    decode,
-    described_nbytes,
     digest_of,
-    encode,
-    keys,
+    segment_key,
 )
+from lightning_moe_ckpt.storage._entries import RecordTable
+from lightning_moe_ckpt.storage._json import INTEGER, OBJECT, TEXT, VERSION, decode, described_nbytes, encode, keys
 from lightning_moe_ckpt.storage._log import Cut
-from lightning_moe_ckpt.storage._names import segment_key
 from lightning_moe_ckpt.storage._records import StoredMarker
 
 GENERATION = GenerationId(step=40, incarnation=3, nonce="c" * 12)

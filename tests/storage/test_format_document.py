@@ -16,11 +16,11 @@ import pytest
 import torch
 from stored._segments import read_record, read_segment, verify_records
 
-from lightning_moe_ckpt.journal import decode_journal
-from lightning_moe_ckpt.journal._codec import _READERS, decode, encode
+from lightning_moe_ckpt.journal import decode, decode_journal, encode
+from lightning_moe_ckpt.journal._codec import _READERS
 from lightning_moe_ckpt.journal._codec_leaves import LEAF_READERS
 from lightning_moe_ckpt.operators import RecordKind
-from lightning_moe_ckpt.snapshot._layout import JOURNAL
+from lightning_moe_ckpt.snapshot import JOURNAL
 from lightning_moe_ckpt.storage import FsspecBackend, GenerationId, RunStore, digest_of
 
 NONCE = "0a1b2c3d4e5f"

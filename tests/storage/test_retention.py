@@ -19,9 +19,10 @@ from lightning_moe_ckpt.storage import (
     GenerationId,
     PosixBackend,
     Retention,
+    segment_key,
 )
 from lightning_moe_ckpt.storage._log import History
-from lightning_moe_ckpt.storage._names import commit_key, segment_key
+from lightning_moe_ckpt.storage._names import commit_key
 from lightning_moe_ckpt.storage._retention import advanced_history
 
 DAY = 86_400

@@ -27,10 +27,11 @@ from lightning_moe_ckpt.storage import (
     Retention,
     RunStore,
     open_backend,
+    segment_key,
 )
 from lightning_moe_ckpt.storage._coordination import await_markers, publish
 from lightning_moe_ckpt.storage._log import History, Log
-from lightning_moe_ckpt.storage._names import commit_key, log_key, marker_key, segment_key
+from lightning_moe_ckpt.storage._names import commit_key, log_key, marker_key
 
 NOW = timedelta()
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.storage import RankMarker
-from lightning_moe_ckpt.storage._records import Commit
+from lightning_moe_ckpt.storage import Commit, RankMarker
 
 
 def require_damage_is_seen(document: RankMarker | Commit) -> None:

@@ -36,8 +36,7 @@ from lightning_moe_ckpt.storage import (
     digest_of,
     segment_key,
 )
-from lightning_moe_ckpt.tiers import HostTier, SegmentRing
-from lightning_moe_ckpt.tiers._shm import shared_name
+from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_name
 from stored._crashes import Crashed, CrashingBackend
 from stored._partial import EXPERTS, Sources, part, read_back
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import SegmentEntry
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.tiers._sealed import SealedSegment
-from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
+from lightning_moe_ckpt.tiers import PersistWorker, SealedSegment
 from lightning_moe_ckpt.tiers._tier_worker import WriteJob
 
 

@@ -30,9 +30,7 @@ from lightning_moe_ckpt.storage import (
     digest_of,
     segment_key,
 )
-from lightning_moe_ckpt.tiers import Holding, SegmentRing, Tier
-from lightning_moe_ckpt.tiers._sealed import SealedFile, SealedSegment
-from lightning_moe_ckpt.tiers._tier_worker import TierWorker, WriteRequest
+from lightning_moe_ckpt.tiers import Holding, SealedFile, SealedSegment, SegmentRing, Tier, TierWorker, WriteRequest
 
 TIMEOUT = 30.0
 """Most seconds that a test waits for anything."""

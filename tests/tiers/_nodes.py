@@ -25,7 +25,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # exported at run time only
 
-from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE, shared_directory
+from lightning_moe_ckpt.tiers import shared_directory
+from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
 
 from ._networks import enter
 

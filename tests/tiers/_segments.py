@@ -21,8 +21,7 @@ from lightning_moe_ckpt.storage import (
     TensorSpec,
     digest_of,
 )
-from lightning_moe_ckpt.tiers import Holding, HostTier, SegmentRing
-from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
+from lightning_moe_ckpt.tiers import Holding, HostTier, Markers, SealedFile, SealedSegment, SegmentRing
 
 LAYOUT = SegmentLayout([TensorSpec("w", torch.float32, (1000,)), TensorSpec("b", torch.bfloat16, (3,))], metadata={})
 RUN = "0123456789abcdef0123456789abcdef"

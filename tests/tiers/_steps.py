@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.storage import SegmentLayout, TensorSpec
+from lightning_moe_ckpt.tiers import Gradients, PartGradient, StepSettings, aligned_gradient, gradient_nbytes
 from lightning_moe_ckpt.tiers._delta import Baseline, DeltaDecoder, EncodedDelta
-from lightning_moe_ckpt.tiers._delta_plan import (
-    Gradients,
-    PartGradient,
-    StepSettings,
-    aligned_gradient,
-    gradient_nbytes,
-)
 
 JOURNAL_NBYTES = 700
 

@@ -25,9 +25,8 @@ from lightning_moe_ckpt.storage import (
     SegmentEntry,
     segment_key,
 )
-from lightning_moe_ckpt.tiers import Holding, HostTier, RankMemory, SegmentRing, _ring, _shm, shared_name
+from lightning_moe_ckpt.tiers import Holding, HostTier, Markers, RankMemory, SegmentRing, _ring, _shm, shared_name
 from lightning_moe_ckpt.tiers._peer_receiver import ReplicaStore
-from lightning_moe_ckpt.tiers._sealed import Markers
 from lightning_moe_ckpt.tiers._shm import MemoryName, marker_files, marker_path, unfinished_path
 from tiers._segments import LAYOUT, RUN, Child, check, check_whole, generation, keep, leave_behind, readable, seal
 

@@ -11,9 +11,8 @@ import torch
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.storage import RankMarker, SegmentEntry, segment_key
-from lightning_moe_ckpt.tiers import RankMemory, SegmentRing, shared_directory
+from lightning_moe_ckpt.tiers import Markers, RankMemory, SegmentRing, shared_directory
 from lightning_moe_ckpt.tiers._peer_receiver import ReplicaStore
-from lightning_moe_ckpt.tiers._sealed import Markers
 from lightning_moe_ckpt.tiers._shm import SharedFile
 from tiers._segments import LAYOUT, RUN, Child, generation, keep, readable, seal
 

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import GenerationId
-from lightning_moe_ckpt.tiers import FailureDomain, place_replicas
+from lightning_moe_ckpt.tiers import FailureDomain, SealedSegment, place_replicas
 from lightning_moe_ckpt.tiers._delta_plan import _without
 from lightning_moe_ckpt.tiers._mirrors import MirrorStore, mirroring_of
-from lightning_moe_ckpt.tiers._sealed import SealedSegment
 
 from ._nodes import Cluster, Rank, cluster, run
 from ._segments import LAYOUT, fill, generation, value_of

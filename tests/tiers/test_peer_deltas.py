@@ -15,7 +15,7 @@ import torch
 from stored._segments import verify_records
 from torch import Tensor
 
-from lightning_moe_ckpt.coordination._exchange import Exchange
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.native import AdamStep
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Deltas
@@ -29,14 +29,22 @@ from lightning_moe_ckpt.storage import (
     digest_of,
     dtype_code,
 )
-from lightning_moe_ckpt.tiers import DeltaFigures, Gradients, HostTier, SegmentRing, shared_name
+from lightning_moe_ckpt.tiers import (
+    DeltaFigures,
+    Gradients,
+    HostTier,
+    Markers,
+    SealedFile,
+    SealedSegment,
+    SegmentRing,
+    WriteRequest,
+    shared_name,
+)
 from lightning_moe_ckpt.tiers import _peer_receiver as receiving
 from lightning_moe_ckpt.tiers._delta import EncodedDelta, encode_delta
 from lightning_moe_ckpt.tiers._peer_stream import NotReplicated, Replication
 from lightning_moe_ckpt.tiers._peer_wire import Message, MessageKind, Wire
 from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
-from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
-from lightning_moe_ckpt.tiers._tier_worker import WriteRequest
 
 from ._nodes import Cluster, Rank, cluster, run
 from ._steps import Training, baseline

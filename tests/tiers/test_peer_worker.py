@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_moe_ckpt.coordination._exchange import Exchange
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Chains
 from lightning_moe_ckpt.storage import GenerationId, SlotClass
-from lightning_moe_ckpt.tiers import SegmentRing, shared_name
+from lightning_moe_ckpt.tiers import Markers, SegmentRing, WriteRequest, shared_name
 from lightning_moe_ckpt.tiers._peer_stream import Replication
 from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
-from lightning_moe_ckpt.tiers._sealed import Markers
-from lightning_moe_ckpt.tiers._tier_worker import WriteRequest
 
 from ._networks import INTERFACE, two_networks
 from ._nodes import Cluster, Rank, cluster, run

@@ -20,10 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lightning_moe_ckpt.errors import ConfigurationError, RingFull
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES
-from lightning_moe_ckpt.tiers import _shm
-from lightning_moe_ckpt.tiers._ring import SegmentRing, slots_needed
-from lightning_moe_ckpt.tiers._ring_state import Slot
-from lightning_moe_ckpt.tiers._shm import shared_directory, shared_name, unlink_shared_file
+from lightning_moe_ckpt.tiers import SegmentRing, Slot, _shm, shared_directory, shared_name
+from lightning_moe_ckpt.tiers._ring import slots_needed
+from lightning_moe_ckpt.tiers._shm import unlink_shared_file
 
 
 @pytest.fixture

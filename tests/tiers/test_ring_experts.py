@@ -12,10 +12,18 @@ import torch
 from lightning_moe_ckpt.errors import RingFull
 from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import GenerationId, RecordEntry, RecordRows, SegmentLayout, TensorSpec, digest_of
-from lightning_moe_ckpt.tiers import HostTier, SegmentRing, _ring_state, _shm, shared_name
+from lightning_moe_ckpt.tiers import (
+    HostTier,
+    Markers,
+    SealedFile,
+    SealedSegment,
+    SegmentRing,
+    _ring_state,
+    _shm,
+    shared_name,
+)
 from lightning_moe_ckpt.tiers._ring import slots_needed
 from lightning_moe_ckpt.tiers._ring_state import slot_classes
-from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
 from tiers._segments import RUN, generation
 
 EXPERTS = {f"moe/expert.{i}": 64 * (100 + 40 * (i % 2)) for i in range(6)}

@@ -15,12 +15,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # exporte
 from typing_extensions import override
 
 from lightning_moe_ckpt.storage import Retention, RunStore, open_backend
-from lightning_moe_ckpt.tiers import HostTier, ObjectTier, RankMemory
-from lightning_moe_ckpt.tiers._host_writer import HostWorker
+from lightning_moe_ckpt.tiers import HostTier, HostWorker, Markers, ObjectTier, PersistWorker, RankMemory
 from lightning_moe_ckpt.tiers._peer_stream import Replication
 from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
-from lightning_moe_ckpt.tiers._sealed import Markers
-from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
 
 from ._capture import TierHalves
 from ._contract import TierContract

@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.testing._attempts import Attempt, assert_same_end, run_attempts
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Attempt, Kill, assert_same_end, run_attempts
 
 FEATURES = 8
 STEPS = (2, 5, 7, 12)

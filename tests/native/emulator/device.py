@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.native import _library
+from lightning_moe_ckpt.native import Library, NativeError, _library
 from lightning_moe_ckpt.native._cuda import CompiledCudaTicket
-from lightning_moe_ckpt.native._library import Library, NativeError
 from lightning_moe_ckpt.native._plan import Space
 from lightning_moe_ckpt.native._torch_device import TorchDevice
 from native.emulator.build import build
