@@ -25,7 +25,7 @@ from campaign._campaign import Campaigns
 from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.native import decompress_gradient
 from lightning_moe_ckpt.native._gradient import GradientCompression, compress_with
-from lightning_moe_ckpt.recovery import _chain
+from lightning_moe_ckpt.recovery import _fold
 from lightning_moe_ckpt.storage import SegmentLayout
 from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult
@@ -90,16 +90,16 @@ class Heard:
 
     def listen(self) -> None:
         """Hear of it from here on."""
-        fold = vars(_chain)["fold"]
+        fold = vars(_fold)["fold"]
 
         def heard(state_U8: Tensor, layout: SegmentLayout, *differences: Any) -> None:
             self.parts = [name.removesuffix("/param") for name in layout.names if name.endswith("/param")]
             fold(state_U8, layout, *differences)
 
-        Seam(module=_chain.__name__, attribute="fold", replacement=heard).apply()
+        Seam(module=_fold.__name__, attribute="fold", replacement=heard).apply()
         handler = logging.Handler()
         handler.emit = self._hear  # type: ignore[method-assign]
-        _chain.log.logger.addHandler(handler)
+        _fold.log.logger.addHandler(handler)
 
     def _hear(self, record: logging.LogRecord) -> None:
         if " differences were applied to " in record.msg:

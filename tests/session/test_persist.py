@@ -31,7 +31,7 @@ from lightning_moe_ckpt.storage import (
     open_backend,
 )
 from lightning_moe_ckpt.tiers import Base, Markers, PersistWorker, SealedFile, SealedSegment, SegmentRing, WriteRequest
-from lightning_moe_ckpt.tiers import _writer as _worker
+from lightning_moe_ckpt.tiers import _tier_worker as _worker
 from lightning_moe_ckpt.tiers._tier_worker import Released
 
 LAYOUT = SegmentLayout([TensorSpec("w", torch.float32, (8,)), TensorSpec("b", torch.bfloat16, (3,))], metadata={})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.tiers import FailureDomain, _placement, this_domain
+from lightning_moe_ckpt.tiers import FailureDomain, _holders, this_domain
 from lightning_moe_ckpt.tiers._holders import expect_domains
 
 
@@ -21,7 +21,7 @@ def test_a_machine_is_one_node_by_its_boot_id() -> None:
 
 def test_a_machine_without_boot_id_is_its_host_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As on macOS."""
-    monkeypatch.setattr(_placement, "_BOOT_ID", tmp_path / "none")
+    monkeypatch.setattr(_holders, "_BOOT_ID", tmp_path / "none")
     assert this_domain({}).node == socket.gethostname()
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_moe_ckpt.tiers import (
     FailureDomain,
     ReplicaPlacement,
-    _survival,
+    _holders,
     percent,
     place_replicas,
     survival_probability,
@@ -51,7 +51,7 @@ def placements(draw: st.DrawFn) -> ReplicaPlacement:
 @settings(max_examples=150)
 @given(placements(), st.sampled_from(["node", "rack"]))
 def test_it_is_the_share_of_choices_that_leave_a_copy_of_everyone(
-    placement: ReplicaPlacement, level: _survival.Level
+    placement: ReplicaPlacement, level: _holders.Level
 ) -> None:
     """For every number of nodes or racks lost, against all choices."""
     place = [domain.node if level == "node" else domain.rack for domain in placement.domains]
@@ -110,7 +110,7 @@ def test_an_estimate_says_how_far_off_it_may_be(monkeypatch: pytest.MonkeyPatch)
     """Where counting would take too long; the same on every rank."""
     ring = scattered([((n + 1) % 40,) for n in range(40)], ["-"] * 40)
     exact = survival_probability(ring, 3)
-    monkeypatch.setattr(_survival, "_EXACT_CHOICES", 0)
+    monkeypatch.setattr(_holders, "_EXACT_CHOICES", 0)
     estimate = survival_probability(ring, 3)
     assert exact.error == 0
     assert 0 < estimate.error <= 0.0025
