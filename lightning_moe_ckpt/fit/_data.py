@@ -39,7 +39,7 @@ from lightning_moe_ckpt.errors import ConfigurationError, OtherData
 from lightning_moe_ckpt.fit._callbacks import resting
 from lightning_moe_ckpt.fit._owners import OF_OTHERS, HeldGenerators, MovedAttributes
 from lightning_moe_ckpt.fit._state import Extras, copied
-from lightning_moe_ckpt.fit.loaders import _positions
+from lightning_moe_ckpt.fit.loaders import _loaders, _positions
 from lightning_moe_ckpt.fit.loaders._loaders import LoaderGenerators
 from lightning_moe_ckpt.fit.loaders._random import PersistentWorkers
 from lightning_moe_ckpt.fit.loops._taps import BatchTap
@@ -255,7 +255,13 @@ class DataRecord:
         return self._among().all_agree(len(found) > 0 and digest_of(found[0]) == self.expected)
 
     def _require_settings(self) -> None:
-        """Log settings that the user has changed. Collective in a restart."""
+        """Log settings that the user has changed. Collective in a restart.
+
+        Loaders that a restart makes as at the run's begin, or at its last request, are of another epoch than the stored
+        settings. The loaders on which the epoch trains are looked at before its iterator is made.
+        """
+        if not _loaders.are_of_this_epoch(self._trainer):
+            return
         stored, now = self._resumed.get("settings"), _positions.settings_of(self._trainer)
         changes = _changes(stored, now) if stored else []
         self.taken = {**self.taken, "settings": now}

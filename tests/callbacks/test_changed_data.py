@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
+from lightning_moe_ckpt.errors import OtherData
 
 
 class Model(LightningModule):
@@ -79,9 +80,12 @@ class Ends(Exception):
 
 
 class Interrupts(Callback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        if trainer.global_step == 3:
+        if trainer.global_step == self._step:
             raise Ends
 
 
@@ -89,9 +93,9 @@ def items(length: int = 16) -> TensorDataset:
     return TensorDataset(torch.arange(4.0 * length).view(length, 4) / length)
 
 
-def fit(url: Path, data: Any, *, manual: bool = False, interrupted: bool = False, **options: Any) -> Trainer:
+def fit(url: Path, data: Any, *, manual: bool = False, interrupted: int = 0, **options: Any) -> Trainer:
     seed_everything(1, verbose=False)
-    callbacks = [DenseCheckpoint(url, every_n_steps=2), *([Interrupts()] if interrupted else [])]
+    callbacks = [DenseCheckpoint(url, every_n_steps=2), *([Interrupts(interrupted)] if interrupted else [])]
     off: dict[str, Any] = dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary"], False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -115,10 +119,29 @@ def test_data_that_grows_by_the_epoch_has_not_changed(step: int, tmp_path: Path,
     assert "items" not in caplog.text
 
 
+class Shifted(Growing):
+    """As many items, all of them other ones."""
+
+    @override
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(super().train_dataloader().dataset.tensors[0] + 1), self.batch_size)
+
+
+def test_data_that_grows_by_the_epoch_is_compared_between_two(tmp_path: Path, caplog: Any) -> None:
+    """A start asks for the first epoch's loaders too, which are not those that it goes on with."""
+    options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1}
+    fit(tmp_path / "run", Growing(), max_steps=8, interrupted=5, **options)
+    with pytest.raises(OtherData):
+        fit(tmp_path / "run", Shifted(), max_steps=8, **options)
+    fit(tmp_path / "run", Growing(), max_steps=8, **options)
+    assert "resumed from step 4" in caplog.text
+    assert "other settings" not in caplog.text
+
+
 def test_a_sampler_without_the_generator_of_the_stored_one_is_used(tmp_path: Path, caplog: Any) -> None:
     """In the middle of an epoch, whose batches are other ones then, which the table and a line say."""
     shuffled = RandomSampler(items(), generator=torch.Generator().manual_seed(3))
-    fit(tmp_path / "run", DataLoader(items(), 4, sampler=shuffled), max_steps=6, interrupted=True)
+    fit(tmp_path / "run", DataLoader(items(), 4, sampler=shuffled), max_steps=6, interrupted=3)
     assert fit(tmp_path / "run", DataLoader(items(), 4), max_steps=6).global_step == 6
     assert "RandomSampler  SequentialSampler  yours" in caplog.text
     assert "are not those of the original run: `sampler` was RandomSampler" in caplog.text
@@ -127,7 +150,7 @@ def test_a_sampler_without_the_generator_of_the_stored_one_is_used(tmp_path: Pat
 
 def test_overfitting_on_a_stream_is_named_as_what_makes_other_batches(tmp_path: Path, caplog: Any) -> None:
     """Its epochs end earlier."""
-    fit(tmp_path / "run", DataLoader(Stream(), 2), max_steps=8, interrupted=True)
+    fit(tmp_path / "run", DataLoader(Stream(), 2), max_steps=8, interrupted=3)
     assert fit(tmp_path / "run", DataLoader(Stream(), 2), max_steps=8, overfit_batches=1).global_step == 8
     assert "are not those of the original run: `limit_train_batches` was 1.0 and is 1, `overfit_batches`" in caplog.text
 

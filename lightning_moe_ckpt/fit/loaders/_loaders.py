@@ -126,6 +126,11 @@ def _epoch(trainer: Trainer) -> int:
     return int(progress.processed)
 
 
+def are_of_this_epoch(trainer: Trainer) -> bool:
+    """Return whether loaders are made, or have been made, as in the epoch to train, and not as in an earlier one."""
+    return _epoch(trainer) == trainer.current_epoch
+
+
 def _seeded_items(dataset: Any) -> Iterator[SeededItems[Any]]:
     if isinstance(dataset, SeededItems):
         yield dataset
