@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
 from lightning_moe_ckpt.fit._state import copied
-from lightning_moe_ckpt.fit.in_place._stage_alone import Decision, Where
+from lightning_moe_ckpt.fit.in_place._decision import Decision, Where
 from lightning_moe_ckpt.fit.in_place._undo import _hold_buffers, _hold_users, never_alone
 from lightning_moe_ckpt.fit.loggers._metrics import hold_metrics
 from lightning_moe_ckpt.journal import differs
