@@ -20,8 +20,8 @@ from lightning_moe_ckpt._units import rate_text, size_text
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyExists, StorageError
 from lightning_moe_ckpt.storage import Backend, ObjectBackend, PosixBackend, Retrying
 from lightning_moe_ckpt.storage._backend import StorageOptions
+from lightning_moe_ckpt.storage._object import UnfinishedUploads
 from lightning_moe_ckpt.storage._open import open_without_retries
-from lightning_moe_ckpt.storage._unfinished import UnfinishedUploads
 
 Observation = Literal["good", "weaker", "broken", "unknown"]
 FencingVerdict = Literal["fenced", "unfenced", "unsafe"]

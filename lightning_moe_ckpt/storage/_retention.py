@@ -22,8 +22,8 @@ from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, StorageError
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._catalog import Catalog, Contents, missing_parts, read_commit
 from lightning_moe_ckpt.storage._log import History
+from lightning_moe_ckpt.storage._markers import Commit
 from lightning_moe_ckpt.storage._names import GenerationId
-from lightning_moe_ckpt.storage._records import Commit
 
 _SECONDS_PER_DAY = 86_400
 

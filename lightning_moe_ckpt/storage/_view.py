@@ -22,8 +22,8 @@ from lightning_moe_ckpt.storage._catalog import (
     read_committed_marker,
 )
 from lightning_moe_ckpt.storage._log import History, Log, read_entry
+from lightning_moe_ckpt.storage._markers import Commit, RankMarker
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_key, parse_log_key
-from lightning_moe_ckpt.storage._records import Commit, RankMarker
 from lightning_moe_ckpt.storage._retention import needed_by, spare_for, what_lacks
 
 _READERS = 16

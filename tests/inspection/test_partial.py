@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.inspection import verify
 from lightning_moe_ckpt.storage import Commit, PosixBackend, RunStore, carry_forward, digest_of, open_backend
+from lightning_moe_ckpt.storage._markers import StoredMarker
 from lightning_moe_ckpt.storage._names import commit_key, marker_key
-from lightning_moe_ckpt.storage._records import StoredMarker
 
 Say = Callable[..., dict[str, Any]]
 OLD = [1, 2]

@@ -34,8 +34,8 @@ from lightning_moe_ckpt.storage import (
     digest_of,
     segment_key,
 )
+from lightning_moe_ckpt.storage._markers import StoredMarker
 from lightning_moe_ckpt.storage._names import commit_key, marker_key
-from lightning_moe_ckpt.storage._records import StoredMarker
 
 A, B, C = EXPERTS
 ALL = Retention(last=100)

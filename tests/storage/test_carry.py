@@ -23,7 +23,7 @@ from lightning_moe_ckpt.storage import (
     full_records,
     segment_key,
 )
-from lightning_moe_ckpt.storage._records import StoredMarker
+from lightning_moe_ckpt.storage._markers import StoredMarker
 
 EXPERTS = [f"blocks.{layer}.moe/expert.{i}" for layer in range(2) for i in range(3)]
 

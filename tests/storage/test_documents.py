@@ -28,7 +28,7 @@ from lightning_moe_ckpt.storage import (
 from lightning_moe_ckpt.storage._entries import RecordTable
 from lightning_moe_ckpt.storage._json import INTEGER, OBJECT, TEXT, VERSION, decode, described_nbytes, encode, keys
 from lightning_moe_ckpt.storage._log import Cut
-from lightning_moe_ckpt.storage._records import StoredMarker
+from lightning_moe_ckpt.storage._markers import StoredMarker
 
 GENERATION = GenerationId(step=40, incarnation=3, nonce="c" * 12)
 

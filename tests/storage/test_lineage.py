@@ -29,7 +29,7 @@ from lightning_moe_ckpt.storage import (
     collect_garbage,
     repair_log,
 )
-from lightning_moe_ckpt.storage._coordination import await_markers, publish
+from lightning_moe_ckpt.storage._commit import await_markers, publish
 from lightning_moe_ckpt.storage._log import History, Log
 
 KEEP = Retention(last=3)
@@ -454,7 +454,7 @@ def test_a_clock_that_is_slow_makes_no_descendant_an_ancestor(place: Path, monke
     first = begin(PosixBackend(place))
     save(first, 10, KEEP)
     before = time.time_ns() - 10**9 * 86400 * 365
-    monkeypatch.setattr("lightning_moe_ckpt.storage._coordination.time.time_ns", lambda: before)
+    monkeypatch.setattr("lightning_moe_ckpt.storage._commit.time.time_ns", lambda: before)
     second = begin(PosixBackend(place))
     monkeypatch.undo()
     save(second, 20, KEEP)

@@ -29,7 +29,7 @@ from lightning_moe_ckpt.storage import (
     open_backend,
     segment_key,
 )
-from lightning_moe_ckpt.storage._coordination import await_markers, publish
+from lightning_moe_ckpt.storage._commit import await_markers, publish
 from lightning_moe_ckpt.storage._log import History, Log
 from lightning_moe_ckpt.storage._names import commit_key, log_key, marker_key
 

@@ -18,7 +18,7 @@ from servers._s3 import KEY, SECRET, S3Server, running
 import lightning_moe_ckpt
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import ObjectBackend, RunStore, open_backend
-from lightning_moe_ckpt.storage._unfinished import Upload
+from lightning_moe_ckpt.storage._object import Upload
 
 BIG = 18 * 2**20
 SLOW = 5 * 2**20

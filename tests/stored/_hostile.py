@@ -30,7 +30,7 @@ from lightning_moe_ckpt.storage import (
     repair_log,
 )
 from lightning_moe_ckpt.storage._catalog import read_catalog
-from lightning_moe_ckpt.storage._coordination import await_markers, publish
+from lightning_moe_ckpt.storage._commit import await_markers, publish
 from lightning_moe_ckpt.storage._log import Log
 from lightning_moe_ckpt.tiers import HostTier, ObjectTier, RankMemory, SegmentRing
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_moe_ckpt.storage import GenerationId, _coordination
+from lightning_moe_ckpt.storage import GenerationId, _commit
 
 LIFE = "00112233aabb"
 
 
 def name_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """All lives of this process have one name."""
-    monkeypatch.setattr(_coordination, "new_nonce", lambda: LIFE)
+    monkeypatch.setattr(_commit, "new_nonce", lambda: LIFE)
 
 
 def named(*, step: int, incarnation: int) -> GenerationId:

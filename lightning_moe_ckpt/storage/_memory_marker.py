@@ -20,8 +20,8 @@ from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage._entries import GENERATION, RecordColumns
 from lightning_moe_ckpt.storage._json import INTEGER, TEXT, decode, digest_of, encode, keys, many, maybe
+from lightning_moe_ckpt.storage._markers import RankMarker
 from lightning_moe_ckpt.storage._names import GenerationId
-from lightning_moe_ckpt.storage._records import RankMarker
 
 RING_HEADER_NBYTES = 4096
 """Size of the header page; the slots begin after it."""

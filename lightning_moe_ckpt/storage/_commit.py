@@ -30,8 +30,8 @@ from lightning_moe_ckpt.storage._catalog import (
 from lightning_moe_ckpt.storage._entries import GENERATION
 from lightning_moe_ckpt.storage._json import maybe
 from lightning_moe_ckpt.storage._log import History, Lineage, Log, watermark_event
+from lightning_moe_ckpt.storage._markers import Commit, RankMarker, StoredMarker
 from lightning_moe_ckpt.storage._names import GenerationId, commit_key, new_nonce
-from lightning_moe_ckpt.storage._records import Commit, RankMarker, StoredMarker
 
 log = rank_logger(__name__)
 

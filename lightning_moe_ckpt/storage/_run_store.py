@@ -29,19 +29,17 @@ from lightning_moe_ckpt.errors import (
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._catalog import (
     Contents,
-    delete_generation,
-    read_catalog,
-    read_committed_marker,
-    run_reader,
-)
-from lightning_moe_ckpt.storage._constants import (
     constants_bytes,
     constants_in,
+    delete_generation,
     put_constants,
+    read_catalog,
+    read_committed_marker,
     read_constants,
+    run_reader,
     sweep_constants,
 )
-from lightning_moe_ckpt.storage._coordination import (
+from lightning_moe_ckpt.storage._commit import (
     Coordination,
     await_markers,
     begin_run,
@@ -52,6 +50,7 @@ from lightning_moe_ckpt.storage._coordination import (
 )
 from lightning_moe_ckpt.storage._entries import SegmentEntry
 from lightning_moe_ckpt.storage._log import Lineage, Log
+from lightning_moe_ckpt.storage._markers import Commit, RankMarker
 from lightning_moe_ckpt.storage._names import (
     CONST_PREFIX,
     LOG_PREFIX,
@@ -62,7 +61,6 @@ from lightning_moe_ckpt.storage._names import (
     segment_key,
 )
 from lightning_moe_ckpt.storage._open import memory_tag, place_of
-from lightning_moe_ckpt.storage._records import Commit, RankMarker
 from lightning_moe_ckpt.storage._retention import Retention, Survey, doomed_generations
 
 log = rank_logger(__name__)
