@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from lightning_moe_ckpt._cli_run import flag, option
+from lightning_moe_ckpt._cli_options import flag, option
 from lightning_moe_ckpt.cli import Benchmarks, bench, number, run, several, take_large_pages
 
 _POLICIES = ["sparse", "differential", "bf16", "compressed", "feedback", "partial", "dynamic", "selective", "ablation"]

@@ -33,11 +33,17 @@ import torch
 from rich.console import Console
 
 from lightning_moe_ckpt.benchmarks import _native, _overhead
-from lightning_moe_ckpt.benchmarks._benchmark import Accelerator, Machine, Progress, accelerator_for, write_document
+from lightning_moe_ckpt.benchmarks._benchmark import (
+    Accelerator,
+    Machine,
+    Progress,
+    accelerator_for,
+    show_table,
+    write_document,
+)
 from lightning_moe_ckpt.benchmarks._fits import ModelSize, bench_folders, one_thread
 from lightning_moe_ckpt.benchmarks._native_device import CopyScale, DeviceCopies, NativeFigure, judge
-from lightning_moe_ckpt.benchmarks._recovery_fit import Precision, RecoveryFit, RecoveryLoss, RecoverySystem
-from lightning_moe_ckpt.benchmarks.commands import show_table
+from lightning_moe_ckpt.benchmarks._recovery import Precision, RecoveryFit, RecoveryLoss, RecoverySystem
 from lightning_moe_ckpt.cli import BENCH
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.native import _device_check, _library, examine

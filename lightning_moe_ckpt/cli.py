@@ -1,6 +1,6 @@
 """Define the console command `moe-ckpt`: its subcommands, their arguments and their help.
 
-Each subcommand is the function of its name in `inspection.commands` or `benchmarks.commands`, which returns the
+Each subcommand is the function of its name in `inspection.commands` or `benchmarks._benchmark`, which returns the
 exit status. It is imported when the subcommand runs, so that help, the completion of a shell and mistyped arguments
 wait for nothing. Results go to standard output, progress and errors to standard error.
 """
@@ -19,11 +19,10 @@ from typing import Any
 import click
 from typing_extensions import override
 
-from lightning_moe_ckpt import _cli_texts as texts
-from lightning_moe_ckpt._cli_run import RUN
-from lightning_moe_ckpt._cli_run import flag as _flag
-from lightning_moe_ckpt._cli_run import option as _option
-from lightning_moe_ckpt._extras import remedy
+from lightning_moe_ckpt import _cli_options
+from lightning_moe_ckpt._cli_options import RUN, remedy
+from lightning_moe_ckpt._cli_options import flag as _flag
+from lightning_moe_ckpt._cli_options import option as _option
 from lightning_moe_ckpt._units import read_duration, read_size
 from lightning_moe_ckpt.errors import CheckpointError
 
@@ -203,19 +202,19 @@ def _on_a_run(name: str, summary: str, text: str, *params: click.Parameter) -> c
 
 
 _LOOKING = [
-    _on_a_run("ls", "List stored generations.", texts.LS),
-    _on_a_run("inspect", "Show one generation: operators, steps, ranks, bytes.", texts.INSPECT, _STEP),
+    _on_a_run("ls", "List stored generations.", _cli_options.LS),
+    _on_a_run("inspect", "Show one generation: operators, steps, ranks, bytes.", _cli_options.INSPECT, _STEP),
     _on_a_run(
         "verify",
         "Read every byte and check every digest.",
-        texts.VERIFY,
+        _cli_options.VERIFY,
         _option("--step", "This step only.", "N", type=int),
         _flag("--all", "Also generations that no restart would use any more.", "everything"),
     ),
     _on_a_run(
         "export",
         "Write a dense or partial generation to safetensors, a .ckpt or a Hugging Face folder.",
-        texts.EXPORT,
+        _cli_options.EXPORT,
         click.Argument(["out"], metavar="OUT", type=click.Path(path_type=Path)),
         _STEP,
         _option(
@@ -242,7 +241,7 @@ _LOOKING = [
     _on_a_run(
         "gc",
         "Delete what no restart would use any more.",
-        texts.GC,
+        _cli_options.GC,
         _flag("--dry-run", "Delete nothing and write nothing."),
         _option("--keep-last", "Keep the newest N (default: 2).", "N", type=int),
         _option("--keep-every", "Keep the first at or after every Nth step (default: none).", "N", type=int),
@@ -255,14 +254,14 @@ _LOOKING = [
     _on_a_run(
         "top",
         "Follow a run: newest steps, lag, rates, goodput, ETA.",
-        texts.TOP,
+        _cli_options.TOP,
         _flag("--once", "Show it once and end; the default with --json, and where output is no terminal."),
         _option("--every", "Time between two looks, such as 2s or 1min.", "TIME", type=_time, default="2s"),
     ),
     _on_a_run(
         "report",
         "Write a page with plots of a run.",
-        texts.REPORT,
+        _cli_options.REPORT,
         click.Argument(
             ["out"], metavar="[OUT]", required=False, type=click.Path(path_type=Path), default="report.html"
         ),
@@ -271,19 +270,19 @@ _LOOKING = [
     _on_a_run(
         "repair",
         "Rebuild a lost log from committed generations.",
-        texts.REPAIR,
+        _cli_options.REPAIR,
         _flag("--yes", "Write the log; without it, only show what it would name.", "write"),
     ),
     _command(
         "doctor",
         "Show which compiled parts are in use, or whether checkpoints are safe at a URL.",
-        texts.DOCTOR,
+        _cli_options.DOCTOR,
         [click.Argument(["url"], metavar="[URL]", required=False), _JSON, _STORAGE],
     ),
     _command(
         "shm",
         "List what runs have left in shared memory of this node, and clear it.",
-        texts.SHM,
+        _cli_options.SHM,
         [
             click.Argument(["url"], metavar="[URL]", required=False),
             _flag(
@@ -298,7 +297,7 @@ _LOOKING = [
     _command(
         "placement",
         "Show who keeps whose copies on a cluster, and which losses that survives.",
-        texts.PLACEMENT,
+        _cli_options.PLACEMENT,
         [
             _option("--nodes", "Machines of the run.", "N", type=_count, required=True),
             number("--ranks-per-node", 8, "Processes on each."),
@@ -415,7 +414,7 @@ def bench(benchmarks: Benchmarks, place: str) -> click.Group:
 
 def _bench(name: str, summary: str, chosen: Mapping[str, list[click.Parameter]], place: str) -> click.Command:
     def run(**options: Any) -> int:
-        commands = importlib.import_module("lightning_moe_ckpt.benchmarks.commands")
+        commands = importlib.import_module("lightning_moe_ckpt.benchmarks._benchmark")
         modules = {each: importlib.import_module(place + each.replace("-", "_")) for each in chosen}
         return int(commands.bench(modules, **options))
 

@@ -17,9 +17,9 @@ PACKAGE = "lightning_moe_ckpt"
 
 # From the bottom up. A part imports only parts of lower levels; parts of one level do not import each other.
 LEVELS = [
-    {"errors", "_extras"},
+    {"errors"},
     {"_units", "_logging"},
-    {"launch", "native", "metrics", "data", "process", "_cli_run", "_cli_texts"},
+    {"launch", "native", "metrics", "data", "process", "_cli_options"},
     {"storage", "journal"},
     {"parallel"},
     {"coordination", "moe"},

@@ -1,35 +1,45 @@
-"""Measure, judge and show. Each benchmark is a module with `measure`, which returns dataclasses of JSON values, and `table`.
+"""Run `moe-ckpt bench`: measure, judge, and show figures as tables or as one JSON document.
 
-Variants are measured side by side in one run and take turns, because what else the machine does hits all alike.
-Medians and ratios of such figures say something about another machine; absolute seconds say something about this one.
+Each benchmark is a module with `measure`, which returns dataclasses of JSON values, and `table`. Variants are measured side
+by side in one run and take turns, because what else the machine does hits all alike. Medians and ratios of such figures say
+something about another machine; absolute seconds say something about this one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import lightning
 import torch
+from rich.console import Console
+from rich.measure import Measurement
+from rich.progress import Progress as Bar
 from rich.table import Table
 
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.inspection import Screen
 
 _CPU_INFO = Path("/proc/cpuinfo")
 T = TypeVar("T")
 Accelerator = Literal["cpu", "gpu"]
 Progress = Callable[[str, int, int], None]
 """Called with the name of what begins, how many were done before it, and how many there are."""
+
+_WIDEST = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,3 +200,40 @@ def _devices() -> str:
 def _num_cores() -> int:
     # macOS cannot restrict a process to some cores.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def bench(modules: Mapping[str, Any], *, as_json: bool, **options: Any) -> int:
+    """Run benchmarks, by name, and return the exit status."""
+    machine = Machine.read()
+    figures = _measure(modules, SimpleNamespace(**options))
+    accelerator = options["accelerator"]
+    if as_json:
+        document: dict[str, Any] = {"machine": dataclasses.asdict(machine), "accelerator": accelerator}
+        document |= {name: [dataclasses.asdict(figure) for figure in each] for name, each in figures.items()}
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        return 0
+    console = Screen()
+    console.print(f"{machine}; trainings on: {accelerator or 'cpu'}")
+    for name, module in modules.items():
+        show_table(console, module.table(figures[name]))
+    return 0
+
+
+def show_table(console: Console, table: Table) -> None:
+    """Print a table, wider than the screen if it has to be: a screen breaks lines, which loses nothing, rich cuts names."""
+    least = Measurement.get(console, console.options.update(width=_WIDEST), table).minimum
+    console.print(table, width=max(console.width, least), crop=False)
+
+
+def _measure(modules: Mapping[str, Any], options: SimpleNamespace) -> dict[str, list[Any]]:
+    # No thread that refreshes, and standard streams as they are: a benchmark may fork.
+    bar = Bar(
+        console=Console(stderr=True), transient=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+    )
+    with bar:
+        task = bar.add_task("")
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total, refresh=True)
+
+        return {name: module.measure(options, show) for name, module in modules.items()}

@@ -41,7 +41,7 @@ from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.process import compute_alone
 from lightning_moe_ckpt.storage import Backend, RecordEntry, RecordRows, SegmentLayout, TensorSpec, dtype_code
 from lightning_moe_ckpt.strategy import MoEStrategy
-from lightning_moe_ckpt.testing._backends import StorageCall, WatchedBackend
+from lightning_moe_ckpt.testing._kill import StorageCall, WatchedBackend
 from lightning_moe_ckpt.testing._records import JsonLines, Record, read_lines
 from lightning_moe_ckpt.tiers import shared_directory
 from lightning_moe_ckpt.tiers._tier_worker import SkipCounter

@@ -33,7 +33,7 @@ from rich.table import Table
 
 from lightning_moe_ckpt.benchmarks._benchmark import Goal, Progress, rounds_of, table_of
 from lightning_moe_ckpt.benchmarks._fits import bench_folders
-from lightning_moe_ckpt.benchmarks._in_place_fit import REPLICA, SIZE, WINDOW
+from lightning_moe_ckpt.benchmarks._killed_fit import REPLICA, SIZE, WINDOW
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.testing._attempts import free_port
 from lightning_moe_ckpt.testing._records import Record, read_lines
@@ -50,7 +50,7 @@ _OF_LAUNCHERS = {
     "torchrun": ["torch.distributed.run", "--standalone", "--max-restarts", "1000"],
 }
 _OWN = ["--max-failures", "1000", "--hang-timeout", "3600"]
-_SCRIPT = "lightning_moe_ckpt.benchmarks._in_place_fit"
+_SCRIPT = "lightning_moe_ckpt.benchmarks._killed_fit"
 _LIGHTHOUSE = """\
 import signal, sys
 from torchft.coordination import LighthouseServer
@@ -187,7 +187,7 @@ def job(launcher: str, num_ranks: int, parent: Path | None, *script: str) -> Ite
         launcher: of `LAUNCHERS`.
         num_ranks: processes.
         parent: of its folder; the temporary directory if there is none.
-        script: what is run instead of `_in_place_fit`, by its module's name, and arguments behind the two folders.
+        script: what is run instead of `_killed_fit`, by its module's name, and arguments behind the two folders.
     """
     with bench_folders(parent) as (folder, memory), (folder / "console").open("wb") as console:
         job = FailingJob(launcher, num_ranks, folder, folder / "console")

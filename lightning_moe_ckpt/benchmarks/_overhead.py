@@ -49,8 +49,7 @@ from lightning_moe_ckpt.benchmarks._fits import (
     quiet_lightning,
     random_tokens,
 )
-from lightning_moe_ckpt.benchmarks._peers import PEERS
-from lightning_moe_ckpt.benchmarks._variants import VARIANTS, Variant, checkpoint_of, chosen_variants
+from lightning_moe_ckpt.benchmarks._variants import PEERS, VARIANTS, Variant, checkpoint_of, chosen_variants
 from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.session import Report

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from lightning_moe_ckpt.benchmarks._benchmark import Progress, rounds_of, table_of
 from lightning_moe_ckpt.benchmarks._in_place import FailingJob, MeasuredFailure, job, time_ratio
-from lightning_moe_ckpt.benchmarks._pipeline_fit import WINDOW
+from lightning_moe_ckpt.benchmarks._killed_fit import WINDOW
 from lightning_moe_ckpt.testing._records import Record
 
 SYSTEMS = {
@@ -29,7 +29,7 @@ SYSTEMS = {
     "in_place": "in place, all stages",
     "alone": "in place, that stage alone",
 }
-_SCRIPT = "lightning_moe_ckpt.benchmarks._pipeline_fit"
+_SCRIPT = "lightning_moe_ckpt.benchmarks._killed_fit"
 _COLUMNS = (
     "system",
     "step",

@@ -1,15 +1,40 @@
-"""Checkpoints that `moe-ckpt bench overhead` compares, by name: policies of this package, and other systems."""
+"""Checkpoints that `moe-ckpt bench overhead` compares, by name: policies of this package, and other systems.
+
+Other systems are callbacks that note what they cost the training thread. Each saves model, optimizer and schedulers in the
+way its documentation shows first. Lightning's own, `torch.save` and torch's Distributed Checkpoint are here wherever this
+package is; DLRover and lm-resiliency are compared where they are installed, and nothing here needs them.
+
+Sources: DLRover Flash Checkpoint, github.com/intelligent-machine-learning/dlrover, `docs/blogs/flash_checkpoint.md`; lm-resiliency's
+in-memory checkpoints after Gemini (2023), github.com/LMResiliency/lm-resiliency, `docs/gemini.md`.
+"""
 
 from __future__ import annotations
 
+import importlib
+import logging
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lightning.pytorch import Callback
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported at run time only
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks._peers import ONE_RANK, PEERS, installed
 from lightning_moe_ckpt.callbacks import (
     CheckpointArguments,
     DenseCheckpoint,
@@ -19,6 +44,243 @@ from lightning_moe_ckpt.callbacks import (
     SparseCheckpoint,
 )
 from lightning_moe_ckpt.errors import ConfigurationError
+
+
+class SavingEvery(Callback):
+    """Call `save` every so many steps and note the time of the training thread.
+
+    Args:
+        every_n_steps: optimizer steps between two saves.
+        first_step: added to `global_step`.
+    """
+
+    def __init__(self, every_n_steps: int, first_step: int = 0) -> None:
+        self._every, self._first = every_n_steps, first_step
+        self.seconds, self.nbytes = 0.0, 0
+        """Time of the training thread in saves so far, and bytes that they saved, of one rank: all have the same state."""
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = self._first + trainer.global_step
+        if step % self._every:
+            return
+        began = time.perf_counter()
+        self.nbytes += self.save(step, trainer, pl_module)
+        self.seconds += time.perf_counter() - began
+
+    def save(self, step: int, trainer: Trainer, module: LightningModule) -> int:
+        """Save the state after `step` and return its bytes, or 0 on a rank whose state another one saves."""
+        raise NotImplementedError
+
+
+class TorchSave(SavingEvery):
+    """`torch.save` of state dicts into a file that is renamed when it is whole. The newest stays.
+
+    Args:
+        folder: where it goes.
+        every_n_steps: optimizer steps between two saves.
+    """
+
+    def __init__(self, folder: Path, *, every_n_steps: int) -> None:
+        super().__init__(every_n_steps)
+        self._path = folder / "newest.pt"
+
+    @override
+    def save(self, step: int, trainer: Trainer, module: LightningModule) -> int:
+        if not trainer.is_global_zero:
+            return 0
+        staged = self._path.with_suffix(".staged")
+        torch.save({"step": step, **_state_dicts(trainer, module)}, staged)
+        staged.replace(self._path)
+        return self._path.stat().st_size
+
+
+class DcpCheckpoint(SavingEvery):
+    """`torch.distributed.checkpoint.async_save` of model, optimizer and scheduler, one save at a time.
+
+    Args:
+        folder: where checkpoints go, one folder per step.
+        every_n_steps: optimizer steps between two saves. A save that is still running holds up the next.
+        first_step: the checkpoint to load at start, whose step is added to `global_step`; 0 for none.
+    """
+
+    def __init__(self, folder: Path, *, every_n_steps: int, first_step: int = 0) -> None:
+        super().__init__(every_n_steps, first_step)
+        self._folder = folder
+        self._group: dist.ProcessGroup | None = None
+        self._saving: Future[Any] | None = None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")  # saves run beside training
+        if not self._first:
+            return
+        state = self._state(trainer, pl_module)
+        load(state, checkpoint_id=self._folder / str(self._first), process_group=self._group)
+        set_state_dict(
+            pl_module, trainer.optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
+            config.scheduler.load_state_dict(saved)
+
+    @override
+    def save(self, step: int, trainer: Trainer, module: LightningModule) -> int:
+        self._wait()
+        self._forget_old(trainer)
+        state = self._state(trainer, module)
+        saving = async_save(state, checkpoint_id=self._folder / str(step), process_group=self._group)
+        assert isinstance(saving, Future)  # the other kind of answer is for stagers
+        self._saving = saving
+        return _nbytes(state) if trainer.global_rank == 0 else 0
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._wait()
+
+    def _state(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+        model, optimizer = get_state_dict(module, trainer.optimizers)
+        schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+        return {"model": model, "optimizer": optimizer, "schedulers": schedulers}
+
+    def _wait(self) -> None:
+        if self._saving is not None:
+            self._saving.result()
+            self._saving = None
+
+    def _forget_old(self, trainer: Trainer) -> None:
+        if trainer.global_rank == 0:
+            whole = sorted(self._folder.glob("*/.metadata"), key=lambda path: int(path.parent.name))
+            for path in whole[:-1]:  # with the next, two stay
+                shutil.rmtree(path.parent)
+
+
+class MeteredCheckpoint(ModelCheckpoint):
+    """Lightning's own callback, which notes what it has cost."""
+
+    seconds, nbytes = 0.0, 0
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **options: Any) -> None:
+        began, newest = time.perf_counter(), self.best_model_path
+        super().on_train_batch_end(trainer, *args, **options)
+        self.seconds += time.perf_counter() - began
+        if trainer.is_global_zero and self.best_model_path != newest:
+            with suppress(FileNotFoundError):  # written beside training
+                self.nbytes += Path(self.best_model_path).stat().st_size
+
+
+class DlroverCheckpoint(SavingEvery):
+    """DLRover's Flash Checkpoint into shared memory (`StorageType.MEMORY`), one rank, without its agent.
+
+    Args:
+        folder: where it would go if it were written.
+        every_n_steps: optimizer steps between two saves.
+    """
+
+    def __init__(self, folder: Path, *, every_n_steps: int) -> None:
+        super().__init__(every_n_steps)
+        self._folder, self._name = folder, f"moe-ckpt-bench-{os.getpid()}"
+        self._saver: Any = None
+        self._memory: Any = None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _own_world()
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ["TORCHELASTIC_RUN_ID"] = self._name  # of its memory
+        logging.disable(logging.WARNING)
+        ddp: Any = importlib.import_module("dlrover.trainer.torch.flash_checkpoint.ddp")
+        self._saver, self._memory = ddp.DdpCheckpointer(str(self._folder)), ddp.StorageType.MEMORY
+
+    @override
+    def save(self, step: int, trainer: Trainer, module: LightningModule) -> int:
+        state = {"step": step, **_state_dicts(trainer, module)}
+        self._saver.save_checkpoint(step, state, storage_type=self._memory)
+        return _nbytes(state)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        for path in Path("/dev/shm").glob(f"{self._name}*"):  # noqa: S108  # it leaves its memory behind
+            path.unlink(missing_ok=True)
+
+
+class LmResiliencyCheckpoint(SavingEvery):
+    """lm-resiliency's in-memory checkpoint, one rank without replicas; it copies until the next optimizer step.
+
+    Args:
+        folder: where it would go if it were written.
+        every_n_steps: optimizer steps between two saves.
+    """
+
+    def __init__(self, folder: Path, *, every_n_steps: int) -> None:
+        super().__init__(every_n_steps)
+        self._folder = folder
+        self._keeper: Any = None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _own_world()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            package: Any = importlib.import_module("lm_resiliency")
+            experimental: Any = importlib.import_module("lm_resiliency.experimental")
+        config = package.InMemoryCkptConfig(
+            enable=True, interval=self._every, disk_flush_interval=0, disk_folder=str(self._folder), run_id="bench",
+            verify_integrity=True, pin_memory=False, replication_jump=1,
+        )  # fmt: skip
+        self._keeper = experimental.InMemoryCheckpointManager(config)
+
+    @override
+    def save(self, step: int, trainer: Trainer, module: LightningModule) -> int:
+        state = _state_dicts(trainer, module)
+        self._keeper.save(state, step)
+        return _nbytes(state)
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:
+        began = time.perf_counter()
+        self._keeper.maybe_wait()
+        self.seconds += time.perf_counter() - began
+
+
+PEERS: dict[str, Callable[..., Callback]] = {
+    "lightning": lambda folder, every_n_steps: MeteredCheckpoint(folder, every_n_train_steps=every_n_steps),
+    "torch.save": TorchSave,
+    "dcp": DcpCheckpoint,
+    "dlrover": DlroverCheckpoint,
+    "lm-resiliency": LmResiliencyCheckpoint,
+}
+"""Callbacks by system; each takes a folder and `every_n_steps`."""
+ONE_RANK = {"dlrover": "dlrover", "lm-resiliency": "lm_resiliency"}
+"""Systems that need not be there, with their modules; they make a process group of one."""
+
+
+def installed(system: str) -> bool:
+    """Return whether a peer can be imported."""
+    return system not in ONE_RANK or find_spec(ONE_RANK[system]) is not None
+
+
+def _own_world() -> None:
+    """Make a process group of one, which these want."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+
+def _state_dicts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    return {
+        "model": module.state_dict(),
+        "optimizer": trainer.optimizers[0].state_dict(),
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+    }
+
+
+def _nbytes(state: object) -> int:
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    return sum(_nbytes(each) for each in state.values()) if isinstance(state, dict) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +314,7 @@ _POLICIES = [
     *(Variant("dense", every, memory) for memory in (True, False) for every in (1, 4)),
     *(Variant(system, 1, memory) for memory in (True, False) for system in ("partial", "selective")),
 ]
-_PEERS = [
+_PEER_VARIANTS = [
     *(Variant("dlrover", every, memory_only=True) for every in (1, 4)),
     Variant("lm-resiliency", 4, memory_only=True),
     *(Variant(system, 4) for system in ("lightning", "torch.save", "dcp")),
@@ -62,7 +324,7 @@ _MORE = [
     Variant("monitored", 8),
     *(Variant("differential", 64, memory) for memory in (True, False)),
 ]
-VARIANTS = {each.name: each for each in (Variant("none"), *_POLICIES, *_PEERS, *_MORE)}
+VARIANTS = {each.name: each for each in (Variant("none"), *_POLICIES, *_PEER_VARIANTS, *_MORE)}
 """All that can be measured, by name."""
 _BROKEN_DOWN = ["sparse8", "dense1", "dense4", "partial1", "selective1"]
 
@@ -74,7 +336,11 @@ def chosen_variants(options: SimpleNamespace) -> list[Variant]:
         ConfigurationError: `--variants` names something else, or what is not installed.
     """
     usual = [VARIANTS[name] for name in _BROKEN_DOWN] if options.breakdown else _POLICIES
-    peers = [peer for peer in _PEERS if installed(peer.system) and (options.ranks == 1 or peer.system not in ONE_RANK)]
+    peers = [
+        peer
+        for peer in _PEER_VARIANTS
+        if installed(peer.system) and (options.ranks == 1 or peer.system not in ONE_RANK)
+    ]
     names = [name for name in (options.variants or "").split(",") if name not in ("", "none")]
     if unknown := [name for name in names if name not in VARIANTS]:
         raise ConfigurationError(f"`--variants {','.join(unknown)}`: there are {', '.join(VARIANTS)}.")

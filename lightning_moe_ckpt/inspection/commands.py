@@ -12,6 +12,7 @@ import functools
 import json
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -24,10 +25,11 @@ from rich.text import Text
 
 from lightning_moe_ckpt._units import rate_text, size_text
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, NoUsableGeneration
-from lightning_moe_ckpt.inspection import _page, _placement, _shared_memory, _top
+from lightning_moe_ckpt.inspection import _shared_memory
 from lightning_moe_ckpt.inspection._conformance import Check, examine_url
 from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
+from lightning_moe_ckpt.inspection._progress_views import follow, progress_now, write_page
 from lightning_moe_ckpt.inspection._report import (
     Answer,
     Screen,
@@ -55,6 +57,14 @@ from lightning_moe_ckpt.storage import (
     repair_log,
 )
 from lightning_moe_ckpt.storage._open import memory_tag
+from lightning_moe_ckpt.tiers import (
+    FailureDomain,
+    ReplicaPlacement,
+    Survival,
+    percent,
+    place_replicas,
+    survival_probability,
+)
 
 _STYLES = {
     "good": "green", "slower": "yellow", "absent": "dim", "weaker": "yellow", "broken": "red", "unknown": "dim",
@@ -203,7 +213,7 @@ def repair(backend: Backend, *, write: bool) -> Answer:
 
 @_of_run
 def _top_once(backend: Backend) -> Answer:
-    return _top.answer(RunView.open(backend))
+    return progress_now(RunView.open(backend))
 
 
 def top(*, url: str, as_json: bool, storage_option: Sequence[tuple[str, object]], once: bool, every: timedelta) -> int:
@@ -213,7 +223,7 @@ def top(*, url: str, as_json: bool, storage_option: Sequence[tuple[str, object]]
     try:
         backend = open_backend(url, storage_options=dict(storage_option), patience=_PATIENCE)
         try:
-            return _top.follow(RunView.open(backend), every.total_seconds())
+            return follow(RunView.open(backend), every.total_seconds())
         finally:
             backend.close()
     except CheckpointError as error:
@@ -223,7 +233,7 @@ def top(*, url: str, as_json: bool, storage_option: Sequence[tuple[str, object]]
 @_of_run
 def report(backend: Backend, *, out: Path, force: bool) -> Answer:
     """Write a page about the run."""
-    return _page.answer(RunView.open(backend), out, force=force)
+    return write_page(RunView.open(backend), out, force=force)
 
 
 def doctor(*, url: str | None, as_json: bool, storage_option: Sequence[tuple[str, object]]) -> int:
@@ -251,7 +261,7 @@ def _show_progress(check: str) -> None:
 def placement(*, as_json: bool, **cluster: int) -> int:
     """Show who would keep whose copies."""
     try:
-        return _show(_placement.answer(**cluster), as_json=as_json)
+        return _show(_placed(**cluster), as_json=as_json)
     except CheckpointError as error:
         return _fail("placement", error, {}, as_json=as_json)
 
@@ -309,4 +319,73 @@ def _states(found: Sequence[Check | Finding]) -> Table:
     for each in found:
         advice = f"\nto do: {each.advice}" if isinstance(each, Finding) and each.advice else ""
         table.add_row(each.name, Text(each.state, _STYLES[each.state]), each.found + advice)
+    return table
+
+
+def _placed(*, nodes: int, ranks_per_node: int, replicas: int, racks: int, expert_parallel: int, most: int) -> Answer:
+    """Place replicas as a run on such a cluster does, and return which of up to `most` losses at once they survive.
+
+    Raises:
+        ConfigurationError: no such placement is possible.
+    """
+    world_size = nodes * ranks_per_node
+    if world_size % expert_parallel:
+        raise ConfigurationError(
+            f"`--expert-parallel {expert_parallel}` does not divide the {world_size} ranks. Choose a divisor."
+        )
+    if racks > nodes:
+        raise ConfigurationError(f"`--racks {racks}` is more than `--nodes {nodes}`. Choose at most that.")
+    node_of = [rank // ranks_per_node for rank in range(world_size)]
+    domains = [FailureDomain(node=f"node {n}", rack=f"rack {n * racks // nodes}") for n in node_of]
+    groups = [range(first, world_size, expert_parallel) for first in range(expert_parallel)]
+    placed = place_replicas(domains, groups, [1] * world_size, replicas)
+    survivals, facts = _survivals(placed, most), _facts(placed, groups)
+    document = {
+        "replicas": replicas,
+        **facts,
+        "survival": [dataclasses.asdict(survival) for survival in survivals],
+        "holders": placed.holders,
+    }
+    copies = "1 copy" if replicas == 1 else f"{replicas} copies"
+    heading = f"{copies} of each rank's state, on {nodes} nodes of {ranks_per_node} ranks"
+    closing = (
+        f"{facts['within_data_parallel']:.0%} of all copies stay within their data-parallel group, "
+        f"{facts['leaves_rack']:.0%} of all ranks have one in another rack.\n"
+        f"The fullest rank keeps {facts['most_held']} copies, the emptiest {facts['least_held']}."
+    )
+    return Answer(document, lambda: [heading, _table(survivals), closing])
+
+
+def _survivals(placement: ReplicaPlacement, most: int) -> list[Survival]:
+    found = [survival_probability(placement, k) for k in range(1, min(most, placement.num_nodes) + 1)]
+    if placement.num_racks > 1:
+        racks = range(1, min(most, placement.num_racks) + 1)
+        found += [survival_probability(placement, k, level="rack") for k in racks]
+    return found
+
+
+def _facts(placement: ReplicaPlacement, groups: Sequence[Sequence[int]]) -> dict[str, Any]:
+    group_of = {rank: index for index, group in enumerate(groups) for rank in group}
+    pairs = [(owner, holder) for owner, holders in enumerate(placement.holders) for holder in holders]
+    ranks = range(len(placement.domains))
+    held = Counter(holder for _, holder in pairs)
+    return {
+        "within_data_parallel": sum(group_of[owner] == group_of[holder] for owner, holder in pairs) / len(pairs),
+        "leaves_rack": sum(map(placement.leaves_rack, ranks)) / len(ranks),
+        "most_held": max(held[rank] for rank in ranks),
+        "least_held": min(held[rank] for rank in ranks),
+    }
+
+
+def _table(survivals: Sequence[Survival]) -> Table:
+    table = plain_table()
+    for column in ("lost at once", "of", "everything survives"):
+        table.add_column(column, justify="right")
+    for survival in survivals:
+        about = f" +- {survival.error:.2%}" if survival.error else ""
+        table.add_row(
+            f"{survival.lost} {survival.level}{'s' * (survival.lost > 1)}",
+            str(survival.of),
+            percent(survival.probability) + about,
+        )
     return table

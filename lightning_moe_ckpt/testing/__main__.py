@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from lightning_moe_ckpt._extras import remedy
+from lightning_moe_ckpt._cli_options import remedy
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.testing._fault_record import summarize_faults
 

@@ -31,7 +31,7 @@ from benchmarks.scale import MEASURED as MEASURED_BY_SCALE
 from benchmarks.scale import Growth, ScaleFigure, sizes_of
 from benchmarks.selection import SelectionFigure
 from lightning_moe_ckpt.benchmarks import _in_place, _native, _overhead, _recovery
-from lightning_moe_ckpt.benchmarks._benchmark import Machine, accelerator_for, rounds_of, table_of
+from lightning_moe_ckpt.benchmarks._benchmark import Machine, accelerator_for, rounds_of, show_table, table_of
 from lightning_moe_ckpt.benchmarks._breakdown import HookCost
 from lightning_moe_ckpt.benchmarks._in_place import FailureFigure, MeasuredFailure
 from lightning_moe_ckpt.benchmarks._native_device import NativeFigure
@@ -39,7 +39,6 @@ from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure
 from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
 from lightning_moe_ckpt.benchmarks._recovery import CASES, HostRestoreFigure, Recovery, RecoveryFigure
 from lightning_moe_ckpt.benchmarks._variants import chosen_variants
-from lightning_moe_ckpt.benchmarks.commands import show_table
 from lightning_moe_ckpt.cli import main, run
 from lightning_moe_ckpt.errors import ConfigurationError
 

@@ -14,9 +14,8 @@ from launcher import run_world
 from lightning.pytorch import Callback, Trainer
 
 from lightning_moe_ckpt.benchmarks._fits import BenchModel, ModelSize, quiet_lightning, random_tokens
-from lightning_moe_ckpt.benchmarks._peers import DcpCheckpoint
-from lightning_moe_ckpt.benchmarks._recovery import CASES, HostRestoreFigure, RecoveryFigure, _host_line
-from lightning_moe_ckpt.benchmarks._recovery_fit import newest_step
+from lightning_moe_ckpt.benchmarks._recovery import CASES, HostRestoreFigure, RecoveryFigure, _host_line, newest_step
+from lightning_moe_ckpt.benchmarks._variants import DcpCheckpoint
 from lightning_moe_ckpt.cli import main
 
 SIZE = ModelSize(num_blocks=1, model_dim=32, num_experts=2, expert_dim=32, batch_size=2)

@@ -19,7 +19,7 @@ from campaign._warm import WarmParents
 from lightning_moe_ckpt.testing import Fault, RandomFaults, fail_at, summarize_faults
 from lightning_moe_ckpt.testing._attempts import AttemptResult
 from lightning_moe_ckpt.testing._fault import FaultKind, FaultPhase
-from lightning_moe_ckpt.testing._fault_effects import stop
+from lightning_moe_ckpt.testing._fault_injector import stop
 
 SPARSE = Checkpointing(policy="sparse", window=2)
 DENSE = Checkpointing(policy="dense", keep=3)

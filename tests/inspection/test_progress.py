@@ -17,9 +17,9 @@ from lightning.pytorch import Callback, Trainer
 from inspection._runs import Small, train
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.cli import main
-from lightning_moe_ckpt.inspection import _page, _report
-from lightning_moe_ckpt.inspection._page import page_of
-from lightning_moe_ckpt.inspection._progress import Follower
+from lightning_moe_ckpt.inspection import _progress_views, _report
+from lightning_moe_ckpt.inspection._progress_views import page_of
+from lightning_moe_ckpt.inspection._run_progress import Follower
 from lightning_moe_ckpt.storage import RunView, open_backend
 
 
@@ -156,7 +156,7 @@ def test_entries_in_which_training_did_not_go_on_say_nothing_of_speed(restarted:
     samples = Follower(RunView.open(backend)).look().incarnations[-1].samples
     backend.close()
     later = replace(samples[-1], seconds=samples[-1].seconds + 1, unix_time=samples[-1].unix_time + 1)
-    assert _page._advancing([*samples, later]) == _page._advancing(samples) != []
+    assert _progress_views._advancing([*samples, later]) == _progress_views._advancing(samples) != []
 
 
 def test_a_run_without_figures_has_a_page_without_plots(

@@ -12,9 +12,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_moe_ckpt import coordination
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.cli import main
-from lightning_moe_ckpt.coordination import _versions
 from lightning_moe_ckpt.storage import RunView, open_backend
 
 
@@ -65,12 +65,12 @@ def test_a_resume_with_another_version_is_a_warning_and_goes_on(
 ) -> None:
     """The same versions: not a word. Another torch: both are named, the run goes on, and what it writes says the new one."""
     caplog.set_level(logging.WARNING)
-    own = _versions.own_versions()
+    own = coordination.own_versions()
     assert own["torch"] == str(torch.__version__)
     fit(tmp_path / "run", 2)
     fit(tmp_path / "run", 3)
     assert warned(caplog) == []
-    monkeypatch.setattr(_versions, "own_versions", lambda: own | {"torch": "99.1"})
+    monkeypatch.setattr(coordination, "own_versions", lambda: own | {"torch": "99.1"})
     fit(tmp_path / "run", 4)
     (warning,) = warned(caplog)
     assert f"torch {own['torch']}" in warning
@@ -79,7 +79,7 @@ def test_a_resume_with_another_version_is_a_warning_and_goes_on(
     newest = view.generations()[0]
     assert newest.generation.step == 4
     assert newest.commit is not None
-    assert newest.commit.policy[_versions.VERSIONS] == own | {"torch": "99.1"}
+    assert newest.commit.policy[coordination.VERSIONS] == own | {"torch": "99.1"}
     assert main(["inspect", str(tmp_path / "run")]) == 0
     assert "torch 99.1" in capsys.readouterr().out
 
@@ -98,9 +98,9 @@ class Said:
 
 def test_ranks_with_other_versions_are_named(caplog: pytest.LogCaptureFixture) -> None:
     """Markers say rank 0's, so that they agree."""
-    own = _versions.own_versions()
+    own = coordination.own_versions()
     exchange: Any = Said(own, own | {"lightning": "0.1"})
-    assert _versions.agreed_versions(exchange) == own
+    assert coordination.agreed_versions(exchange) == own
     (warning,) = warned(caplog)
     assert "ranks [2]" in warning
     assert "lightning 0.1" in warning

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from lightning_moe_ckpt.storage import Backend
-from lightning_moe_ckpt.testing._backends import StorageCall, WatchedBackend
+from lightning_moe_ckpt.testing._kill import StorageCall, WatchedBackend
 
 T = TypeVar("T")
 

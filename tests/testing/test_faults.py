@@ -25,10 +25,10 @@ from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, StorageError
 from lightning_moe_ckpt.storage import Backend, GenerationId, open_backend, segment_key, wrapping_backends
 from lightning_moe_ckpt.testing import Fault, FaultInjector, RandomFaults, fail_at, summarize_faults
 from lightning_moe_ckpt.testing.__main__ import main
-from lightning_moe_ckpt.testing._backends import WatchedBackend
 from lightning_moe_ckpt.testing._fault import FaultPhase, Schedule
 from lightning_moe_ckpt.testing._fault_media import LastingFault, StorageFaults, TakenMemory, flip_memory_bit
 from lightning_moe_ckpt.testing._fault_record import FaultRecord, fired, record_folder, uptime
+from lightning_moe_ckpt.testing._kill import WatchedBackend
 from lightning_moe_ckpt.testing._records import read_lines
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_name
 

@@ -1,0 +1,367 @@
+"""What ranks tell each other outside the training collectives: small values, which processes live, and which releases run.
+
+Values are a few integers or a journal-codec value, over a control group (gloo, CPU tensors), in an order that is the same
+on every rank. No pickle: `torch.distributed`'s object collectives would execute what a peer sends.
+
+The error of a collective names an address, if anything. Whether a process of the same node lives, `/proc` says: one that was
+killed is gone, or a zombie until its launcher looks. Of ranks on other nodes nothing is known.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_moe_ckpt import errors
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
+from lightning_moe_ckpt.journal import decode, encode
+from lightning_moe_ckpt.parallel import ParallelGroups
+
+log = rank_logger(__name__)
+
+_MAX_VALUE_NBYTES = 2**30
+"""Most bytes of one value between ranks, such as a manifest, an inventory of memory or a message."""
+
+_PROC = Path("/proc")
+_STATE, _STARTED = 0, 19
+"""Places in `/proc/<pid>/stat` behind the name of the program."""
+_PAUSE_SECONDS = 0.02
+
+VERSIONS = "versions"
+"""Key in a marker's `policy`."""
+
+_DISTRIBUTIONS = ("torch", "lightning", "lightning-moe-ckpt")
+"""Libraries that decide the bits of a step: the same state and data give the same bits only in the same kernels and loops."""
+
+_version = cache(metadata.version)
+
+
+class Exchange:
+    """Collectives on control values; every method must be called by all ranks. More than one need a control group.
+
+    Args:
+        groups: this rank's place.
+        among: the control group, of all ranks, those of this rank's stage or those of its pipeline.
+    """
+
+    def __init__(
+        self, groups: ParallelGroups, among: Literal["control", "stage_control", "pipeline_control"] = "control"
+    ) -> None:
+        self._rank, self._ranks = groups.rank, groups.ranks(among)
+        self._group = groups.group(among) if len(self._ranks) > 1 else None
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among those that take part, which is its number where all do."""
+        return self._ranks.index(self._rank)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that take part."""
+        return len(self._ranks)
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank decides for all; always the first."""
+        return self._rank == self._ranks[0]
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """Return every rank's integers, by rank; all ranks must pass equally many."""
+        if self._group is None:
+            return [list(values)]
+        own = torch.tensor(list(values), dtype=torch.int64)
+        out = [torch.empty_like(own) for _ in self._ranks]
+        dist.all_gather(out, own, group=self._group)
+        return [tensor.tolist() for tensor in out]
+
+    def gather_tensor(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's CPU tensor, by rank; shapes and dtypes must agree."""
+        if self._group is None:
+            return [own]
+        out = [torch.empty_like(own) for _ in self._ranks]
+        dist.all_gather(out, own.contiguous(), group=self._group)
+        return out
+
+    def all_agree(self, flag: bool) -> bool:
+        """Return whether every rank passes true."""
+        return [0] not in self.gather([int(flag)])
+
+    @contextmanager
+    def raise_together(self, error: type[CheckpointError] = ConfigurationError) -> Iterator[None]:
+        """If the body raises a `CheckpointError` on any rank, raise `error` on all ranks. Other exceptions are not caught: they leave
+        the other ranks waiting in the exchange. Collective.
+
+        Args:
+            error: class of what is raised, with the reasons of all ranks that failed.
+        """
+        failed: CheckpointError | None = None
+        try:
+            yield
+        except CheckpointError as reason:
+            failed = reason
+        reasons = self.gather_values(None if failed is None else str(failed))
+        told = [
+            f"rank {rank}: {reason}" for rank, reason in zip(self._ranks, reasons, strict=True) if reason is not None
+        ]
+        if told:
+            raise error(str(failed) if len(reasons) == 1 else " ".join(told)) from failed
+
+    def broadcast(self, value: object) -> object:
+        """Return the coordinator's value on every rank."""
+        if self._group is None:
+            return value
+        payload = encode(value) if self.is_coordinator else b""
+        nbytes = expected_nbytes(self.gather([len(payload)])[0][0])
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        if self.is_coordinator:
+            buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        dist.broadcast(buffer, src=self._ranks[0], group=self._group)
+        return decode(buffer.numpy().tobytes())
+
+    def gather_values(self, value: object) -> list[object]:
+        """Return every rank's value, by rank."""
+        if self._group is None:
+            return [value]
+        payload = encode(value)
+        sizes = [expected_nbytes(row[0]) for row in self.gather([len(payload)])]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        rows = self.gather_tensor(padded)
+        return [decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def transfer(
+        self, sends: Sequence[tuple[int, memoryview]], receives: Sequence[tuple[int, memoryview]]
+    ) -> Callable[[], None]:
+        """Begin to send bytes to ranks and to receive bytes from them; not collective, see `recovery.Transport`."""
+        incoming = [(torch.frombuffer(view, dtype=torch.uint8), source) for source, view in receives]
+        outgoing = [(torch.frombuffer(_writable(view), dtype=torch.uint8), to) for to, view in sends]
+        under_way = [dist.irecv(tensor, src=source, group=self._group) for tensor, source in incoming]
+        under_way += [dist.isend(tensor, dst=to, group=self._group) for tensor, to in outgoing]
+
+        def wait() -> None:
+            for work in under_way:
+                if work is not None:
+                    work.wait()
+            incoming.clear()
+            outgoing.clear()  # the memory had to stay until here
+
+        return wait
+
+    def run_on_coordinator(self, action: Callable[[], object]) -> object:
+        """Run an action on the coordinator, and return its result or raise its error on every rank. Collective."""
+        value: object = None
+        if self.is_coordinator:
+            try:
+                value = [action()]
+            except CheckpointError as error:
+                value = (type(error).__name__, str(error))
+        value = self.broadcast(value)
+        if isinstance(value, tuple):
+            raise getattr(errors, value[0], CheckpointError)(value[1])
+        assert isinstance(value, list)
+        return value[0]
+
+
+def expected_nbytes(nbytes: int) -> int:
+    """Check the size that a rank announces, before memory is made for it. Raises `CheckpointError` if out of range."""
+    if not 0 <= nbytes <= _MAX_VALUE_NBYTES:
+        raise CheckpointError(f"a rank announces a value of {nbytes} bytes. Start all ranks with one release.")
+    return nbytes
+
+
+def _writable(view: memoryview) -> memoryview | bytearray:
+    """Return bytes that torch wraps without a warning: a copy if `view` is read-only."""
+    return bytearray(view) if view.readonly else view
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    node: str
+    """Boot and namespace in which the number means something."""
+    pid: int
+    started: str
+    """Tells it from a later process of the same number."""
+
+    @classmethod
+    def own(cls) -> _Process:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        namespace = (_PROC / "self/ns/pid").readlink()
+        return cls(f"{boot} {namespace}", os.getpid(), _stat(os.getpid())[_STARTED])
+
+    @property
+    def is_gone(self) -> bool:
+        try:
+            fields = _stat(self.pid)
+        except (OSError, IndexError):
+            return True
+        return fields[_STATE] in "ZX" or fields[_STARTED] != self.started
+
+
+def _stat(pid: int) -> list[str]:
+    return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+
+
+class Neighbours:
+    """The processes of all ranks, as of now. Collective.
+
+    Args:
+        exchange: between all ranks.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        own: list[str] = []
+        if exchange.world_size > 1 and _PROC.is_dir():
+            try:
+                mine = _Process.own()
+                own = [mine.node, str(mine.pid), mine.started]
+            except OSError:  # a hardened /proc: this rank is one of which nothing is known
+                own = []
+        self._rank, self._own_node = exchange.rank, own[0] if own else ""
+        said = exchange.gather_values(own)
+        self._processes = {
+            rank: _Process(each[0], int(each[1]), each[2])
+            for rank, each in enumerate(said)
+            if isinstance(each, list) and len(each) == 3 and each[0] == self._own_node
+        }
+
+    def gone(self, timeout: float) -> list[int]:
+        """Return the ranks of this node whose process has ended, as soon as there are some, or none after `timeout` seconds."""
+        end = time.monotonic() + timeout
+        while True:
+            gone = [rank for rank, process in self._processes.items() if process.is_gone]
+            if gone or time.monotonic() > end:
+                return gone
+            time.sleep(_PAUSE_SECONDS)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is the first of those on its node that live."""
+        return self._rank == min(
+            (r for r, process in self._processes.items() if not process.is_gone), default=self._rank
+        )
+
+
+class Segment:
+    """Stages that repeat steps together, without all others, as this rank sees them.
+
+    Everything goes through the host and gloo, whatever the training backend: nobody has to know shapes before, and one that
+    sends never waits for one that receives, so that two neighbours may send to each other at once.
+
+    Args:
+        groups: this rank's place, in one of them.
+        stages: which they are, one behind the other.
+    """
+
+    def __init__(self, groups: ParallelGroups, stages: range) -> None:
+        size, here = groups.stage_size, groups.stage
+        self._rank, self._ranks = groups.rank, range(stages.start * size, stages.stop * size)
+        self._group = groups.group("control")
+        self.before = _Link(groups, groups.rank - size) if here - 1 in stages else None
+        """Border to the stage before this one, if that is in the segment."""
+        self.behind = _Link(groups, groups.rank + size) if here + 1 in stages else None
+        """The same of the stage behind."""
+
+    def meet(self) -> None:
+        """Wait until all ranks of these stages have come here; no other is asked."""
+        first, here = self._ranks[0], torch.zeros(1)
+        if self._rank != first:
+            dist.send(here, first, self._group)
+            dist.recv(here, first, self._group)
+            return
+        for rank in self._ranks[1:]:
+            dist.recv(here, rank, self._group)
+        for rank in self._ranks[1:]:
+            dist.send(here, rank, self._group)
+
+
+class _Link:
+    """One border of this rank's stage.
+
+    Args:
+        groups: this rank's place.
+        peer: the rank on the other side.
+    """
+
+    def __init__(self, groups: ParallelGroups, peer: int) -> None:
+        self._group, self._peer = groups.group("pipeline_control"), peer
+        self._under_way: list[tuple[dist.Work | None, Tensor]] = []
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Begin to send copies on the host."""
+        payload = torch.frombuffer(bytearray(encode(list(tensors))), dtype=torch.uint8)
+        for each in (torch.tensor([payload.nbytes]), payload):
+            self._under_way.append((dist.isend(each, self._peer, self._group), each))
+
+    def settle(self) -> None:
+        """Wait until the other side has what was sent; it needs nothing more of this side for that."""
+        for work, _ in self._under_way:
+            if work is not None:
+                work.wait()
+        self._under_way = []
+
+    def receive(self) -> list[Tensor]:
+        """Return what the other side has sent next."""
+        nbytes = torch.zeros(1, dtype=torch.int64)
+        dist.recv(nbytes, self._peer, self._group)
+        payload = torch.empty(expected_nbytes(int(nbytes)), dtype=torch.uint8)
+        dist.recv(payload, self._peer, self._group)
+        return cast("list[Tensor]", decode(payload.numpy().tobytes()))
+
+
+def own_versions() -> dict[str, str]:
+    """Return the releases of this process, by distribution."""
+    return {name: _version(name) for name in _DISTRIBUTIONS}
+
+
+def agreed_versions(exchange: Exchange) -> dict[str, str]:
+    """Return the releases of rank 0, for all markers; a rank with others is named in a warning. Collective."""
+    own = own_versions()
+    said = exchange.gather_values(own)
+    agreed = said[0]
+    assert isinstance(agreed, dict)
+    others = {rank: each for rank, each in enumerate(said) if each != agreed}
+    if others and exchange.is_coordinator:
+        rank, versions = next(iter(others.items()))
+        log.warning(
+            "ranks %s do not run what rank 0 runs (rank %d: %s; rank 0: %s): exact restarts are promised only where "
+            "all ranks have the same versions. Install the same everywhere",
+            *(sorted(others), rank, in_words(versions), in_words(agreed)),
+        )
+    return agreed
+
+
+def warn_of_other_versions(policy: Mapping[str, object], generation: object, now: Mapping[str, str]) -> None:
+    """Warn that a restart may not be exact, if the generation was written by other releases.
+
+    Args:
+        policy: the generation's `policy`.
+        generation: name of the generation.
+        now: releases of this job.
+    """
+    stored = policy.get(VERSIONS)
+    if stored == now:
+        return
+    log.warning(
+        "%s was written with %s, and this job runs %s: its state is restored as it was, but that the steps after it "
+        "are exact, bit for bit, is promised only with the versions that wrote it. Install those to be sure",
+        *(generation, in_words(stored), in_words(now)),
+    )
+
+
+def in_words(versions: object) -> str:
+    """Return the releases as a list for people."""
+    if not isinstance(versions, Mapping):
+        return "versions that it does not say"
+    return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
