@@ -64,7 +64,7 @@ class ReplayHooks(Callback):
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if (frozen := self._run.session.repeats.frozen) is not None:
+        if (frozen := self._run.sessions.now.repeats.frozen) is not None:
             frozen.fill_gradients()
 
     @override
@@ -236,7 +236,7 @@ class CheckpointCallback(SharedArguments, Checkpoint):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        if self._run is not None and self._run.may_begin_with_gradients:
+        if self._run is not None and self._run.trained.may_begin:
             self._run.before_backward()
 
     @override
@@ -260,7 +260,7 @@ class CheckpointCallback(SharedArguments, Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         name_status(exception, EXIT_STATUS)
         if self._run is not None:
-            self._run.failed(exception)
+            self._run.sessions.failed(exception)
         try:
             self.wait_committed(_LAST_SECONDS)  # commits complete generations; other ranks may be gone
             self._close(

@@ -42,7 +42,7 @@ from lightning_moe_ckpt.fit._state import Extras, copied
 from lightning_moe_ckpt.fit.loaders import _loaders, _positions
 from lightning_moe_ckpt.fit.loaders._loaders import LoaderGenerators
 from lightning_moe_ckpt.fit.loaders._random import PersistentWorkers
-from lightning_moe_ckpt.fit.loops._taps import BatchTap
+from lightning_moe_ckpt.fit.loops._taps import tap_batches
 from lightning_moe_ckpt.journal import RngState, capture_rng, refusals, restore_rng
 
 log = rank_logger(__name__)
@@ -346,7 +346,8 @@ class BatchLog:
         self._digest: str | None = None
         self._step: list[dict[str, Any]] = []
         self._accepted = False
-        self._tap = BatchTap(trainer, self._logged if mode == "log" else self._digested, resting(trainer))
+        self.remove = tap_batches(trainer, self._logged if mode == "log" else self._digested, resting(trainer))
+        """Undo the change to the trainer's method."""
         if mode == "log":
             log.info("batches='log': a restart replays logged batches; later batches are whatever the pipeline gives")
 
@@ -379,10 +380,6 @@ class BatchLog:
         """Return the digest of the last fetched batch; `None` if the batch is not compared."""
         digest, self._digest = self._digest, None
         return digest
-
-    def remove(self) -> None:
-        """Undo the change to the trainer's method."""
-        self._tap.remove()
 
     # -- private
 

@@ -38,7 +38,7 @@ class CheckpointFiles:
         if isinstance(before, CheckpointFiles):
             before.remove()  # an earlier fit ended in replay
         self.held = False
-        """Whether files are neither written nor removed, because operators are frozen."""
+        """Whether files are neither written nor removed: operators are frozen, or a pipeline stage recovers alone."""
         self._told = self._resumed = self._suspects = False
         self._saved: dict[str, bool] = {}
         """Files of this run by path; the value says whether a file has weights only."""
@@ -48,6 +48,17 @@ class CheckpointFiles:
         trainer.strategy.remove_checkpoint = self._on_delete  # type: ignore[method-assign]
         for checkpoint in self._model_checkpoints():
             checkpoint.file_exists = self._exists(checkpoint.file_exists)  # type: ignore[assignment, method-assign]
+
+    def hold(self) -> None:
+        """Neither write nor remove files until `dense` or `go_on`."""
+        self.held = True
+
+    def go_on(self, *, held: bool) -> None:
+        """Write and remove files again, unless still `held`, and look for damaged ones at the next call of `dense`.
+
+        Their writer may have died while a stage recovered alone. Call on all ranks.
+        """
+        self.held, self._suspects = held, True
 
     def dense(self) -> None:
         """Stop holding files and repair damaged ones: a step has ended and every operator is active. Call on all ranks."""
@@ -62,10 +73,6 @@ class CheckpointFiles:
         self._strategy.__dict__.pop("remove_checkpoint", None)
         for checkpoint in self._model_checkpoints():
             checkpoint.__dict__.pop("file_exists", None)
-
-    def suspect(self) -> None:
-        """Look for damaged files at the next call of `dense`: their writer may have died. Call on all ranks."""
-        self._suspects = True
 
     def asks_as_resumed(self) -> None:
         """Decide on all ranks together which files exist, as after a resume, also in processes that never resumed."""

@@ -86,6 +86,8 @@ class BoundaryRecorder:
         self._moved = _owners.MovedAttributes(trainer, module, skip_callbacks, layers, **watched.attributes)
         self._progress = LoopProgress(trainer)
         self._start: Start | None = None
+        self._last: Start | None = None
+        """Start half of the boundary at which training ends in mid-epoch, once taken."""
         self._wanted = self._needed = True
         self._passed = False
         """Whether this boundary has no start half and nothing has followed it yet."""
@@ -159,15 +161,24 @@ class BoundaryRecorder:
         """Whether hooks at the next epoch's start had run before this boundary's state was taken."""
         return start["random"]["fetch"] is not None
 
+    def take_last(self) -> Start:
+        """Return the start half of the last boundary of training that ends in mid-epoch, before the epoch's end hooks."""
+        self.before_fetch()
+        self._last = self.take_stopped()
+        return self._last
+
     def take_end(self) -> Start:
-        """Return the start half of the boundary at which training ends."""
+        """Return the start half of the boundary at which training ends; in mid-epoch with what hooks have changed since."""
+        if self._last is not None:
+            self._last["end"] = self._take_after(self._last)
+            return self._last
         start = self._take(between_epochs=True)
         # Later moments have not come. A process that trains on from here draws in the same order by itself.
         start["random"] = {**self._between_epochs(self._take_random()), "after_fetch": None}
         return start
 
-    def take_after(self, start: Start) -> Start:
-        """Return state changed by hooks since `start`, where training ends in mid-epoch: values on the host."""
+    def _take_after(self, start: Start) -> Start:
+        """Return state changed by hooks since `start`, on the host."""
         end = self._take(between_epochs=True)
         found = {name: end[name] for name in ENDS if differs(start[name], end[name])} | {
             "random": {"fetch": self._take_random()}

@@ -180,13 +180,18 @@ class Trained:
         self._owners, self._owned = [owner for owner, _, _ in owned], [param for _, _, param in owned]
         self._owned_names = [name for _, name, _ in owned]
         self._told = False
+        self._num_seen = len(optimizer.param_groups)
+        self.may_begin = False
+        """Whether the coming step may begin with gradients that the boundary at hand lacks."""
+        self.awaited: dict[str, Any] | None = None
+        """Start half whose gradients the next batch begins with, until it begins; `None` if nothing was loaded."""
         self._order: tuple[Any, dict[str, Written]] = (None, {})
         """Number and last key of the optimizer's states when the order was last read, and the unusual order then."""
 
-    @property
-    def num_groups(self) -> int:
-        """Present number of the optimizer's groups."""
-        return len(self._optimizer.param_groups)
+    def regrouped(self) -> bool:
+        """Return whether the optimizer has other groups than at the last call."""
+        before, self._num_seen = self._num_seen, len(self._optimizer.param_groups)
+        return before != self._num_seen
 
     def begin(self) -> None:
         """Include gradients left by an earlier fit, until it is known whether the first step begins with them."""
@@ -226,7 +231,7 @@ class Trained:
         for param, trains in zip(self._params.values(), state["requires_grad"], strict=True):
             if param.requires_grad != bool(trains):  # most have not changed
                 param.requires_grad_(bool(trains))
-        for names in state["added"][self.num_groups - self._num_configured :]:
+        for names in state["added"][len(self._optimizer.param_groups) - self._num_configured :]:
             self._optimizer.add_param_group({"params": [self._params[name] for name in names]})
         self.restore_order(state)
 
@@ -253,8 +258,10 @@ class Trained:
         for group, keys in zip(groups, state.get("keys", [["params"]] * len(groups)), strict=False):
             _put_in_order(group, [key for key in keys if key in group])
 
-    def restore_gradients(self, state: Mapping[str, Any]) -> None:
-        """Restore gradients with which the next step begins; call when its batch begins, after all loading of state."""
+    def restore_gradients(self) -> None:
+        """Restore the `awaited` gradients; call when the next batch begins, after all loading of state."""
+        assert self.awaited is not None
+        state, self.awaited = self.awaited["trained"], None
         self.restore_order(state)
         for param, graded in zip(self._params.values(), state.get("gradients", b""), strict=False):
             if not graded:

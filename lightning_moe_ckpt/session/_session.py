@@ -104,8 +104,6 @@ class CheckpointSession:
         self.bubbles = Bubbles(self._engine, device)
         self._found: RestoreSource | None = None
         self.repeats = Repeats() if repeats is None else repeats
-        self.alone = False
-        """Whether captures are off, as this pipeline stage repeats steps alone, or waits for the stage that does."""
         self._steps = 0
         self._restore_seconds = self._start_seconds = self._end_seconds = 0.0
         self._outcome: Journal = {}
@@ -261,15 +259,15 @@ class CheckpointSession:
         """Whether some operators are still frozen."""
         return self.repeats.replay is not None
 
-    def reconcile(self, *, disturbed: bool) -> None:
-        """Undo changes by hooks since the newest slot was loaded, see `Repeats`. Collective, over `among`."""
-        if self.repeats.unsettled is not None:
-            self.repeats.reconcile(self.among.all_agree, disturbed=disturbed)
+    def reconcile(self, among: Callable[[], Exchange], *, disturbed: bool) -> None:
+        """Undo changes by hooks since the newest slot was loaded, see `Repeats`.
 
-    @property
-    def among(self) -> Exchange:
-        """Exchange of the ranks that repeat together: a stage that is `alone`, or all."""
-        return Exchange(self._groups, "stage_control") if self.alone else self._exchange
+        Args:
+            among: returns the exchange of the ranks that replay together, all of which call this.
+            disturbed: see `Repeats.reconcile`.
+        """
+        if self.repeats.unsettled is not None:
+            self.repeats.reconcile(among().all_agree, disturbed=disturbed)
 
     # -- capture
 
@@ -303,8 +301,6 @@ class CheckpointSession:
 
     def boundary(self, step: int, outcome: Journal) -> None:
         """Capture the policy's part of boundary `step`; call right after an optimizer step."""
-        if self.alone:
-            return
         capture = expect(self._capture)
         capture.complete_seal()  # if no optimizer step has completed it
         self._report_failures()
@@ -348,7 +344,7 @@ class CheckpointSession:
     def takes(self, step: int) -> bool:
         """Return whether the newest boundary, `step`, needs a call of `seal`."""
         capture = expect(self._capture)
-        return not self.alone and (self._steps < _MEASURED_JOURNALS or capture.window_open or capture.whole_at == step)
+        return self._steps < _MEASURED_JOURNALS or capture.window_open or capture.whole_at == step
 
     def within_window(self, step: int) -> bool:
         """Return whether the newest boundary, `step`, is in the middle of a window: no run will resume from it."""
@@ -366,8 +362,6 @@ class CheckpointSession:
         Raises:
             ConfigurationError: a run begins with parameters that differ among ranks that should hold the same.
         """
-        if self.alone:
-            return
         capture = expect(self._capture)
         fresh = self._found is None and self._began is None
         if self._began is None:

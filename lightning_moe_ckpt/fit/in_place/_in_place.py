@@ -130,7 +130,7 @@ class InPlace:
         """Tell the supervisor that training goes on, and drop the weights at the start once there is a generation."""
         if self._alone is not None:
             self._alone.batch = batch
-        if self._weights and run.session.has_generation:
+        if self._weights and run.sessions.now.has_generation:
             self._weights = []
         self._supervisor.beat(self._trainer.global_step)
 

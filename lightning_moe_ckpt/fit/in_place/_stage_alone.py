@@ -26,6 +26,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -72,6 +73,65 @@ _MOVES = {
     RecoveryState.WAITING: {RecoveryState.JOINED, RecoveryState.TRAINING},
 }
 """`decide` moves to JOINED, `_feed` from there, `_meet` to TRAINING; `_give_up`, `ended` too, to recover in place."""
+
+
+class Recovery:
+    """State of a recovery of single stages, and what all ranks have decided for it. `StageAlone` moves it."""
+
+    def __init__(self) -> None:
+        self.state = RecoveryState.TRAINING
+        self.plan: Decision | None = None
+        """Decision about the newest failure; `None` if all ranks go on in place."""
+        self.joined_at = 0.0
+        """Time of `perf_counter` at which all ranks had joined."""
+
+    def joined(self, plan: Decision | None) -> None:
+        """Note that all ranks have joined and decided."""
+        self.move(RecoveryState.JOINED)
+        self.plan, self.joined_at = plan, time.perf_counter()
+
+    def move(self, state: RecoveryState) -> None:
+        """Move to another state."""
+        assert state in _MOVES[self.state], f"{self.state} to {state}"
+        self.state = state
+
+
+class Permission:
+    """Whether a stage of this run may recover alone: found when first asked for, and never given again once refused.
+
+    Args:
+        trainer, module, own_callbacks, exact: see `StageAlone`.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, own_callbacks: tuple[type[Callback], ...], *, exact: bool
+    ) -> None:
+        self._find = partial(_undo.never_alone, trainer, module, own_callbacks)
+        self._exact = exact
+        self._given: bool | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether the stage may; the reasons why not are logged once."""
+        if self._given is None:
+            reasons: list[str] = [] if self._exact else ["what is stored does not lead back to the same steps"]
+            reasons += self._find()
+            self._given = not reasons
+            if reasons:
+                log.info("if a rank fails, all stages recover: %s", "; ".join(reasons), alike=True)
+            else:
+                log.info(
+                    "if a rank fails, its pipeline stage recovers alone, where others are inside a step", alike=True
+                )
+        return self._given
+
+    def refuse(self) -> None:
+        """Let all stages recover from here on."""
+        self._given = False
+
+    def waits(self, error: Exception) -> bool:
+        """Return whether a rank waits inside the next step for the stage whose failure this error may be."""
+        return self.given and is_of_collective(error)
 
 
 class Supervisor(Protocol):
@@ -126,7 +186,7 @@ class StageAlone:
         confirm: Callable[[Exception], object],
         supervisor: Supervisor,
     ) -> None:
-        self._trainer, self._module, self._own, self._exact = trainer, module, own_callbacks, exact
+        self._trainer, self._module = trainer, module
         self._join, self._confirm, self._supervisor = join, confirm, supervisor
         strategy: Any = trainer.strategy
         self._strategy, self._log = strategy, strategy.upstream
@@ -135,22 +195,18 @@ class StageAlone:
         """This process's session, once begun."""
         self.batch: Any = None
         """Batch of the coming step, or of the step under way."""
-        self.plan: Decision | None = None
-        """Decision about the newest failure; `None` if all ranks go on in place."""
-        self._may: bool | None = None
-        """Whether a stage may recover alone in this run; `None` until known, and false for good."""
-        self._state = RecoveryState.TRAINING
-        self._place, self._taken, self._has_generation = StepPosition.ELSEWHERE, -1, False
-        self._has_said_size = False
-        self._joined_at = 0.0
+        self._permission = Permission(trainer, module, own_callbacks, exact=exact)
+        self._recovery = Recovery()
+        self._here = Where(0, StepPosition.ELSEWHERE, -1, 0)
+        """This rank's position; of a stage that does not repeat steps, target and segment have no meaning."""
+        self._live: Segment | None = None
+        """Exchange between the ranks of this stage's segment."""
+        self._flags: dict[str, int] = {}
+        """Flags on which all ranks agreed at the newest commit."""
         self._attempt: StepUndo | None = None
         """State held for undoing the newest step."""
-        self._segment, self._target = range(0), -1
-        """Stages of this stage's segment, and the step up to which they repeat; -1 if they do not."""
-        self._live: Segment | None = None
-        """Exchange between the segment's ranks."""
-        self._flags: dict[str, int] = {}
         self._accesses: DataAccess | None = None
+        self._has_said_size = False
         strategy.step_guard = self
 
     def remove(self) -> None:
@@ -165,22 +221,22 @@ class StageAlone:
     def decide(self) -> None:
         """Agree on stages to repeat steps after a failure, once groups were made anew; see `Decision`. Collective."""
         exchange, upstream = Exchange(self._strategy.groups), self._log
-        between = upstream.silent or (upstream.apart and self._place is StepPosition.ELSEWHERE)
-        here = Where(int(self._possible), self._place, self._taken, int(self._has_generation))
-        if self.run is None or between:
-            here = here._replace(place=StepPosition.NEW)
-        elif upstream.apart:
-            here = here._replace(target=self._target, first=self._segment.start, stop=self._segment.stop)
+        here = self._here._replace(possible=int(self._permission.given))
+        between = upstream.silent or (upstream.apart and here.place == StepPosition.ELSEWHERE)
+        is_new = self.run is None or between
+        if is_new or not upstream.apart:
+            place = StepPosition.NEW if is_new else here.place
+            here = Where(here.possible, place, here.taken, here.has_generation)
         rows = [Where(*row) for row in exchange.gather(here)]
         plan = Decision.of(rows, self._strategy.groups)
-        self._may = all(row.possible for row in rows)  # for good: a later process does not know the reason
-        self._move(RecoveryState.JOINED)
-        self._joined_at = time.perf_counter()
+        if not all(row.possible for row in rows):
+            self._permission.refuse()  # for good: a later process does not know the reason
+        self._recovery.joined(None if isinstance(plan, str) else plan)
         if isinstance(plan, str):
             log.info("everybody goes on in place: %s", plan, alike=True)
             self._give_up()
             return
-        knows = here.place != StepPosition.NEW and here.target < 0 and self._taken == plan.step
+        knows = not is_new and here.target < 0 and here.taken == plan.step
         flags = exchange.gather_values(self._flags if knows else None)
         if not upstream.apart:
             self._flags = next((flag for flag in flags if isinstance(flag, dict)), {})
@@ -189,34 +245,33 @@ class StageAlone:
             *(list(plan.failed), f", {sorted(plan.going)} go on to do so" if plan.going else "", plan.step),
             alike=True,
         )
-        self.plan = plan
         if self._begins:
             upstream.silence()
 
     @property
     def _begins(self) -> bool:
         """Whether this rank's stage begins to repeat steps."""
-        return self.plan is not None and self._strategy.groups.stage in self.plan.failed
+        plan = self._recovery.plan
+        return plan is not None and self._strategy.groups.stage in plan.failed
 
     def begun(self, run: FitSession) -> None:
         """Receive the records for repeated steps, once a generation is loaded. Collective, with `_recover` elsewhere."""
-        self.run, self._place = run, StepPosition.ELSEWHERE
-        self._log.keeps = self._possible
-        run.may_wait(within_steps=self._possible)
-        if self.plan is None:
-            self._taken, self._has_generation = self._trainer.global_step, False
+        self.run, self._here = run, self._here._replace(place=StepPosition.ELSEWHERE)
+        self._log.keeps = self._permission.given
+        if self._log.keeps:
+            run.may_wait(self._permission.waits)
+        plan, here, step = self._recovery.plan, self._strategy.groups.stage, self._trainer.global_step
+        if plan is None:
+            self._here = self._here._replace(taken=step, has_generation=0)
             return
         self._feed(run.session.horizon if run.resumed else None)
-        run.alone()
-        self._supervisor.beat(
-            self._trainer.global_step
-        )  # a hang is noticed from here on: waiting ranks have no time limit for this
-        self._taken = self.plan.step
-        here = self._strategy.groups.stage
-        others = [each for each in self._segment if each != here]
+        run.part()
+        self._supervisor.beat(step)  # a hang is noticed from here on: waiting ranks have no time limit for this
+        self._here = self._here._replace(taken=plan.step)
+        others = [stage for stage in plan.segment(here) if stage != here]
         log.info(
             "stage %d goes from step %d to step %d alone%s, fed by what its neighbours have kept",
-            *(here, self._trainer.global_step, self.plan.step, f" with stages {others}" if others else ""),
+            *(here, step, plan.step, f" with stages {others}" if others else ""),
         )
 
     def ended(self, error: Exception) -> Exception:
@@ -224,42 +279,24 @@ class StageAlone:
 
         Other ranks wait for this rank, some of them in collectives of its stage, so no collective can tell them.
         """
-        if self._state is not RecoveryState.REPEATING or not self._is_own(error) or isinstance(error, Rewind):
+        if self._recovery.state is not RecoveryState.REPEATING or not self._is_own(error) or isinstance(error, Rewind):
             return error
         log.error("this stage does not come to the step that failed as it did before: %s", error)
-        self._may = False  # the next attempt would fail alike
-        self._move(RecoveryState.TRAINING)
+        self._permission.refuse()  # the next attempt would fail alike
+        self._recovery.move(RecoveryState.TRAINING)
         self._supervisor.call_off(f"does not repeat its steps exactly: {error}")
         return dist.DistError(str(error))
 
     # -- private
 
-    def _move(self, state: RecoveryState) -> None:
-        assert state in _MOVES[self._state], f"{self._state} to {state}"
-        self._state = state
-
-    @property
-    def _possible(self) -> bool:
-        if self._may is None:
-            reasons: list[str] = [] if self._exact else ["what is stored does not lead back to the same steps"]
-            reasons += _undo.never_alone(self._trainer, self._module, self._own)
-            self._may = not reasons
-            if reasons:
-                log.info("if a rank fails, all stages recover: %s", "; ".join(reasons), alike=True)
-            else:
-                log.info(
-                    "if a rank fails, its pipeline stage recovers alone, where others are inside a step", alike=True
-                )
-        return self._may
-
     def _give_up(self) -> None:
-        self.plan = None
-        self._move(RecoveryState.TRAINING)
+        self._recovery.plan = None
+        self._recovery.move(RecoveryState.TRAINING)
         self._log.forget()
 
     def _feed(self, first: int | None) -> None:
         """Give repeating stages this rank's records for them. Collective."""
-        plan, groups = self.plan, self._strategy.groups
+        plan, groups = self._recovery.plan, self._strategy.groups
         assert plan is not None
         here = groups.stage
         serves = here not in plan.repeating and (here + 1 in plan.failed or here - 1 in plan.failed)
@@ -272,20 +309,21 @@ class StageAlone:
         pipeline, steps = Exchange(groups, "pipeline_control"), range(first, plan.step)
         rows: list[Any] = [pipeline.gather_values(self._log.given_for(step) if serves else None) for step in steps]
         if self._begins:
-            self._segment, self._target = plan.segment(here), plan.step
-            before, behind = self._segment.start - 1, self._segment.stop
+            segment = plan.segment(here)
+            self._here = self._here._replace(target=plan.step, first=segment.start, stop=segment.stop)
+            before, behind = segment.start - 1, segment.stop
             above = [row[before] for row in rows] if here - 1 == before >= 0 else None
             below = [row[behind] for row in rows] if here + 1 == behind < groups.num_stages else None
             answers = [next(row[each] for each in (before, behind) if 0 <= each < groups.num_stages)[0] for row in rows]
             self._log.repeat(first, answers, above, below)
         if self._log.apart:
-            self._live = live = Segment(groups, self._segment)
+            self._live = live = Segment(groups, range(self._here.first, self._here.stop))
             self._log.join(live.before, live.behind)
-        self._move(RecoveryState.REPEATING if self._log.apart else RecoveryState.WAITING)
+        self._recovery.move(RecoveryState.REPEATING if self._log.apart else RecoveryState.WAITING)
 
     def _meet(self) -> None:
         """Wait until all stages are at the same step. Collective, of all ranks."""
-        self._move(RecoveryState.TRAINING)
+        self._recovery.move(RecoveryState.TRAINING)
         Exchange(self._strategy.groups).all_agree(True)
 
     def take_step(self, take: Callable[[], Any]) -> Any:
@@ -301,61 +339,62 @@ class StageAlone:
         attempt = StepUndo(self._trainer, self._module, run, self.batch, self._accesses)
         if self._log.apart:
             self._log.settle()  # before entering the next step: neighbours have received this step's values
-        self._attempt, self._taken = attempt, step
+        self._attempt = attempt
+        self._here = self._here._replace(taken=step)
         try:
             while True:
-                self._place = StepPosition.WITHIN_STEP
+                self._here = self._here._replace(place=StepPosition.WITHIN_STEP)
                 try:
                     self._begin_attempt(run, step)
                     return take()
                 except _Again:
                     attempt.undo()
                 except Exception as error:
-                    if self._taken > step or self._is_own(error):  # or raised by the commit
+                    if self._here.taken > step or self._is_own(error):  # or raised by the commit
                         raise
                     self._recover(error)
                     attempt.undo()
                 run.attempt_again()
                 self._supervisor.beat(step)
         finally:
-            self._place = StepPosition.ELSEWHERE
+            self._here = self._here._replace(place=StepPosition.ELSEWHERE)
 
     def _begin_attempt(self, run: FitSession, step: int) -> None:
-        run.raise_broken()
+        if run.sessions.error is not None:
+            raise run.sessions.error
         if self._log.apart and self._supervisor.confirm(0.0) is not None:
             raise dist.DistError("another rank has failed")  # this rank may wait for nothing that would tell it
-        if self._log.apart and step == self._target:
+        if self._log.apart and step == self._here.target:
             self._log.go_on()
             self._meet()
             log.info(
                 "stage %d is at step %d again, with all others, %.2f s after they had joined",
-                *(self._strategy.groups.stage, step, time.perf_counter() - self._joined_at),
+                *(self._strategy.groups.stage, step, time.perf_counter() - self._recovery.joined_at),
             )
         if not self._log.apart:
             run.together()
             self._keep_within_limit(run)
-            if self._attempt is not None and self._attempt.incomplete and self._may:
+            if self._attempt is not None and self._attempt.incomplete and self._permission.given:
                 log.warning(
                     "if a rank fails, all stages recover: the module has a container of more than %d objects, which are not looked "
                     "into in every step. Keep them outside of it, or in several containers",
                     MOST_ITEMS,
                 )
-                self._keep_nothing(run)
+                self._keep_nothing()
         self._log.begin_step(step)
 
     def commit(self, agree: Callable[[], dict[str, int]]) -> None:
         """Agree that the step is taken; a step to whose commit not all ranks have come is repeated."""
-        if self._place is not StepPosition.WITHIN_STEP:
+        if self._here.place != StepPosition.WITHIN_STEP:
             self._flags = agree()
             return
-        self._place = StepPosition.AT_COMMIT
+        self._here = self._here._replace(place=StepPosition.AT_COMMIT)
         if not self._log.apart and self._attempt is not None and (edits := self._attempt.edits()):
             log.warning(
                 "if a rank fails, all stages recover: %s, which could not be undone. Do it in hooks between steps",
                 edits,
             )
-            assert self.run is not None
-            self._keep_nothing(self.run)
+            self._keep_nothing()
         try:
             self._flags = agree()
             if self._log.apart:
@@ -366,12 +405,16 @@ class StageAlone:
             if self._is_own(error):
                 raise
             self._recover(error)
-            assert self.plan is not None
-            if self.plan.taken(self._strategy.groups.stage) == self._taken:
+            if self._taken_by_all() == self._here.taken:
                 raise _Again from None
             self._strategy.reducer.agreed |= self._flags
-            log.info("step %d is taken: all ranks had come to its commit", self._taken)
-        self._taken += 1
+            log.info("step %d is taken: all ranks had come to its commit", self._here.taken)
+        self._here = self._here._replace(taken=self._here.taken + 1)
+
+    def _taken_by_all(self) -> int:
+        """Return the steps that this stage has taken, as all ranks have decided."""
+        assert self._recovery.plan is not None
+        return self._recovery.plan.taken(self._strategy.groups.stage)
 
     def _is_own(self, error: Exception) -> bool:
         """Whether an error does not come from another rank's failure: there is nothing to wait for."""
@@ -387,7 +430,7 @@ class StageAlone:
         assert run is not None
         while True:
             self._confirm(error)
-            run.suspend()
+            run.sessions.suspend()
             try:
                 self._join()
                 repeating = self._require_waiting()
@@ -411,21 +454,22 @@ class StageAlone:
 
     def _require_waiting(self) -> list[int]:
         """Return the stages to wait for, or among which to go on."""
-        if self.plan is None or self._begins:
+        plan = self._recovery.plan
+        if plan is None or self._begins:
             raise Rewind("all ranks of the stage, or of all stages, begin again from a generation")
-        return self.plan.repeating
+        return plan.repeating
 
     def _complete_record(self) -> None:
         """Complete the record of a step that is taken after all, for stages that repeat it."""
-        assert self.plan is not None
-        if self.plan.taken(self._strategy.groups.stage) > self._taken:
+        if self._taken_by_all() > self._here.taken:
             self._log.complete("commit", self._flags)
 
     def _keep_within_limit(self, run: FitSession) -> None:
         """Drop records that no stage will repeat; log the rest's size once, and stop recording beyond the limit."""
         upstream, steps = self._log, run.session.most_steps_back
         upstream.collect(run.session.horizon)
-        self._has_generation |= run.session.newest_step is not None
+        if run.session.newest_step is not None:
+            self._here = self._here._replace(has_generation=1)
         if not upstream.step_nbytes or steps is None:
             return
         upstream.expected_nbytes = expected = upstream.step_nbytes * steps
@@ -436,7 +480,7 @@ class StageAlone:
                 "`MoEStrategy(upstream_log_nbytes=%d)`. Allow more, or let windows follow each other sooner",
                 *(size_text(upstream.step_nbytes), steps, limit),
             )
-            self._keep_nothing(run)
+            self._keep_nothing()
         elif not self._has_said_size:
             log.info(
                 "memory: upstream log %s, %s for each of %d steps",
@@ -444,7 +488,6 @@ class StageAlone:
             )
         self._has_said_size = True
 
-    def _keep_nothing(self, run: FitSession) -> None:
-        self._may = False
+    def _keep_nothing(self) -> None:
+        self._permission.refuse()
         self._log.keep(keeps=False)
-        run.may_wait(within_steps=False)

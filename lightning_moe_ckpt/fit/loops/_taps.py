@@ -6,7 +6,7 @@ gradients are clipped. A tap is an instance attribute on one trainer's loops or 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -200,36 +200,67 @@ def _total_norm(parameters: list[torch.nn.Parameter]) -> Tensor:
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
-class BatchTap:
-    """Train on the result of `fetched` for each batch as loaded, but not while `resting()`, until `remove`."""
+def tap_batches(trainer: Trainer, fetched: Callable[[Any], Any], resting: Callable[[], bool]) -> Callable[[], object]:
+    """Train on the result of `fetched` for each batch as loaded, but not while `resting()`; return the function that ends this."""
+    plugin = trainer.precision_plugin  # the first to get a batch
+    convert = plugin.convert_input
 
-    def __init__(self, trainer: Trainer, fetched: Callable[[Any], Any], resting: Callable[[], bool]) -> None:
-        # The precision plugin is the first to get a batch.
-        plugin = trainer.precision_plugin
-        convert = plugin.convert_input
+    def tapped(batch: Any) -> Any:
+        return convert(fetched(batch) if trainer.training and not resting() else batch)
 
-        def tapped(batch: Any) -> Any:
-            return convert(fetched(batch) if trainer.training and not resting() else batch)
-
-        plugin.convert_input = tapped  # type: ignore[assignment, method-assign]
-        self._plugin = plugin
-
-    def remove(self) -> None:
-        """Restore the precision plugin's own method."""
-        self._plugin.__dict__.pop("convert_input", None)
+    plugin.convert_input = tapped  # type: ignore[assignment, method-assign]
+    return lambda: vars(plugin).pop("convert_input", None)
 
 
-class StepTap:
-    """Let `around` run every training step, until `remove`."""
+def tap_step(trainer: Trainer, around: Callable[[Callable[[], Any]], Any]) -> Callable[[], object]:
+    """Let `around` run every training step; return the function that ends this."""
+    strategy: Any = trainer.strategy
+    step = strategy.training_step
+    strategy.training_step = lambda *args, **kwargs: around(lambda: step(*args, **kwargs))
+    return lambda: vars(strategy).pop("training_step", None)
 
-    def __init__(self, trainer: Trainer, around: Callable[[Callable[[], Any]], Any]) -> None:
-        self._strategy = trainer.strategy
-        step = trainer.strategy.training_step
-        trainer.strategy.training_step = lambda *args, **kwargs: around(lambda: step(*args, **kwargs))  # type: ignore[method-assign]
 
-    def remove(self) -> None:
-        """Restore the strategy's own method."""
-        self._strategy.__dict__.pop("training_step", None)
+class StepOutcome:
+    """Results of the step under way beside the state that it leaves, for the journal: norm, overflow flag and losses.
+
+    Frozen operators have no gradients in replay, so the original step's norm and flag take the place of the repeated one's.
+    """
+
+    def __init__(self, trainer: Trainer, norm: Callable[[list[torch.nn.Parameter]], Tensor] | None) -> None:
+        self._clip, self._found_inf = ClipTap(trainer, norm), FoundInf(trainer)
+        self._overflow: float | Unread | None = None
+        self.losses: list[Tensor] = []
+        """Losses of the step's batches, on the device."""
+        self.remove = self._clip.remove
+        """Restore the precision plugin's own methods."""
+
+    def follow(self, original: Mapping[str, Any] | None, clipped: Callable[[], None] | None) -> None:
+        """Use the norm of the `original` step, if any, and call `clipped` when gradients are clipped; call before the step."""
+        self._clip.override = None if original is None else original["grad_norm"]
+        self._clip.clipped = clipped
+
+    def follow_overflow(
+        self, original: Mapping[str, Any], optimizer: torch.optim.Optimizer, device: torch.device
+    ) -> None:
+        """Let the scaler act on the `original` step's overflow flag; call before the optimizer steps."""
+        if original["found_inf"] is not None:
+            self._found_inf.write(optimizer, original["found_inf"], device)
+
+    def read(self, optimizer: torch.optim.Optimizer) -> None:
+        """Read the overflow flag, right before the optimizer steps."""
+        self._overflow = self._found_inf.read(optimizer)
+
+    def take(self, step: int, epoch: int, batches: Sequence[Any]) -> dict[str, Any]:
+        """Return the outcome of the step that ended at boundary `step`; the next step begins without losses."""
+        losses, self.losses = self.losses, []
+        return {
+            "step": step,
+            "epoch": epoch,
+            "grad_norm": self._clip.last,
+            "found_inf": self._overflow,
+            "losses": losses,
+            "batches": batches,
+        }
 
 
 class FoundInf:

@@ -1,0 +1,186 @@
+"""Own the checkpoint session of one fit, and the state in which this rank takes part in checkpoints of all.
+
+Where pipeline stages recover alone (`fit/in_place/_stage_alone.py`), groups are made anew in the midst of a fit. The
+session of the old groups is closed then, and another one takes its place, with the state of training in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from enum import Enum, auto
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_moe_ckpt.coordination import Exchange, Neighbours
+from lightning_moe_ckpt.fit import _limits
+from lightning_moe_ckpt.fit._callbacks import averages_of
+from lightning_moe_ckpt.fit._stops import say_who_is_gone
+from lightning_moe_ckpt.fit.loops import _trainer
+from lightning_moe_ckpt.journal import Journal
+from lightning_moe_ckpt.operators import StateSchema
+from lightning_moe_ckpt.policies import Policy
+from lightning_moe_ckpt.session import CheckpointSession, Repeats, Report
+from lightning_moe_ckpt.tiers import SessionConfig
+
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""Low precisions to which forward casts; with any other, parameters are used as they are."""
+
+
+class Standing(Enum):
+    """How this rank takes part in checkpoints of all ranks."""
+
+    TOGETHER = auto()
+    """Every rank takes its part of the same boundaries."""
+    BROKEN = auto()
+    """A collective has failed between two steps. The next step raises its error, where it can wait for the failed stage."""
+    SUSPENDED = auto()
+    """The session is closed, because its groups are gone. The state of training and the memory stay."""
+    ALONE = auto()
+    """This stage repeats steps, or waits for a stage that does: it takes nothing, and asks no other stage."""
+
+
+_MOVES = {
+    Standing.TOGETHER: {Standing.BROKEN, Standing.SUSPENDED, Standing.ALONE},
+    Standing.BROKEN: {Standing.SUSPENDED},
+    Standing.SUSPENDED: {Standing.ALONE},
+    Standing.ALONE: {Standing.TOGETHER, Standing.SUSPENDED},
+}
+"""`put_off` moves to BROKEN, `suspend` to SUSPENDED, `renew` and `part` to ALONE, and `join` to TOGETHER."""
+
+
+class Sessions:
+    """The session in force, which `renew` replaces by another one.
+
+    Args:
+        trainer, module, config, policy, own_callbacks: see `FitSession`.
+        as_user: restores the user's choice of trained parameters from a start half, while a generation is loaded.
+    """
+
+    last_step: int | None = None
+    """Step at which training is planned to end; `None` until known, or if only time ends it."""
+    error: Exception | None = None
+    """Error that the next step raises; `None` unless `BROKEN`."""
+    _neighbours: Neighbours | None = None
+    _reported: Report
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        *,
+        config: SessionConfig,
+        policy: Policy,
+        own_callbacks: tuple[type[Callback], ...],
+        as_user: Callable[[Journal], None],
+    ) -> None:
+        self._trainer, self._module, self._own, self._as_user = trainer, module, own_callbacks, as_user
+        self.config, self.policy = config, policy
+        self.standing = Standing.TOGETHER
+        self._waits: Callable[[Exception], bool] = lambda _: False
+        """Whether a step waits for the failed stage after this error."""
+        self.now = self._open(None)
+
+    def begin(self) -> Journal | None:
+        """Open the run. Return the start half of the boundary to resume from, or `None` for a new run. Collective."""
+        start = self.now.begin()
+        self._take_up()
+        return start
+
+    def among(self) -> Exchange:
+        """Return the exchange of the ranks that go on together: this stage's if it is `ALONE`, or all."""
+        alone = self.standing is Standing.ALONE
+        return Exchange(self._groups, "stage_control" if alone else "control")
+
+    # -- where stages recover alone
+
+    def let_wait(self, waits: Callable[[Exception], bool]) -> None:
+        """Put errors off to the next step if `waits` says that it can wait there for a failed stage."""
+        self._waits = waits
+
+    def put_off(self, error: Exception) -> None:
+        """Keep an error that was raised between two steps for the next step, where it can wait; raise any other error."""
+        if not self._waits(error):
+            raise error
+        self._move(Standing.BROKEN)
+        self.error = error
+
+    def part(self) -> None:
+        """Take nothing and ask no other stage from here on, until `join`."""
+        self._move(Standing.ALONE)
+
+    def join(self) -> None:
+        """Take part again, with all stages in one step."""
+        self._move(Standing.TOGETHER)
+
+    def suspend(self) -> None:
+        """Close the session, if open, because its groups are gone; the state of training and the memory stay."""
+        if self.standing is not Standing.SUSPENDED:
+            self._reported = self.report()  # a closed engine has no figures
+            self._move(Standing.SUSPENDED)
+            self.error = None
+            self._let_go()
+            self.now.close(keep_memory=True, keep_frozen=True)
+
+    def renew(self) -> int | None:
+        """Open another session, and return the step from which ranks go on; `None` without a generation. Collective."""
+        self.now = self._open(self.now.repeats)
+        self._move(Standing.ALONE)
+        start = self.now.begin(stay=True)
+        self._take_up()
+        return None if start is None else self.now.horizon
+
+    # -- figures and end
+
+    def report(self) -> Report:
+        """Return the figures so far."""
+        if self.standing is Standing.SUSPENDED:
+            return self._reported
+        upstream = getattr(self._trainer.strategy, "upstream", None)
+        return replace(self.now.report(), upstream_log_nbytes=0 if upstream is None else upstream.nbytes)
+
+    def failed(self, error: BaseException) -> None:
+        """Log which other rank has died, if its death ends the fit."""
+        say_who_is_gone(self._neighbours, self.now.newest_step, error)
+
+    def close(self, *, keep_memory: bool) -> None:
+        """Close the session in force, or its replay alone if it is closed already."""
+        if self.standing is Standing.SUSPENDED:
+            self.now.repeats.close()
+        else:
+            self._let_go()
+            self.now.close(keep_memory=keep_memory)
+
+    # -- private
+
+    def _move(self, standing: Standing) -> None:
+        assert standing in _MOVES[self.standing], f"{self.standing} to {standing}"
+        self.standing = standing
+
+    def _take_up(self) -> None:
+        self._neighbours = self.now.neighbours()
+        if hasattr(self._trainer.strategy, "on_phase"):
+            self._trainer.strategy.on_phase = self.now.bubbles.enter
+
+    def _let_go(self) -> None:
+        vars(self._trainer.strategy).pop("on_phase", None)
+
+    def _open(self, repeats: Repeats | None) -> CheckpointSession:
+        trainer, module, policy = self._trainer, self._module, self.policy
+        dtype = _trainer.dtype_of_steps(trainer, module)
+        self._groups = _trainer.groups_of(trainer.strategy)
+        return CheckpointSession(
+            self.config,
+            policy=policy,
+            module=module,
+            schema=StateSchema.of(trainer.optimizers[0], in_parts=policy.cuts, default_dtype=dtype),
+            groups=self._groups,
+            autocast_dtype=_AUTOCAST.get(str(trainer.precision)),
+            may_skip=_limits.may_leave_out(trainer, module, self._own),
+            compiled=_trainer.is_compiled(module),
+            extra=_trainer.checkpoint_extra(trainer, module),
+            averages=averages_of(trainer),
+            as_user=self._as_user,
+            repeats=repeats,
+        )
