@@ -75,7 +75,7 @@ _MOVES = {
 """`decide` moves to JOINED, `_feed` from there, `_meet` to TRAINING; `_give_up`, `ended` too, to recover in place."""
 
 
-class Recovery:
+class StageRecovery:
     """State of a recovery of single stages, and what all ranks have decided for it. `StageAlone` moves it."""
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class StageAlone:
         self.batch: Any = None
         """Batch of the coming step, or of the step under way."""
         self._permission = Permission(trainer, module, own_callbacks, exact=exact)
-        self._recovery = Recovery()
+        self._recovery = StageRecovery()
         self._here = Where(0, StepPosition.ELSEWHERE, -1, 0)
         """This rank's position; of a stage that does not repeat steps, target and segment have no meaning."""
         self._live: Segment | None = None
