@@ -129,7 +129,9 @@ class FitSession:
 
     def begin(self) -> bool:
         """Open the run and return whether it was resumed from an earlier process."""
-        start, session = self.sessions.begin(), self.session
+        session = self.session
+        start = session.begin()
+        self.sessions.take_up()
         if start is None:
             self.trained.begin()
             self._recorder.begin()

@@ -82,11 +82,11 @@ class Sessions:
         """Whether a step waits for the failed stage after this error."""
         self.now = self._open(None)
 
-    def begin(self) -> Journal | None:
-        """Open the run. Return the start half of the boundary to resume from, or `None` for a new run. Collective."""
-        start = self.now.begin()
-        self._take_up()
-        return start
+    def take_up(self) -> None:
+        """Note the processes of all ranks, and measure the phases of a pipeline; call once the run is open. Collective."""
+        self._neighbours = self.now.neighbours()
+        if hasattr(self._trainer.strategy, "on_phase"):
+            self._trainer.strategy.on_phase = self.now.bubbles.enter
 
     def among(self) -> Exchange:
         """Return the exchange of the ranks that go on together: this stage's if it is `ALONE`, or all."""
@@ -128,7 +128,7 @@ class Sessions:
         self.now = self._open(self.now.repeats)
         self._move(Standing.ALONE)
         start = self.now.begin(stay=True)
-        self._take_up()
+        self.take_up()
         return None if start is None else self.now.horizon
 
     # -- figures and end
@@ -157,11 +157,6 @@ class Sessions:
     def _move(self, standing: Standing) -> None:
         assert standing in _MOVES[self.standing], f"{self.standing} to {standing}"
         self.standing = standing
-
-    def _take_up(self) -> None:
-        self._neighbours = self.now.neighbours()
-        if hasattr(self._trainer.strategy, "on_phase"):
-            self._trainer.strategy.on_phase = self.now.bubbles.enter
 
     def _let_go(self) -> None:
         vars(self._trainer.strategy).pop("on_phase", None)
