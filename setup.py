@@ -1,10 +1,10 @@
-"""Declares the compiled libraries, and what depends on where a release lives; all else is in pyproject.toml."""
+"""Declares the packages, the compiled libraries, and what depends on where a release lives; all else is in pyproject.toml."""
 
 import os
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "ext"))
@@ -14,6 +14,10 @@ from build_metadata import REPOSITORY, long_description, project_urls  # noqa: E
 from build_native import sources  # noqa: E402
 
 setup(
+    # A source archive has the folder of `callbacks` once, without the link to it that a checkout has within the package.
+    packages=sorted(
+        {"lightning_moe_ckpt.callbacks", *find_packages(include=["lightning_moe_ckpt", "lightning_moe_ckpt.*"])}
+    ),
     ext_modules=[
         Extension(f"lightning_moe_ckpt.native.{part}", sources(part), optional=True) for part in ("cuda", "cpu")
     ],
