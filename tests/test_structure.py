@@ -282,7 +282,12 @@ def _fit(
 
 def test_a_record_walks_down_in_few_steps(tmp_path: Path) -> None:
     """From the boundary to the copy, from the next batch to the queue, and from there to bytes on disk and a commit."""
-    ends = {"submit_table": "native.", "add": "tiers._tier_worker", "put": "storage._posix", "commit": "storage._run_store"}
+    ends = {
+        "submit_table": "native.",
+        "add": "tiers._tier_worker",
+        "put": "storage._posix",
+        "commit": "storage._run_store",
+    }
     with Walk(ends, first=4, last=30) as walk:
         _fit(tmp_path / "run", walk, 32)
     functions, modules = walk.figures()

@@ -39,9 +39,17 @@ from typing_extensions import Self, override
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.process import compute_alone
-from lightning_moe_ckpt.storage import Backend, RecordEntry, RecordRows, SegmentLayout, TensorSpec, dtype_code
+from lightning_moe_ckpt.storage import (
+    Backend,
+    RecordEntry,
+    RecordRows,
+    SegmentLayout,
+    StorageCall,
+    TensorSpec,
+    WrappedBackend,
+    dtype_code,
+)
 from lightning_moe_ckpt.strategy import MoEStrategy
-from lightning_moe_ckpt.testing._kill import StorageCall, WatchedBackend
 from lightning_moe_ckpt.testing._records import JsonLines, Record, read_lines
 from lightning_moe_ckpt.tiers import shared_directory
 from lightning_moe_ckpt.tiers._tier_worker import SkipCounter
@@ -284,9 +292,9 @@ class StorageGate:
         """Hold large writes that begin from now on."""
         self._open.clear()
 
-    def backend(self, backend: Backend) -> WatchedBackend:
+    def backend(self, backend: Backend) -> WrappedBackend:
         """Return `backend` behind this gate."""
-        return WatchedBackend(backend, self._pass)
+        return WrappedBackend(backend, self._pass)
 
     def _pass(self, call: StorageCall, operation: Callable[[], T]) -> T:
         if not call.writes or call.nbytes < self.LARGE_NBYTES:

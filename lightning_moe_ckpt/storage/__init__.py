@@ -8,6 +8,8 @@ Internal: may change in any version.
 from lightning_moe_ckpt.storage._backend import Backend as Backend
 from lightning_moe_ckpt.storage._backend import Entry as Entry
 from lightning_moe_ckpt.storage._backend import Pace as Pace
+from lightning_moe_ckpt.storage._backend import StorageCall as StorageCall
+from lightning_moe_ckpt.storage._backend import WrappedBackend as WrappedBackend
 from lightning_moe_ckpt.storage._backend import create_once as create_once
 from lightning_moe_ckpt.storage._catalog import CONSTANTS as CONSTANTS
 from lightning_moe_ckpt.storage._catalog import read_constants as read_constants

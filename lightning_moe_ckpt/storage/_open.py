@@ -16,16 +16,16 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from typing import TypeVar
 
 from fsspec.registry import known_implementations, registry
+from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError, KeyExists, KeyMissing, StorageError, StorageRefused
-from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, PATIENCE, Backend, Entry, StorageOptions
+from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, PATIENCE, Backend, StorageOptions, WrappedBackend
 from lightning_moe_ckpt.storage._object_options import SCHEMES, Unmapped
 from lightning_moe_ckpt.storage._posix import PosixBackend
 
@@ -111,7 +111,7 @@ _LONGEST_PAUSE_SECONDS = 10.0
 _JITTER = random.SystemRandom()
 
 
-class Retrying:
+class Retrying(WrappedBackend):
     """Backend that retries another backend's failed calls; see `Backend` for the methods.
 
     A retried `create` may raise `KeyExists` because of its own first attempt: use `create_once`.
@@ -133,49 +133,20 @@ class Retrying:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], bool] | None = None,
     ) -> None:
-        self._backend = backend
+        super().__init__(backend, lambda call, operation: self._retry(operation, call.nbytes))
         self._patience, self._min_rate = patience.total_seconds(), min_nbytes_per_second
         self._closed = threading.Event()
         self._clock, self._sleep = clock, sleep or self._closed.wait
 
     @property
-    def url(self) -> str:
-        return self._backend.url
-
-    @property
+    @override
     def creates_exclusively(self) -> bool:
-        return self._retry(lambda: self._backend.creates_exclusively)
+        return self._retry(lambda: super(Retrying, self).creates_exclusively)
 
-    def put(self, key: str, *views: bytes | memoryview) -> None:
-        self._retry(partial(self._backend.put, key, *views), sum(memoryview(view).nbytes for view in views))
-
-    def create(self, key: str, data: bytes) -> None:
-        self._retry(partial(self._backend.create, key, data))
-
-    def get(self, key: str) -> bytes:
-        return self._retry(partial(self._backend.get, key))
-
-    def get_into(self, key: str, out: memoryview) -> None:
-        self._retry(partial(self._backend.get_into, key, out), out.nbytes)
-
-    def get_range(self, key: str, start: int, out: memoryview) -> None:
-        self._retry(partial(self._backend.get_range, key, start, out), out.nbytes)
-
-    def list(self, prefix: str) -> list[Entry]:
-        return self._retry(partial(self._backend.list, prefix))
-
-    def delete(self, key: str) -> None:
-        self._retry(partial(self._backend.delete, key))
-
-    def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
-        return self._retry(partial(self._backend.unfinished_writes, prefix))
-
-    def sweep(self, prefix: str) -> None:
-        self._retry(partial(self._backend.sweep, prefix))
-
+    @override
     def close(self) -> None:
         self._closed.set()
-        self._backend.close()
+        super().close()
 
     def _retry(self, operation: Callable[[], T], nbytes: int = 0) -> T:
         start, pause = self._clock(), _FIRST_PAUSE_SECONDS

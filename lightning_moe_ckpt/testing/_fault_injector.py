@@ -28,7 +28,7 @@ from typing_extensions import override
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.session._capture import CaptureSession
-from lightning_moe_ckpt.storage import wrapping_backends
+from lightning_moe_ckpt.storage import WrappedBackend, wrapping_backends
 from lightning_moe_ckpt.testing import _fault_process
 from lightning_moe_ckpt.testing._fault import (
     LASTING,
@@ -48,7 +48,7 @@ from lightning_moe_ckpt.testing._fault_media import (
     flip_stored_bit,
 )
 from lightning_moe_ckpt.testing._fault_record import FaultRecord, fired, read_ranks, record_folder, uptime
-from lightning_moe_ckpt.testing._kill import HookPhase, LatePhase, PhaseCallback, WatchedBackend, send_signal, settle
+from lightning_moe_ckpt.testing._kill import HookPhase, LatePhase, PhaseCallback, send_signal, settle
 from lightning_moe_ckpt.testing._records import Record, read_lines
 from lightning_moe_ckpt.tiers import shared_directory, shared_name, this_domain
 
@@ -174,7 +174,7 @@ class _Campaign:
         self._thread: threading.Thread | None = None
         self._step = -1
         self._undo = ExitStack()
-        self._undo.enter_context(wrapping_backends(lambda backend: WatchedBackend(backend, self._storage.around)))
+        self._undo.enter_context(wrapping_backends(lambda backend: WrappedBackend(backend, self._storage.around)))
         self._wrap("capture", lambda: None, lambda: self.reached("capture"))
         self._wrap("seal", lambda: self.reached("seal"), lambda: None)
 

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from lightning_moe_ckpt.errors import Corrupt, StorageError, StorageRefused
-from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, MemoryMarker, Retrying, RingHeader, RunView
+from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, MemoryMarker, Retrying, RingHeader, RunView, StorageCall
 from lightning_moe_ckpt.storage._names import COMMITTED, parse_marker_name, parse_snap_key
 from lightning_moe_ckpt.storage._open import open_without_retries
 from lightning_moe_ckpt.testing._fault import Fault, FaultPhase
-from lightning_moe_ckpt.testing._kill import StorageCall
 from lightning_moe_ckpt.tiers._shm import MemoryKind, MemoryName, close_shared, marker_paths, memory_files, open_shared
 
 T = TypeVar("T")

@@ -1,8 +1,7 @@
 """Reach a place of training, a hook of Lightning or a call of storage, and die there by a scripted signal.
 
 One callback turns hooks into phases; a second one, which Lightning runs after all others, adds the moment after their
-`on_train_batch_end`. A `WatchedBackend` passes each call of storage through a function, which may also delay it or fail in
-its place.
+`on_train_batch_end`.
 
 A SIGKILL is never an exception: nothing is flushed, no `finally` runs, no destructor either. Other signals leave it to
 the process how it ends. Just before it, the process appends a line to its record file, so that the parent can tell a
@@ -16,18 +15,18 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 from typing_extensions import override
 
-from lightning_moe_ckpt.storage import Backend, Entry, wrapping_backends
+from lightning_moe_ckpt.storage import StorageCall, WrappedBackend, wrapping_backends
 
 T = TypeVar("T")
 StepPhase = Literal["batch_start", "forward", "after_backward", "before_optimizer_step", "batch_end", "after_batch_end"]
@@ -36,7 +35,6 @@ HookPhase = Literal[TrainingPhase, "sanity_check"]
 """`forward`: between forward and backward; `batch_end` and `after_batch_end`: before and after other callbacks'
 `on_train_batch_end`; `validation`: at the start of a batch of it."""
 Phase = Literal[HookPhase, "random_time", "storage", "ckpt_file"]
-Verb = Literal["put", "create", "get", "get_into", "get_range", "list", "delete", "sweep"]
 Strike = Callable[[], None]
 """Sends the signal; does not return if it is SIGKILL."""
 
@@ -262,78 +260,6 @@ class Killer(PhaseCallback):
             timer.start()
 
 
-@dataclass(frozen=True, slots=True)
-class StorageCall:
-    """One call of a backend."""
-
-    verb: Verb
-    key: str
-    """Key of the object; a prefix for `list` and `sweep`."""
-    nbytes: int = 0
-    """Bytes written or to be filled; 0 if only the answer shows them."""
-
-    @property
-    def writes(self) -> bool:
-        """Whether the call needs room in the store."""
-        return self.verb in {"put", "create"}
-
-    def __str__(self) -> str:
-        return f"{self.verb} {self.key}"
-
-
-class Around(Protocol):
-    """Function around the calls of a backend. Several threads may call it at once."""
-
-    def __call__(self, call: StorageCall, operation: Callable[[], T]) -> T:
-        """Run `operation` and return its result, or raise an error in its place."""
-
-
-class WatchedBackend:
-    """A `Backend` that passes every call of `backend`, and its result, through `around`."""
-
-    def __init__(self, backend: Backend, around: Around) -> None:
-        self._backend, self._around = backend, around
-
-    @property
-    def url(self) -> str:
-        return self._backend.url
-
-    @property
-    def creates_exclusively(self) -> bool:
-        return self._backend.creates_exclusively
-
-    def put(self, key: str, *views: bytes | memoryview) -> None:
-        nbytes = sum(memoryview(view).nbytes for view in views)
-        self._around(StorageCall("put", key, nbytes), lambda: self._backend.put(key, *views))
-
-    def create(self, key: str, data: bytes) -> None:
-        self._around(StorageCall("create", key, len(data)), lambda: self._backend.create(key, data))
-
-    def get(self, key: str) -> bytes:
-        return self._around(StorageCall("get", key), lambda: self._backend.get(key))
-
-    def get_into(self, key: str, out: memoryview) -> None:
-        self._around(StorageCall("get_into", key, out.nbytes), lambda: self._backend.get_into(key, out))
-
-    def get_range(self, key: str, start: int, out: memoryview) -> None:
-        self._around(StorageCall("get_range", key, out.nbytes), lambda: self._backend.get_range(key, start, out))
-
-    def list(self, prefix: str) -> list[Entry]:
-        return self._around(StorageCall("list", prefix), lambda: self._backend.list(prefix))
-
-    def delete(self, key: str) -> None:
-        self._around(StorageCall("delete", key), lambda: self._backend.delete(key))
-
-    def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
-        return self._around(StorageCall("list", prefix), lambda: self._backend.unfinished_writes(prefix))
-
-    def sweep(self, prefix: str) -> None:
-        self._around(StorageCall("sweep", prefix), lambda: self._backend.sweep(prefix))
-
-    def close(self) -> None:
-        self._backend.close()
-
-
 class StorageKiller:
     """Count the operations of every backend opened in this process and die at the scripted one."""
 
@@ -346,7 +272,7 @@ class StorageKiller:
 
     def install(self) -> None:
         """Watch the backends that are opened from here on, for the rest of this process."""
-        self._installed.enter_context(wrapping_backends(lambda backend: WatchedBackend(backend, self.around)))
+        self._installed.enter_context(wrapping_backends(lambda backend: WrappedBackend(backend, self.around)))
 
     def around(self, call: StorageCall, operation: Callable[[], T]) -> T:
         """Run one storage operation, or die before or after it."""

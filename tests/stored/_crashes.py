@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-from lightning_moe_ckpt.storage import Backend
-from lightning_moe_ckpt.testing._kill import StorageCall, WatchedBackend
+from lightning_moe_ckpt.storage import Backend, StorageCall, WrappedBackend
 
 T = TypeVar("T")
 
@@ -15,7 +14,7 @@ class Crashed(BaseException):
     """The simulated process is dead. A `BaseException`, so that no handler of the code under test survives it."""
 
 
-class CrashingBackend(WatchedBackend):
+class CrashingBackend(WrappedBackend):
     """Pass calls on until the chosen one, and raise `Crashed` before or after it, and at every later call."""
 
     def __init__(

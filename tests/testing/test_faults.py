@@ -22,13 +22,19 @@ from tiers._segments import LAYOUT, RUN, check, generation, keep
 
 from lightning_moe_ckpt import testing
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, StorageError
-from lightning_moe_ckpt.storage import Backend, GenerationId, open_backend, segment_key, wrapping_backends
+from lightning_moe_ckpt.storage import (
+    Backend,
+    GenerationId,
+    WrappedBackend,
+    open_backend,
+    segment_key,
+    wrapping_backends,
+)
 from lightning_moe_ckpt.testing import Fault, FaultInjector, RandomFaults, fail_at, summarize_faults
 from lightning_moe_ckpt.testing.__main__ import main
 from lightning_moe_ckpt.testing._fault import FaultPhase, Schedule
 from lightning_moe_ckpt.testing._fault_media import LastingFault, StorageFaults, TakenMemory, flip_memory_bit
 from lightning_moe_ckpt.testing._fault_record import FaultRecord, fired, record_folder, uptime
-from lightning_moe_ckpt.testing._kill import WatchedBackend
 from lightning_moe_ckpt.testing._records import read_lines
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_name
 
@@ -262,7 +268,7 @@ def places() -> list[tuple[FaultPhase, int]]:
 def backend(tmp_path: Path, active: list[LastingFault], places: list[tuple[FaultPhase, int]]) -> Iterator[Backend]:
     """A real folder, opened as training opens it, with the faults that the test puts into `active`."""
     faults = StorageFaults(lambda: active, lambda *place: places.append(place))
-    with wrapping_backends(lambda inner: WatchedBackend(inner, faults.around)):
+    with wrapping_backends(lambda inner: WrappedBackend(inner, faults.around)):
         backend = open_backend(str(tmp_path / "store"), patience=timedelta(seconds=1))
     yield backend
     backend.close()
