@@ -90,10 +90,8 @@ _EVERYWHERE = {"": "%"}
 
 _ALL = [
     Figure(
-        key="pec-2",
-        source=f"{PEC}, Fig. 2",
+        key="pec-2", source=f"{PEC}, Fig. 2", takes_seconds=90,
         title="final loss and PLT after one fault, by K and interval I, 8 experts",
-        takes_seconds=90,
         paper={"PLT, K=2, I=32": 7.5, "largest change of loss, PLT below 7.5 %": 100 * (4.8851 / 4.8808 - 1)},
         units=_EVERYWHERE,
         measure=runs.loss_by_plt,
@@ -106,14 +104,11 @@ _ALL = [
         "higher, and two fault-free runs are further apart (margin).",
     ),
     Figure(
-        key="pec-5a",
-        source=f"{PEC}, Fig. 5a",
+        key="pec-5a", source=f"{PEC}, Fig. 5a", takes_seconds=3,
         title="bytes of a checkpoint without copies, by K, GPT-MoE with 8 experts",
-        takes_seconds=3,
         paper={"smaller by, K=1": 54.2},
         units=_EVERYWHERE,
-        measure=plans.size_by_k,
-        is_drawn=False,
+        measure=plans.size_by_k, is_drawn=False,
         claims=[
             ascending("smaller as K falls", *(f"smaller by, K={k}" for k in (8, 4, 2, 1))),
             Claim("K=1 is within 2 points of the paper", ("smaller by, K=1",), lambda x: abs(x[0] - 54.2) <= 2),
@@ -122,18 +117,15 @@ _ALL = [
         "the 323 million parameters of its Table 1 are those of one that shares the embedding's.",
     ),
     Figure(
-        key="pec-5b",
-        source=f"{PEC}, Fig. 5b",
+        key="pec-5b", source=f"{PEC}, Fig. 5b", takes_seconds=6,
         title="bytes per rank, 8 ranks with an expert of each layer",
-        takes_seconds=6,
         paper={
             "all of its state, less per rank, K=1": 15,
             "sharded adaptively, less per rank, K=1": 76.9,
             "adaptive peak below equal shares, K=1": 11.7,
         },
         units=_EVERYWHERE,
-        measure=plans.load_by_rank,
-        is_drawn=False,
+        measure=plans.load_by_rank, is_drawn=False,
         claims=[
             Claim(
                 "without sharding K=1 saves within 2 points of the paper",
@@ -148,10 +140,8 @@ _ALL = [
         "Equal shares are cut here too, so that less is left to gain.",
     ),
     Figure(
-        key="pec-5d",
-        source=f"{PEC}, Fig. 5d",
+        key="pec-5d", source=f"{PEC}, Fig. 5d", takes_seconds=90,
         title="PLT over eight faults, fixed K=1 and Dynamic-K, I=1",
-        takes_seconds=90,
         paper={"limit of PLT": 5.0},
         units={"PLT": "%", "limit": "%"},
         measure=runs.dynamic_k,
@@ -165,10 +155,8 @@ _ALL = [
         "part of the last loss. K is doubled before the limit is met, if another such fault would exceed it.",
     ),
     Figure(
-        key="pec-6",
-        source=f"{PEC}, Fig. 6",
+        key="pec-6", source=f"{PEC}, Fig. 6", takes_seconds=80,
         title="final loss after one early, middle or late fault, sequential and load-aware",
-        takes_seconds=80,
         paper={"accuracy, load-aware above sequential, least": 0.005, "accuracy, load-aware above sequential, most": 0.18},
         units=_EVERYWHERE,
         measure=runs.order_of_experts,
@@ -184,10 +172,8 @@ _ALL = [
         "is larger than what is between them.",
     ),
     Figure(
-        key="pec-7",
-        source=f"{PEC}, Fig. 7",
+        key="pec-7", source=f"{PEC}, Fig. 7", takes_seconds=60,
         title="PLT by snapshot-K at persist-K=1: one of two nodes is lost",
-        takes_seconds=60,
         units=_EVERYWHERE,
         measure=runs.snapshot_k,
         claims=[
@@ -198,10 +184,8 @@ _ALL = [
         note="no copies on other nodes here, as there: with `replicas` PLT is that of snapshot-K on both nodes.",
     ),
     Figure(
-        key="moetion-table1",
-        source=f"{MOETION}, Table 1",
+        key="moetion-table1", source=f"{MOETION}, Table 1", takes_seconds=90,
         title="loss by the share of tokens that experts drop",
-        takes_seconds=90,
         paper={
             f"loss above none, {share} % dropped": 100 * (loss / 2.8861 - 1)
             for share, loss in {1: 2.8875, 3: 2.8892, 5: 2.9474, 7: 3.3698, 10: 5.0146}.items()
@@ -219,10 +203,8 @@ _ALL = [
         "tokens the paper drops from the 1000th step on, it does not say.",
     ),
     Figure(
-        key="moetion-3",
-        source=f"{MOETION}, Fig. 3",
+        key="moetion-3", source=f"{MOETION}, Fig. 3", takes_seconds=30,
         title="shares of 16 experts in the tokens of a layer, over steps",
-        takes_seconds=30,
         paper={"four busiest of 16, most of any step": 80, "two busiest of 16, most of any step": 87},
         units={"four": "%", "two": "%"},
         measure=runs.popularity,
@@ -235,10 +217,8 @@ _ALL = [
         "with 16 experts, that the section cites.",
     ),
     Figure(
-        key="moetion-4",
-        source=f"{MOETION}, Fig. 4",
+        key="moetion-4", source=f"{MOETION}, Fig. 4", takes_seconds=10,
         title="bytes of a checkpoint with six of 64 experts, 58.7 G parameters",
-        takes_seconds=10,
         paper={
             "parameters, dense": 1.6,
             "parameters, with experts": 58.7,
@@ -248,8 +228,7 @@ _ALL = [
             "tokens of the experts taken": 80,
         },
         units={"parameters": "G", "everything": "GB", "selective": "GB", "tokens": "%"},
-        measure=plans.size_of_large,
-        is_drawn=False,
+        measure=plans.size_of_large, is_drawn=False,
         claims=[
             Claim("as many times smaller, to 5 %", ("times smaller",), lambda x: abs(x[0] / (587 / 61) - 1) <= 0.05),
             Claim(
@@ -261,10 +240,8 @@ _ALL = [
         note="plans at the paper's size. 12 bytes per parameter here (weights and moments in fp32), 10 there.",
     ),
     Figure(
-        key="moetion-8",
-        source=f"{MOETION}, Fig. 8",
+        key="moetion-8", source=f"{MOETION}, Fig. 8", takes_seconds=90,
         title="validation loss around four faults, a selective checkpoint at every step",
-        takes_seconds=90,
         paper={"highest spike, in units of loss": 0.5},
         units={"highest spike, in": "", "": "%"},
         measure=runs.loss_after_faults,
@@ -276,17 +253,14 @@ _ALL = [
         note="storage is all that is left. A run of 300 steps has no 200 steps after a fault, as there: 20 to 40 instead.",
     ),
     Figure(
-        key="moetion-9",
-        source=f"{MOETION}, Fig. 9",
+        key="moetion-9", source=f"{MOETION}, Fig. 9", takes_seconds=60,
         title="bytes of a checkpoint, and time until it is durable, by number of experts",
-        takes_seconds=60,
         paper={
             "MB, 32 experts, times less": 1820 / 195,
             "ms, 32 experts, times less": 74.9 / 8.5,
         },
         units={"MB, sel": "", "MB, 32 experts, times": "", "ms, 32 experts, times": "", "MB": "MB", "ms": "ms"},
-        measure=runs.size_by_experts,
-        is_drawn=False,
+        measure=runs.size_by_experts, is_drawn=False,
         claims=[
             ascending("everything grows with experts", *(f"MB, {n} experts, everything" for n in (2, 4, 8, 16, 32))),
             at_most("selective grows by less than half from 4 to 32", "MB, selective, 32 over 4 experts", 1.5),
@@ -297,14 +271,11 @@ _ALL = [
         "and two cores, on which training runs beside.",
     ),
     Figure(
-        key="moetion-10",
-        source=f"{MOETION}, Fig. 10",
+        key="moetion-10", source=f"{MOETION}, Fig. 10", takes_seconds=60,
         title="bytes that a step sends to the other node, by mechanism",
-        takes_seconds=60,
         paper={"gradients, of selective": 3.9 / 7.0},
         units={"everything": "MB", "selective, 6": "MB", "+": "MB"},
-        measure=runs.breakdown,
-        is_drawn=False,
+        measure=runs.breakdown, is_drawn=False,
         claims=[
             ascending("each makes it less", "+ gradients for states", "selective, 6 of 16", "everything"),
             at_most("gradients take a tenth away or more", "gradients, of selective", 0.9),
@@ -313,14 +284,11 @@ _ALL = [
         "node writes its own share; gradients stand for states only where an expert stays chosen.",
     ),
     Figure(
-        key="moetion-11",
-        source=f"{MOETION}, Fig. 11",
+        key="moetion-11", source=f"{MOETION}, Fig. 11", takes_seconds=90,
         title="tokens at risk, experts in turns and by popularity",
-        takes_seconds=90,
         paper={"by budget, of turns, 4 of 16": 0.5},
         units={"tokens": "%"},
-        measure=runs.at_risk,
-        is_drawn=False,
+        measure=runs.at_risk, is_drawn=False,
         claims=[
             *(at_most(f"in turns has 1.5 times as many or more, {k} of 16", f"by budget, of turns, {k} of 16", 0.67) for k in (4, 6)),
             ascending("fewer are at risk where more are taken", "tokens at risk, in turns, 6 of 16", "tokens at risk, in turns, 4 of 16"),
@@ -328,18 +296,15 @@ _ALL = [
         note="in percent of the tokens of one step, on average over steps. Routers are skewed by hand, so that four or five of 16 experts have most.",
     ),
     Figure(
-        key="tiercheck-exp3",
-        source=f"{TIERCHECK}, Exp3",
+        key="tiercheck-exp3", source=f"{TIERCHECK}, Exp3", takes_seconds=70,
         title="steps between two checkpoints that slow training down by 3.5 %",
-        takes_seconds=70,
         paper={
             "steps between two, differences": 5,
             "steps between two, dense in memory": 11,
             "steps between two, torch.save": 21,
         },
         units={"steps": "", "step": "ms", "a checkpoint": "%"},
-        measure=runs.interval,
-        is_drawn=False,
+        measure=runs.interval, is_drawn=False,
         claims=[
             ascending(
                 "differences come most often, then memory, then storage",
@@ -349,14 +314,11 @@ _ALL = [
         note="from what one checkpoint adds to a step; `dense in memory` stands for Gemini, `torch.save` for CheckFreq.",
     ),
     Figure(
-        key="tiercheck-exp7",
-        source=f"{TIERCHECK}, Exp7",
+        key="tiercheck-exp7", source=f"{TIERCHECK}, Exp7", takes_seconds=30,
         title="time to get over 20, 50 and 100 steps in a restart",
-        takes_seconds=30,
         paper={"less than one by one": 36.2, "trained again, times one pass": 14.4},
         units={"less": "%", "trained": "", "": "ms"},
-        measure=runs.fused_replay,
-        is_drawn=False,
+        measure=runs.fused_replay, is_drawn=False,
         claims=[
             *(
                 ascending(f"fused, one by one, trained again: {n} steps", *(f"{n} steps, {way}" for way in ("one pass", "a pass each", "trained again")))
@@ -367,10 +329,8 @@ _ALL = [
         note="state is in the caches of a CPU in part, and no ranks are synchronised between steps.",
     ),
     Figure(
-        key="tiercheck-exp8",
-        source=f"{TIERCHECK}, Exp8",
+        key="tiercheck-exp8", source=f"{TIERCHECK}, Exp8", takes_seconds=80,
         title="final loss after four faults under differences",
-        takes_seconds=80,
         units={"": "%"},
         measure=runs.convergence,
         claims=[
@@ -380,13 +340,10 @@ _ALL = [
         note="the paper has a slightly lower final loss with faults than without.",
     ),
     Figure(
-        key="tiercheck-exp9",
-        source=f"{TIERCHECK}, Exp9",
+        key="tiercheck-exp9", source=f"{TIERCHECK}, Exp9", takes_seconds=110,
         title="size of storage, in full states",
-        takes_seconds=110,
         paper={"kept all, at step 100": 1140 / 228, "steady": 342.1 / 228, "largest": 570.1 / 228, "least": 1.0},
-        measure=runs.storage,
-        is_drawn=False,
+        measure=runs.storage, is_drawn=False,
         claims=[
             ascending("what is kept grows without end", "kept all, at step 100", "kept all, at the end"),
             *(
@@ -399,36 +356,28 @@ _ALL = [
         "two bases with what is between them are more states.",
     ),
     Figure(
-        key="moevement-9",
-        source=f"{MOEVEMENT}, Fig. 9",
+        key="moevement-9", source=f"{MOEVEMENT}, Fig. 9", takes_seconds=120,
         title="a step that is taken again after the loss of one of 3 stages",
-        takes_seconds=120,
         paper={"shorter by": 23.0},
         units={"all": "ms", "that": "ms", "shorter": "%"},
-        measure=runs.upstream_logs,
-        is_drawn=False,
+        measure=runs.upstream_logs, is_drawn=False,
         claims=[at_least("a fifth shorter or more with logs", "shorter by", 20.0)],
         note="stages sleep in place of computing, four micro-batches: a third of a step is bubbles, which a stage that is fed by "
         "logs does not have.",
     ),
     Figure(
-        key="moevement-13",
-        source=f"{MOEVEMENT}, Fig. 13",
+        key="moevement-13", source=f"{MOEVEMENT}, Fig. 13", takes_seconds=120,
         title="a step that is taken again after the loss of one of 3 stages, by mechanism",
-        takes_seconds=120,
         paper={"weight gradients, of a step": 33.0},
         units={"weight": "%", "": "ms"},
-        measure=runs.mechanisms,
-        is_drawn=False,
+        measure=runs.mechanisms, is_drawn=False,
         claims=[ascending("each makes it shorter", "+ upstream logs", "+ frozen weights skipped", "sparse checkpoints")],
         note="a window of 4, of whose steps 2 in 5 have frozen weights: what is skipped is of all steps that are taken again. These "
         "stages have no experts, so nothing is ordered by popularity.",
     ),
     Figure(
-        key="moevement-table6",
-        source=f"{MOEVEMENT}, Table 6",
+        key="moevement-table6", source=f"{MOEVEMENT}, Table 6", takes_seconds=50,
         title="host memory of a sparse checkpoint with its log, and of a dense one",
-        takes_seconds=50,
         paper={
             "dense, per parameter": 189.8 / 7.3, "more than dense, window 3": 10.3, "more than dense, window 6": 17.2,
             "without log, window 3": 100 * (205.2 / 189.8 - 1), "log, window 3": 100 * 4.2 / 189.8,
@@ -436,8 +385,7 @@ _ALL = [
             "without log, per parameter, window 3": (205.2 - 189.8) / 7.3, "without log, per parameter, window 6": (478.7 - 426.4) / 16.4,
         },
         units={"dense": "B", "without log, per": "B", "steps": "", "": "%"},
-        measure=runs.memory_of_stages,
-        is_drawn=False,
+        measure=runs.memory_of_stages, is_drawn=False,
         claims=[
             at_least("a sparse checkpoint with its log takes more, by 1 % at least", "more than dense, window 3", 1.0),
             ascending("a longer window takes more", "more than dense, window 3", "more than dense, window 6"),

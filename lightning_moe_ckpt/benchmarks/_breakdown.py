@@ -46,10 +46,9 @@ _NOTHING = HookCost(0.0, 0.0)
 
 
 class HookMeter:
-    """Measure hooks of a fit in this process from now on. Nothing is undone: the process is the measurement's own.
+    """Measure hooks of `peer`, or of this package without one, in this process from now on.
 
-    Args:
-        peer: callback of another system; without it the hooks are those of this package.
+    Nothing is undone: the process is the measurement's own.
     """
 
     def __init__(self, peer: Callback | None) -> None:
@@ -163,9 +162,9 @@ def breakdown_of(
     """Return one table of our policies, per step, and one of other systems, per save.
 
     Args:
-        title: of the model and the machine.
+        title: model and machine.
         policies: variants of this package.
-        peers: those of other systems.
+        peers: variants of other systems.
         every: steps per save of each variant, by name.
     """
     own = _table(f"{title}: microseconds per step", policies, dict.fromkeys(every, 1))

@@ -112,11 +112,7 @@ class _Block(nn.Module):
 
 
 class BenchModel(LightningModule):
-    """Predict the next token.
-
-    Args:
-        size: what is built.
-    """
+    """Predict the next token."""
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
@@ -323,7 +319,7 @@ class TurnTaker(Generic[Result]):
     """A process that does `work` in turns, on one thread. It is forked at once, and has what this process has by then.
 
     Args:
-        work: gets a function to call at the end of every turn.
+        work: takes a function to call at the end of every turn.
         timeout: limit for one turn.
     """
 

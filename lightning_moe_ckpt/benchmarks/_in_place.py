@@ -181,13 +181,9 @@ def _outcomes(figures: Sequence[FailureFigure]) -> Iterator[str]:
 
 @contextmanager
 def job(launcher: str, num_ranks: int, parent: Path | None, *script: str) -> Iterator[FailingJob]:
-    """Start a training under a launcher, and end it.
+    """Start a training under a launcher of `LAUNCHERS`, in a folder of `parent` or of the temporary directory, and end it.
 
-    Args:
-        launcher: of `LAUNCHERS`.
-        num_ranks: processes.
-        parent: of its folder; the temporary directory if there is none.
-        script: what is run instead of `_killed_fit`, by its module's name, and arguments behind the two folders.
+    `script` is the module that is run, and its arguments behind the two folders; without it what `bench in-place` trains.
     """
     with bench_folders(parent) as (folder, memory), (folder / "console").open("wb") as console:
         job = FailingJob(launcher, num_ranks, folder, folder / "console")
@@ -237,14 +233,7 @@ def _commands(
 
 
 class FailingJob:
-    """A training under a launcher.
-
-    Args:
-        launcher: of `LAUNCHERS`.
-        num_ranks: processes.
-        folder: where they write what happens.
-        console: file with what they print.
-    """
+    """A training under a launcher, whose ranks write what happens to `folder`, and what they print to `console`."""
 
     def __init__(self, launcher: str, num_ranks: int, folder: Path, console: Path) -> None:
         self._launcher, self._num_ranks, self._folder, self._console = launcher, num_ranks, folder, console
@@ -252,13 +241,7 @@ class FailingJob:
         self._spares_used = 0
 
     def lose(self, rank: int, after_steps: int, *, alone: bool = False) -> MeasuredFailure:
-        """Let it train, kill a rank, and return what that has cost.
-
-        Args:
-            rank: who dies.
-            after_steps: steps of this turn before that.
-            alone: whether the others stay in the step that they are in.
-        """
+        """Train for `after_steps` steps, kill a rank, and return what that has cost; `alone`: see `failure_of`."""
         torchft = self._launcher == "torchft"
         self._await("a spare", self._has_spare)
         (self._folder / "turn").touch()
@@ -343,12 +326,12 @@ class FailingJob:
 def failure_of(
     ranks: Sequence[Sequence[Record]], at: float, killed: int, *, alone: bool = False
 ) -> MeasuredFailure | None:
-    """Return what a kill has cost; None until that is known.
+    """Return what the kill of a rank at a time has cost; `None` until that is known.
 
     Args:
         ranks: lines that `StepLines` of each rank has written.
-        at: time of the kill.
-        killed: who died.
+        at: time of the kill, by the clock of the lines.
+        killed: rank that died.
         alone: whether the others stay in the step that they are in.
     """
     begun, before, after, noticed = 0.0, [], [], []

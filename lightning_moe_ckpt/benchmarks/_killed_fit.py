@@ -56,11 +56,7 @@ _LOOK_SECONDS = 0.002
 
 
 class TurnLines(StepLines):
-    """Write down what happens, and take steps in turns only.
-
-    Args:
-        folder: of the turn and the lines.
-    """
+    """Write down what happens, and take steps in turns only; turn and lines are in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -81,12 +81,7 @@ GOALS = (
 
 
 def judge(measurements: Mapping[str, GoalMeasurement], reason: str) -> list[NativeFigure]:
-    """Measure a row per goal.
-
-    Args:
-        measurements: by name of the goal; what is missing was not run.
-        reason: why those that are missing are.
-    """
+    """Measure a row per goal; a goal without a measurement was not run, for the given reason."""
     rows, how = list[NativeFigure](), "compiled engine"
     for goal in GOALS:
         what, note, measure = f"{goal.name} {goal.what}", f"goal {goal}", measurements.get(goal.name)
@@ -142,12 +137,7 @@ class CopyScale:
 
 
 class DeviceCopies:
-    """Copies from a device into memory that an engine has registered, as a ring is.
-
-    Args:
-        device: the sources' memory.
-        scale: how much.
-    """
+    """Copies from a device into memory that an engine has registered, as a ring is."""
 
     def __init__(self, device: torch.device, scale: CopyScale) -> None:
         self._device, self._scale, self._module = device, scale, torch.get_device_module(device)
@@ -366,12 +356,7 @@ class DeviceCopies:
 
 
 def make_engine(device: torch.device, arrangement: Arrangement, depth: int) -> CopyEngine:
-    """Return the compiled engine of a device, started.
-
-    Args:
-        device: where sources are.
-        arrangement: how lists are cut.
-        depth: chunks queued with the device at a time; the engine of the CPU has none.
+    """Return the compiled engine of a device, started, with `depth` chunks queued at a time; that of the CPU queues none.
 
     Raises:
         NativeError: there is no compiled part for the device.

@@ -247,14 +247,8 @@ def _steps(options: SimpleNamespace, url: str) -> StepsMeanwhile:
 def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int, accelerator: Accelerator) -> StepsMeanwhile:
     """Train with sparse checkpoints and tell the steps apart.
 
-    In every other stretch of steps writes wait until it is over: there would be no idle step where storage is slow.
-
-    Args:
-        url: where checkpoints go.
-        size: what is trained.
-        num_steps: steps that are measured.
-        warm_up: steps before these.
-        accelerator: what is trained on.
+    In every other stretch of steps writes wait until it is over: there would be no idle step where storage is slow. The steps of
+    the warm-up are not measured.
     """
     held = _HeldWrites(warm_up, num_steps)
     watched = wrapping_backends(held.gate.backend)

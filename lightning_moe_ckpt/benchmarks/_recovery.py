@@ -75,6 +75,10 @@ from lightning_moe_ckpt.testing._records import JsonLines, read_lines
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_name
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile
 
+RecoverySystem = Literal["none", "sparse", "dense", "partial", "selective", "dcp", "lightning"]
+RecoveryLoss = Literal["process", "node", "cluster"]
+"""A loss is that of one process, with it of its node's memory, or of the memory of every node."""
+Precision = Literal["32-true", "bf16-mixed"]
 CASES: tuple[tuple[RecoverySystem, RecoveryLoss], ...] = (
     *(("sparse", loss) for loss in ("process", "node", "cluster")),
     *(("dense", loss) for loss in ("process", "node", "cluster")),
@@ -93,17 +97,8 @@ _SYSTEMS = {
     "lightning": "Lightning .ckpt",
 }
 _COLUMNS = (
-    *(
-        "checkpoints",
-        "lost",
-        "restored from",
-        "saved per step",
-        "in hooks per step",
-        "step",
-        "steps lost",
-        "tokens lost",
-    ),
-    *("restored after", "of it restore", "re-run", "total", "range"),
+    *("checkpoints", "lost", "restored from", "saved per step", "in hooks per step", "step", "steps lost"),
+    *("tokens lost", "restored after", "of it restore", "re-run", "total", "range"),
 )
 _NOTE = """\
 before the kill: bytes saved per step by all ranks together, what the training thread spent on it, waits included, and the \
@@ -115,18 +110,9 @@ _CYCLES = 3
 """Checkpoints that were due before the kill: the newest may still be on its way."""
 _GOAL = Goal("host", "from a SIGKILL to 50 MiB out of host memory", 100, "ms", at_least=False)
 _RUN, _GENERATION = "bench", GenerationId(step=1, incarnation=1, nonce="0" * 12)
-
-RecoverySystem = Literal["none", "sparse", "dense", "partial", "selective", "dcp", "lightning"]
-
-OWN = DenseCheckpoint | SparseCheckpoint | PartialExpertCheckpoint | SelectiveExpertCheckpoint
-
 _SHARE_K = 4
 """Experts per layer that partial checkpoints take, of 16."""
-
-RecoveryLoss = Literal["process", "node", "cluster"]
-"""A loss is that of one process, with it of its node's memory, or of the memory of every node."""
-
-Precision = Literal["32-true", "bf16-mixed"]
+OWN = DenseCheckpoint | SparseCheckpoint | PartialExpertCheckpoint | SelectiveExpertCheckpoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -475,13 +461,7 @@ def newest_step(folder: Path) -> int:
 
 
 class StepTimes(StepLines):
-    """Append a line at every step, with what checkpoints have cost so far.
-
-    Args:
-        path: file of the lines.
-        first_step: added to `global_step`.
-        checkpoint: asked for that.
-    """
+    """Append a line at every step, with what `checkpoint` has cost so far."""
 
     def __init__(self, path: Path, first_step: int, checkpoint: Callback | None) -> None:
         self.first_step, self._checkpoint, self.lines = first_step, checkpoint, JsonLines(path)

@@ -47,15 +47,16 @@ from lightning_moe_ckpt.errors import ConfigurationError
 
 
 class SavingEvery(Callback):
-    """Call `save` every so many steps and note the time of the training thread.
+    """Call `save` every so many optimizer steps and note the time of the training thread.
 
     Args:
-        every_n_steps: optimizer steps between two saves.
-        first_step: added to `global_step`.
+        folder: place of what is saved.
+        every_n_steps: optimizer steps between two saves. A save that is still running holds up the next.
+        first_step: step of the checkpoint to begin with, which is added to `global_step`; 0 for none.
     """
 
-    def __init__(self, every_n_steps: int, first_step: int = 0) -> None:
-        self._every, self._first = every_n_steps, first_step
+    def __init__(self, folder: Path, *, every_n_steps: int, first_step: int = 0) -> None:
+        self._folder, self._every, self._first = folder, every_n_steps, first_step
         self.seconds, self.nbytes = 0.0, 0
         """Time of the training thread in saves so far, and bytes that they saved, of one rank: all have the same state."""
 
@@ -76,41 +77,22 @@ class SavingEvery(Callback):
 
 
 class TorchSave(SavingEvery):
-    """`torch.save` of state dicts into a file that is renamed when it is whole. The newest stays.
-
-    Args:
-        folder: where it goes.
-        every_n_steps: optimizer steps between two saves.
-    """
-
-    def __init__(self, folder: Path, *, every_n_steps: int) -> None:
-        super().__init__(every_n_steps)
-        self._path = folder / "newest.pt"
+    """`torch.save` of state dicts into a file that is renamed when it is whole. The newest stays."""
 
     @override
     def save(self, step: int, trainer: Trainer, module: LightningModule) -> int:
         if not trainer.is_global_zero:
             return 0
-        staged = self._path.with_suffix(".staged")
+        staged = self._folder / "newest.staged"
         torch.save({"step": step, **_state_dicts(trainer, module)}, staged)
-        staged.replace(self._path)
-        return self._path.stat().st_size
+        return staged.replace(self._folder / "newest.pt").stat().st_size
 
 
 class DcpCheckpoint(SavingEvery):
-    """`torch.distributed.checkpoint.async_save` of model, optimizer and scheduler, one save at a time.
+    """`torch.distributed.checkpoint.async_save` of model, optimizer and scheduler, one save at a time, one folder per step."""
 
-    Args:
-        folder: where checkpoints go, one folder per step.
-        every_n_steps: optimizer steps between two saves. A save that is still running holds up the next.
-        first_step: the checkpoint to load at start, whose step is added to `global_step`; 0 for none.
-    """
-
-    def __init__(self, folder: Path, *, every_n_steps: int, first_step: int = 0) -> None:
-        super().__init__(every_n_steps, first_step)
-        self._folder = folder
-        self._group: dist.ProcessGroup | None = None
-        self._saving: Future[Any] | None = None
+    _group: dist.ProcessGroup | None = None
+    _saving: Future[Any] | None = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -173,22 +155,15 @@ class MeteredCheckpoint(ModelCheckpoint):
 
 
 class DlroverCheckpoint(SavingEvery):
-    """DLRover's Flash Checkpoint into shared memory (`StorageType.MEMORY`), one rank, without its agent.
+    """DLRover's Flash Checkpoint into shared memory (`StorageType.MEMORY`), one rank, without its agent; the folder stays empty."""
 
-    Args:
-        folder: where it would go if it were written.
-        every_n_steps: optimizer steps between two saves.
-    """
-
-    def __init__(self, folder: Path, *, every_n_steps: int) -> None:
-        super().__init__(every_n_steps)
-        self._folder, self._name = folder, f"moe-ckpt-bench-{os.getpid()}"
-        self._saver: Any = None
-        self._memory: Any = None
+    _saver: Any = None
+    _memory: Any = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _own_world()
+        self._name = f"moe-ckpt-bench-{os.getpid()}"
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         os.environ["TORCHELASTIC_RUN_ID"] = self._name  # of its memory
         logging.disable(logging.WARNING)
@@ -208,17 +183,9 @@ class DlroverCheckpoint(SavingEvery):
 
 
 class LmResiliencyCheckpoint(SavingEvery):
-    """lm-resiliency's in-memory checkpoint, one rank without replicas; it copies until the next optimizer step.
+    """lm-resiliency's in-memory checkpoint, one rank without replicas; it copies until the next optimizer step."""
 
-    Args:
-        folder: where it would go if it were written.
-        every_n_steps: optimizer steps between two saves.
-    """
-
-    def __init__(self, folder: Path, *, every_n_steps: int) -> None:
-        super().__init__(every_n_steps)
-        self._folder = folder
-        self._keeper: Any = None
+    _keeper: Any = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -115,12 +115,9 @@ class Assembler:
         return {name: generation.step for name, generation in versions if generation != self._generation}
 
     def take_older(self, error: Exception) -> bool:
-        """Take the copy before of the operator of which something could not be read; return whether there is one.
+        """Take the older copy of the operator that an error is about; return whether there is one.
 
-        All of it, weights and optimizer state: what was read of it so far is of the bad copy, so everything is read anew.
-
-        Args:
-            error: why it could not be read.
+        The whole operator, weights and optimizer state, comes from one generation: parts that were read so far are read anew.
         """
         operator, self._lost = self._lost, ""
         bad = self._sources.get(operator)
@@ -271,8 +268,8 @@ def constants_of(backend: Backend, policy: Mapping[str, object]) -> list[Segment
     """Return the files of constants of a generation, each with the records that its plan takes from there.
 
     Raises:
-        Corrupt: what describes them is damaged.
-        KeyMissing: it is gone.
+        Corrupt: the description of the files is damaged.
+        KeyMissing: the description is gone.
     """
     wanted = set(json.loads(str(policy["plan"])).get("constants", ())) if CONSTANTS in policy else set()
     files = read_constants(backend, policy) if wanted else ()

@@ -320,13 +320,7 @@ def _age_note(commit: Commit, tensors: Assembler) -> list[str]:
 
 
 class LightningCheckpoint:
-    """Build the content of a `.ckpt` file.
-
-    Args:
-        commit: commit of the generation.
-        stored: its tensors.
-        module: description of the trained module.
-    """
+    """Content of a `.ckpt` file from the stored tensors of a generation."""
 
     def __init__(self, commit: Commit, stored: Assembler, module: ModuleEntry) -> None:
         self._commit, self._stored, self._module = commit, stored, module
@@ -334,11 +328,9 @@ class LightningCheckpoint:
         """Remarks on the result for the user."""
 
     def content(self, tensors: Mapping[str, Tensor], *, weights_only: bool) -> dict[str, Any]:
-        """Return the content that Lightning would have saved.
+        """Return the content that Lightning would have saved with this `state_dict`.
 
-        Args:
-            tensors: the `state_dict`.
-            weights_only: whether to leave out optimizer, schedulers and callbacks, which only training needs.
+        With `weights_only` without optimizer, schedulers and callbacks, which only training needs.
         """
         extra, start = self._extra(), decode_journal(self._stored.journal()).get("start", {})
         content = {

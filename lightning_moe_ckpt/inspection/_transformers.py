@@ -41,11 +41,7 @@ class Tensors(Protocol):
 
 
 def choose_model(module: ModuleEntry, prefix: str | None) -> HuggingFaceEntry:
-    """Return the Hugging Face model in a module.
-
-    Args:
-        module: description of the trained module.
-        prefix: name of the model in the module; needed if there are several.
+    """Return the Hugging Face model in a trained module; `prefix` names it there, and is needed if there are several.
 
     Raises:
         ConfigurationError: there is no model, or `prefix` does not choose one.
@@ -79,12 +75,7 @@ def model_names(names: Mapping[str, str], model: HuggingFaceEntry) -> dict[str, 
 
 
 def plan_shards(sizes: Mapping[str, int], max_nbytes: int) -> dict[str, list[str]]:
-    """Return the names by file, filled in order; a tensor larger than `max_nbytes` has a file of its own.
-
-    Args:
-        sizes: bytes by name.
-        max_nbytes: most bytes per file.
-    """
+    """Return the names by file, filled in order up to `max_nbytes`; a tensor larger than that has a file of its own."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, nbytes in sizes.items():
@@ -101,14 +92,9 @@ def plan_shards(sizes: Mapping[str, int], max_nbytes: int) -> dict[str, list[str
 def write_folder(
     out: Path, model: HuggingFaceEntry, names: Mapping[str, str], tensors: Tensors, *, max_shard_nbytes: int
 ) -> list[Path]:
-    """Write weights, their index if there are several files, and configurations; one file's tensors at a time.
+    """Write weights, their index if there are several files, and configurations to an existing folder; one file's tensors at a time.
 
-    Args:
-        out: an existing folder.
-        model: the model to write.
-        names: the result of `model_names`.
-        tensors: of the generation.
-        max_shard_nbytes: bytes per file of weights.
+    `names` are those of `model_names`.
 
     Returns:
         The files. The configuration comes last: a folder that has it is complete.
@@ -182,12 +168,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 
 class Adapter:
-    """An adapter, and the weights of its base with what it adds to them.
-
-    Args:
-        described: what `describe_adapters` returned of it.
-        tensors: of the generation.
-    """
+    """An adapter, as `describe_adapters` described it, and the weights of its base with what it adds to them."""
 
     def __init__(self, described: Mapping[str, Any], tensors: Assembler) -> None:
         self.name, self.config = str(described["adapter"]), str(described["config"])
@@ -205,10 +186,7 @@ class Adapter:
         return None
 
     def base_names(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Return the names that the base has without PEFT, each with its stored name.
-
-        Args:
-            names: those that it has within PEFT.
+        """Return the names that the base has without PEFT, each with its stored name, from the names within PEFT.
 
         Raises:
             ConfigurationError: some of what was trained is no sum with weights of the base.

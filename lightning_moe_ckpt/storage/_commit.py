@@ -256,12 +256,9 @@ def complete_markers(backend: Backend, run_id: str, contents: Contents) -> list[
 
 
 def publish(backend: Backend, stored: Sequence[StoredMarker], history: History) -> Commit:
-    """Create the manifest for these markers, unless the same manifest is there already.
+    """Create the manifest for the markers of all ranks, unless the same manifest is there already.
 
-    Args:
-        backend: where the run is stored.
-        stored: markers of all ranks.
-        history: the log's state, which decides whether referenced files may be used.
+    The history decides whether referenced files may be used.
 
     Raises:
         Corrupt: a rank is missing, ranks disagree, or a referenced file is not committed or was given up.
@@ -276,13 +273,7 @@ def publish(backend: Backend, stored: Sequence[StoredMarker], history: History) 
 
 
 def expect_needs(backend: Backend, history: History, commit: Commit, stored: Sequence[StoredMarker]) -> None:
-    """Check, before a generation becomes visible, that its referenced files are committed and not given up.
-
-    Args:
-        backend: storage of the run.
-        history: the log's state.
-        commit: the manifest that is about to be created.
-        stored: markers of all ranks.
+    """Check, before a manifest becomes visible, that the referenced files of all ranks' markers are committed and not given up.
 
     Raises:
         Corrupt: a referenced file was given up, was never committed, is gone, or has another size.

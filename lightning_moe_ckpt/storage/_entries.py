@@ -226,11 +226,7 @@ class RecordRows:
         return _read_columns(rows, [""] * len(rows), "records")
 
     def digested(self, segment: memoryview) -> RecordTable:
-        """Digest every record of a finished segment and return the records with digests.
-
-        Args:
-            segment: all bytes of the file.
-        """
+        """Digest every record of a finished segment, all bytes of the file, and return the records with digests."""
         return self.digested_with_file(segment)[0]
 
     def digested_with_file(self, segment: memoryview) -> tuple[RecordTable, str]:
@@ -380,12 +376,7 @@ class ReferencedEntry:
 
 
 class MarkerLines:
-    """Lines behind a marker's document: taken one after another on reading, collected on writing.
-
-    Args:
-        data: all bytes of the marker.
-        start: first byte of the first line.
-    """
+    """Lines behind a marker's document, from byte `start` on: taken one after another on reading, collected on writing."""
 
     def __init__(self, data: bytes = b"", start: int = 0) -> None:
         self._data, self._next = memoryview(data), start

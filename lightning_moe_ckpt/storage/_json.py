@@ -36,13 +36,9 @@ class OtherVersion(Corrupt):
 
 
 def digest_of(*views: bytes | memoryview) -> str:
-    """Digest bytes that follow each other, without copying them.
+    """Return the digest, 32 lower-case hexadecimal digits, of C-contiguous bytes that follow each other, without copying them.
 
-    Args:
-        views: C-contiguous bytes; the caller must not write to them meanwhile.
-
-    Returns:
-        32 lower-case hexadecimal digits.
+    The caller must not write to them meanwhile.
     """
     if len(views) == 1:
         return str(xxhash.xxh3_128_hexdigest(views[0]))
@@ -170,13 +166,7 @@ def encode(kind: str, body: object) -> bytes:
 
 
 def decode(data: bytes, form: Form[T], *, kind: str, where: str) -> T:
-    """Decode and check a document.
-
-    Args:
-        data: all bytes of the object.
-        form: of the body.
-        kind: what the document must be.
-        where: key or path, for messages.
+    """Decode and check a document with a body of this form; `where` names it in messages.
 
     Raises:
         Corrupt: grammar, spelling, digest, kind or version is not as written by `encode`, or the body has another form.

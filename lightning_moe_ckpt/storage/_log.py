@@ -257,11 +257,7 @@ class Log:
         return None
 
     def append(self, event: dict[str, object], history: History) -> bool:
-        """Create the next entry.
-
-        Args:
-            event: what happened, for people; see FORMAT.md.
-            history: the state after the event.
+        """Create the next entry from an event, see FORMAT.md, and the state after it.
 
         Returns:
             False if another process took the index first; nothing was written then.
@@ -274,10 +270,7 @@ class Log:
         return True
 
     def news(self, own: History) -> History | None:
-        """Return the state after other processes' newer entries; `None` if there are none.
-
-        Args:
-            own: the state after our newest entry.
+        """Return the state after other processes' entries newer than our newest, whose state is `own`; `None` if there are none.
 
         Raises:
             Fenced: a later incarnation or run wrote an entry, the newest entry cannot be read, or our own is gone.

@@ -101,12 +101,7 @@ class ModuleEntry:
 
 
 class ModuleLine:
-    """Last line of rank 0's marker, parsed on demand.
-
-    Args:
-        line: stored bytes, with the newline.
-        where: key of the marker, for messages.
-    """
+    """Last line of rank 0's marker, stored bytes with the newline, parsed on demand; `where` names the marker in messages."""
 
     def __init__(self, line: bytes, where: str = "module") -> None:
         self.line = line

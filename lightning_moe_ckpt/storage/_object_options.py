@@ -40,11 +40,7 @@ Apply = Callable[[ObjectOptions, Any], object]
 
 
 def translate(kind: str, storage_options: Mapping[str, object]) -> ObjectOptions:
-    """Return options for obstore.
-
-    Args:
-        kind: `s3`, `gs` or `az`.
-        storage_options: options of s3fs, gcsfs or adlfs, or of obstore.
+    """Return options of s3fs, gcsfs or adlfs as those of obstore, for the store `s3`, `gs` or `az`.
 
     Raises:
         Unmapped: obstore does not accept a value.

@@ -62,10 +62,7 @@ def memory_tag(key: str, url: str) -> str:
 
 
 def checked_url(url: object) -> str:
-    """Return the URL as text.
-
-    Args:
-        url: a path, as text or as an object; or a URL.
+    """Return a path, as text or as an object, or a URL as text.
 
     Raises:
         ConfigurationError: the URL names no place, or is probably a typing error.

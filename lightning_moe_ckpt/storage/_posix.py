@@ -52,12 +52,7 @@ class PosixBackend:
     """Files under one directory: local disk, Lustre, NFS. Safe to use from any thread and after a fork."""
 
     def __init__(self, root: str | os.PathLike[str], *, bandwidth: int | None = None) -> None:
-        """Name the directory; nothing is read or written.
-
-        Args:
-            root: made when something is written.
-            bandwidth: bytes per second that `put` may write; `None` for no limit.
-        """
+        """Name the directory, which the first write makes. `put` writes `bandwidth` bytes per second at most."""
         self._root = Path(root).expanduser().absolute()
         self._prefix = os.path.join(self._root, "")  # noqa: PTH118  # a `Path` drops the slash
         self._pace = Pace(bandwidth)

@@ -179,10 +179,7 @@ class Lack:
 def what_lacks(commit: Commit, history: History, defects: Mapping[GenerationId, str | None]) -> Lack | None:
     """Return the reason why a generation's referenced files are not available; `None` if all are.
 
-    Args:
-        commit: the generation's manifest.
-        history: the log's state.
-        defects: defect of every stored generation, `None` for a sound one.
+    `defects` has the defect of every stored generation, `None` for a sound one.
     """
     for need in commit.needs:
         if (dead := history.why_dead(need)) is not None:

@@ -172,11 +172,9 @@ class RunStore:
         return key
 
     def describe_constants(self, generation: GenerationId, parts: Iterable[bytes]) -> str:
-        """Store the description of durable files of constants, and return its key, for policies.
+        """Store the description of durable files of constants, and return its key, for policies of this incarnation.
 
-        Args:
-            generation: any generation of this incarnation.
-            parts: results of `described` for each rank's files.
+        `parts` are the results of `described` for each rank's files.
         """
         files = [file for part in parts for file in constants_in(part, "constants of a rank")]
         return put_constants(self._backend, generation, files)
@@ -195,12 +193,7 @@ class RunStore:
         self._backend.put(marker_key(marker.generation, marker.rank), *marker.parts())
 
     def read_marker(self, commit: Commit, rank: int) -> RankMarker:
-        """Read a rank's marker and check it against the digest in the manifest.
-
-        Raises:
-            Corrupt: the marker is not the one that was committed.
-            KeyMissing: the marker is gone.
-        """
+        """Read a rank's marker, as `read_committed_marker` does."""
         return read_committed_marker(self._backend, commit, rank)
 
     def read_range(self, entry: SegmentEntry, start: int, out: memoryview) -> None:

@@ -49,14 +49,7 @@ def read_chunks(backend: Backend, key: str, nbytes: int, *, first: int = 0) -> I
 
 
 def check_places(segment: SegmentEntry, data: memoryview) -> SegmentLayout:
-    """Check that every record lies where the marker says; digests are not checked.
-
-    Args:
-        segment: the file as its marker describes it.
-        data: all bytes of the file.
-
-    Returns:
-        The layout in the file's header.
+    """Check that every record of a whole file lies where the marker says, and return the layout in its header; digests are not checked.
 
     Raises:
         Corrupt: a record is elsewhere, or the header is damaged.

@@ -134,12 +134,7 @@ class SegmentLayout:
     ) -> SegmentLayout:
         """Lay out tensors given by column, as `SegmentLayout` does.
 
-        Args:
-            names: as there.
-            kinds: types and shapes.
-            metadata: as there.
-            align: as there.
-            header_nbytes: the header's bytes, if known; then the header is spelled only on demand.
+        With `header_nbytes`, the header's bytes, the header is spelled only on demand.
         """
         layout = cls.__new__(cls)
         layout._lay_out(names, kinds, metadata, align, header_nbytes)  # noqa: SLF001  # its own
@@ -224,9 +219,6 @@ class SegmentLayout:
     def parse(cls, data: memoryview) -> SegmentLayout:
         """Read the layout of a whole segment file.
 
-        Args:
-            data: all bytes of the file.
-
         Raises:
             Corrupt: the header is not the one this layout writes, or the file has another size.
         """
@@ -237,10 +229,7 @@ class SegmentLayout:
 
     @classmethod
     def of_header(cls, header: bytes) -> SegmentLayout:
-        """Read the layout that a header describes.
-
-        Args:
-            header: the file's first bytes, as `header_in` returns them.
+        """Read the layout that a header describes: the file's first bytes, as `header_in` returns them.
 
         Raises:
             Corrupt: no layout writes this header.
@@ -341,12 +330,7 @@ def _header(names: Sequence[str], distinct: _Distinct, places: _Places, metadata
 
 
 def header_nbytes(start: bytes, file_nbytes: int) -> int:
-    """Return a header's length, without the eight bytes before it that state the length. Raises `Corrupt`.
-
-    Args:
-        start: the first eight bytes of a file.
-        file_nbytes: size of the whole file.
-    """
+    """Return the header's length as a file's first eight bytes, `start`, state it; those eight are not counted. Raises `Corrupt`."""
     nbytes: int = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
     if not 0 < nbytes <= min(MAX_HEADER_NBYTES, file_nbytes - 8):
         raise Corrupt(f"segment: header of {nbytes} bytes in a file of {file_nbytes}. Another copy may be good.")

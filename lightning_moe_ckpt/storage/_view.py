@@ -122,11 +122,9 @@ class RunView:
         return [_explained(each, only_lent.get(each.generation)) for each in judged]
 
     def events(self, known: Mapping[int, LogEvent] | None = None, *, most: int = 1000) -> dict[int, LogEvent]:
-        """Return the log's events by index of their entry, oldest first; unreadable entries are left out.
+        """Return the newest `most` events of the log by index of their entry, oldest first; unreadable entries are left out.
 
-        Args:
-            known: result of an earlier call, which is not read again.
-            most: newest entries to read at most.
+        Entries in `known`, the result of an earlier call, are not read again.
         """
         known = known or {}
         indices = sorted(i for e in self._backend.list(LOG_PREFIX) if (i := parse_log_key(e.key)) is not None)[-most:]
@@ -159,12 +157,7 @@ class RunView:
         return damage
 
     def read_marker(self, commit: Commit, rank: int) -> RankMarker:
-        """Read a rank's marker and check it against the digest in the manifest.
-
-        Raises:
-            Corrupt: the marker is not the one that was committed.
-            KeyMissing: the marker is gone.
-        """
+        """Read a rank's marker, as `read_committed_marker` does."""
         return read_committed_marker(self._backend, commit, rank)
 
     def _look_at(self, contents: Contents) -> StoredGeneration:

@@ -276,12 +276,7 @@ _Call = tuple[tuple[Any, ...], Mapping[str, Any], Tensor]
 
 
 class BlockCalls:
-    """Record how MoE blocks are called, until removed, and call them again in the same way.
-
-    Args:
-        model: the model, in training mode.
-        layers: its MoE layers.
-    """
+    """Record how the MoE blocks of a model in training mode are called, until removed, and call them again in the same way."""
 
     def __init__(self, model: nn.Module, layers: Sequence[MoELayerSpec]) -> None:
         self._model = model
@@ -376,12 +371,7 @@ class OperatorCopies:
                 layer.extra.set(self._model, self._extra[layer.fqn])
 
     def equal(self, name: str, *, own: bool = False) -> bool:
-        """Return whether one operator is bitwise equal to its copy.
-
-        Args:
-            name: name of the operator.
-            own: whether to leave out the step count that experts in one tensor share.
-        """
+        """Return whether one operator is bitwise equal to its copy; `own` leaves out the step count that experts in one tensor share."""
         pairs = zip(self._fields[name], self._taken[name], strict=True)
         return all(equal(self._view.live(field), value) for field, value in pairs if field.per_element or not own)
 

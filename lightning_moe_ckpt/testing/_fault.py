@@ -201,11 +201,7 @@ class RandomFaults:
             raise ConfigurationError(f"`RandomFaults(most={self.most})` must be 1 or more, or None.")
 
     def draw(self, world_size: int) -> Iterator[ScheduledFault]:
-        """Yield all faults in the order of their times, without end unless there is a `most`.
-
-        Args:
-            world_size: number of ranks, of which each fault strikes one.
-        """
+        """Yield all faults in the order of their times, each of one rank of the job's, without end unless there is a `most`."""
         time, index = 0.0, 0
         while self.most is None or index < self.most:
             number = random.Random(f"{self.seed}:{index}")
@@ -241,15 +237,7 @@ class ScheduledFault:
 
 
 class Schedule:
-    """The faults of a script and of a random campaign, less those that have struck.
-
-    Args:
-        script: faults at places.
-        at_random: faults at random.
-        rank: of this process.
-        world_size: number of ranks.
-        fired: names of faults that are over.
-    """
+    """Faults of a script and of a random campaign for one rank, less those that have struck, whose names are in `fired`."""
 
     def __init__(
         self,

@@ -270,12 +270,7 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
 
 
 class Effects:
-    """Carry out faults, and end those that last for a time.
-
-    Args:
-        record: record of this rank's faults.
-        checkpoints: callback whose storage and memory are damaged.
-    """
+    """Carry out faults, and end those that last for a time; the storage and memory of `checkpoints` are damaged."""
 
     def __init__(self, record: FaultRecord, checkpoints: CheckpointCallback | None) -> None:
         self._record, self._checkpoints = record, checkpoints
@@ -412,12 +407,9 @@ class Effects:
 
 
 def stop(seconds: float | None) -> None:
-    """SIGSTOP this process; returns when it goes on.
+    """SIGSTOP this process; returns when it goes on: after `seconds`, by a helper process, or, for `None`, when others send SIGCONT.
 
     Stops in several threads come one after the other, each for as long as it should.
-
-    Args:
-        seconds: after which a helper process sends SIGCONT; `None` leaves that to others.
     """
     own = os.getpid()
     with _one_stop:

@@ -156,14 +156,14 @@ def flip_stored_bit(url: str, storage_options: Mapping[str, object] | None, rank
 
 
 def flip_memory_bit(directory: Path, tag: str, kind: MemoryKind, rank: int, draws: random.Random) -> str:
-    """Turn a bit of the newest whole generation in a memory file.
+    """Turn a bit of the newest whole generation in a memory file of the run with this tag.
 
     Args:
         directory: shared memory of this node.
-        tag: of the run at its place.
+        tag: name of the run at its place.
         kind: `ring`: what `rank` captured itself; `replica`: what this node keeps for any other.
-        rank: of this process.
-        draws: decides about the file and the bit.
+        rank: number of this process.
+        draws: source of the choice of file and bit.
 
     Returns:
         Text for the log; also if there is nothing to damage yet.

@@ -40,11 +40,7 @@ def record_folder(given: str | Path | None, default_root: str | Path) -> Path:
 
 
 class FaultRecord:
-    """Write the record of this rank.
-
-    Args:
-        folder: the same in every attempt; one that all nodes see, if racks are to be lost.
-        rank: of this process.
+    """Write the record of this rank, to a folder that is the same in every attempt, and that all nodes see if racks are to be lost.
 
     Raises:
         ConfigurationError: nothing can be written there.
@@ -160,10 +156,7 @@ class FaultSummary:
 
 
 def summarize_faults(folder: str | Path) -> FaultSummary:
-    """Read the records that a `FaultInjector` left.
-
-    Args:
-        folder: its folder. Steps are taken from the lowest rank there.
+    """Read the records that a `FaultInjector` left in its folder; steps are taken from the lowest rank there.
 
     Raises:
         ConfigurationError: there is no record.
