@@ -8,8 +8,6 @@ Internal: may change in any version.
 from lightning_moe_ckpt.storage._backend import Backend as Backend
 from lightning_moe_ckpt.storage._backend import Entry as Entry
 from lightning_moe_ckpt.storage._backend import Pace as Pace
-from lightning_moe_ckpt.storage._backend import StorageCall as StorageCall
-from lightning_moe_ckpt.storage._backend import WrappedBackend as WrappedBackend
 from lightning_moe_ckpt.storage._backend import create_once as create_once
 from lightning_moe_ckpt.storage._catalog import CONSTANTS as CONSTANTS
 from lightning_moe_ckpt.storage._catalog import read_constants as read_constants
@@ -42,6 +40,8 @@ from lightning_moe_ckpt.storage._names import GenerationId as GenerationId
 from lightning_moe_ckpt.storage._names import segment_key as segment_key
 from lightning_moe_ckpt.storage._object import ObjectBackend as ObjectBackend
 from lightning_moe_ckpt.storage._open import Retrying as Retrying
+from lightning_moe_ckpt.storage._open import StorageCall as StorageCall
+from lightning_moe_ckpt.storage._open import WrappedBackend as WrappedBackend
 from lightning_moe_ckpt.storage._open import checked_url as checked_url
 from lightning_moe_ckpt.storage._open import open_backend as open_backend
 from lightning_moe_ckpt.storage._open import wrapping_backends as wrapping_backends
