@@ -1,4 +1,8 @@
-"""Take and restore a boundary's state besides parameters, progress and random state, in the order of `_TURNS`."""
+"""Take a boundary's state besides parameters, progress and random state, and restore a stored boundary moment by moment.
+
+`BoundaryState` restores entries in the order of `_TURNS`. `Resumption` says at which moments, and restores progress, data
+and random state.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,21 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.fit import _files
+from lightning_moe_ckpt.fit._callbacks import show_epoch
+from lightning_moe_ckpt.fit._data import DataRecord, RandomSource, WatchedData
 from lightning_moe_ckpt.fit._owners import MovedAttributes
 from lightning_moe_ckpt.fit._settings import Settings
 from lightning_moe_ckpt.fit._state import Extras, JournalPart, Trained, copied
+from lightning_moe_ckpt.fit.loaders import _loaders, _positions
+from lightning_moe_ckpt.fit.loaders._random import NO_FETCHES, EpochMoments
 from lightning_moe_ckpt.fit.loggers import _metrics
 from lightning_moe_ckpt.fit.loops import _trainer
-from lightning_moe_ckpt.journal import differs
+from lightning_moe_ckpt.journal import RngState, differs
 from lightning_moe_ckpt.operators import groups_state, load_groups_state
+
+log = rank_logger(__name__)
 
 Start = dict[str, Any]
 Moment = Literal["begin", "epoch", "metrics", "replay", "end"]
@@ -171,3 +182,149 @@ _TURNS: tuple[tuple[Collection[Moment], Callable[[BoundaryState, Start, Mapping[
     ({"end"}, BoundaryState.restore_ended),
 )
 """Moments and functions in restoring order; random state has its own moments (`BoundaryRecorder`), loops come first."""
+
+
+class Resumption:
+    """Restoration of one stored boundary, moment by moment, from `on_fit_start` until the first batch begins.
+
+    Args:
+        start: the boundary's start half.
+        state, data, moments, random, watched: parts of the `BoundaryRecorder`.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        *,
+        state: BoundaryState,
+        data: DataRecord,
+        moments: EpochMoments,
+        random: RandomSource,
+        watched: WatchedData,
+    ) -> None:
+        self.start, self._trainer = start, state.trainer
+        self._state, self._data, self._moments, self._random, self._watched = state, data, moments, random, watched
+        self._metrics_due = True
+        self._seen: RngState | None = None
+        """Random state after the fetch of a batch only to compare it, until the batch is fetched to train on it."""
+        data.resume(start)
+        watched.workers.resume(start["random"].get("workers") or {})
+        state.attributes_of(start)
+        state.moved.others = tuple(f"{name}." for name in state.settings.added_callbacks)
+        state.restore("begin", start)
+        self._unplaced = not start["between_epochs"]
+        """Whether the resumed epoch goes on behind batches that are still to be passed over."""
+        loops = copied(start["loops"])
+        if self._unplaced:
+            _trainer.resume_mid_epoch(self._trainer, loops, self._position)
+        else:
+            _trainer.resume_between_epochs(self._trainer, loops)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether another epoch begins: the data ended at the resumed boundary, before the limit."""
+        return not self._unplaced and not self.start["between_epochs"]
+
+    def before_epoch(self) -> None:
+        """Restore what hooks at the start of the fit may have changed."""
+        self._data.load_again()
+        self._watched.held.look()
+        if not self._unplaced:
+            self._random.restore(self.start["random"]["epoch"])
+        self._state.restore("epoch", self.start)
+        if not self._unplaced:
+            self._state.settings.begin(mid_epoch=False)
+
+    def before_iter(self) -> bool:
+        """Restore data and random state; return whether the iterator is for training, and not made by `_position`."""
+        if not self._unplaced:
+            self._watched.workers.before_iter(self.start["random"].get("workers"))
+        self._watched.held.look()
+        if self._metrics_due:
+            self._metrics_due = False
+            self._state.restore("metrics", self.start)
+        if self._unplaced:
+            return False
+        self._data.restore_before()
+        if (own := self._data.own()) is not None:
+            _positions.load_positions(self._trainer, own)
+        self._random.restore(self.start["random"]["iter"])
+        return True
+
+    def after_iter(self) -> None:
+        """Make the iterator again if the original's batch does not come next, after loaders were told their position."""
+        if self._data.own() is not None and not self._goes_on():
+            self._before_skipping()
+            _positions.make_iterator(self._trainer)
+
+    def before_fetch(self) -> None:
+        """Restore the random state with which the next batch was fetched."""
+        self._random.restore(self.start["random"]["fetch"])
+
+    def after_fetch(self) -> None:
+        """Restore the random state behind a batch that was compared before."""
+        self._random.restore(self._seen)
+        self._seen = None
+
+    def batch_begins(self) -> None:
+        """Restore the random state of the first batch."""
+        self._random.restore(self.start["random"]["after_fetch"])
+        if self._random.missing:
+            log.warning(
+                "this restart is not exact: the run before had generators %s, which this one does not have",
+                self._random.missing,
+            )
+
+    def restore_end(self) -> None:
+        """Restore the state at training's end, if the resumed run had ended: no later moment comes."""
+        loaded = {name: self.start[name] for name in USERS}
+        end = {**self.start, **self.start.get("end", {})}
+        self._state.moved.look()
+        self._state.restore("end", end, loaded)
+        self._random.restore(end["random"]["fetch"] or end["random"]["epoch"])
+
+    def _position(self) -> None:
+        start, random = self.start, self.start["random"]
+        self._state.settings.begin(mid_epoch=True)
+        # Logged batches are replayed from the log: fetching again cannot reach the batches behind them.
+        num_batches = 0 if start["parts"]["batches"]["mode"] == "log" else start["batches_done"]
+        num_batches = max(0, num_batches - start.get("not_fetched", 0))
+        fetches = start.get("fetches", NO_FETCHES)
+        states = {0: random["first_fetch"], **fetches["states"], num_batches - 1: random["last_fetch"]}
+        self._moments.resume(start, num_batches)
+        own = self._data.own() if num_batches else None
+        for way in [own, None] if own is not None else [None]:
+            self._watched.workers.before_iter(random.get("workers"))
+            self._watched.held.look()
+            _loaders.skip_batches(
+                self._trainer,
+                num_batches,
+                before_iter=self._before_skipping,
+                before_fetch=lambda index: self._random.restore(states.get(index)),
+                restarts=fetches["restarts"] if self._can_advance() else None,
+                own=way,
+            )
+            self._data.restore_after(start.get("attributes", {}))
+            if way is None or self._goes_on():
+                break
+        self._unplaced = False
+        show_epoch(self._trainer, start["batches_done"])
+
+    def _before_skipping(self) -> None:
+        self._data.restore_before()
+        self._random.restore(self.start["random"]["iter"])
+
+    def _goes_on(self) -> bool:
+        """Return whether the original's batch comes next. Collective."""
+        self._random.restore(self.start["random"]["fetch"])
+        goes_on = self._data.goes_on()
+        self._seen = None if _positions.fetches_ahead(self._trainer) else self._random.take()
+        return goes_on
+
+    def _can_advance(self) -> bool:
+        """Whether loaders can move to their place without fetching consumed batches again."""
+        draws, deterministic = (
+            any(name.startswith("loader") for name in self._watched.held.now()),
+            self._watched.deterministic,
+        )
+        return _loaders.can_advance(self._trainer, draw_nothing=deterministic) and (deterministic or not draws)

@@ -115,6 +115,26 @@ class WatchedData:
         return before
 
 
+class RandomSource:
+    """Random state of one run: the process's own, and that of generators in loaders and in the user's objects."""
+
+    def __init__(self, watched: WatchedData) -> None:
+        self._generators, self.held = watched.generators, watched.held
+        self._newest: RngState | None = None
+        self.missing: list[str] = []
+        """Names of generators that the state restored last has, and this process has not."""
+
+    def take(self) -> RngState:
+        """Return the present state."""
+        self._newest = capture_rng(self._generators.now(), self.held.now(), last=self._newest)
+        return self._newest
+
+    def restore(self, state: RngState | None) -> None:
+        """Restore a state; do nothing for `None`."""
+        if state is not None:
+            self.missing = restore_rng(state, self._generators.now(), self.held.now())
+
+
 class DataRecord:
     """State of one run's data, and the digest of the next batch.
 
@@ -122,7 +142,7 @@ class DataRecord:
         trainer: trainer with the loaders.
         moved: attributes of the user's objects, data's among them.
         owners: states of module and data module.
-        take_random: returns the random state.
+        random: random state of the run.
         among: returns the exchange of ranks that go on together.
         on_mismatch: answer to a batch that differs from the original's.
     """
@@ -132,12 +152,12 @@ class DataRecord:
         trainer: Trainer,
         moved: MovedAttributes,
         owners: Extras,
-        take_random: Callable[[], RngState],
+        random: RandomSource,
         among: Callable[[], Exchange],
         *,
         on_mismatch: OnMismatch,
     ) -> None:
-        self._owners, self._take_random = owners, take_random
+        self._owners, self._random = owners, random
         self._trainer, self._moved, self._on_mismatch, self._among = trainer, moved, on_mismatch, among
         self.taken: dict[str, Any] = {}
         """State of the epoch's data for a restart; replaced, not changed, by a new state."""
@@ -192,7 +212,7 @@ class DataRecord:
         if _positions.needs_loaders(self._trainer, name):
             epoch, entry = self._trainer.current_epoch, self.loads.get(name, _BEGUN[name])
             if self._moved.begun:
-                held = {"attributes": self._moved.take(OF_OTHERS), "random": self._take_random()}
+                held = {"attributes": self._moved.take(OF_OTHERS), "random": self._random.take()}
                 entry = {**entry, "again": {"epoch": epoch, **held, **self._owners.take_owners()}}
             else:
                 entry = {**entry, "begun": epoch}
@@ -216,7 +236,7 @@ class DataRecord:
                 _positions.ask_for_loaders(self._trainer, name, entry["begun"], iterate=iterate)
         self._owners.restore_owners(self._start)
 
-    def load_again(self, restore_random: Callable[[RngState], None]) -> None:
+    def load_again(self) -> None:
         """Ask for loaders as in the original run's last load, with objects as then; call when the first epoch begins."""
         assert self._start is not None
         _positions.say_when_loaded(self._trainer, self._start["loops"]["settings"])
@@ -225,7 +245,7 @@ class DataRecord:
             if again is not None and not _positions.needs_loaders(self._trainer, name):
                 self._moved.restore(again["attributes"], OF_OTHERS, forget_new=True)
                 self._owners.restore_owners(again)
-                restore_random(again["random"])
+                self._random.restore(again["random"])
                 _positions.ask_for_loaders(self._trainer, name, again["epoch"], again=True)
         self._moved.look_at_data()
         self._owners.restore_owners(self._start)

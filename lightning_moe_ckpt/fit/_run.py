@@ -246,7 +246,6 @@ class FitSession:
         awaited = self.trained.awaited
         if awaited is not None and not self._recorder.next_batch_begun(awaited):
             self.trained.restore_gradients()  # not before Lightning has zeroed them, as it does when training begins
-        self._settings.loaders_made()
         self._recorder.before_iter()
 
     @clocked

@@ -70,7 +70,7 @@ ABLATIONS = {
         setup=SPARSE,
         seams=[
             Seam(
-                module="lightning_moe_ckpt.fit._recorder",
+                module="lightning_moe_ckpt.fit._data",
                 attribute="restore_rng",
                 replacement=_no_random_state,
             )

@@ -645,7 +645,7 @@ ABLATIONS: dict[str, Ablation] = {
         module="lightning_moe_ckpt.fit._owners", attribute="MovedAttributes.restore", seen="counters"
     ),
     "rates": Ablation(module=RECORDER, attribute="BoundaryRecorder._restore_rates", seen="lr "),
-    "random state": Ablation(module=RECORDER, attribute="restore_rng", seen="loss"),
+    "random state": Ablation(module="lightning_moe_ckpt.fit._data", attribute="restore_rng", seen="loss"),
     "scale": Ablation(
         module="campaign._training", attribute="MixedPrecision.load_state_dict", seen="precision/", setup=SCALED
     ),

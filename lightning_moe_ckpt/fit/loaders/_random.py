@@ -12,6 +12,8 @@ batch, and a restart in a later epoch makes workers with the state at that epoch
 epoch ends count too: loaders wait for these before the next epoch, and throw them away. The random state goes with
 plain counts in attributes of the workers' data set copies.
 
+*Moments.* Random state is taken at five moments of an epoch before its fetches, see `BoundaryRecorder` for their order.
+
 Validation's loaders are treated alike, except for the moment: their state is taken at a boundary of training.
 """
 
@@ -29,7 +31,16 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data._utils.worker import _generate_state
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.fit.loaders._loaders import data_sets, loaders_of, loads_again, validation_loaders
+from lightning_moe_ckpt.fit.loaders._loaders import (
+    counted_before,
+    data_sets,
+    draws_as_it_goes,
+    fetches_are_independent,
+    loaders_of,
+    loads_again,
+    restarted_loaders,
+    validation_loaders,
+)
 from lightning_moe_ckpt.fit.objects._users import held_by
 from lightning_moe_ckpt.journal import RngState, capture_rng, decode, differs, encode, restore_rng
 
@@ -361,3 +372,78 @@ def _apart(last: RngState | None, before: RngState, after: RngState) -> RngState
         for name, state in before.items()
         if differs(after[name], state) and (last is None or differs(last[name], state))
     }
+
+
+MOMENTS = ("epoch", "iter", "first_fetch", "last_fetch", "fetch")
+"""Moments of an epoch at which random state is taken, except after a batch's fetch."""
+
+
+class EpochMoments:
+    """Random state at moments of the epoch under way, from which a restart draws as this process did.
+
+    Args:
+        trainer: trainer with the loaders.
+        take_random: returns the random state.
+    """
+
+    def __init__(self, trainer: Trainer, take_random: Callable[[], RngState]) -> None:
+        self._trainer, self._take_random = trainer, take_random
+        self.states: dict[str, RngState | None] = dict.fromkeys(MOMENTS)
+        self.fetches = FetchLog()
+        self.is_first = True
+        """Whether the next fetch is the epoch's first in this process."""
+        self.independent: bool | None = None
+        """Whether no fetch of this epoch can influence a later one; `None` until its iterator is made."""
+        self.between_epochs = False
+        """Whether nothing of the next epoch has come behind its beginning."""
+        self.not_fetched = 0
+        """Batches counted by the epoch but never fetched: Lightning resumes in mid-epoch with the first batch."""
+
+    def before_iter(self) -> None:
+        """Record the moment before samplers and workers draw their seeds."""
+        self.states["iter"] = self._take_random()
+        self.is_first, self.independent = True, None
+        self.fetches.begin()
+
+    def look(self) -> None:
+        """Look at the loaders before the first fetch from their iterator."""
+        if self.independent is None:
+            self.independent = fetches_are_independent(self._trainer)
+        if self.is_first:
+            self.not_fetched = counted_before(self._trainer)
+
+    def take_fetch(self) -> None:
+        """Record the moment before a fetch."""
+        fetch, last = self._take_random(), self.states["fetch"]
+        if self.is_first:
+            self.states["first_fetch"] = fetch
+        # Independent fetches accept any state: the first is in every journal, and exact if there is one fetch.
+        self.states |= {"last_fetch": self.states["first_fetch"] if self.independent else last, "fetch": fetch}
+
+    def fetched(self) -> None:
+        """Record the moment after a fetch that can influence a later one."""
+        before = self.states["fetch"]
+        assert before is not None
+        restarted = restarted_loaders(self._trainer)
+        self.fetches.fetched(before, self._take_random, restarted=restarted, carries=self._carries)
+
+    def resume(self, start: dict[str, Any], num_batches: int) -> None:
+        """Continue from a start half in mid-epoch, behind `num_batches` fetches."""
+        random = start["random"]
+        self.states |= {name: random[name] for name in ("epoch", "iter", "first_fetch")}
+        self.states["fetch"], self.is_first, self.independent = random["last_fetch"], False, None
+        self.not_fetched = start.get("not_fetched", 0)
+        self.fetches.restore(start.get("fetches", NO_FETCHES), num_fetched=num_batches)
+
+    @property
+    def room(self) -> int:
+        """Largest number of bytes by which the states of fetches may grow within an epoch."""
+        return self.fetches.room(
+            num_loaders=len(loaders_of(self._trainer)),
+            num_batches=self._trainer.num_training_batches,
+            carries=self._carries,
+        )
+
+    @property
+    def _carries(self) -> bool:
+        return any(map(draws_as_it_goes, loaders_of(self._trainer)))
