@@ -32,8 +32,8 @@ from lightning_moe_ckpt.fit._callbacks import averaging_callbacks
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit.in_place._stage_alone import Rewind, StageAlone, Supervisor
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of, datamodule_of
-from lightning_moe_ckpt.fit.objects._kinds import restore_values
 from lightning_moe_ckpt.fit.objects._memento import Memento
+from lightning_moe_ckpt.fit.objects._users import restore_values
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.parallel._elastic import is_of_collective
 

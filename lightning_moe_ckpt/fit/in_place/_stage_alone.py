@@ -39,7 +39,8 @@ from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit.in_place import _undo
 from lightning_moe_ckpt.fit.in_place._decision import Decision, StepPosition, Where
-from lightning_moe_ckpt.fit.in_place._undo import MOST_ITEMS, StepUndo
+from lightning_moe_ckpt.fit.in_place._undo import StepUndo
+from lightning_moe_ckpt.fit.objects._users import MOST_ITEMS_IN_A_STEP
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
 from lightning_moe_ckpt.parallel._elastic import is_of_collective
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
@@ -378,7 +379,7 @@ class StageAlone:
                 log.warning(
                     "if a rank fails, all stages recover: the module has a container of more than %d objects, which are not looked "
                     "into in every step. Keep them outside of it, or in several containers",
-                    MOST_ITEMS,
+                    MOST_ITEMS_IN_A_STEP,
                 )
                 self._keep_nothing()
         self._log.begin_step(step)

@@ -29,12 +29,9 @@ from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit.loggers._metrics import gather_in_stage, hold_metrics, module_metrics
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
-from lightning_moe_ckpt.fit.objects._kinds import restore_values
 from lightning_moe_ckpt.fit.objects._memento import Memento
+from lightning_moe_ckpt.fit.objects._users import MOST_ITEMS_IN_A_STEP, restore_values
 from lightning_moe_ckpt.snapshot import DataAccess, versions
-
-MOST_ITEMS = 1000
-"""Longest user's container, in items, that is looked into in every step."""
 
 
 class StepUndo:
@@ -99,7 +96,7 @@ def _hold_users(module: LightningModule) -> Memento:
     Values that only a step needs, such as a list of losses emptied by a hook behind the step, are in no journal.
     """
     parts, values = parts_of(module)
-    return Memento(values, shallow=parts, apart=APART, most_items=MOST_ITEMS)
+    return Memento(values, shallow=parts, apart=APART, most_items=MOST_ITEMS_IN_A_STEP)
 
 
 _HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")

@@ -74,7 +74,7 @@ def keep_threads(launcher: object) -> None:
 
         return original(begin, *args, **kwargs)
 
-    _set(launcher, "launch", launch)
+    tap(launcher, "launch", launch)
 
 
 def tap_clipping(precision: Precision, clip: Callable[[Optimizer, int | float], None]) -> Callable[[], None]:
@@ -83,7 +83,7 @@ def tap_clipping(precision: Precision, clip: Callable[[Optimizer, int | float], 
     Returns:
         A function that removes the tap.
     """
-    return _set(precision, "clip_grad_by_norm", clip)
+    return tap(precision, "clip_grad_by_norm", clip)
 
 
 def tap_zero_grad(trainer: Trainer, hold: Callable[[Callable[[], None] | None], None]) -> Callable[[], None]:
@@ -96,7 +96,7 @@ def tap_zero_grad(trainer: Trainer, hold: Callable[[Callable[[], None] | None], 
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     original = loop._make_zero_grad_fn
-    return _set(loop, "_make_zero_grad_fn", lambda batch_idx, optimizer: hold(original(batch_idx, optimizer)))
+    return tap(loop, "_make_zero_grad_fn", lambda batch_idx, optimizer: hold(original(batch_idx, optimizer)))
 
 
 def tap_after_closure(precision: Precision, then: Callable[[], object]) -> Callable[[], None]:
@@ -111,7 +111,7 @@ def tap_after_closure(precision: Precision, then: Callable[[], object]) -> Calla
         original(*args)
         then()
 
-    return _set(precision, "_after_closure", after_closure)
+    return tap(precision, "_after_closure", after_closure)
 
 
 def tap_found_inf(precision: Precision, combine: Callable[[Tensor], None], device: torch.device) -> Callable[[], None]:
@@ -134,10 +134,11 @@ def tap_found_inf(precision: Precision, combine: Callable[[Tensor], None], devic
             combine(verdict)
         return verdicts
 
-    return _set(scaler, "_unscale_grads_", unscale_and_combine)
+    return tap(scaler, "_unscale_grads_", unscale_and_combine)
 
 
-def _set(owner: object, name: str, value: object) -> Callable[[], None]:
+def tap(owner: object, name: str, value: object) -> Callable[[], None]:
+    """Set an attribute on an instance, over a method of its class; return the function that restores what was there."""
     before = vars(owner).get(name)
     setattr(owner, name, value)
 

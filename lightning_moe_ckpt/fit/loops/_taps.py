@@ -11,10 +11,11 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_moe_ckpt.fit.loaders._positions import ask, loops_of
+from lightning_moe_ckpt.fit.loops._port import tap, tap_after_closure, tap_clipping
 from lightning_moe_ckpt.journal import Unread
 
 
@@ -169,16 +170,12 @@ class ClipTap:
         """Called after clipping and the user's hooks on gradients, right before the optimizer steps."""
         self._plugin = trainer.precision_plugin
         self._norm = norm if norm is not None else _total_norm
-        self._previous = self._plugin.__dict__.get("clip_grad_by_norm")
-        after_closure = self._plugin._after_closure  # no hook comes behind clipping
+        # No hook comes behind clipping.
+        self._undo = tap_clipping(self._plugin, self._clip), tap_after_closure(self._plugin, self._closed)
 
-        def tapped(model: LightningModule, optimizer: Any) -> None:
-            after_closure(model, optimizer)
-            if self.clipped is not None:
-                self.clipped()
-
-        self._plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
-        self._plugin._after_closure = tapped  # type: ignore[method-assign]
+    def _closed(self) -> None:
+        if self.clipped is not None:
+            self.clipped()
 
     def _clip(self, optimizer: Any, clip_val: float) -> None:
         parameters = [p for p in self._plugin.main_params(optimizer) if p.grad is not None]
@@ -190,10 +187,8 @@ class ClipTap:
 
     def remove(self) -> None:
         """Restore the precision plugin's own methods."""
-        self._plugin.__dict__.pop("_after_closure", None)
-        self._plugin.__dict__.pop("clip_grad_by_norm", None)
-        if self._previous is not None:
-            self._plugin.clip_grad_by_norm = self._previous  # type: ignore[method-assign]
+        for undo in self._undo:
+            undo()
 
 
 def _total_norm(parameters: list[torch.nn.Parameter]) -> Tensor:
@@ -208,16 +203,13 @@ def tap_batches(trainer: Trainer, fetched: Callable[[Any], Any], resting: Callab
     def tapped(batch: Any) -> Any:
         return convert(fetched(batch) if trainer.training and not resting() else batch)
 
-    plugin.convert_input = tapped  # type: ignore[assignment, method-assign]
-    return lambda: vars(plugin).pop("convert_input", None)
+    return tap(plugin, "convert_input", tapped)
 
 
 def tap_step(trainer: Trainer, around: Callable[[Callable[[], Any]], Any]) -> Callable[[], object]:
     """Let `around` run every training step; return the function that ends this."""
-    strategy: Any = trainer.strategy
-    step = strategy.training_step
-    strategy.training_step = lambda *args, **kwargs: around(lambda: step(*args, **kwargs))
-    return lambda: vars(strategy).pop("training_step", None)
+    step = trainer.strategy.training_step
+    return tap(trainer.strategy, "training_step", lambda *args, **kwargs: around(lambda: step(*args, **kwargs)))
 
 
 class StepOutcome:

@@ -15,7 +15,7 @@ import functools
 import itertools
 import random
 from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import is_
 from typing import Any, Protocol
@@ -30,11 +30,16 @@ from torchmetrics import MeanMetric, Metric
 
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.fit.objects._users import (
+    GENERATORS,
     MADE_BY_LIGHTNING,
+    MOST_ITEMS,
+    MOST_PLAIN_ITEMS,
     SEARCHED,
     has_state,
     in_state,
     is_library,
+    refill,
+    restore_values,
     slots_of,
     space_of,
 )
@@ -53,9 +58,6 @@ from lightning_moe_ckpt.journal import (
 )
 from lightning_moe_ckpt.snapshot import DataAccess
 
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_MOST_ITEMS, _MOST_PARTS = 100_000, 10_000
-"""Longest searched container, of plain values and of objects; longer containers hold data."""
 COMPARED_NBYTES = 2**16
 """Largest tensor on the host, in bytes, compared element by element: changes through `.data` leave no trace."""
 CONTENT = "{}"
@@ -196,7 +198,7 @@ class _List(Node):
 
     def _filled(self, graph: Graph, items: list[Any], names: Iterable[object], **more: Any) -> Text:
         plain = NATIVE.issuperset(map(type, items))
-        if len(items) > (_MOST_ITEMS if plain else _MOST_PARTS):
+        if len(items) > (MOST_PLAIN_ITEMS if plain else MOST_ITEMS):
             key = (len(items), *map(id, items[:: len(items) // 1000]))
             self.why[CONTENT] = {key: f"{len(items)} items"}
             return ("kept", key)
@@ -214,12 +216,7 @@ class _List(Node):
 
     def fill(self, content: Mapping[str, Any], read: Callable[..., Any]) -> None:
         now = list(self.each)
-        items: Any = [read(text, now[at : at + 1]) for at, text in enumerate(content["items"])]
-        if isinstance(self.each, list | bytearray | array):
-            self.each[:] = array(self.each.typecode, items) if isinstance(self.each, array) else items
-        else:
-            self.each.clear()
-            (self.each.extend if isinstance(self.each, deque) else self.each.update)(items)
+        refill(self.each, [read(text, now[at : at + 1]) for at, text in enumerate(content["items"])])
 
 
 class _Set(_List):
@@ -248,11 +245,7 @@ class _Dict(_List):
 
     def fill(self, content: Mapping[str, Any], read: Callable[..., Any]) -> None:
         found = [(read(key), text) for key, text in content["items"]]
-        items = [(key, read(text, [self.each[key]] if key in self.each else [])) for key, text in found]
-        kind = OrderedDict if isinstance(self.each, OrderedDict) else dict  # bypasses the class's own item methods
-        kind.clear(self.each)
-        for key, value in items:
-            kind.__setitem__(self.each, key, value)
+        refill(self.each, [(key, read(text, [self.each[key]] if key in self.each else [])) for key, text in found])
         if "factory" in content:
             self.each.default_factory = read(content["factory"])
 
@@ -440,7 +433,7 @@ _SEARCHED_AS: dict[type, type[Node]] = {
     deque: _List,
     set: _Set,
     dict: _Dict,
-    **dict.fromkeys(_GENERATORS, _Generator),
+    **dict.fromkeys(GENERATORS, _Generator),
 }
 KINDS: dict[str, type[Node]] = {
     kind.tag: kind for kind in (Node, _List, _Set, _Dict, _Tensor, _Array, Stateful, _Generator)
@@ -486,7 +479,7 @@ def may_make(kind: type, cls: type[Node]) -> bool:
         "d": dict,
         "T": Tensor,
         "A": np.ndarray,
-        "G": _GENERATORS,
+        "G": GENERATORS,
     }
     base = bases.get(cls.tag)
     if base is not None:
@@ -549,12 +542,3 @@ def _digest(array: np.ndarray[Any, Any], most_nbytes: int) -> int:
 
 def _encoded(value: object) -> object:
     return id(value) if refusals(value) else encode(value)
-
-
-def restore_values(tensor: Tensor, kept: Tensor) -> None:
-    """Make a tensor equal to an earlier copy, which may be on the host."""
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        if tensor.shape != kept.shape or tensor.dtype != kept.dtype:
-            tensor.data = kept.to(tensor.device, copy=True)
-        elif not torch.equal(tensor, kept.to(tensor.device)):
-            tensor.copy_(kept)

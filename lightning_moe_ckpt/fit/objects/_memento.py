@@ -17,11 +17,11 @@ from __future__ import annotations
 import random
 import sys
 import types
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,18 +29,12 @@ from torch import Tensor
 
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.fit.objects._kinds import restore_values
-from lightning_moe_ckpt.fit.objects._users import slots_of
-from lightning_moe_ckpt.journal import capture_rng, restore_rng
-
-Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+from lightning_moe_ckpt.fit.objects._users import GENERATORS, MOST_ITEMS, refill, restore_values, slots_of
+from lightning_moe_ckpt.journal import HeldGenerator, capture_rng, restore_rng
 
 _MOST_NBYTES = 2**20
-_MOST_ITEMS = 10_000
-"""Longest searched container, in items; longer containers hold data."""
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_LISTS = (list, bytearray)
-_SETS = (set, deque)
+_FILLED = (list, bytearray, set, deque)
+"""Containers whose items are remembered, besides dictionaries."""
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, Enum, PurePath, BaseException)
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 _FOREIGN = {*sys.stdlib_module_names, "fsspec", "tqdm", "rich", "tensorboard"}
@@ -68,7 +62,7 @@ class Memento:
         shallow: Iterable[object] = (),
         restored: Iterable[Tensor] = (),
         apart: tuple[type, ...] = (),
-        most_items: int = _MOST_ITEMS,
+        most_items: int = MOST_ITEMS,
         most_nbytes: int = _MOST_NBYTES,
     ) -> None:
         self._apart, self._most_items, self._most_nbytes = (*_OPAQUE, *apart), most_items, most_nbytes
@@ -78,14 +72,13 @@ class Memento:
         self._spaces: list[tuple[dict[Any, Any], list[tuple[Any, Any]]]] = []
         """Objects' attributes, and dictionaries."""
         self._slots: list[tuple[object, str, object]] = []
-        self._lists: list[tuple[Any, list[Any]]] = []
-        self._sets: list[tuple[Any, list[Any]]] = []
+        self._containers: list[tuple[Any, list[Any]]] = []
         self._arrays: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor | int | None]] = []
         """Tensors, each with a copy, the version of a large tensor, or `None` if restored elsewhere."""
         self._leaves: list[tuple[Tensor, bool, Tensor | None, list[dict[Any, Any] | None]]] = []
         """Tensors with `requires_grad`, gradient and hooks."""
-        self._held: dict[str, Generator] = {}
+        self._held: dict[str, HeldGenerator] = {}
         self._seen: dict[int, object] = {}
         self._search([*roots, *self._restored.values()])
         for each in shallow:
@@ -106,12 +99,8 @@ class Memento:
                 object.__setattr__(owner, name, value)
             elif hasattr(owner, name):
                 object.__delattr__(owner, name)
-        for each, items in self._lists:
-            each[:] = items
-        for each, items in self._sets:
-            each.clear()
-            for item in items:
-                each.append(item) if isinstance(each, deque) else each.add(item)
+        for container, items in self._containers:
+            refill(container, items)
         for array, content in self._arrays:
             array[...] = content
         for tensor, kept in self._tensors:
@@ -137,7 +126,7 @@ class Memento:
         elif isinstance(each, np.ndarray):
             if each.nbytes <= self._most_nbytes and each.flags.writeable:
                 self._arrays.append((each, each.copy()))
-        elif isinstance(each, _GENERATORS):
+        elif isinstance(each, GENERATORS):
             if not isinstance(each, random.SystemRandom):
                 self._held[str(len(self._held))] = each
             return
@@ -158,10 +147,8 @@ class Memento:
     def _remember_items(self, each: Any) -> Iterator[object]:
         if isinstance(each, dict):
             yield from self._remember_space(each)
-        elif isinstance(each, _LISTS):
-            self._lists.append((each, list(each)))
-        elif isinstance(each, _SETS):
-            self._sets.append((each, list(each)))
+        elif isinstance(each, _FILLED):
+            self._containers.append((each, list(each)))
         elif not isinstance(each, tuple | frozenset):
             return
         if not isinstance(each, dict | bytearray):
@@ -194,10 +181,7 @@ def _restore_space(space: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:
     now = list(space.items())
     if len(now) == len(items) and all(k is key and v is value for (k, v), (key, value) in zip(now, items, strict=True)):
         return
-    kind = OrderedDict if isinstance(space, OrderedDict) else dict  # bypasses the class's own item methods
-    kind.clear(space)
-    for key, value in items:
-        kind.__setitem__(space, key, value)
+    refill(space, items)
 
 
 def _restore_tensor(tensor: Tensor, kept: Tensor | int | None) -> None:

@@ -16,7 +16,8 @@ import io
 import random
 import sys
 import types
-from collections import ChainMap, UserDict, UserList, UserString
+from array import array
+from collections import ChainMap, OrderedDict, UserDict, UserList, UserString, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -33,6 +34,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_moe_ckpt.journal import NATIVE, HeldGenerator, differs
 
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+"""Types of random generators."""
+MOST_ITEMS, MOST_PLAIN_ITEMS = 10_000, 100_000
+"""Longest searched container, in items, of objects and of plain values; longer containers hold data."""
+MOST_ITEMS_IN_A_STEP, MOST_ITEMS_FOR_GENERATORS = 1_000, 100
+"""Longest container that is looked into in every step, and in the search for random generators."""
 _LIBRARIES = frozenset(
     {
         *("lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities"),
@@ -158,11 +165,8 @@ def in_state(owner: Any) -> frozenset[str]:
 
 GeneratorPlaces: TypeAlias = "dict[str, tuple[Any, Any]]"
 
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH = 6
 """Levels of the search, enough for subset, data set, transform, list of transforms, transform, generator."""
-_MOST_ITEMS = 100
-"""Longest list, tuple or dict that the search looks into; longer ones are taken for data."""
 _MOST_OBJECTS = 200_000
 _OPAQUE = (
     *(str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType, Tensor, np.ndarray),
@@ -191,7 +195,7 @@ def generators_at(places: GeneratorPlaces) -> dict[str, HeldGenerator]:
     found = {}
     for name, (namespace, key) in places.items():
         value = _get(namespace, key)
-        if isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom):
+        if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom):
             found[name] = value
     return found
 
@@ -204,7 +208,7 @@ def _places(name: str, owner: object, seen: set[int], depth: int) -> Iterator[tu
     for key in keys:
         with contextlib.suppress(Exception):  # a foreign object may raise anything, and `Values` names it
             value = _get(namespace, key)
-            if isinstance(value, _KINDS):
+            if isinstance(value, GENERATORS):
                 if id(value) not in seen:
                     seen.add(id(value))
                     yield f"{name}.{key}", (namespace, key)
@@ -219,9 +223,11 @@ def _inside(owner: object) -> tuple[Any, Sequence[Any]]:
     if isinstance(owner, functools.partial):
         return {"func": owner.func, "args": owner.args, "keywords": owner.keywords}, ["func", "args", "keywords"]
     if isinstance(owner, dict):
-        return owner, [key for key in owner if isinstance(key, str | int)] if len(owner) <= _MOST_ITEMS else []
+        return owner, [key for key in owner if isinstance(key, str | int)] if len(
+            owner
+        ) <= MOST_ITEMS_FOR_GENERATORS else []
     if isinstance(owner, list | tuple):
-        return owner, range(len(owner)) if len(owner) <= _MOST_ITEMS else []
+        return owner, range(len(owner)) if len(owner) <= MOST_ITEMS_FOR_GENERATORS else []
     namespace, left_out = getattr(owner, "__dict__", {}), names_of_loaders() if isinstance(owner, DataLoader) else ()
     return namespace, [key for key in namespace if key not in left_out]
 
@@ -232,3 +238,26 @@ def _get(namespace: Any, key: Any) -> object:
     except LookupError:
         return None  # removed since the search
     return value
+
+
+def refill(container: Any, items: Any) -> None:
+    """Give a list, array, set, deque or dictionary (pairs) other items, past a subclass's own item methods where they matter."""
+    if isinstance(container, dict):
+        kind = OrderedDict if isinstance(container, OrderedDict) else dict
+        kind.clear(container)
+        for key, value in items:
+            kind.__setitem__(container, key, value)
+    elif isinstance(container, list | bytearray | array):
+        container[:] = array(container.typecode, items) if isinstance(container, array) else items
+    else:
+        container.clear()
+        (container.extend if isinstance(container, deque) else container.update)(items)
+
+
+def restore_values(tensor: Tensor, kept: Tensor) -> None:
+    """Make a tensor equal to an earlier copy, which may be on the host."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        if tensor.shape != kept.shape or tensor.dtype != kept.dtype:
+            tensor.data = kept.to(tensor.device, copy=True)
+        elif not torch.equal(tensor, kept.to(tensor.device)):
+            tensor.copy_(kept)
