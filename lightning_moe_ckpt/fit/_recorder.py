@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -227,13 +228,9 @@ class BoundaryRecorder:
     def _between_epochs(self, random: RngState | None) -> dict[str, Any]:
         return {**dict.fromkeys(MOMENTS), "epoch": random, "workers": self._watched.workers.end()}
 
-    def attributes(self) -> dict[str, Any]:
-        """Return changed plain attributes of the user's objects."""
-        return self._moved.take()
-
-    def restore_attributes(self, moved: Mapping[str, Any]) -> None:
-        """Set the attributes returned by `attributes`, and delete attributes that are new since."""
-        self._moved.restore(moved, forget_new=True)
+    def hold_attributes(self) -> Callable[[], None]:
+        """Return a function that restores the present attributes of the user's objects, and deletes new ones."""
+        return partial(self._moved.restore, self._moved.take(), forget_new=True)
 
     def generators(self) -> list[HeldGenerator]:
         """Return the generators held by the user's objects."""
@@ -355,7 +352,7 @@ class BoundaryRecorder:
             place["between_epochs"] = between_epochs
             place["loops"] = self._progress.take()
             place["not_fetched"] = self._moments.not_fetched
-            place["fetches"] = self._moments.fetches.take()
+            place["fetches"] = self._moments.fetches()
             place["loads"] = self._data.loads
             place["settings"] = self._settings.take()
         if why := self._trained.unfit():

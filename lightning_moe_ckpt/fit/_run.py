@@ -83,10 +83,7 @@ class FitSession:
         staged = getattr(trainer.strategy, "pipeline_parallel", 1) > 1
         self.trained = trained = Trained(module, trainer.optimizers[0], staged=staged)
         """The user's choice of trained parameters, and gradients that stay between steps."""
-        as_user: Callable[[Mapping[str, Any]], None] = lambda start: trained.restore(start["trained"])  # noqa: E731
-        self.sessions = Sessions(
-            trainer, module, config=config, policy=policy, own_callbacks=own_callbacks, as_user=as_user
-        )
+        self.sessions = Sessions(trainer, trained, config=config, policy=policy, own_callbacks=own_callbacks)
         """The checkpoint session in force, and how this rank takes part in checkpoints of all."""
         self.clock = self.session.clock
         warn_if_short(trainer, self.session.least_steps)
@@ -158,13 +155,13 @@ class FitSession:
 
     def part(self) -> None:
         """Take nothing, write no files and ask no other stage from here on, until all stages are `together`."""
-        self.sessions.part()
+        self.sessions.move(Standing.ALONE)
         self._files.hold()
 
     def together(self) -> None:
         """Go on as ever, all stages in one step: write files if dense, and look for torn ones, on all ranks or none."""
         if self.sessions.standing is Standing.ALONE:
-            self.sessions.join()
+            self.sessions.move(Standing.TOGETHER)
             self._files.go_on(held=self.session.replaying)
 
     def renew(self) -> int | None:
@@ -173,21 +170,17 @@ class FitSession:
         self.clock = self.session.clock
         return horizon
 
-    def attempt_again(self) -> None:
-        """Note that the batch under way is run again."""
-        self.session.forward_begins(self.sessions.last_step)
-
     def generators(self) -> list[HeldGenerator]:
         """Return the random generators held by the user's objects."""
         return self._recorder.generators()
 
     def hold_attempt(self) -> Callable[[], None]:
         """Return a function that restores the present state of layers, attributes and logs."""
-        layers, moved, logged = self._layers.take(), self._recorder.attributes(), self._logs.hold()
+        layers, attributes, logged = self._layers.take(), self._recorder.hold_attributes(), self._logs.hold()
 
         def put_back() -> None:
             self._layers.restore(copied(layers))
-            self._recorder.restore_attributes(moved)
+            attributes()
             for undo in logged:
                 undo()
 
@@ -350,9 +343,7 @@ class FitSession:
 
     @clocked
     def replay_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        original = self.sessions.now.repeats.outcome(self._step + 1)
-        if original is not None:
-            self._outcome.follow_overflow(original, optimizer, self._module.device)
+        self._outcome.follow_overflow(optimizer, self._module.device)
 
     @clocked
     def batch_end(self, outputs: Any) -> None:

@@ -11,14 +11,14 @@ from dataclasses import replace
 from enum import Enum, auto
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 
 from lightning_moe_ckpt.coordination import Exchange, Neighbours
 from lightning_moe_ckpt.fit import _limits
 from lightning_moe_ckpt.fit._callbacks import averages_of
+from lightning_moe_ckpt.fit._state import Trained
 from lightning_moe_ckpt.fit._stops import say_who_is_gone
 from lightning_moe_ckpt.fit.loops import _trainer
-from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.session import CheckpointSession, Repeats, Report
@@ -47,15 +47,15 @@ _MOVES = {
     Standing.SUSPENDED: {Standing.ALONE},
     Standing.ALONE: {Standing.TOGETHER, Standing.SUSPENDED},
 }
-"""`put_off` moves to BROKEN, `suspend` to SUSPENDED, `renew` and `part` to ALONE, and `join` to TOGETHER."""
+"""`put_off` moves to BROKEN, `suspend` to SUSPENDED, `renew` and `FitSession.part` to ALONE, and `together` to TOGETHER."""
 
 
 class Sessions:
     """The session in force, which `renew` replaces by another one.
 
     Args:
-        trainer, module, config, policy, own_callbacks: see `FitSession`.
-        as_user: restores the user's choice of trained parameters from a start half, while a generation is loaded.
+        trainer, config, policy, own_callbacks: see `FitSession`.
+        trained: the user's choice of trained parameters, restored while a generation is loaded.
     """
 
     last_step: int | None = None
@@ -68,14 +68,13 @@ class Sessions:
     def __init__(
         self,
         trainer: Trainer,
-        module: LightningModule,
+        trained: Trained,
         *,
         config: SessionConfig,
         policy: Policy,
         own_callbacks: tuple[type[Callback], ...],
-        as_user: Callable[[Journal], None],
     ) -> None:
-        self._trainer, self._module, self._own, self._as_user = trainer, module, own_callbacks, as_user
+        self._trainer, self._trained, self._own = trainer, trained, own_callbacks
         self.config, self.policy = config, policy
         self.standing = Standing.TOGETHER
         self._waits: Callable[[Exception], bool] = lambda _: False
@@ -103,22 +102,19 @@ class Sessions:
         """Keep an error that was raised between two steps for the next step, where it can wait; raise any other error."""
         if not self._waits(error):
             raise error
-        self._move(Standing.BROKEN)
+        self.move(Standing.BROKEN)
         self.error = error
 
-    def part(self) -> None:
-        """Take nothing and ask no other stage from here on, until `join`."""
-        self._move(Standing.ALONE)
-
-    def join(self) -> None:
-        """Take part again, with all stages in one step."""
-        self._move(Standing.TOGETHER)
+    def move(self, standing: Standing) -> None:
+        """Move to another state, see `_MOVES`."""
+        assert standing in _MOVES[self.standing], f"{self.standing} to {standing}"
+        self.standing = standing
 
     def suspend(self) -> None:
         """Close the session, if open, because its groups are gone; the state of training and the memory stay."""
         if self.standing is not Standing.SUSPENDED:
             self._reported = self.report()  # a closed engine has no figures
-            self._move(Standing.SUSPENDED)
+            self.move(Standing.SUSPENDED)
             self.error = None
             self._let_go()
             self.now.close(keep_memory=True, keep_frozen=True)
@@ -126,7 +122,7 @@ class Sessions:
     def renew(self) -> int | None:
         """Open another session, and return the step from which ranks go on; `None` without a generation. Collective."""
         self.now = self._open(self.now.repeats)
-        self._move(Standing.ALONE)
+        self.move(Standing.ALONE)
         start = self.now.begin(stay=True)
         self.take_up()
         return None if start is None else self.now.horizon
@@ -154,15 +150,11 @@ class Sessions:
 
     # -- private
 
-    def _move(self, standing: Standing) -> None:
-        assert standing in _MOVES[self.standing], f"{self.standing} to {standing}"
-        self.standing = standing
-
     def _let_go(self) -> None:
         vars(self._trainer.strategy).pop("on_phase", None)
 
     def _open(self, repeats: Repeats | None) -> CheckpointSession:
-        trainer, module, policy = self._trainer, self._module, self.policy
+        trainer, module, policy = self._trainer, self._trainer.lightning_module, self.policy
         dtype = _trainer.dtype_of_steps(trainer, module)
         self._groups = _trainer.groups_of(trainer.strategy)
         return CheckpointSession(
@@ -176,6 +168,6 @@ class Sessions:
             compiled=_trainer.is_compiled(module),
             extra=_trainer.checkpoint_extra(trainer, module),
             averages=averages_of(trainer),
-            as_user=self._as_user,
+            as_user=lambda start: self._trained.restore(start["trained"]),
             repeats=repeats,
         )

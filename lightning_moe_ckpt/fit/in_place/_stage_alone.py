@@ -355,7 +355,7 @@ class StageAlone:
                         raise
                     self._recover(error)
                     attempt.undo()
-                run.attempt_again()
+                run.session.forward_begins(run.sessions.last_step)  # the batch under way is run again
                 self._supervisor.beat(step)
         finally:
             self._here = self._here._replace(place=StepPosition.ELSEWHERE)

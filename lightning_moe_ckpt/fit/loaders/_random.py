@@ -20,7 +20,7 @@ Validation's loaders are treated alike, except for the moment: their state is ta
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -301,70 +301,6 @@ NO_FETCHES: dict[str, Any] = {"states": {}, "restarts": {}}
 """Default for journals without an entry of fetches."""
 
 
-class FetchLog:
-    """Random state before fetches of the current epoch that influence later fetches."""
-
-    def __init__(self) -> None:
-        self._said = False
-        self.begin()
-
-    def begin(self) -> None:
-        """Start over, before a new iterator is made."""
-        self._index = 0
-        self._states: dict[int, RngState] = {}
-        self._restarts: dict[int, int] = {}
-        self._after: RngState | None = None
-
-    def fetched(
-        self, before: RngState, after: Callable[[], RngState], *, restarted: Sequence[int], carries: bool
-    ) -> None:
-        """Record that a batch was fetched.
-
-        Args:
-            before: random state before the fetch.
-            after: returns the random state after the fetch.
-            restarted: indices of loaders that started over in the fetch.
-            carries: whether later fetches may depend on this fetch's draws.
-        """
-        index, self._index = self._index, self._index + 1
-        last, self._after = self._after, after() if carries else None
-        if index == 0:
-            return  # the recorder keeps the state before the epoch's first fetch
-        for loader in restarted:
-            self._restarts[loader] = index
-        apart = before if restarted else _apart(last, before, self._after) if self._after is not None else {}
-        if apart:
-            self._keep(index, apart)
-        if restarted and not carries:
-            self._states = {at: self._states[at] for at in sorted({*self._restarts.values()}) if at in self._states}
-
-    def take(self) -> dict[str, Any]:
-        """Return the kept states for the journal."""
-        return {"states": dict(self._states), "restarts": dict(self._restarts)}
-
-    def restore(self, taken: dict[str, Any], *, num_fetched: int) -> None:
-        """Continue from a journal's states, after `num_fetched` fetches."""
-        self.begin()
-        self._index = num_fetched
-        self._states, self._restarts = dict(taken["states"]), dict(taken["restarts"])
-
-    @staticmethod
-    def room(*, num_loaders: int, num_batches: float, carries: bool) -> int:
-        """Return the largest number of bytes that an epoch may add to a journal."""
-        return int(min(num_batches, _MOST)) * _STATE_NBYTES if carries else (num_loaders - 1) * _STATE_NBYTES
-
-    def _keep(self, index: int, state: RngState) -> None:
-        if len(self._states) < _MOST:
-            self._states[index] = state
-        elif not self._said:
-            self._said = True
-            log.warning(
-                "a restart in the rest of this epoch is not exact: the loader draws random numbers in every fetch, training "
-                "does so in between, and the state of only %d fetches is kept. Give the data set a generator of its own.",
-                _MOST,
-            )
-
-
 def _apart(last: RngState | None, before: RngState, after: RngState) -> RngState:
     """Return the state of generators from which the fetch drew and which have moved since the previous fetch."""
     return {
@@ -379,7 +315,9 @@ MOMENTS = ("epoch", "iter", "first_fetch", "last_fetch", "fetch")
 
 
 class EpochMoments:
-    """Random state at moments of the epoch under way, from which a restart draws as this process did.
+    """Random state at moments of the epoch under way, and before fetches that influence later ones.
+
+    A restart draws from there as this process did.
 
     Args:
         trainer: trainer with the loaders.
@@ -389,7 +327,15 @@ class EpochMoments:
     def __init__(self, trainer: Trainer, take_random: Callable[[], RngState]) -> None:
         self._trainer, self._take_random = trainer, take_random
         self.states: dict[str, RngState | None] = dict.fromkeys(MOMENTS)
-        self.fetches = FetchLog()
+        self._index = 0
+        """Place of the next fetch in its iterator."""
+        self._kept: dict[int, RngState] = {}
+        """Random state before fetches that influence later ones, by place."""
+        self._restarts: dict[int, int] = {}
+        """Place of the last fetch in which a loader started over, by the loader's index."""
+        self._after: RngState | None = None
+        """Random state after the newest fetch; `None` if no later fetch depends on it."""
+        self._said = False
         self.is_first = True
         """Whether the next fetch is the epoch's first in this process."""
         self.independent: bool | None = None
@@ -403,7 +349,7 @@ class EpochMoments:
         """Record the moment before samplers and workers draw their seeds."""
         self.states["iter"] = self._take_random()
         self.is_first, self.independent = True, None
-        self.fetches.begin()
+        self._index, self._kept, self._restarts, self._after = 0, {}, {}, None
 
     def look(self) -> None:
         """Look at the loaders before the first fetch from their iterator."""
@@ -422,10 +368,23 @@ class EpochMoments:
 
     def fetched(self) -> None:
         """Record the moment after a fetch that can influence a later one."""
-        before = self.states["fetch"]
+        before, restarted, carries = self.states["fetch"], restarted_loaders(self._trainer), self._carries
         assert before is not None
-        restarted = restarted_loaders(self._trainer)
-        self.fetches.fetched(before, self._take_random, restarted=restarted, carries=self._carries)
+        index, self._index = self._index, self._index + 1
+        last, self._after = self._after, self._take_random() if carries else None
+        if index == 0:
+            return  # the state before the epoch's first fetch is kept apart
+        for loader in restarted:
+            self._restarts[loader] = index
+        apart = before if restarted else _apart(last, before, self._after) if self._after is not None else {}
+        if apart:
+            self._keep(index, apart)
+        if restarted and not carries:
+            self._kept = {at: self._kept[at] for at in sorted({*self._restarts.values()}) if at in self._kept}
+
+    def fetches(self) -> dict[str, Any]:
+        """Return what is kept of fetches, for the journal."""
+        return {"states": dict(self._kept), "restarts": dict(self._restarts)}
 
     def resume(self, start: dict[str, Any], num_batches: int) -> None:
         """Continue from a start half in mid-epoch, behind `num_batches` fetches."""
@@ -433,16 +392,26 @@ class EpochMoments:
         self.states |= {name: random[name] for name in ("epoch", "iter", "first_fetch")}
         self.states["fetch"], self.is_first, self.independent = random["last_fetch"], False, None
         self.not_fetched = start.get("not_fetched", 0)
-        self.fetches.restore(start.get("fetches", NO_FETCHES), num_fetched=num_batches)
+        kept = start.get("fetches", NO_FETCHES)
+        self._index, self._kept, self._restarts = num_batches, dict(kept["states"]), dict(kept["restarts"])
+        self._after = None
 
     @property
     def room(self) -> int:
         """Largest number of bytes by which the states of fetches may grow within an epoch."""
-        return self.fetches.room(
-            num_loaders=len(loaders_of(self._trainer)),
-            num_batches=self._trainer.num_training_batches,
-            carries=self._carries,
-        )
+        most = min(self._trainer.num_training_batches, _MOST) if self._carries else len(loaders_of(self._trainer)) - 1
+        return int(most) * _STATE_NBYTES
+
+    def _keep(self, index: int, state: RngState) -> None:
+        if len(self._kept) < _MOST:
+            self._kept[index] = state
+        elif not self._said:
+            self._said = True
+            log.warning(
+                "a restart in the rest of this epoch is not exact: the loader draws random numbers in every fetch, training "
+                "does so in between, and the state of only %d fetches is kept. Give the data set a generator of its own.",
+                _MOST,
+            )
 
     @property
     def _carries(self) -> bool:

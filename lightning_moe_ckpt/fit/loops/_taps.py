@@ -154,43 +154,6 @@ def _makes_iterator(trainer: Trainer) -> bool:
     return trainer.current_epoch > 0 and not resuming and not fit_loop.epoch_loop.restarting
 
 
-class ClipTap:
-    """Record, and in replay replace, clipping's global gradient norm; call `clipped` between clipping and the step.
-
-    A frozen operator has no gradient in replay, so the original step's norm cannot be computed again. The logged norm,
-    and not a coefficient, gives the same bits.
-    """
-
-    def __init__(self, trainer: Trainer, norm: Callable[[list[torch.nn.Parameter]], Tensor] | None = None) -> None:
-        self.last: Tensor | None = None
-        """Norm used by the newest optimizer step, on the device; `None` if nothing was clipped by norm."""
-        self.override: Tensor | None = None
-        """Norm to use in place of the computed norm; `None` for the computed norm."""
-        self.clipped: Callable[[], None] | None = None
-        """Called after clipping and the user's hooks on gradients, right before the optimizer steps."""
-        self._plugin = trainer.precision_plugin
-        self._norm = norm if norm is not None else _total_norm
-        # No hook comes behind clipping.
-        self._undo = tap_clipping(self._plugin, self._clip), tap_after_closure(self._plugin, self._closed)
-
-    def _closed(self) -> None:
-        if self.clipped is not None:
-            self.clipped()
-
-    def _clip(self, optimizer: Any, clip_val: float) -> None:
-        parameters = [p for p in self._plugin.main_params(optimizer) if p.grad is not None]
-        norm = self._norm(parameters) if self.override is None else self.override
-        if parameters:
-            norm = norm.to(parameters[0].device)
-            torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
-        self.last = norm
-
-    def remove(self) -> None:
-        """Restore the precision plugin's own methods."""
-        for undo in self._undo:
-            undo()
-
-
 def _total_norm(parameters: list[torch.nn.Parameter]) -> Tensor:
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
@@ -215,77 +178,82 @@ def tap_step(trainer: Trainer, around: Callable[[Callable[[], Any]], Any]) -> Ca
 class StepOutcome:
     """Results of the step under way beside the state that it leaves, for the journal: norm, overflow flag and losses.
 
-    Frozen operators have no gradients in replay, so the original step's norm and flag take the place of the repeated one's.
+    In replay, the original step's norm and flag take the place of the repeated step's. A frozen operator has no gradient
+    then, so neither can be computed again. The logged norm, and not a coefficient, gives the same bits.
     """
 
     def __init__(self, trainer: Trainer, norm: Callable[[list[torch.nn.Parameter]], Tensor] | None) -> None:
-        self._clip, self._found_inf = ClipTap(trainer, norm), FoundInf(trainer)
-        self._overflow: float | Unread | None = None
         self.losses: list[Tensor] = []
         """Losses of the step's batches, on the device."""
-        self.remove = self._clip.remove
-        """Restore the precision plugin's own methods."""
+        self._norm: Tensor | None = None
+        """Norm used by the newest optimizer step, on the device; `None` if nothing was clipped by norm."""
+        self._overflow: float | Unread | None = None
+        """Overflow flag of the newest optimizer step; `None` without a scaler."""
+        self._original: Mapping[str, Any] | None = None
+        """Outcome of the original step; `None` unless it is replayed."""
+        self._clipped: Callable[[], None] | None = None
+        self._plugin, self._norm_of = trainer.precision_plugin, norm if norm is not None else _total_norm
+        # No hook comes behind clipping.
+        self._undo = tap_clipping(self._plugin, self._clip), tap_after_closure(self._plugin, self._closed)
 
     def follow(self, original: Mapping[str, Any] | None, clipped: Callable[[], None] | None) -> None:
-        """Use the norm of the `original` step, if any, and call `clipped` when gradients are clipped; call before the step."""
-        self._clip.override = None if original is None else original["grad_norm"]
-        self._clip.clipped = clipped
+        """Use the results of the `original` step, if any; call before the step.
 
-    def follow_overflow(
-        self, original: Mapping[str, Any], optimizer: torch.optim.Optimizer, device: torch.device
-    ) -> None:
-        """Let the scaler act on the `original` step's overflow flag; call before the optimizer steps."""
-        if original["found_inf"] is not None:
-            self._found_inf.write(optimizer, original["found_inf"], device)
+        Args:
+            original: the step's outcome in the original run.
+            clipped: called after clipping and the user's hooks on gradients, right before the optimizer steps.
+        """
+        self._original, self._clipped = original, clipped
 
-    def read(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read the overflow flag, right before the optimizer steps."""
-        self._overflow = self._found_inf.read(optimizer)
-
-    def take(self, step: int, epoch: int, batches: Sequence[Any]) -> dict[str, Any]:
-        """Return the outcome of the step that ended at boundary `step`; the next step begins without losses."""
-        losses, self.losses = self.losses, []
-        return {
-            "step": step,
-            "epoch": epoch,
-            "grad_norm": self._clip.last,
-            "found_inf": self._overflow,
-            "losses": losses,
-            "batches": batches,
-        }
-
-
-class FoundInf:
-    """Read, and in replay overwrite, the gradient scaler's overflow flag of the current step.
-
-    A frozen operator's gradients are not computed in replay, so the scaler cannot see their overflow.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._scaler = getattr(trainer.precision_plugin, "scaler", None)
-
-    def read(self, optimizer: torch.optim.Optimizer) -> float | Unread | None:
-        """Return the coming step's flag, for the journal; `None` without a scaler."""
-        found = self._per_device(optimizer)
-        if found is None:
-            return None
-        flags = list(found.values())
-        if len(flags) == 1 and flags[0].is_cuda:
-            return Unread(flags[0].clone())
-        return float(sum(flag.item() for flag in flags))
-
-    def write(self, optimizer: torch.optim.Optimizer, value: float, device: torch.device) -> None:
-        """Make the scaler act as if it had found `value`."""
-        found = self._per_device(optimizer)
-        if found is None:
+    def follow_overflow(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        """Let the scaler act on the original step's overflow flag, if any; call before the optimizer steps."""
+        value: float | None = None if self._original is None else self._original["found_inf"]
+        found = self._found_inf(optimizer)
+        if value is None or found is None:
             return
         for flag in found.values():
             flag.fill_(value)
         if not found:  # no gradient at all: `scaler.step` asserts that something was checked
             found[device] = torch.full((1,), value, device=device)
 
-    def _per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor] | None:
-        if self._scaler is None:
+    def read(self, optimizer: torch.optim.Optimizer) -> None:
+        """Read the overflow flag, right before the optimizer steps."""
+        found = self._found_inf(optimizer)
+        flags = [] if found is None else list(found.values())
+        if found is None:
+            self._overflow = None
+        elif len(flags) == 1 and flags[0].is_cuda:
+            self._overflow = Unread(flags[0].clone())
+        else:
+            self._overflow = float(sum(flag.item() for flag in flags))
+
+    def take(self, step: int, epoch: int, batches: Sequence[Any]) -> dict[str, Any]:
+        """Return the outcome of the step that ended at boundary `step`; the next step begins without losses."""
+        losses, self.losses = self.losses, []
+        results = {"grad_norm": self._norm, "found_inf": self._overflow, "losses": losses, "batches": batches}
+        return {"step": step, "epoch": epoch, **results}
+
+    def remove(self) -> None:
+        """Restore the precision plugin's own methods."""
+        for undo in self._undo:
+            undo()
+
+    def _clip(self, optimizer: Any, clip_val: float) -> None:
+        parameters = [p for p in self._plugin.main_params(optimizer) if p.grad is not None]
+        original = None if self._original is None else self._original["grad_norm"]
+        norm = self._norm_of(parameters) if original is None else original
+        if parameters:
+            norm = norm.to(parameters[0].device)
+            torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
+        self._norm = norm
+
+    def _closed(self) -> None:
+        if self._clipped is not None:
+            self._clipped()
+
+    def _found_inf(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor] | None:
+        scaler = getattr(self._plugin, "scaler", None)
+        if scaler is None:
             return None
-        state: dict[torch.device, Tensor] = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        return state
+        found: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        return found
