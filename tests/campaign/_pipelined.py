@@ -113,6 +113,10 @@ class Pipelined(Setup):
         return training, make_validation_loader(self.batch_size) if self.validate_every else None
 
     @override
+    def fault_free(self) -> Setup:
+        return replace(super().fault_free(), strategy_options=())
+
+    @override
     def trainer_options(self, life: Attempt) -> dict[str, Any]:
         strategy = MoEStrategy(
             expert_parallel=self.expert_parallel,

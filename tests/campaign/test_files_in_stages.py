@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +106,16 @@ def soak_but(row: tuple[Any, ...], rows: Sequence[tuple[Any, ...]]) -> list[Any]
     ("name", "first"), soak_but(("2x1x1", 0), [(name, first) for name in TOPOLOGIES for first in (0, 1)])
 )
 def test_files_are_written_while_a_stage_recovers_alone(campaigns: Campaigns, name: str, first: int) -> None:
-    """The same files and rows: a stage that repeats steps writes none, and takes part as soon as all are in the same step."""
-    setup = filed(name)
-    size, places = setup.world_size // setup.stages, ["forward", "after_backward", "clip", "commit"]
+    """The same files and rows: a stage that repeats steps writes none, and takes part as soon as all are in the same step.
+
+    Scales change meanwhile, and steps are left out on all ranks.
+    """
+    options: dict[str, Any] = {"precision": "16-mixed", "overflow_steps": (5, 9), "scheduler": "plateau"}
+    setup = replace(filed(name), schedule="gpipe", **options)
+    size, places = (
+        setup.world_size // setup.stages,
+        ["forward", "after_backward", "clip", "before_optimizer_step", "commit"],
+    )
     stages = [(first + index) % setup.stages for index in range(len(places))]
     check_alone(campaigns, setup, chain(places, [stage * size for stage in stages]))
 

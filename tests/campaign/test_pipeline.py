@@ -32,7 +32,7 @@ SPARSE = Checkpointing(policy="sparse", window=3, order="popularity")
     [
         (2, 1, 1, DENSE),
         (3, 1, 1, SPARSE),
-        (2, 2, 1, SPARSE),
+        pytest.param(2, 2, 1, SPARSE, marks=pytest.mark.soak),
         (2, 2, 2, SPARSE),
     ],
 )
