@@ -42,7 +42,7 @@ SANITIZED := -p no:cacheprovider --hypothesis-profile=sanitized -k 'not forked a
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-QUICK := $(addprefix tests/,policies recovery session test_layering.py test_public_api.py campaign/test_configurations.py)
+QUICK := $(addprefix tests/,policies recovery session planning snapshot journal process test_layering.py test_public_api.py campaign/test_configurations.py)
 quick: $(STAMP)
 	git diff --name-only --diff-filter=d HEAD -- '*.py' | xargs -r $(BIN)/ruff check --force-exclude
 	MOE_CKPT_ROWS=20 $(BIN)/pytest -q -n $(JOBS) --dist worksteal $(QUICK) $(PYTEST_ARGS)

@@ -13,6 +13,7 @@ import importlib.util
 import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -21,7 +22,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))  # what folders of tests share is `stored._x`, `tiers._x`
 
 from _heap import JoinedPages, freeze_heap
 from servers._s3 import S3Server, running
@@ -146,6 +147,19 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], S3S
 def moto(s3: Callable[[str], S3Server]) -> S3Server:
     """The one of them that does what S3 does."""
     return s3("moto")
+
+
+@pytest.fixture
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A node's, empty; whoever leaves something in it on purpose removes it."""
+    from lightning_moe_ckpt.tiers import shared_directory
+    from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
+
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-test-", dir=shared_directory()) as folder:
+        monkeypatch.setenv(DIRECTORY_VARIABLE, folder)
+        yield Path(folder)
+        left = sorted(path.name for path in Path(folder).iterdir())
+        assert not left, f"left in shared memory: {left}"
 
 
 _pages = JoinedPages()

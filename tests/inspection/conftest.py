@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from launcher import run_world
 from lightning.pytorch import seed_everything
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # servers and stored runs are shared with other folders
-
-from launcher import run_world
 
 from inspection._partial import add_referring
 from inspection._runs import Small, SmallMoE, train

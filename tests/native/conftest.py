@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules of this folder are `native.emulator.x`
 
 from lightning_moe_ckpt.native import _device_check
 from native.emulator.build import unavailable

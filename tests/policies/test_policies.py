@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from campaign._alternating import AlternatingPolicy
-from session._partial_model import NUM_EXPERTS, rank_of_world
+from snapshot._partial_model import NUM_EXPERTS, rank_of_world
 
 from lightning_moe_ckpt.operators import OperatorSet, RecordKind
 from lightning_moe_ckpt.parallel import set_current_groups

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules of other folders of tests are `stored._x`
 
 from lightning_moe_ckpt.tiers import shared_directory
 from recovery._partial_world import TAKEN, PartialWorld, Taken

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from session._partial_model import NUM_EXPERTS, rank_of_world
+from snapshot._partial_model import NUM_EXPERTS, rank_of_world
 from torch import nn
 
 from lightning_moe_ckpt.coordination import Exchange

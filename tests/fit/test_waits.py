@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from fit._seeming_device import SeemingDevice, Wait, seeming_device, waits_of_hooks
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.plugins.precision import MixedPrecision
-from session._seeming_device import SeemingDevice, Wait, seeming_device, waits_of_hooks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -134,7 +134,7 @@ class Begins(Callback):
 
 
 def test_a_step_that_fails_does_not_cost_the_generation_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory keeps it for the next incarnation."""
     with pytest.raises(ZeroDivisionError), seeming_device(monkeypatch) as device:
@@ -143,6 +143,8 @@ def test_a_step_that_fails_does_not_cost_the_generation_before_it(
     with pytest.raises(ZeroDivisionError):
         fit(make("dense", tmp_path), None, begins)
     assert begins.step == WARM + 1
+    for path in shared_memory.iterdir():
+        path.unlink()
 
 
 class Watched(Callback):

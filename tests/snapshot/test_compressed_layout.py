@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from session._partial_model import rank_of_world
+from snapshot._partial_model import rank_of_world
 
 from lightning_moe_ckpt.native import compress_gradients, decompress_gradient, unpack_gradient
 from lightning_moe_ckpt.operators import RecordKind

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from session._partial_model import NUM_EXPERTS, rank_of_world
+from snapshot._partial_model import NUM_EXPERTS, rank_of_world
 from stored._segments import verify_records
 
 from lightning_moe_ckpt.errors import IdentityMismatch
