@@ -46,7 +46,7 @@ from lightning_moe_ckpt.benchmarks._native_device import CopyScale, DeviceCopies
 from lightning_moe_ckpt.benchmarks._recovery import Precision, RecoveryFit, RecoveryLoss, RecoverySystem
 from lightning_moe_ckpt.cli import BENCH
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
-from lightning_moe_ckpt.native import _device_check, _library, examine
+from lightning_moe_ckpt.native import _choice, _library, examine
 from lightning_moe_ckpt.testing import AttemptResult, Kill, differences, run_attempts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,9 +87,9 @@ _STEPS, _ATTEMPT_SECONDS = 16, 40.0
 _SECTION = "--section"
 _CHECKS = """
 import torch
-from lightning_moe_ckpt.native import _device_check, _library
-for use in _device_check.USES:
-    _device_check._check(use, _library.cuda(), torch.device("cuda", 0))
+from lightning_moe_ckpt.native import _choice, _library
+for use in _choice.USES:
+    _choice._check(use, _library.cuda(), torch.device("cuda", 0))
 """
 
 
@@ -302,10 +302,10 @@ def _build(accelerator: Accelerator, keep: Keep) -> None:
 def _check(accelerator: Accelerator, keep: Keep) -> None:
     """Run the package's own check of the device, with the tracebacks that it keeps to itself."""
     library, found, failed = _cuda_part(), dict[str, Any](), list[str]()
-    for use in _device_check.USES:
+    for use in _choice.USES:
         start = time.perf_counter()
         try:
-            _device_check._check(use, library, torch.device("cuda", 0))  # noqa: SLF001  # its verdict has no traceback
+            _choice._check(use, library, torch.device("cuda", 0))  # noqa: SLF001  # its verdict has no traceback
             said = "good"
         except Exception:  # noqa: BLE001  # of the driver and of kernels: kept, the other uses are tried too
             said = traceback.format_exc()

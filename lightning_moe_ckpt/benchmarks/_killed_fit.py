@@ -39,7 +39,7 @@ from lightning_moe_ckpt.benchmarks._fits import (
 )
 from lightning_moe_ckpt.benchmarks._fits import random_tokens as tokens_of
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
-from lightning_moe_ckpt.launch._wire import SPARE
+from lightning_moe_ckpt.launch._supervised import SPARE
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.testing._records import JsonLines
 

@@ -36,8 +36,8 @@ from lightning_moe_ckpt.native import (
     _cuda,
     _library,
 )
+from lightning_moe_ckpt.native._cuda import TorchDevice
 from lightning_moe_ckpt.native._plan import Arrangement, Space
-from lightning_moe_ckpt.native._torch_device import TorchDevice
 
 Action = Callable[[], object]
 GoalMeasurement = Callable[[], float]

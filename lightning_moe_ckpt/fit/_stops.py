@@ -28,7 +28,7 @@ from torch._C import _remove_worker_pids
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Neighbours
 from lightning_moe_ckpt.parallel import GradientReducer
-from lightning_moe_ckpt.parallel._elastic import is_of_collective, restarts_left
+from lightning_moe_ckpt.parallel._groups import is_of_collective, restarts_left
 from lightning_moe_ckpt.process import EXIT_STATUS, StopSignal
 
 log = rank_logger(__name__)

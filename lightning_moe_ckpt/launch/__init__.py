@@ -2,8 +2,8 @@
 
 Torch's elastic agent starts the processes and its rendezvous brings nodes together; the supervisor (`_agent`) is that
 agent with one other answer to a death: only the dead is replaced. Each rank has a connection to the supervisor of its
-node (`_wire`), through which it learns in milliseconds that somebody is gone, and a page of memory in which it beats.
-Supervisors of several nodes tell each other what happens through a log that all read in one order (`_log`).
+node (`_supervised`), through which it learns in milliseconds of a death, and a page of memory in which it beats.
+Supervisors of several nodes tell each other what happens through a log that all read in one order (`_job_log`).
 
 Internal: may change in any version.
 """

@@ -33,12 +33,10 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from typing_extensions import override
 
-from lightning_moe_ckpt.launch._log import EventLog, JobEvent, NodeWatch
-from lightning_moe_ckpt.launch._members import Clock, Member, NodeEvent, Switchboard
-from lightning_moe_ckpt.launch._output import RankOutput
+from lightning_moe_ckpt.launch._job_log import EventLog, FailureRate, JobEvent, Judge, NodeWatch, describe_exit
+from lightning_moe_ckpt.launch._members import Clock, Member, NodeEvent, RankOutput, Switchboard
 from lightning_moe_ckpt.launch._spares import Spares, close_streams
-from lightning_moe_ckpt.launch._verdict import FailureRate, Judge, describe_exit
-from lightning_moe_ckpt.launch._wire import SUPERVISOR, Line
+from lightning_moe_ckpt.launch._supervised import SUPERVISOR, Line
 
 _LOOK_SECONDS = 0.1
 """Between two looks at beats and deadlines; nothing that happens waits for one."""

@@ -1,22 +1,30 @@
 """Processes that wait for a place, so that a rank that dies is replaced in milliseconds and not in seconds of imports.
 
-A spare is started like a rank, but without a rank in its environment. It runs the user's script up to where that asks
-for its rank (`Supervised.from_environment`), or only imports (`_imports`), and waits there. It is a process of its own,
-never a fork: it may have touched a device.
+A spare is started like a rank, but without a rank in its environment. It runs the user's script up to where that asks for its
+rank (`Supervised.from_environment`), and waits there. For scripts that read RANK earlier it runs this module instead, which
+imports the slow packages, waits for its place, and then runs the script:
+
+    python -m lightning_moe_ckpt.launch._spares [-m] script args
+
+A spare is a process of its own, never a fork: it may have touched a device.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
+import runpy
 import socket
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
-from lightning_moe_ckpt.launch._members import Member, Switchboard
-from lightning_moe_ckpt.launch._output import Label, RankOutput
-from lightning_moe_ckpt.launch._verdict import describe_exit
-from lightning_moe_ckpt.launch._wire import SPARE
+from lightning_moe_ckpt.launch._job_log import describe_exit
+from lightning_moe_ckpt.launch._members import Label, Member, RankOutput, Switchboard
+from lightning_moe_ckpt.launch._supervised import SPARE, Supervised
 
 _OF_ONE_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK")
 
@@ -123,3 +131,31 @@ def close_streams(handler: Any) -> None:
     for stream in (handler._stdout, handler._stderr):  # noqa: SLF001  # torch has no public way
         if stream is not None:
             stream.close()
+
+
+_PACKAGES = ("torch", "lightning.pytorch", "lightning_moe_ckpt.callbacks", "lightning_moe_ckpt.strategy")
+
+
+def main() -> None:
+    """Import, wait, run."""
+    _, script, *arguments = sys.argv
+    is_module = script == "-m"
+    if is_module:
+        script, *arguments = arguments
+    for name in _PACKAGES:
+        importlib.import_module(name)
+    Supervised.from_environment()
+    # What Lightning prints on rank 0 only, it decides at import.
+    rank_zero = importlib.import_module("lightning.fabric.utilities.rank_zero")
+    rank_zero.rank_zero_only.rank = int(os.environ["RANK"])
+    sys.argv = [script, *arguments]
+    if is_module:
+        sys.path[0] = ""
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(script).resolve().parent)
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -23,8 +23,8 @@ from torch.distributed.run import config_from_args, parse_args
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.launch._agent import SupervisingAgent, SupervisorOptions
-from lightning_moe_ckpt.launch._output import RankOutput
-from lightning_moe_ckpt.launch._verdict import FailureRate
+from lightning_moe_ckpt.launch._job_log import FailureRate
+from lightning_moe_ckpt.launch._members import RankOutput
 
 _RESTARTS = 1_000_000
 """Of all ranks; the supervisor counts failures itself."""
@@ -219,7 +219,7 @@ def _rendezvous(given: set[str]) -> list[str]:
 
 def _imports(command: Sequence[str], module: bool) -> tuple[str, ...]:
     return (
-        sys.executable, "-u", "-m", "lightning_moe_ckpt.launch._imports", *(["-m"] if module else []), *command
+        sys.executable, "-u", "-m", "lightning_moe_ckpt.launch._spares", *(["-m"] if module else []), *command
     )  # fmt: skip
 
 

@@ -21,14 +21,15 @@ from torch import Tensor, nn
 
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.moe._dispatch import (
+    Routing,
     all_to_all_rows,
     by_expert,
     combine_rows,
     exchange_counts,
     gather_rows,
     plan_dispatch,
+    route,
 )
-from lightning_moe_ckpt.moe._gate import Routing, route
 from lightning_moe_ckpt.parallel import current_groups
 
 # Shape suffixes: T tokens on this rank, K top-k, E all experts, e experts on this rank (E / ep_size), N slots sent,

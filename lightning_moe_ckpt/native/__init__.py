@@ -15,7 +15,6 @@ from lightning_moe_ckpt.native._cpu import CompiledCpuEngine as CompiledCpuEngin
 from lightning_moe_ckpt.native._cpu import CpuCopyEngine as CpuCopyEngine
 from lightning_moe_ckpt.native._cuda import CompiledCudaEngine as CompiledCudaEngine
 from lightning_moe_ckpt.native._cuda import CudaCopyEngine as CudaCopyEngine
-from lightning_moe_ckpt.native._digest import Ranges as Ranges
 from lightning_moe_ckpt.native._doctor import Finding as Finding
 from lightning_moe_ckpt.native._doctor import examine as examine
 from lightning_moe_ckpt.native._engine import Column as Column
@@ -27,7 +26,6 @@ from lightning_moe_ckpt.native._engine import PipelinePhase as PipelinePhase
 from lightning_moe_ckpt.native._engine import PreparedTable as PreparedTable
 from lightning_moe_ckpt.native._engine import Ticket as Ticket
 from lightning_moe_ckpt.native._engine import copy_through as copy_through
-from lightning_moe_ckpt.native._files import append as append
 from lightning_moe_ckpt.native._gradient import MAX_PART_NUMEL as MAX_PART_NUMEL
 from lightning_moe_ckpt.native._gradient import CompressedGradient as CompressedGradient
 from lightning_moe_ckpt.native._gradient import GradientCompression as GradientCompression
@@ -37,7 +35,9 @@ from lightning_moe_ckpt.native._gradient import decompress_gradient as decompres
 from lightning_moe_ckpt.native._gradient import pack_gradient as pack_gradient
 from lightning_moe_ckpt.native._gradient import packed_nbytes as packed_nbytes
 from lightning_moe_ckpt.native._gradient import unpack_gradient as unpack_gradient
+from lightning_moe_ckpt.native._host_memory import Preparation as Preparation
+from lightning_moe_ckpt.native._host_memory import Ranges as Ranges
+from lightning_moe_ckpt.native._host_memory import append as append
 from lightning_moe_ckpt.native._library import Library as Library
 from lightning_moe_ckpt.native._library import NativeError as NativeError
 from lightning_moe_ckpt.native._library import explain as explain
-from lightning_moe_ckpt.native._memory import Preparation as Preparation

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.native import _library
+from lightning_moe_ckpt.native._cuda import TorchDevice
 from lightning_moe_ckpt.native._gradient import (
     DTYPE_CODES,
     CompressedGradient,
@@ -31,7 +32,6 @@ from lightning_moe_ckpt.native._gradient import (
     SparseGradient,
     decompress_gradient,
 )
-from lightning_moe_ckpt.native._torch_device import TorchDevice
 
 log = rank_logger(__name__)
 

@@ -23,8 +23,8 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native._engine import Copy, CopyEngine, CopyList, CopyTable, Ticket, copy_failed
+from lightning_moe_ckpt.native._host_memory import Preparation
 from lightning_moe_ckpt.native._library import Library
-from lightning_moe_ckpt.native._memory import Preparation
 from lightning_moe_ckpt.native._plan import (
     Arrangement,
     CopyPlan,

@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 
 from lightning_moe_ckpt._units import size_text
-from lightning_moe_ckpt.native._device_check import USES, verdict
+from lightning_moe_ckpt.native._choice import USES, verdict
+from lightning_moe_ckpt.native._host_memory import num_nodes, populate
 from lightning_moe_ckpt.native._library import Library, cuda, explain
-from lightning_moe_ckpt.native._memory import num_nodes, populate
 
 PartState = Literal["good", "slower", "absent"]
 _DRIVER = Path("/proc/driver/nvidia/version")

@@ -22,8 +22,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt.native._cuda import TorchDevice
 from lightning_moe_ckpt.native._library import Library
-from lightning_moe_ckpt.native._torch_device import TorchDevice
 
 TILE_NUMEL = 2048
 MAX_PART_NUMEL = 2**31 - TILE_NUMEL

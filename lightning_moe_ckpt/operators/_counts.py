@@ -1,18 +1,35 @@
-"""Count tokens, router probabilities or capacity per expert between two readings, over all layers."""
+"""Count tokens, router probabilities or capacity per expert between two readings, and prove in one step that counts are right.
+
+Libraries change the return values of routers from one minor version to the next, and some pass other tokens to experts than
+the router chose. So taps are verified: the first training step also counts the layer's own tokens, and gradients show which
+experts ran. A layer's counts are right if all of this holds:
+
+* T tokens passed and k experts were chosen for each: the counts add up to `T * k`, dropped slots included where they
+  are known, and to no more where they are not;
+* every index names an expert, or says that the slot was dropped (-1, or E);
+* an expert that was counted nothing has no gradient, unless it began the step with one;
+* where every token's output has a gradient, experts with many tokens have one.
+
+Shape suffixes: T tokens on this rank, E experts of one layer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.operators._layers import MoELayerSpec
-from lightning_moe_ckpt.operators._set import OperatorSet
-from lightning_moe_ckpt.operators._taps import CountTap, TokenCounts
+from lightning_moe_ckpt.errors import WrongCounts
+from lightning_moe_ckpt.moe._layer import in_backward
+from lightning_moe_ckpt.operators._count_taps import CountTap, IndexTap, TokenCounts, tensors_of
+from lightning_moe_ckpt.operators._discover import discover
+from lightning_moe_ckpt.operators._operator import MoELayerSpec, OperatorSet
 
 log = rank_logger(__name__)
 
@@ -96,3 +113,251 @@ class LoadCounter:
 
 def _tap(layer: MoELayerSpec, measure: Measure) -> CountTap | None:
     return {"tokens": layer.count, "probabilities": layer.probabilities, "capacity": layer.capacity}[measure]
+
+
+MAX_STEPS = 8
+"""Steps after which a layer without any token is not checked any more; it has no counts either."""
+
+_IDLE_SHARE = 0.05
+"""Share of tokens allowed on experts without a gradient: a saturated router's weights underflow to zero."""
+
+
+@dataclass(frozen=True)
+class CountFailure:
+    """A layer whose counts differ from the tokens that its experts process."""
+
+    layer: str
+    """Name of its block."""
+    block: str
+    """Name of the block's class."""
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"The tokens of `{self.layer or 'root'}` ({self.block}) are not counted as its experts process them: "
+            f"{self.reason}. Describe the layer with `register_adapter({self.block}, factory)`, where the `count` of "
+            "its `MoELayerSpec` sees what experts are given."
+        )
+
+
+class CountProbe:
+    """Watches the layers of a model until a step has shown whether their tokens are counted correctly.
+
+    Call `install` before a batch, and `check` after backward, before the optimizer steps and gradients are cleared. All
+    micro-batches of a step lie in between. The probe changes no value and draws no random number.
+
+    Args:
+        operators: operators of `module`.
+        module: the model; hooks are registered on its modules while installed.
+    """
+
+    def __init__(self, operators: OperatorSet, module: nn.Module) -> None:
+        self._module = module
+        params = dict(module.named_parameters(remove_duplicate=False))
+        self._layers = [_LayerProbe(layer, module, params) for layer in operators.layers if layer.count is not None]
+        self._handles: list[RemovableHandle] = []
+        self._installed, self._steps = False, 0
+
+    @property
+    def done(self) -> bool:
+        """Whether every layer was judged, or not used in the first `MAX_STEPS` steps."""
+        return self._steps >= MAX_STEPS or not any(probe.pending for probe in self._layers)
+
+    def install(self) -> None:
+        """Start watching; a second call changes nothing."""
+        if not self._installed:
+            self._installed = True
+            self._handles = [handle for probe in self._layers for handle in probe.install()]
+
+    def check(self, total: Callable[[Tensor], Tensor] | None = None) -> list[CountFailure]:
+        """Judge every layer that tokens have passed since `install`. Waits for the device.
+
+        Args:
+            total: sums an int64 vector on the CPU over all ranks, and is called once on each; `None` for one rank.
+
+        Returns:
+            Layers with wrong counts, as found on this rank.
+        """
+        seen = (
+            torch.cat([probe.take() for probe in self._layers]) if self._layers else torch.zeros(0, dtype=torch.int64)
+        )
+        totals = seen if total is None else total(seen)
+        self._steps += 1
+        failures, start = [], 0
+        for probe in self._layers:
+            stop = start + probe.width
+            reason = probe.judge(seen[start:stop], totals[start:stop])
+            if reason is not None:
+                block = type(self._module.get_submodule(probe.layer.fqn)).__name__
+                failures.append(CountFailure(probe.layer.fqn, block, reason))
+            start = stop
+        if self.done:
+            self.remove()
+        return failures
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._installed = [], False
+
+
+def prove_counts(module: nn.Module, step: Callable[[], object], operators: OperatorSet | None = None) -> None:
+    """Prove with one step that the counted tokens per expert are those that the experts process.
+
+    Args:
+        module: the model, in training mode.
+        step: runs forward and backward on a batch, but no optimizer.
+        operators: operators of `module`; `None` to discover them.
+
+    Raises:
+        WrongCounts: counts are wrong, or a layer got no token; the message names the layer and the reason.
+    """
+    probe = CountProbe(operators if operators is not None else discover(module), module)
+    module.zero_grad()
+    probe.install()
+    try:
+        step()
+        failures = probe.check()
+    finally:
+        probe.remove()
+    if failures:
+        raise WrongCounts(" ".join(map(str, failures)))
+    if not probe.done:
+        raise WrongCounts("No token has passed some MoE layer in training. Call `module.train()`, or use more data.")
+
+
+class _Watched(TokenCounts):
+    """Token counts that also count indices which name no expert."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__(num_experts)
+        self.top_k: int | None = None
+        self.dropped = self.outside = 0
+
+    @override
+    def add_indices(self, idx_TK: Tensor) -> None:
+        super().add_indices(idx_TK)
+        if idx_TK.ndim > 1:
+            self.top_k = idx_TK.shape[-1]
+        dropped = int(((idx_TK == -1) | (idx_TK == self.num_experts)).sum())
+        self.dropped += dropped
+        self.outside += int(((idx_TK < 0) | (idx_TK >= self.num_experts)).sum()) - dropped
+
+
+class _LayerProbe:
+    """One layer with its tap and the evidence to compare the counts with."""
+
+    def __init__(self, layer: MoELayerSpec, module: nn.Module, params: Mapping[str, Tensor]) -> None:
+        self.layer, self._module, self._params = layer, module, params
+        self.pending = True
+        self._counts = _Watched(layer.num_experts)
+        self._drops = TokenCounts(layer.num_experts)
+        self._tokens = 0
+        self._silent_rows: list[Tensor] = []
+        self._kept: set[int] = set()
+        """Experts with a gradient of an earlier step, which proves nothing about the tokens of this one."""
+
+    @property
+    def width(self) -> int:
+        """Length of what `take` returns."""
+        return self.layer.num_experts + 4
+
+    def install(self) -> list[RemovableHandle]:
+        assert self.layer.count is not None
+        self._kept = self._moved()
+        block = self._module.get_submodule(self.layer.fqn)
+        handles = self.layer.count.install(self._module, self._counts)
+        if self.layer.dropped is not None:
+            handles += self.layer.dropped.install(self._module, self._drops)
+        handles.append(block.register_forward_pre_hook(self._before, with_kwargs=True))
+        handles.append(block.register_forward_hook(self._after))
+        return handles
+
+    def take(self) -> Tensor:
+        """Return and reset: counts per expert, tokens, dropped slots, indices outside, output rows without gradient."""
+        assert self.layer.count is not None
+        self.layer.count.drain(self._module, self._counts)
+        if self.layer.dropped is not None:
+            self.layer.dropped.drain(self._module, self._drops)
+        dropped = self._counts.dropped + int(self._drops.take().sum())
+        silent = sum(int(rows) for rows in self._silent_rows) if self._silent_rows else 1
+        others = torch.tensor([self._tokens, dropped, self._counts.outside, silent])
+        self._tokens = self._counts.dropped = self._counts.outside = 0
+        self._silent_rows.clear()
+        return torch.cat([self._counts.take().cpu(), others])
+
+    def judge(self, seen: Tensor, totals: Tensor) -> str | None:
+        """Return why the counts are wrong, or `None`; `seen` comes from `take`, `totals` is its sum over ranks."""
+        counts_E, (tokens, dropped, outside, silent) = seen[:-4], seen[-4:].tolist()
+        if not self.pending or not (int(totals[-4]) or totals[:-4].any()):
+            return None
+        self.pending = False
+        if not int(totals[-4]):  # the block itself is never called: a LightningModule that is a block
+            return self._wrong_gradients(counts_E, totals[:-4], strict=False)
+        return self._wrong_sum(int(counts_E.sum()), tokens, dropped, outside) or self._wrong_gradients(
+            counts_E, totals[:-4], strict=silent == 0
+        )
+
+    def _wrong_sum(self, counted: int, tokens: int, dropped: int, outside: int) -> str | None:
+        if outside:
+            return f"{outside} indices are outside `[0, {self.layer.num_experts})`"
+        if tokens and not counted + dropped:
+            return f"{tokens} tokens passed and none was counted"
+        top_k = self.layer.top_k or self._counts.top_k
+        routed, drops_known = (
+            counted + dropped,
+            isinstance(self.layer.count, IndexTap) or self.layer.dropped is not None,
+        )
+        most = tokens * (top_k or self.layer.num_experts)
+        if routed > most or (drops_known and (routed != most if top_k else routed % max(tokens, 1))):
+            how = f"{tokens} tokens with top-{top_k}" if top_k else f"{tokens} tokens"
+            return f"{routed} were counted, where {how} passed" + (
+                f" and {dropped} slots were dropped" if dropped else ""
+            )
+        return None
+
+    def _wrong_gradients(self, counts_E: Tensor, totals_E: Tensor, *, strict: bool) -> str | None:
+        moved = self._moved()
+        if not moved:
+            return None  # frozen, or no backward
+        unseen = [expert for expert in sorted(moved - self._kept) if not totals_E[expert]]
+        if unseen:
+            return f"experts {unseen} have a gradient, and no token was counted for them"
+        still = [expert for expert in self.layer.local_expert_ids if expert not in moved and counts_E[expert]]
+        idle = [expert for expert in still if not _is_frozen(self.layer, expert, self._params)]
+        # Experts of this rank also get tokens of other ranks, whose gradients may be missing for other reasons.
+        if strict and self.layer.holders == "stage" and counts_E[idle].sum() > _IDLE_SHARE * counts_E.sum():
+            return f"experts {idle} have no gradient, and {int(counts_E[idle].sum())} tokens were counted for them"
+        return None
+
+    def _before(self, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if block.training and not in_backward():
+            x = next((t for t in tensors_of([*args, *kwargs.values()]) if t.is_floating_point()), None)
+            self._tokens += 0 if x is None else x.shape[:-1].numel()
+
+    def _after(self, block: nn.Module, _args: tuple[Any, ...], out: object) -> None:
+        y = next(tensors_of(out if isinstance(out, tuple | list) else [out]), None)
+        # Also in recomputation: with reentrant checkpointing only that forward has a graph.
+        if block.training and y is not None and y.requires_grad and not torch.compiler.is_compiling():
+            y.register_hook(self._look)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def _moved(self) -> set[int]:
+        return {expert for expert in self.layer.local_expert_ids if _has_gradient(self.layer, expert, self._params)}
+
+    def _look(self, grad: Tensor) -> None:
+        if not self._silent_rows:  # the first backward pass of the step, which has not come to the experts yet
+            self._kept = self._moved()
+        self._silent_rows.append((grad.detach() == 0).all(dim=-1).sum())
+
+
+def _is_frozen(layer: MoELayerSpec, expert: int, params: Mapping[str, Tensor]) -> bool:
+    return not any(params[piece.fqn].requires_grad for piece in layer.experts[expert])
+
+
+def _has_gradient(layer: MoELayerSpec, expert: int, params: Mapping[str, Tensor]) -> bool:
+    for piece in layer.experts[expert]:
+        grad = params[piece.fqn].grad
+        if grad is not None and bool(grad.reshape(-1)[piece.start : piece.stop].any()):
+            return True
+    return False

@@ -1,27 +1,42 @@
-"""Find the operators of a model: experts, routers, and the dense rest by block.
+"""Find the operators of a model, experts, routers, and the dense rest by block: each parameter belongs to exactly one.
 
-Rules are tried in this order: an adapter registered for the class, a rule for a library's class, our own `MoELayer` (by
-its attributes), lists of experts with a sibling router, stacked experts with a sibling router. A block that looks like
-experts and fits no rule is an error that names the parameters; nothing is guessed. With `unknown="dense"` such a block
-becomes a dense operator.
+Rules for MoE layers are tried in this order: an adapter registered for the class, a rule for a library's class, our own
+`MoELayer` (by its attributes), lists of experts with a sibling router, stacked experts with a sibling router. A block that
+looks like experts and fits no rule is an error that names the parameters; nothing is guessed. With `unknown="dense"` such a
+block becomes a dense operator.
 
-Invariant: every parameter is in exactly one operator, completely.
+Parameters outside MoE layers are grouped: one dense operator per transformer block, the rest by child module. Blocks are the
+children of the outermost `ModuleList` on a parameter's path (or of a `ModuleDict` by numbers, or of a `Sequential` or
+`ModuleDict` that repeats a class). A module that contains blocks is opened: embeddings, final norm and head beside the blocks
+become operators of their own, never one giant operator.
+
+Invariant: the slices of all operators tile every parameter. Parameters that share bytes are in one operator.
+
+Source: MoEvement (2026), Appendix E (each layer of a dense model is an operator).
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import pairwise
 from typing import Literal
 
 from torch import nn
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import UnknownLayout
-from lightning_moe_ckpt.operators._layers import MoELayerSpec
-from lightning_moe_ckpt.operators._parameters import ParameterIndex
-from lightning_moe_ckpt.operators._placement import Placement
-from lightning_moe_ckpt.operators._set import OperatorSet, identify
+from lightning_moe_ckpt.operators._operator import (
+    MoELayerSpec,
+    Operator,
+    OperatorSet,
+    ParamSlice,
+    identify,
+    whole_slice,
+)
+from lightning_moe_ckpt.operators._parameters import ParameterIndex, child_slots, join
 from lightning_moe_ckpt.operators.adapters import (
     describe_module_list,
     describe_own,
@@ -188,3 +203,169 @@ def _ancestors(path: str) -> Iterator[str]:
 def _within_any(path: str, outers: Iterable[str]) -> bool:
     known = set(outers)
     return any(outer in known for outer in _ancestors(path))
+
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class Placement:
+    """Assigns slices to operators: the constructor places layers, `place_rest` the rest, `operators` returns all.
+
+    Args:
+        index: all parameters.
+        layers: MoE layers found in the model.
+
+    Raises:
+        UnknownLayout: two adapters claim one parameter, or an adapter names one that does not exist.
+    """
+
+    def __init__(self, index: ParameterIndex, layers: Iterable[MoELayerSpec]) -> None:
+        self._index = index
+        self._empty: dict[str, Operator] = {}  # operators without slices, by name
+        self._whole: dict[str, tuple[str, ParamSlice]] = {}  # parameters that one operator has completely
+        self._torn: dict[str, list[tuple[str, ParamSlice]]] = defaultdict(list)  # stacked experts
+        self._claims: dict[str, str] = {}
+        for layer in layers:
+            self._add_layer(layer)
+
+    @property
+    def unplaced(self) -> set[str]:
+        """Return the parameters that no layer has."""
+        return set(self._index.params) - set(self._claims)
+
+    def place_rest(self, module: nn.Module) -> None:
+        """Group the parameters that no layer has, then join those that share bytes."""
+        groups = _DenseGroups(module, self.unplaced)
+        for fqn in sorted(self.unplaced):
+            name = groups.group(fqn)
+            self._empty.setdefault(name, Operator(name=name, kind="dense", slices=()))
+            self._put_whole(fqn, name)
+        for group in self._index.sharing():
+            self._join(group)
+
+    def operators(self) -> tuple[Operator, ...]:
+        """Return all operators with slices, in the order of the parameters."""
+        slices: dict[str, list[ParamSlice]] = defaultdict(list)
+        for fqn in self._index.params:
+            placed = [self._whole[fqn]] if fqn in self._whole else sorted(self._torn[fqn], key=lambda p: p[1].start)
+            self._check_tiles(fqn, [piece for _, piece in placed])
+            for name, piece in placed:
+                slices[name].append(piece)
+        rank = {fqn: i for i, fqn in enumerate(self._index.params)}
+        found = [replace(self._empty[name], slices=tuple(pieces)) for name, pieces in slices.items()]
+        return tuple(sorted(found, key=lambda op: (rank[op.slices[0].fqn], op.slices[0].start)))
+
+    def _add_layer(self, layer: MoELayerSpec) -> None:
+        name = f"{layer.prefix}/router"
+        self._empty[name] = Operator(name=name, kind="router", slices=(), layer=layer.fqn, buffers=layer.router_buffers)
+        self._claim([*dict.fromkeys(s.fqn for slices in layer.experts.values() for s in slices), *layer.router], layer)
+        for fqn in layer.router:
+            self._put_whole(fqn, name)
+        for expert, slices in layer.experts.items():
+            empty = Operator(
+                name=f"{layer.prefix}/expert.{expert}",
+                kind="expert",
+                slices=(),
+                layer=layer.fqn,
+                expert_idx=expert,
+                holders=layer.holders,
+            )
+            self._empty[empty.name] = empty
+            for piece in slices:
+                if piece.numel == self._index.params[piece.fqn].numel():
+                    self._whole[piece.fqn] = (empty.name, piece)
+                else:
+                    self._torn[piece.fqn].append((empty.name, piece))
+
+    def _claim(self, fqns: Iterable[str], layer: MoELayerSpec) -> None:
+        for fqn in fqns:
+            if fqn not in self._index.params:
+                raise UnknownLayout(f"The adapter of `{layer.fqn}` names `{fqn}`, which is no parameter of the model.")
+            if fqn in self._claims:
+                raise UnknownLayout(f"`{fqn}` is claimed by `{self._claims[fqn]}` and `{layer.fqn}`; fix the adapter.")
+            self._claims[fqn] = layer.fqn
+
+    def _put_whole(self, fqn: str, name: str) -> None:
+        self._whole[fqn] = (name, whole_slice(fqn, self._index.params[fqn]))
+
+    def _join(self, group: tuple[str, ...]) -> None:
+        """Move parameters that share bytes to their first owner that replay never skips."""
+        ordered = [fqn for fqn in self._index.params if fqn in group]
+        torn = [fqn for fqn in ordered if fqn not in self._whole]
+        if torn:
+            raise UnknownLayout(f"Stacked experts {torn} share memory with others of {ordered}; untie them.")
+        owners = [self._whole[fqn][0] for fqn in ordered]
+        owner = next((name for name in owners if self._empty[name].kind != "expert"), owners[0])
+        for fqn in ordered:
+            self._whole[fqn] = (owner, self._whole[fqn][1])
+
+    def _check_tiles(self, fqn: str, pieces: list[ParamSlice]) -> None:
+        end = 0
+        for piece in pieces:
+            if piece.start != end:
+                raise UnknownLayout(f"Element {end} of `{fqn}` is not in exactly one operator; fix its adapter.")
+            end = piece.stop
+        if end != self._index.params[fqn].numel():
+            raise UnknownLayout(f"`{fqn}` is placed only up to element {end}; fix its adapter.")
+
+
+class _DenseGroups:
+    """Assigns each dense parameter to a group.
+
+    Args:
+        module: the model.
+        fqns: names of the dense parameters.
+    """
+
+    def __init__(self, module: nn.Module, fqns: Iterable[str]) -> None:
+        self._modules = dict(module.named_modules(remove_duplicate=False))
+        owners = {fqn: fqn.rpartition(".")[0] for fqn in fqns}
+        self._live = {prefix for owner in set(owners.values()) for prefix in _prefixes(owner)} | {""}
+        self._containers = {prefix for prefix in self._live if self._repeats_blocks(prefix)}
+        self._open = {outer for inner in self._containers for outer in _prefixes(inner)} | {""}
+        self._open_only_children(set(owners.values()))
+
+    def group(self, fqn: str) -> str:
+        """Return the group of parameter `fqn`: a block, a child module, or the opened module that owns it."""
+        owner = fqn.rpartition(".")[0]
+        path = [*_prefixes(owner)]
+        for outer, inner in pairwise(path):
+            if outer in self._containers:
+                return inner
+        return next((prefix for prefix in path if prefix not in self._open), owner) or "root"
+
+    def _repeats_blocks(self, prefix: str) -> bool:
+        module = self._modules[prefix]
+        slots = child_slots(module)
+        kinds = Counter(type(child) for name, child in slots.items() if child is not None and self._has(prefix, name))
+        if isinstance(module, nn.ModuleList):
+            return bool(kinds)
+        if isinstance(module, nn.ModuleDict) and all(name.isdecimal() for name in slots):
+            return bool(kinds)  # blocks by their number in a model of which this is a part
+        if isinstance(module, nn.ModuleDict):
+            # Named stages are no blocks, even if each of them is a Sequential.
+            return any(n > 1 and not issubclass(kind, _CONTAINERS) for kind, n in kinds.items())
+        return isinstance(module, nn.Sequential) and any(n > 1 for n in kinds.values())
+
+    def _has(self, prefix: str, child: str) -> bool:
+        return join(prefix, child) in self._live
+
+    def _open_only_children(self, owners: set[str]) -> None:
+        """Open a wrapper's only child, so that `self.model` of a LightningModule is not one giant operator."""
+        prefix = ""
+        while prefix not in self._containers and prefix not in owners:
+            children = [name for name in child_slots(self._modules[prefix]) if self._has(prefix, name)]
+            if len(children) != 1:
+                return
+            prefix = join(prefix, children[0])
+            if not any(self._has(prefix, name) for name in child_slots(self._modules[prefix])):
+                return
+            self._open.add(prefix)
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """Yield `""`, `a`, `a.b` for `a.b`."""
+    yield ""
+    parts = path.split(".") if path else []
+    for end in range(1, len(parts) + 1):
+        yield ".".join(parts[:end])

@@ -1,18 +1,32 @@
-"""Operators: slices of parameters that are captured and restored together.
+"""Operators of a model, the MoE layers from which they are cut, and the set of them all.
 
-An operator is not a module. A stacked expert tensor `[E, ...]` gives `E` operators, each a flat interval of that
-tensor; a dense transformer block is one operator made of whole parameters. All coordinates are global, so that
-another number of ranks can read a record later.
+An operator is a group of parameter slices that are captured and restored together. It is not a module. A stacked expert
+tensor `[E, ...]` gives `E` operators, each a flat interval of that tensor; a dense transformer block is one operator made of
+whole parameters. All coordinates are global, so that another number of ranks can read a record later.
+
+An adapter describes a library's layer as a `MoELayerSpec`: its experts, its router, and how to count tokens. Operators,
+counts and plans see only the spec. It holds names, never modules or tensors, so that it survives moves between devices and
+can be compared. Every process that builds the same model has the same `OperatorSet`, in the same order.
+
+Shape suffixes: E all experts, e experts on this rank.
 
 Source: MoEvement (2026), Sec. 3.1 (operators); we differ in slicing parameters instead of naming modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from xxhash import xxh3_128_hexdigest
+
+from lightning_moe_ckpt.operators._count_taps import CountTap
+from lightning_moe_ckpt.operators._views import BiasView, CapacityView, ExtraState
 
 OperatorKind = Literal["expert", "router", "dense"]
 Holders = Literal["stage", "expert_data"]
@@ -124,3 +138,241 @@ def _take(piece: ParamSlice, start: int, room: int, most: int) -> int:
     row = piece.global_shape[-1] if piece.global_shape else 1
     # If a piece can hold a row at all, never cut inside one: start a new piece instead.
     return room // row * row if row <= most else room
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoELayerSpec:
+    """Names of the parts of one MoE layer."""
+
+    fqn: str
+    """Name of the MoE block in the live model; unique among its layers."""
+    num_experts: int
+    """Number of experts over all expert-parallel ranks."""
+    local_expert_ids: tuple[int, ...]
+    """Global indices of the experts on this rank, ascending."""
+    experts: Mapping[int, tuple[ParamSlice, ...]]
+    """Slices by global expert index; together they cover each of the named parameters completely."""
+    router: tuple[str, ...]
+    """Names of the router's parameters."""
+    router_buffers: tuple[str, ...] = ()
+    """Names of the router's buffers: correction bias, load counters."""
+    top_k: int | None = None
+    """Experts per token, where the model says so."""
+    holders: Holders = "stage"
+    """Ranks with the same experts: `expert_data` if other ranks hold other experts of this layer."""
+    count: CountTap | None = None
+    """Counts tokens per expert. `None` if that is not possible; experts then keep a fixed order."""
+    probabilities: CountTap | None = None
+    """Sums the router's probabilities over tokens, for soft counts; `None` if they are not visible."""
+    capacity: CountTap | None = None
+    """Sums the tokens that experts could take, for popularity per capacity; `None` if that is not visible."""
+    dropped: CountTap | None = None
+    """Counts tokens dropped over capacity, for monitors only; `None` if they are not visible."""
+    live_capacity: CapacityView | None = None
+    """Reads and sets the capacity itself; `None` if the layer has none (dropless) or hides it. The journal stores the
+    value at every step boundary, and a restart restores it."""
+    bias: BiasView | None = None
+    """The router's selection-only bias, if any. As a buffer or parameter it is captured in any case."""
+    extra: ExtraState | None = None
+    """State in plain attributes, captured with the journal and restored; `None` if there is none."""
+    graphs: tuple[tuple[str, str], ...] = ()
+    """(module, attribute) pairs that hold a tensor with its graph after a forward, such as an auxiliary loss. They are
+    detached after each optimizer step, because averaging callbacks cannot copy a module with such a tensor."""
+
+    @property
+    def prefix(self) -> str:
+        """First part of the names of this layer's operators."""
+        return self.fqn or "root"
+
+    def __post_init__(self) -> None:
+        ids = self.local_expert_ids
+        if tuple(sorted(self.experts)) != ids or len(set(ids)) != len(ids):
+            raise ValueError(
+                f"MoE layer `{self.fqn}`: `local_expert_ids` must be ascending and name `experts` exactly."
+            )
+        if ids and not (ids[0] >= 0 and ids[-1] < self.num_experts):
+            raise ValueError(f"MoE layer `{self.fqn}`: expert ids {ids} are outside `[0, {self.num_experts})`.")
+
+
+def whole_slice(fqn: str, param: nn.Parameter) -> ParamSlice:
+    """Return the slice of a whole parameter, which every holder has in full."""
+    return ParamSlice(fqn=fqn, start=0, stop=param.numel(), global_shape=tuple(param.shape), global_start=0)
+
+
+def whole_slices(params: Mapping[int, Mapping[str, nn.Parameter]]) -> dict[int, tuple[ParamSlice, ...]]:
+    """Return the slices of parameters that belong to one expert each, given by global expert index and live name."""
+    return {expert: tuple(whole_slice(fqn, p) for fqn, p in own.items()) for expert, own in params.items()}
+
+
+def stacked_slices(
+    params: Mapping[str, nn.Parameter], local_expert_ids: Sequence[int], num_experts: int
+) -> dict[int, tuple[ParamSlice, ...]]:
+    """Cut stacked tensors `[e, ...]` into their experts.
+
+    Args:
+        params: stacked parameters by live name; dimension 0 of each is the experts of this rank.
+        local_expert_ids: global expert index of each row.
+        num_experts: over all ranks; the global shape is `[num_experts, ...]`.
+
+    Returns:
+        Slices by global expert index, one per parameter.
+    """
+    for fqn, param in params.items():
+        if param.shape[0] != len(local_expert_ids):
+            raise ValueError(f"`{fqn}` has {param.shape[0]} rows for {len(local_expert_ids)} local experts.")
+    return merged_slices(params, local_expert_ids, num_experts)
+
+
+def merged_slices(
+    params: Mapping[str, nn.Parameter], local_expert_ids: Sequence[int], num_experts: int
+) -> dict[int, tuple[ParamSlice, ...]]:
+    """Cut tensors `[e * F, ...]` into their experts; each expert has F consecutive rows.
+
+    Args:
+        params: parameters by live name.
+        local_expert_ids: global expert index of each block of rows.
+        num_experts: over all ranks.
+
+    Returns:
+        Slices by global expert index, one per parameter.
+    """
+    slices: dict[int, list[ParamSlice]] = {expert: [] for expert in local_expert_ids}
+    num_local = len(local_expert_ids)
+    for fqn, param in params.items():
+        if param.shape[0] % num_local:
+            raise ValueError(f"`{fqn}` has {param.shape[0]} rows, which {num_local} local experts cannot share evenly.")
+        row = param.numel() // num_local
+        shape = (param.shape[0] // num_local * num_experts, *param.shape[1:])
+        for local, expert in enumerate(local_expert_ids):
+            start = local * row
+            piece = ParamSlice(fqn=fqn, start=start, stop=start + row, global_shape=shape, global_start=expert * row)
+            slices[expert].append(piece)
+    return {expert: tuple(pieces) for expert, pieces in slices.items()}
+
+
+@dataclass(frozen=True)
+class OperatorSet:
+    """The operators of one rank; together their slices cover every parameter exactly once, but for constants."""
+
+    operators: tuple[Operator, ...]
+    """In the order of `named_parameters()`, experts of a layer ascending."""
+    layers: tuple[MoELayerSpec, ...]
+    """MoE layers, in the order of the model."""
+    dtypes: Mapping[str, torch.dtype]
+    """Dtype of each parameter, by first name."""
+    ep_size: int = 1
+    """Consecutive ranks over which experts are sharded, in layers with `holders="expert_data"`."""
+    constants: tuple[str, ...] = ()
+    """Parameters that no operator has, since training does not change them: they are stored once."""
+    thawed: tuple[str, ...] = ()
+    """Parameters that were constants until they changed: each is a dense operator by itself."""
+    whole: OperatorSet | None = field(default=None, repr=False)
+    """The set without constants, if this has some or had."""
+    identity: str = field(default="", repr=False)
+    """The fingerprint; it does not change when operators are split."""
+
+    def __post_init__(self) -> None:
+        if len(self._by_name) < len(self.operators):
+            raise ValueError("Operator names must be unique.")
+
+    @cached_property
+    def _by_name(self) -> dict[str, Operator]:
+        return {op.name: op for op in self.operators}
+
+    def __iter__(self) -> Iterator[Operator]:
+        return iter(self.operators)
+
+    def __len__(self) -> int:
+        return len(self.operators)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def __getitem__(self, name: str) -> Operator:
+        """Return the operator called `name`. Raises `KeyError`."""
+        return self._by_name[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the operators, in order."""
+        return tuple(op.name for op in self.operators)
+
+    @cached_property
+    def count_offsets(self) -> dict[str, int]:
+        """Return the index of each layer's first expert in a vector of counts."""
+        offsets, total = {}, 0
+        for layer in self.layers:
+            offsets[layer.fqn] = total
+            total += layer.num_experts
+        return offsets
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of all layers over all ranks: the length of a vector of counts."""
+        return sum(layer.num_experts for layer in self.layers)
+
+    def loads(self, counts: Tensor | Sequence[int]) -> dict[str, int]:
+        """Return the tokens of each expert operator on this rank.
+
+        Args:
+            counts: tokens over all layers and experts, from `LoadCounter.read_and_reset`.
+        """
+        values = counts.tolist() if isinstance(counts, Tensor) else list(counts)
+        if len(values) != self.num_experts:
+            raise ValueError(f"`counts` has {len(values)} entries for {self.num_experts} experts.")
+        return {
+            op.name: int(values[self.count_offsets[op.layer] + op.expert_idx])
+            for op in self.operators
+            if op.layer is not None and op.expert_idx is not None
+        }
+
+    def with_operators(self, operators: Sequence[Operator]) -> OperatorSet:
+        """Return the set with other operators, e.g. after `split`; the fingerprint stays."""
+        return replace(self, operators=tuple(operators))
+
+    def without(self, constants: Collection[str], thawed: Sequence[str] = ()) -> OperatorSet:
+        """Return the set in which some parameters are constants, and some were; the fingerprint stays.
+
+        Operators of which nothing is left are left out, and so are layers without experts that train: they lose no tokens.
+        """
+        whole = self.whole or self
+        if not constants and not thawed:
+            return whole
+        apart = {*constants, *thawed}
+        cut = [replace(op, slices=tuple(s for s in op.slices if s.fqn not in apart)) for op in whole]
+        kept = [op for op in cut if op.slices]
+        for fqn in thawed:
+            piece = max((s for op in whole for s in op.slices if s.fqn == fqn), key=lambda s: s.stop)
+            alone = replace(piece, start=0, global_start=0)
+            kept.append(Operator(name=f"{fqn}/thawed", kind="dense", slices=(alone,)))
+        training = {op.layer for op in kept if op.expert_idx is not None}
+        return replace(
+            whole,
+            operators=tuple(kept),
+            layers=tuple(layer for layer in whole.layers if layer.fqn in training),
+            constants=tuple(fqn for fqn in whole.dtypes if fqn in constants),
+            thawed=tuple(thawed),
+            whole=whole,
+        )
+
+    def fingerprint(self) -> str:
+        """Return a digest of names, global shapes and dtypes. Equal on all ranks, at any expert parallelism.
+
+        Two models with the same fingerprint can exchange records. Expert parameters enter by layer, without names that
+        contain the expert's index.
+        """
+        return self.identity
+
+
+def identify(operators: Sequence[Operator], layers: Sequence[MoELayerSpec], dtypes: Mapping[str, torch.dtype]) -> str:
+    """Compute the digest for `OperatorSet.fingerprint`."""
+    lines = [
+        f"{op.name}|{s.fqn}|{s.global_shape}|{dtypes[s.fqn]}"
+        for op in operators
+        if op.kind != "expert"
+        for s in op.slices
+    ]
+    for layer in layers:
+        experts = {tuple((s.global_shape, str(dtypes[s.fqn])) for s in slices) for slices in layer.experts.values()}
+        lines.append(f"{layer.fqn}|{layer.num_experts}|{sorted(experts)}")
+    return xxh3_128_hexdigest("\n".join(lines).encode())

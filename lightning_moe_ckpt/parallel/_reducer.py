@@ -30,8 +30,12 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.parallel._collective_queue import CollectiveQueue, stream_writing
-from lightning_moe_ckpt.parallel._collectives import ordered_all_reduce, plain_all_reduce
+from lightning_moe_ckpt.parallel._collectives import (
+    CollectiveQueue,
+    ordered_all_reduce,
+    plain_all_reduce,
+    stream_writing,
+)
 from lightning_moe_ckpt.parallel._groups import ParallelGroups
 
 log = rank_logger(__name__)

@@ -3,9 +3,6 @@
 Internal: may change in any version.
 """
 
-from lightning_moe_ckpt.process._call_thread import CallThread as CallThread
-from lightning_moe_ckpt.process._fork import compute_alone as compute_alone
-from lightning_moe_ckpt.process._fork import guard_forks as guard_forks
 from lightning_moe_ckpt.process._heap import FrozenHeap as FrozenHeap
 from lightning_moe_ckpt.process._heap import collections_paused as collections_paused
 from lightning_moe_ckpt.process._stall import HookClock as HookClock
@@ -13,3 +10,6 @@ from lightning_moe_ckpt.process._stall import StallMeter as StallMeter
 from lightning_moe_ckpt.process._stall import clocked as clocked
 from lightning_moe_ckpt.process._stop_signal import EXIT_STATUS as EXIT_STATUS
 from lightning_moe_ckpt.process._stop_signal import StopSignal as StopSignal
+from lightning_moe_ckpt.process._threads import CallThread as CallThread
+from lightning_moe_ckpt.process._threads import compute_alone as compute_alone
+from lightning_moe_ckpt.process._threads import guard_forks as guard_forks

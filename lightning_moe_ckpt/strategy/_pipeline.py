@@ -37,9 +37,7 @@ from lightning_moe_ckpt.journal import capture_rng, restore_rng
 from lightning_moe_ckpt.native import PipelinePhase
 from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
-from lightning_moe_ckpt.strategy._stage_logs import StageLogs
-from lightning_moe_ckpt.strategy._stage_metrics import StageMetrics
-from lightning_moe_ckpt.strategy._stage_module import StagedModule, first_dimensions, staged
+from lightning_moe_ckpt.strategy._stage import StagedModule, StageLogs, StageMetrics, first_dimensions, staged
 
 # Shape suffix: M micro-batches.
 

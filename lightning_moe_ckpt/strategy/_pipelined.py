@@ -26,8 +26,8 @@ from lightning_moe_ckpt.native import PipelinePhase
 from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
 from lightning_moe_ckpt.strategy._pipeline import SCHEDULES, Pipeline
-from lightning_moe_ckpt.strategy._stage_metrics import StageMetrics
-from lightning_moe_ckpt.strategy._stage_module import (
+from lightning_moe_ckpt.strategy._stage import (
+    StageMetrics,
     build_stage,
     refuse_module,
     refuse_tied,

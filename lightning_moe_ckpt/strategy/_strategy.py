@@ -44,16 +44,16 @@ from lightning_moe_ckpt.parallel import (
     set_current_groups,
     shares_agent_store,
 )
-from lightning_moe_ckpt.parallel._experts import refuse_tutel, zero_filled
-from lightning_moe_ckpt.strategy._buffers import BufferSync
-from lightning_moe_ckpt.strategy._pipelined import PipelinedStrategy
-from lightning_moe_ckpt.strategy._state_dict import (
+from lightning_moe_ckpt.parallel._expert_parallel import refuse_tutel, zero_filled
+from lightning_moe_ckpt.strategy._model_state import (
     STAGES,
+    BufferSync,
     gather_module_state,
     gather_optimizer_state,
     shard_module_state,
     shard_optimizer_state,
 )
+from lightning_moe_ckpt.strategy._pipelined import PipelinedStrategy
 
 log = rank_logger(__name__)
 

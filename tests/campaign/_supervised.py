@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
-from lightning_moe_ckpt.launch._wire import HELLO, SUPERVISOR, Heartbeat, address_of, encode
+from lightning_moe_ckpt.launch._supervised import HELLO, SUPERVISOR, Heartbeat, address_of, encode
 from lightning_moe_ckpt.testing._attempts import (
     FIRST_SEED,
     AttemptFailed,

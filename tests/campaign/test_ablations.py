@@ -80,7 +80,7 @@ ABLATIONS = {
         setup=replace(SPARSE, precision="bf16-mixed").with_options(gate_fp32=True),
         seams=[
             Seam(
-                module="lightning_moe_ckpt.operators._probe",
+                module="lightning_moe_ckpt.operators._parameters",
                 attribute="ComputeDtypeProbe.verdict",
                 replacement=_everything_low,
             )

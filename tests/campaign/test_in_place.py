@@ -39,7 +39,7 @@ from campaign._training import Checkpointing, Setup
 from campaign.test_partial_copies import ruin_all
 from campaign.test_peers import train_with_copies_only
 from lightning_moe_ckpt.fit.in_place import _in_place
-from lightning_moe_ckpt.parallel import _abort
+from lightning_moe_ckpt.parallel import _gloo
 from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult, Seam
 from lightning_moe_ckpt.testing._kill import Kill, settle
 from lightning_moe_ckpt.testing._records import JsonLines, differences, read_lines
@@ -425,7 +425,7 @@ class Counts(Callback):
                 "threads": has.threads,
                 "descriptors": has.descriptors,
                 "mib": int(status.partition("VmRSS:")[2].split()[0]) / 1024,
-                "left": len(_abort._kept),
+                "left": len(_gloo._kept),
             }
         )
 

@@ -17,9 +17,9 @@ import pytest
 from launcher import exit_after
 
 from launch._jobs import LIMIT_SECONDS, Ended, Job
-from lightning_moe_ckpt.launch import _imports
+from lightning_moe_ckpt.launch import _spares
 from lightning_moe_ckpt.launch._members import NodeEvent, Switchboard
-from lightning_moe_ckpt.launch._wire import Heartbeat, address_of
+from lightning_moe_ckpt.launch._supervised import Heartbeat, address_of
 from lightning_moe_ckpt.testing._attempts import free_port
 
 BEFORE_ARRIVING, BEFORE_JOINING, BEHIND_THE_END = -1, -2, -3
@@ -140,8 +140,8 @@ def test_a_script_behind_imports_finds_its_arguments_and_folder(tmp_path: Path) 
 
     def work() -> None:
         os.environ["RANK"] = "3"
-        sys.argv = ["_imports", str(script), str(told)]
-        _imports.main()
+        sys.argv = ["_spares", str(script), str(told)]
+        _spares.main()
 
     pid = os.fork()
     if pid == 0:

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.launch._verdict import FailureRate, Judge, Sequel, describe_exit
+from lightning_moe_ckpt.launch._job_log import FailureRate, Judge, Sequel, describe_exit
 
 KILLED, ERROR = -signal.SIGKILL, 1
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_moe_ckpt.native import _device_check
+from lightning_moe_ckpt.native import _choice
 from native.emulator.build import unavailable
 from native.emulator.device import Emulator, install, load
 
@@ -23,7 +23,7 @@ def loaded_emulator() -> Emulator:
 def emulator(loaded_emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
     """Two emulated CUDA devices in the place of real ones; nothing may stay registered, nor may a failure go unseen."""
     install(loaded_emulator, monkeypatch.setattr)
-    monkeypatch.setattr(_device_check, "_verdicts", {})
+    monkeypatch.setattr(_choice, "_verdicts", {})
     loaded_emulator.heal()
     loaded_emulator.forget_registered()
     yield loaded_emulator

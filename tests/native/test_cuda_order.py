@@ -13,8 +13,7 @@ import torch
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import CopyList, CudaCopyEngine
 from lightning_moe_ckpt.native import _cuda as engine_module
-from lightning_moe_ckpt.native._cuda import CompiledCudaTicket
-from lightning_moe_ckpt.native._torch_device import TorchDevice
+from lightning_moe_ckpt.native._cuda import CompiledCudaTicket, TorchDevice
 
 DEVICE = torch.device("cuda", 0)
 

@@ -30,12 +30,12 @@ from lightning_moe_ckpt.native import (
     SparseGradient,
     Ticket,
     _adam,
-    _device_check,
+    _choice,
     _doctor,
     _library,
     create_engine,
 )
-from lightning_moe_ckpt.native._device_check import (
+from lightning_moe_ckpt.native._choice import (
     USES,
     CheckFailed,
     DeviceVerdict,
@@ -278,8 +278,8 @@ def checked(monkeypatch: pytest.MonkeyPatch, library: Library) -> list[Use]:
         if use == "compression":
             _fail()
 
-    monkeypatch.setattr(_device_check, "_check", check)
-    monkeypatch.setattr(_device_check, "_verdicts", {})
+    monkeypatch.setattr(_choice, "_check", check)
+    monkeypatch.setattr(_choice, "_verdicts", {})
     monkeypatch.setattr(_library, "cuda", lambda: library)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
@@ -299,7 +299,7 @@ def test_only_what_fails_is_left_to_the_twins_and_is_said_once(
 
 def test_an_engine_that_fails_its_check_is_not_made(checked: list[Use], monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots go through torch then."""
-    monkeypatch.setattr(_device_check, "_check", lambda *_: _fail())
+    monkeypatch.setattr(_choice, "_check", lambda *_: _fail())
     engine = create_engine(CUDA)
     assert type(engine) is CudaCopyEngine
     engine.close()

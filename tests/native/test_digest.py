@@ -13,7 +13,7 @@ import pytest
 import xxhash
 
 from lightning_moe_ckpt.native import NativeError, Ranges
-from lightning_moe_ckpt.native._digest import digest_compiled, digest_in_python, package_functions
+from lightning_moe_ckpt.native._host_memory import digest_compiled, digest_in_python, package_functions
 from lightning_moe_ckpt.native._library import cpu
 
 Digest: TypeAlias = Callable[[Sequence[tuple[int, int]], memoryview, bytes], tuple[bytes, str]]

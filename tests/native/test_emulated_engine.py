@@ -23,14 +23,14 @@ from lightning_moe_ckpt.native import (
     CudaCopyEngine,
     NativeError,
     PipelinePhase,
+    _choice,
     _cuda,
-    _device_check,
     _worker,
     create_engine,
 )
-from lightning_moe_ckpt.native._device_check import USES, cuda_for, verdict
+from lightning_moe_ckpt.native._choice import USES, cuda_for, verdict
+from lightning_moe_ckpt.native._cuda import TorchDevice
 from lightning_moe_ckpt.native._plan import Arrangement
-from lightning_moe_ckpt.native._torch_device import TorchDevice
 from lightning_moe_ckpt.tiers import RankMemory, Rings
 from native.emulator.device import HANGS, Emulator, registered_memory
 
@@ -262,7 +262,7 @@ def test_a_call_that_fails_in_the_check_leaves_the_work_to_torch(
         engine.close()
         emulator.heal()
         gc.collect()
-        _device_check._verdicts.clear()
+        _choice._verdicts.clear()
         if call == "cudaHostUnregister":
             emulator.forget_registered()
         assert emulator.num_registered() == 0
@@ -290,10 +290,10 @@ def test_a_check_that_hangs_ends_and_keeps_what_the_device_may_write(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
     """Some drivers never come back from a batch, to the host or to the device; there a fence waits for it."""
-    monkeypatch.setattr(_device_check, "PATIENCE", timedelta(milliseconds=200))
-    monkeypatch.setattr(_device_check, "LONGEST", timedelta(milliseconds=600))
+    monkeypatch.setattr(_choice, "PATIENCE", timedelta(milliseconds=200))
+    monkeypatch.setattr(_choice, "LONGEST", timedelta(milliseconds=600))
     monkeypatch.setattr(_worker, "_LONGEST_US", 200_000)
-    monkeypatch.setattr(_device_check, "_stuck", [])
+    monkeypatch.setattr(_choice, "_stuck", [])
     monkeypatch.setattr(emulator, "patience_ms", 200)
     emulator.plant(b"cudaMemcpyBatchAsync", nth, HANGS)
     assert cuda_for("copies", CUDA) is None
@@ -302,7 +302,7 @@ def test_a_check_that_hangs_ends_and_keeps_what_the_device_may_write(
     for thread in threading.enumerate():
         if thread.name == "moe-ckpt-check":
             thread.join(30)
-    for stuck in _device_check._stuck:
+    for stuck in _choice._stuck:
         stuck.close()
 
 

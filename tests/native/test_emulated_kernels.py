@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.native import MAX_PART_NUMEL, AdamState, AdamStep, GradientCompression, _adam, _library
-from lightning_moe_ckpt.native._device_check import _same
+from lightning_moe_ckpt.native._choice import _same
 from lightning_moe_ckpt.native._gradient import compress_with
 from native.emulator.device import Emulator
 

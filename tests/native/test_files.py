@@ -13,7 +13,7 @@ from typing import TypeAlias
 import pytest
 
 from lightning_moe_ckpt.native import append
-from lightning_moe_ckpt.native._files import append_in_python
+from lightning_moe_ckpt.native._host_memory import append_in_python
 from lightning_moe_ckpt.native._library import cpu
 
 Append: TypeAlias = Callable[[int, memoryview, int], None]

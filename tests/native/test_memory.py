@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.native import CompiledCpuEngine, Preparation, _library
-from lightning_moe_ckpt.native._memory import (
+from lightning_moe_ckpt.native._host_memory import (
     PageLocks,
     node_of_pci_device,
     num_nodes,

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.operators import LoadCounter, Measure, discover
-from lightning_moe_ckpt.operators._taps import find_score
+from lightning_moe_ckpt.operators._count_taps import find_score
 
 # Shape suffixes: T tokens, K top-k, E experts.
 

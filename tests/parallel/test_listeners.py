@@ -14,7 +14,7 @@ import torch.distributed as dist
 from launcher import run_world
 
 from lightning_moe_ckpt.parallel import build_groups, closed_listeners
-from lightning_moe_ckpt.parallel._listeners import listening
+from lightning_moe_ckpt.parallel._gloo import listening
 
 STRANGERS = 400
 ROOM = 200

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups, _collective_queue, _reducer, build_groups
-from lightning_moe_ckpt.parallel._collective_queue import CollectiveQueue, Work
+from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups, _collectives, _reducer, build_groups
+from lightning_moe_ckpt.parallel._collectives import CollectiveQueue, Work
 from lightning_moe_ckpt.parallel._reducer import ReductionMode
 
 Gradients = dict[str, Tensor | None]
@@ -471,7 +471,7 @@ def test_on_a_device_the_lane_waits_for_all_of_them(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "current")
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(_collective_queue, "Future", lambda **_: Future())
+    monkeypatch.setattr(_collectives, "Future", lambda **_: Future())
     after: Any = ["first", "current", "second"]
     result = CollectiveQueue().submit(lambda: torch.ones(2), torch.device("cuda", 0), after)
     assert sorted(waited) == ["current", "first", "second"]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_moe_ckpt.process import _fork
+from lightning_moe_ckpt.process import _threads
 
 DEADLINE = 60.0
 """Seconds; what hangs takes for ever."""
@@ -80,7 +80,7 @@ class Pipe:
 
 @pytest.fixture
 def pipe() -> Iterator[Pipe]:
-    _fork.guard_forks()
+    _threads.guard_forks()
     pipe = Pipe()
     yield pipe
     os.close(pipe.read_end)
@@ -108,7 +108,7 @@ def _ended(child: int, seconds: float) -> bool:
 
 def test_a_fork_waits_for_the_message_under_way(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the child's own is written behind it, and the parent goes on logging."""
-    monkeypatch.setattr(_fork, "PATIENCE_SECONDS", DEADLINE)
+    monkeypatch.setattr(_threads, "PATIENCE_SECONDS", DEADLINE)
 
     def reader() -> None:
         assert pipe.lock.wanted.wait(DEADLINE)
@@ -126,7 +126,7 @@ def test_a_fork_waits_for_the_message_under_way(pipe: Pipe, monkeypatch: pytest.
 
 def test_without_waiting_the_child_hangs(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ablation."""
-    monkeypatch.setattr(_fork, "_handlers", list)
+    monkeypatch.setattr(_threads, "_handlers", list)
     child = _forked(pipe)
     reading = threading.Thread(target=pipe.drain)
     reading.start()
@@ -142,7 +142,7 @@ def test_without_waiting_the_child_hangs(pipe: Pipe, monkeypatch: pytest.MonkeyP
 
 def test_a_handler_that_is_not_free_in_time_does_not_stop_a_fork(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is it released by a fork that does not hold it."""
-    monkeypatch.setattr(_fork, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(_threads, "PATIENCE_SECONDS", 0.0)
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -156,7 +156,7 @@ def test_a_handler_that_is_not_free_in_time_does_not_stop_a_fork(pipe: Pipe, mon
 
 def test_a_fork_leaves_garbage_of_its_parent_alone(tmp_path: Path) -> None:
     """A process group that is left in a cycle waits for its threads when it is collected; a child does not have them."""
-    _fork.guard_forks()
+    _threads.guard_forks()
     store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]  # exported at run time only
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     cycle: list[Any] = [dist.group.WORLD]

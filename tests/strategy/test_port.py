@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_moe_ckpt.fit.loops import _port
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.strategy import MoEStrategy
-from lightning_moe_ckpt.strategy._buffers import BufferSync
+from lightning_moe_ckpt.strategy._model_state import BufferSync
 
 
 def test_the_clipping_tap_leaves_nothing_behind() -> None:

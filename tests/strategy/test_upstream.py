@@ -13,8 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins.precision import MixedPrecision
 from typing_extensions import override
 
-from lightning_moe_ckpt.parallel._crossings import digest_of
-from lightning_moe_ckpt.parallel._upstream import UpstreamLog
+from lightning_moe_ckpt.parallel._upstream import UpstreamLog, digest_of
 from strategy._staged import Staged, Trained, train
 
 Kept = list[Any]

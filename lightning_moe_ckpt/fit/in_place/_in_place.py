@@ -35,7 +35,7 @@ from lightning_moe_ckpt.fit.loops._trainer import callbacks_of, datamodule_of
 from lightning_moe_ckpt.fit.objects._memento import Memento
 from lightning_moe_ckpt.fit.objects._users import restore_values
 from lightning_moe_ckpt.launch import Supervised
-from lightning_moe_ckpt.parallel._elastic import is_of_collective
+from lightning_moe_ckpt.parallel._groups import is_of_collective
 
 log = rank_logger(__name__)
 

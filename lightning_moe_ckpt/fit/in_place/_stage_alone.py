@@ -42,7 +42,7 @@ from lightning_moe_ckpt.fit.in_place._decision import Decision, StepPosition, Wh
 from lightning_moe_ckpt.fit.in_place._undo import StepUndo
 from lightning_moe_ckpt.fit.objects._users import MOST_ITEMS_IN_A_STEP
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
-from lightning_moe_ckpt.parallel._elastic import is_of_collective
+from lightning_moe_ckpt.parallel._groups import is_of_collective
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
 from lightning_moe_ckpt.snapshot import DataAccess
 

@@ -1,4 +1,6 @@
-"""Detection by shape: experts in a list or stacked, with a router beside them.
+"""Describe layers by their shape and attributes: experts stacked or in a list, with a router beside them.
+
+Our `MoELayer`, and any layer that offers the same attributes, may be sharded over ranks.
 
 A *list* is a `ModuleList` or `ModuleDict` with a module per expert: Switch Transformers and LitGPT as they are, Hugging
 Face before version 5, DeepSeek's reference code (a list over all experts with `None` for those of other ranks).
@@ -7,23 +9,34 @@ Face before version 5, DeepSeek's reference code (a list over all experts with `
 transformers 5 (`use_experts_implementation`), also nanochat, torchtitan and torchtune. By shape alone the rule would
 also find stacked shared experts, hence it requires a sibling router.
 
-What layers keep beside their weights is found by the attribute names of the libraries that have it: transformers 5
-(Switch's `expert_capacity`, `e_score_correction_bias`), LitGPT, torchtitan, Megatron and nanochat (`expert_bias`), NeMo
-Automodel (a running load and a master copy of the bias in plain attributes).
+A *router* is a sibling by name that emits one value per expert. Order of registration differs between model families, so only
+name and shape count. The gate of a shared expert is no router: it emits one value.
+
+State beside the weights is found by the attribute names of the libraries that have it: transformers 5 (Switch's
+`expert_capacity`, `e_score_correction_bias`), LitGPT, torchtitan, Megatron and nanochat (`expert_bias`), NeMo Automodel (a
+running load and a master copy of the bias in plain attributes).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor, nn
 
-from lightning_moe_ckpt.operators._layers import MoELayerSpec, stacked_slices, whole_slices
+from lightning_moe_ckpt.moe import MoELayer
+from lightning_moe_ckpt.operators._count_taps import AttributeTap, CapacityTap, IndexTap, ProbabilityTap, RowsTap
+from lightning_moe_ckpt.operators._operator import MoELayerSpec, stacked_slices, whole_slices
 from lightning_moe_ckpt.operators._parameters import ParameterIndex, child_slots, join, own_parameters
-from lightning_moe_ckpt.operators._taps import CapacityTap, IndexTap, ProbabilityTap, RowsTap
-from lightning_moe_ckpt.operators._views import AttributeState, BiasView, CapacityView, ExpertCapacity
-from lightning_moe_ckpt.operators.adapters._routers import find_block, find_router_module, find_top_k, is_shared
+from lightning_moe_ckpt.operators._views import (
+    AttributeCapacity,
+    AttributeState,
+    BiasView,
+    CapacityView,
+    ExpertCapacity,
+)
 
 _EXPERTS = re.compile(r"expert", re.IGNORECASE)
 _BIASES = ("e_score_correction_bias", "expert_bias", "expert_bias_E", "moe_bias")
@@ -151,3 +164,198 @@ def _near(root: nn.Module, block_fqn: str) -> Iterator[tuple[str, nn.Module]]:
 def _is_plain(module: nn.Module, name: str) -> bool:
     registered = name in module._parameters or name in module._buffers  # noqa: SLF001  # those are captured anyway
     return hasattr(module, name) and not registered
+
+
+_ROUTER = re.compile(r"(^|_)(router|gate|gates|gating|wg|classifier|switch)(_|$|\d)")
+_NOT_ROUTER = re.compile(r"shared|proj")
+_BIAS = re.compile(r"bias")
+_MAX_CLIMB = 2
+
+
+class Block(NamedTuple):
+    """A module that holds a router and experts."""
+
+    fqn: str
+    router: tuple[str, ...]
+    """Names of the router's parameters."""
+    buffers: tuple[str, ...]
+    """Names of the router's buffers."""
+
+
+def find_block(root: nn.Module, experts_fqn: str, num_experts: int, index: ParameterIndex) -> Block | None:
+    """Return the MoE block around a module of experts.
+
+    Experts often sit in a wrapper (`experts.local_experts`), so two levels are searched, but only through modules
+    that are called after experts.
+
+    Returns:
+        `None` if there is no router.
+    """
+    child_fqn = experts_fqn
+    for _ in range(_MAX_CLIMB):
+        if not child_fqn:
+            return None
+        block_fqn, _, child = child_fqn.rpartition(".")
+        block = root.get_submodule(block_fqn)
+        router = tuple(_router_params(block, block_fqn, child, num_experts, index))
+        if router:
+            return Block(block_fqn, router, find_router_buffers(block, block_fqn, num_experts, child))
+        if "expert" not in block_fqn.rpartition(".")[2]:
+            return None
+        child_fqn = block_fqn
+    return None
+
+
+def find_router_module(root: nn.Module, block_fqn: str, num_experts: int) -> str | None:
+    """Return the block's only module that emits one value per expert; `None` if there is none, or several."""
+    found = [name for name, _ in _router_modules(root.get_submodule(block_fqn), num_experts, experts="")]
+    return join(block_fqn, found[0]) if len(found) == 1 else None
+
+
+def find_router_buffers(block: nn.Module, block_fqn: str, num_experts: int, experts: str = "") -> tuple[str, ...]:
+    """Return buffers of the block's router, and the block's own that have a value per expert: biases, counters.
+
+    Args:
+        block: the MoE block.
+        block_fqn: its name.
+        num_experts: over all ranks.
+        experts: name of the child that holds the experts.
+    """
+    names = [name for name, buffer in block.named_buffers(recurse=False) if buffer.numel() == num_experts]
+    for child, module in _router_modules(block, num_experts, experts):
+        names += [f"{child}.{name}" for name, _ in module.named_buffers()]
+    return tuple(join(block_fqn, name) for name in names)
+
+
+def find_router_beside(fqn: str, num_experts: int, index: ParameterIndex) -> tuple[str, ...]:
+    """Return the parameters of routers that are siblings of the module `fqn`, where the block is not known."""
+    parent = fqn.rpartition(".")[0]
+    children = defaultdict[str, dict[str, nn.Parameter]](dict)
+    for name, param in index.under(parent).items():
+        child = name.removeprefix(f"{parent}.").partition(".")[0]
+        if _is_router_name(child):
+            children[child][name] = param
+    emitting = [params for params in children.values() if _emitting(params.values(), num_experts)]
+    return tuple(name for params in emitting for name in params)
+
+
+def is_shared(fqn: str) -> bool:
+    """Whether a module is an expert that every token visits; its wrapper may carry the name."""
+    return any("shared" in part.lower() for part in fqn.split(".")[-2:])
+
+
+def find_top_k(*modules: nn.Module) -> int | None:
+    """Return the experts per token from the first of `modules` that has one of the usual attributes."""
+    for module in modules:
+        for attribute in ("top_k", "num_experts_per_tok", "moe_top_k"):
+            value = getattr(module, attribute, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return None
+
+
+def _router_params(
+    block: nn.Module, block_fqn: str, experts: str, num_experts: int, index: ParameterIndex
+) -> Iterator[str]:
+    own = list(own_parameters(block).items())
+    named = [(n, p) for n, p in own if _is_router_name(n) and num_experts in p.shape]
+    modules = [child for _, child in _router_modules(block, num_experts, experts)]
+    if not named and not modules:
+        return
+    # A correction bias beside the router steers the choice of experts: it belongs to it.
+    biases = [(n, p) for n, p in own if _BIAS.search(n) and p.numel() == num_experts]
+    named += [(n, p) for n, p in biases if join(block_fqn, n) in index.params]
+    yield from dict.fromkeys(index.name(p) for _, p in named)
+    for child in modules:
+        yield from dict.fromkeys(index.name(p) for p in child.parameters())
+
+
+def _router_modules(block: nn.Module, num_experts: int, experts: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in child_slots(block).items():
+        if child is None or name == experts or not _is_router_name(name):
+            continue
+        if _emitting(child.parameters(), num_experts):
+            yield name, child
+
+
+def _is_router_name(name: str) -> bool:
+    return bool(_ROUTER.search(name.lower())) and not _NOT_ROUTER.search(name.lower())
+
+
+def _emitting(params: Iterable[nn.Parameter], num_experts: int) -> bool:
+    return any(p.ndim == 2 and num_experts in p.shape for p in params)
+
+
+_COUNTER, _DROPS = "tokens_per_expert", "drops_per_expert"
+_PROBS, _FACTOR = "probabilities", "capacity_factor"
+_Params = Mapping[str, nn.Parameter] | Iterable[nn.Parameter | tuple[str, nn.Parameter]]
+
+
+class _OwnLayer(Protocol):
+    num_experts: int
+    local_expert_ids: Sequence[int]
+
+    def expert_parameters(self) -> _Params: ...
+
+    def router_parameters(self) -> _Params: ...
+
+    def expert_parallel_parameters(self) -> _Params: ...
+
+
+_ATTRIBUTES = (
+    "num_experts",
+    "local_expert_ids",
+    "expert_parameters",
+    "router_parameters",
+    "expert_parallel_parameters",
+)
+
+
+def describe_own(fqn: str, module: nn.Module, index: ParameterIndex) -> MoELayerSpec | None:
+    """Return the layer's spec, or `None` if it lacks one of the attributes.
+
+    * `num_experts` counts over all ranks.
+    * `local_expert_ids` has the global index of each row of the stacked expert parameters.
+    * `tokens_per_expert` and `drops_per_expert` (optional) count tokens over all experts.
+    * `probabilities` (optional) is a submodule that emits the gate's probabilities `[T, E]`.
+    * `capacity(num_tokens)` (optional) returns the tokens that an expert can take.
+    * `capacity_factor` (optional) is a number read at every forward, zero for a layer that drops nothing.
+    """
+    if not all(hasattr(module, name) for name in _ATTRIBUTES):
+        return None
+    layer = cast("_OwnLayer", module)
+    local = tuple(int(i) for i in layer.local_expert_ids)
+    experts = _by_name(layer.expert_parameters(), index)
+    return MoELayerSpec(
+        fqn=fqn,
+        num_experts=layer.num_experts,
+        local_expert_ids=local,
+        experts=stacked_slices(experts, local, layer.num_experts),
+        router=tuple(_by_name(layer.router_parameters(), index)),
+        router_buffers=find_router_buffers(module, fqn, layer.num_experts),
+        top_k=find_top_k(module, *module.children()),
+        holders="expert_data" if len(local) < layer.num_experts else "stage",
+        count=_follow(fqn, module, _COUNTER),
+        probabilities=ProbabilityTap(join(fqn, _PROBS), "none") if _PROBS in dict(module.named_children()) else None,
+        capacity=CapacityTap(fqn),
+        live_capacity=_find_capacity(fqn, module, layer.num_experts),
+        dropped=_follow(fqn, module, _DROPS),
+    )
+
+
+def _find_capacity(fqn: str, module: nn.Module, num_experts: int) -> CapacityView | None:
+    if isinstance(module, MoELayer):
+        return ExpertCapacity(fqn, _FACTOR, num_experts)
+    # Whether another class accepts a factor per expert is not known.
+    return AttributeCapacity(fqn, (_FACTOR,)) if isinstance(getattr(module, _FACTOR, None), int | float) else None
+
+
+def _follow(fqn: str, module: nn.Module, attribute: str) -> AttributeTap | None:
+    return AttributeTap(fqn, attribute) if isinstance(getattr(module, attribute, None), Tensor) else None
+
+
+def _by_name(params: _Params, index: ParameterIndex) -> dict[str, nn.Parameter]:
+    """Return parameters by live name, whether the layer returns a mapping, pairs or the parameters alone."""
+    values = params.values() if isinstance(params, Mapping) else params
+    found = (value[1] if isinstance(value, tuple) else value for value in values)
+    return {index.name(param): param for param in found}

@@ -25,12 +25,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_moe_ckpt.errors import UnknownLayout
 from lightning_moe_ckpt.moe._layer import in_backward
-from lightning_moe_ckpt.operators._layers import MoELayerSpec
-from lightning_moe_ckpt.operators._operator import ParamSlice
+from lightning_moe_ckpt.operators._count_taps import ProbabilityTap, Share, TokenCounts, add_share
+from lightning_moe_ckpt.operators._operator import MoELayerSpec, ParamSlice
 from lightning_moe_ckpt.operators._parameters import ParameterIndex
-from lightning_moe_ckpt.operators._taps import ProbabilityTap, Share, TokenCounts, add_share
 from lightning_moe_ckpt.operators._views import AttributeCapacity, AttributeState, Capacity
-from lightning_moe_ckpt.parallel._experts import tutel_refusal
+from lightning_moe_ckpt.parallel._expert_parallel import tutel_refusal
 
 
 def describe_tutel(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:

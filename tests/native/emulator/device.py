@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.native import Library, NativeError, _library
-from lightning_moe_ckpt.native._cuda import CompiledCudaTicket
+from lightning_moe_ckpt.native._cuda import CompiledCudaTicket, TorchDevice
 from lightning_moe_ckpt.native._plan import Space
-from lightning_moe_ckpt.native._torch_device import TorchDevice
 from native.emulator.build import build
 
 LIBRARY_VARIABLE = "MOE_CKPT_EMULATED"

@@ -1,7 +1,22 @@
-"""Layers of single libraries, recognised by class name, so that no library is imported for it.
+"""Adapters by class: a user's, and those for layers of known libraries, of which none is imported for it.
 
-Each function describes a block in which every rank has all experts. Expert parallelism of a library's own engine is
-refused: it reduces the experts' gradients over groups that nothing here knows.
+A user adds an adapter for a layout that is not detected, or to overrule detection. An adapter answers for its class and for
+subclasses of it, wherever those are defined.
+
+Example:
+    def describe(fqn: str, module: nn.Module, index: ParameterIndex) -> MoELayerSpec:
+        experts = {f"{fqn}.{n}": p for n, p in module.named_parameters() if n.startswith("w")}
+        ids = tuple(range(module.num_experts))
+        return MoELayerSpec(
+            fqn=fqn, num_experts=len(ids), local_expert_ids=ids,
+            experts=stacked_slices(experts, ids, len(ids)), router=(f"{fqn}.gate.weight",),
+            count=IndexTap(f"{fqn}.experts"),
+        )
+
+    register_adapter(MyMoE, describe)
+
+Each function for a library describes a block in which every rank has all experts. Expert parallelism of a library's own
+engine is refused: it reduces the experts' gradients over groups that nothing here knows.
 
 Sources: DeepSpeed 0.19.8 (`moe/layer.py`, `moe/experts.py`, `moe/sharded_moe.py`), FastMoE (commit ee3c561,
 `fmoe/layers.py`, `fmoe/transformer.py`, `fmoe/gates/`), MegaBlocks (commit 78eea65, `layers/moe.py`, `layers/mlp.py`,
@@ -13,16 +28,13 @@ Sources: DeepSpeed 0.19.8 (`moe/layer.py`, `moe/experts.py`, `moe/sharded_moe.py
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from lightning_moe_ckpt.errors import UnknownLayout
-from lightning_moe_ckpt.operators._layers import MoELayerSpec, merged_slices, stacked_slices, whole_slices
-from lightning_moe_ckpt.operators._operator import ParamSlice
-from lightning_moe_ckpt.operators._parameters import ParameterIndex, join
-from lightning_moe_ckpt.operators._taps import (
+from lightning_moe_ckpt.operators._count_taps import (
     CapacityTap,
     ChoiceTap,
     Demand,
@@ -31,8 +43,11 @@ from lightning_moe_ckpt.operators._taps import (
     MaskTap,
     ProbabilityTap,
 )
+from lightning_moe_ckpt.operators._operator import MoELayerSpec, ParamSlice, merged_slices, stacked_slices, whole_slices
+from lightning_moe_ckpt.operators._parameters import ParameterIndex, join
 from lightning_moe_ckpt.operators._views import AttributeCapacity, BiasView
-from lightning_moe_ckpt.operators.adapters._routers import find_router_beside, find_top_k
+from lightning_moe_ckpt.operators.adapters._by_shape import find_router_beside, find_top_k
+from lightning_moe_ckpt.operators.adapters._tutel import describe_tutel
 
 
 def describe_deepspeed(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:
@@ -328,3 +343,49 @@ def _refuse_spread(fqn: str, library: str, *, found: str, wanted: str) -> NoRetu
         f"are spread over ranks. Build it with {wanted}, so that every rank has all experts, or take a `MoELayer`, "
         "which `MoEStrategy` spreads over ranks."
     )
+
+
+AdapterFactory = Callable[[str, nn.Module, ParameterIndex], MoELayerSpec | None]
+"""`(name of the module, the module, all parameters) -> its spec`, or `None` for "there is no routing in here"."""
+
+_factories: dict[type[nn.Module], AdapterFactory] = {}
+
+_LIBRARIES: Mapping[tuple[str, str], AdapterFactory] = {
+    ("deepspeed", "MoE"): describe_deepspeed,
+    ("fmoe", "FMoE"): describe_fastmoe,
+    ("megablocks", "MoE"): describe_megablocks,
+    ("megablocks", "dMoE"): describe_megablocks,
+    ("megatron", "MoELayer"): describe_megatron,
+    ("scattermoe", "GLUMLP"): describe_scattermoe,
+    ("scattermoe", "MLP"): describe_scattermoe,
+    ("torchtitan", "MoE"): describe_torchtitan,
+    ("transformers", "DbrxFFN"): describe_dbrx,
+    ("transformers", "Llama4TextMoe"): describe_llama4,
+    ("transformers", "NllbMoeSparseMLP"): refuse_nllb,
+    ("tutel", "MOELayer"): describe_tutel,
+}
+"""By the library's top package and the name of the MoE block's class, so that no library is imported for it."""
+
+
+def register_adapter(cls: type[nn.Module], factory: AdapterFactory) -> None:
+    """Describe modules of `cls` and its subclasses by `factory`; the most derived class wins.
+
+    Args:
+        cls: class of the MoE block, the module that holds router and experts.
+        factory: describes one instance. A factory that returns `None` makes the block part of the dense rest.
+    """
+    _factories[cls] = factory
+
+
+def unregister_adapter(cls: type[nn.Module]) -> None:
+    """Forget the adapter of exactly this class, if there is one."""
+    _factories.pop(cls, None)
+
+
+def find_adapter(module: nn.Module) -> AdapterFactory | None:
+    """Return the factory registered for the module's class or its nearest base, else the one of its library."""
+    bases = type(module).__mro__
+    registered = (_factories[base] for base in bases if base in _factories)
+    names = ((base.__module__.partition(".")[0], base.__name__) for base in bases)
+    known = (_LIBRARIES[name] for name in names if name in _LIBRARIES)
+    return next(registered, None) or next(known, None)

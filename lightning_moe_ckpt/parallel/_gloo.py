@@ -1,20 +1,28 @@
-"""Make blocked collectives of this process raise, when a peer is gone that they wait for, directly or through others.
+"""Sockets of gloo: close those that listen once a process group is complete, and break connections that a collective waits for.
 
+*Listeners.* gloo accepts connections as long as a group lives, and keeps those that never say which pair they belong to.
+When the process runs out of descriptors, `accept` fails, and gloo ends the process (measured with torch 2.13: 250 silent
+connections and a limit of 256). But all pairs of a group are connected when `new_group` returns, and never again. So
+the sockets that began to listen meanwhile get a filter that drops every packet. A stranger's connection then takes no
+descriptor, no memory and no thread; existing connections are not affected.
+
+*Abort.* When a peer is gone that collectives of this process wait for, directly or through others, they are made to raise.
 gloo has no abort: `destroy_process_group`, `_abort_process_group` and the backend's `shutdown` from another thread leave
 a blocked operation alone until its time-out (measured with torch 2.13). It does notice a connection that ends. So the
 connections that appear while groups are made are noted, and `abort` shuts them down; the operation then raises within
 milliseconds, in the thread that waits in it. NCCL has an abort of its own.
 
-Who makes a group may wait for a peer that has died before it connected, for five times the group's time-out. There is no
-connection yet. So `abort` connects in the peer's place to the socket on which gloo listens, and leaves again.
+A rank that makes a group may wait for a peer that has died before it connected, for five times the group's time-out. There
+is no connection yet. So `abort` connects in the peer's place to the socket on which gloo listens, and leaves again.
 
 An operation that has sent or received a part when its connection ends, or that begins to send in that moment, is not told
 (`Pair::signalException` knows only what is pending): it waits on for the group's time-out. So threads wait for operations
 in turns, and leave one that has not returned soon after `abort`. Its group is kept until it does, since to destroy a
 group is to wait for its operations.
 
-Listening sockets are not shut down: gloo ends the process when one of its own fails. Groups of gloo must connect
-when they are made, as they do unless `TORCH_GLOO_LAZY_INIT` is set. Linux only; elsewhere gloo's own time-outs remain.
+`abort` does not shut listening sockets down: gloo ends the process when one of its own fails. Groups of gloo must connect
+when they are made, as they do unless `TORCH_GLOO_LAZY_INIT` is set. Linux only: elsewhere sockets stay open, and gloo's own
+time-outs remain.
 
 Source: gloo/transport/tcp, `Pair` and `Listener`, as of torch 2.13.
 """
@@ -25,15 +33,16 @@ import atexit
 import concurrent.futures
 import ctypes
 import os
+import re
 import socket
 import stat
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -42,6 +51,8 @@ from typing import ClassVar
 
 import torch.distributed as dist
 from typing_extensions import Self
+
+from lightning_moe_ckpt._logging import rank_logger
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _AGAIN_SECONDS = 0.005
@@ -236,3 +247,60 @@ def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
             with socket.socket(fileno=duplicate) as each:
                 if each.family in {socket.AF_INET, socket.AF_INET6} and each.type == socket.SOCK_STREAM:
                     yield status.st_ino, each
+
+
+log = rank_logger(__name__)
+
+_SOCKET = re.compile(r"socket:\[(\d+)\]")
+_SO_ATTACH_FILTER = 26
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""Program for the kernel's packet filter: return 0, which drops the packet."""
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+"""Environment variable that makes gloo connect pairs on first use instead."""
+
+
+@contextmanager
+def closed_listeners(*, open_ports: Collection[int] = ()) -> Iterator[None]:
+    """Close the listening sockets of every gloo group that is made in this context, on this rank.
+
+    Args:
+        open_ports: ports that stay open, such as that of a store, which ranks join later.
+    """
+    before = set(listening())
+    yield
+    if os.environ.get(_LAZY, "0").lower() not in {"0", "", "false", "off", "no"}:
+        log.info("%s is set: process groups go on listening for connections", _LAZY)
+        return
+    for inode, (descriptor, port) in listening().items():
+        if inode not in before and port not in open_ports:
+            _drop_connections(descriptor, port)
+
+
+def listening() -> dict[int, tuple[int, int]]:
+    """Return (descriptor, port) of every listening TCP socket of this process, by inode; empty if unknown."""
+    if sys.platform != "linux":
+        return {}
+    found: dict[int, tuple[int, int]] = {}
+    # Not from /proc/self/net/tcp: the kernel goes through the connections of the whole machine to write that.
+    for entry in _DESCRIPTORS.iterdir():
+        with suppress(OSError):  # closed meanwhile, such as the descriptor of this listing
+            named = _SOCKET.fullmatch(str(entry.readlink()))
+            if named is None:
+                continue
+            each = socket.socket(fileno=int(entry.name))
+            try:
+                internet = each.family in {socket.AF_INET, socket.AF_INET6} and each.type == socket.SOCK_STREAM
+                if internet and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found[int(named[1])] = (int(entry.name), each.getsockname()[1])
+            finally:
+                each.detach()  # the owner closes it; a duplicate would stay open in a child that is forked meanwhile
+    return found
+
+
+def _drop_connections(descriptor: int, port: int) -> None:
+    program = ctypes.create_string_buffer(_DROP_ALL)
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
+    except OSError as error:
+        log.info("port %d goes on listening after its process group is whole: %s", port, error)
