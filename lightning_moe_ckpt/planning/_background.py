@@ -1,12 +1,163 @@
-"""Make plans while training goes on."""
+"""Ask a policy for plans, and lay them out; beside training, if there is time until the next window."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from lightning_moe_ckpt.snapshot import WindowLayout
+import torch
+
+from lightning_moe_ckpt.journal import JournalCapacity
+from lightning_moe_ckpt.operators import RecordKind
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.planning._sizes import OperatorSizes
+from lightning_moe_ckpt.policies import MEMORY, Chains, ExpertLayout, Plan, PlanInputs, Policy, Selection
+from lightning_moe_ckpt.snapshot import (
+    REMEMBERED_PLANS,
+    PlanRecord,
+    StateView,
+    WindowLayout,
+    columns_of,
+    expert_nbytes,
+    lay_out,
+    share_written,
+)
+from lightning_moe_ckpt.storage import SlotClass
+from lightning_moe_ckpt.tiers import Mirroring
+
+
+class PlanMaker:
+    """Maker of plans, from a policy's inputs to the place of every byte; one plan at a time is made beside training.
+
+    Args:
+        policy: the checkpoint policy.
+        view: live state, operators not split.
+        groups: this rank's place.
+        experts: layouts of the experts whose tokens are counted, by layer; empty if none are.
+    """
+
+    def __init__(
+        self, policy: Policy, view: StateView, groups: ParallelGroups, experts: Sequence[ExpertLayout]
+    ) -> None:
+        self._policy, self._view, self._groups, self._experts = policy, view, groups, experts
+        self.sizes = OperatorSizes(view, groups)
+        self.journal = JournalCapacity()
+        self.mirroring = Mirroring()
+        self._layouts: OrderedDict[tuple[str, int], WindowLayout] = OrderedDict()
+        """Layouts of partial plans, by record and journal capacity."""
+        self._following: Future[WindowLayout] | None = None
+        """Plan under way."""
+        self._reserve_nbytes = 0
+        self._room: list[int] = []
+        """Bytes of each position's experts that fit into ring slots."""
+
+    def forget(self) -> None:
+        """Forget all sizes and layouts: operators or the optimizer's state have changed."""
+        self.sizes.forget()
+        self._layouts.clear()
+
+    def begin(self, inputs: PlanInputs, dtypes: dict[str, torch.dtype]) -> None:
+        """Start to make the next plan."""
+        self._following = in_background(partial(self.make, inputs, dtypes))
+
+    def take(self) -> WindowLayout | None:
+        """Wait for the next plan and return it; `None` if none was begun."""
+        following, self._following = self._following, None
+        return None if following is None else following.result()
+
+    def drop(self) -> None:
+        """Let go of the plan under way."""
+        self._following = None
+
+    def make(self, inputs: PlanInputs, dtypes: dict[str, torch.dtype]) -> WindowLayout:
+        """Ask the policy, and lay its plan out; from any thread."""
+        inputs, limit = self.sizes.inputs(self._policy, inputs, dtypes)
+        plan = self._policy.plan(inputs)
+        if inputs.bad and not self._has_room(plan):
+            plan = self._policy.plan(replace(inputs, bad=()))  # bad copies wait for the turn of their position
+        if plan.partial:
+            return self.lay_out(PlanRecord.over(self._view.operators, plan=plan, config=self._policy.config()))
+        return self.lay_out(
+            PlanRecord.over(
+                self._view.operators,
+                plan=plan,
+                config=self._policy.config(),
+                popularity=tuple(inputs.popularity),
+                compute_dtypes={fqn: str(dtype).removeprefix("torch.") for fqn, dtype in dtypes.items()},
+                averages_consumed=self._view.averages.consumed,
+                budget_nbytes=inputs.budgets.get(MEMORY, 0),
+                split_nbytes=limit,
+            )
+        )
+
+    def lay_out(self, record: PlanRecord) -> WindowLayout:
+        """Return the plan's layout; partial plans, which come round again, are laid out once."""
+        key = (record.to_json(), self.journal.nbytes)
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = lay_out(record, self._view, self._groups, key[1]).mirrored(self.mirroring)
+            for step in layout.steps:
+                columns_of(step)  # in advance, since plans are mostly made beside the training thread
+            if record.plan.partial:
+                self._layouts[key] = layout
+            while len(self._layouts) > REMEMBERED_PLANS:
+                self._layouts.popitem(last=False)
+        return layout
+
+    def differential(self, layout: WindowLayout) -> WindowLayout:
+        """Return the layout of differences from one boundary to the next, cut like the states of `layout`."""
+        plan = Plan.of_everything(layout.record.plan.names, RecordKind.DELTA)
+        return self.lay_out(replace(layout.record, plan=plan))
+
+    def enlarged(self, layout: WindowLayout, journal_nbytes: int) -> WindowLayout:
+        """Return a plan with room for a larger journal, and enlarge the following plan."""
+        self.journal.nbytes = journal_nbytes
+        self._layouts.clear()
+        following, self._following = self._following, None
+        if following is not None:
+            self._following = in_background(lambda: self.lay_out(following.result().record))
+        larger = self.lay_out(layout.record)
+        if self._reserve_nbytes:
+            self._reserve_nbytes += max(0, larger.slot_nbytes - layout.slot_nbytes)
+            larger.reserve_nbytes = self._reserve_nbytes
+        return larger
+
+    def kept(self, layout: WindowLayout, chains: Chains | None) -> dict[str, Any]:
+        """Return what memory keeps beside whole generations, as arguments of `Rings.make`."""
+        if chains is None:
+            return {"experts": expert_nbytes(self._view, self._groups) if layout.record.plan.partial else {}}
+        return {"links": SlotClass(self.differential(layout).slot_nbytes, chains.links_kept)}
+
+    def mirror(self, mirroring: Mirroring) -> float:
+        """Capture state for other ranks too; return this rank's own share of the bytes to memory."""
+        self.mirroring = mirroring
+        return 1 / (1 + len(mirroring.owners) * share_written(self._view, self._groups, mirroring.groups))
+
+    def reserve(self, turns: Sequence[WindowLayout], later: int) -> int:
+        """Return the bytes of slots for the first round of turns, and for later budgets of up to `later` bytes."""
+        sizes = [self._nbytes_by_position(self.selection(turn.record.plan)) for turn in turns]
+        self._room = [max(column) for column in zip(*sizes, strict=True)]
+        self._reserve_nbytes = max(max(turn.slot_nbytes, later + turn.mirrors_nbytes[1]) for turn in turns)
+        return self._reserve_nbytes
+
+    def _has_room(self, plan: Plan) -> bool:
+        """Return whether every position's experts fit into the slots, which were made for equal turns."""
+        sizes = self._nbytes_by_position(self.selection(plan))
+        return all(nbytes <= room for nbytes, room in zip(sizes, self._room, strict=False))
+
+    def _nbytes_by_position(self, selection: Selection) -> list[int]:
+        """Return the bytes of experts that memory takes from each position; the same on all ranks."""
+        positions = sorted({position for layout in self._experts for position in layout.rank_of})
+        rows = list(zip(self._experts, selection.memory, strict=True))
+        return [sum(e.nbytes for e, row in rows for i in row if e.rank_of[i] == position) for position in positions]
+
+    def selection(self, plan: Plan) -> Selection:
+        return Selection.of_plan(plan, self._view.operators)
 
 
 def in_background(make: Callable[[], WindowLayout]) -> Future[WindowLayout]:

@@ -109,6 +109,8 @@ class Budgets:
 
     def __init__(self, config: Mapping[str, Budget], device: torch.device, *, every_n_steps: int = 1) -> None:
         self._config, self._device, self._every_n_steps = config, device, every_n_steps
+        self.width = len(config) if "auto" in config.values() else 0
+        """Integers in `window_inputs`: a budget per level if some follow from what steps can hide."""
         self.clock = StepClock()
         self.remote_rate: Callable[[], float | None] = lambda: None
         """Bytes per second that leave the node at full speed; `None` before anything was sent."""
@@ -155,8 +157,10 @@ class Budgets:
         """Return this rank's budgets for the exchange, by level."""
         return [self._nbytes(level) for level in self._config]
 
-    def look_again(self) -> list[int]:
+    def window_inputs(self) -> list[int]:
         """Return this rank's present budgets, by level; zeros before enough steps have passed."""
+        if not self.width:
+            return []
         if not self.clock.is_steady:
             return [0] * len(self._config)
         if not self._local_rate:  # the plan is an earlier incarnation's, maybe from another machine
@@ -168,6 +172,23 @@ class Budgets:
         self.in_force = {
             level: min(column) for level, column in zip(self._config, zip(*rows, strict=True), strict=True)
         }
+
+    def renewed(self, rows: Sequence[Sequence[int]], before: int) -> bool:
+        """Take every rank's present budget; return whether it differs from the plan's by more than noise.
+
+        Args:
+            rows: each rank's `window_inputs`.
+            before: bytes of the plan in force; 0 for a plan without budget.
+        """
+        found = [min(column) for column in zip(*rows, strict=True)]
+        if not found or 0 in found:
+            return False
+        self.clock.forget()
+        if not before or abs(found[0] - before) < NOISE * before:
+            return False
+        self.agreed(rows)
+        log.info("steps can hide %s by now, %s when windows were planned", size_text(found[0]), size_text(before))
+        return True
 
     def _nbytes(self, level: str) -> int:
         """Return the budget of a level; a measured budget does not outgrow the ring, which is made once."""
@@ -214,7 +235,7 @@ class ExpertBudgets(Budgets):
         every_n_steps: int = 1,
     ) -> None:
         super().__init__(config, device, every_n_steps=every_n_steps)
-        self._layouts, self._sizes = layouts, sizes
+        self._layouts, self._sizes, self.width = layouts, sizes, len(config)
         self._warned: set[str] = set()
 
     @override
@@ -240,6 +261,16 @@ class ExpertBudgets(Budgets):
             return None
         sizes, nbytes = self._sizes()[STORAGE], max(self._nbytes(STORAGE), self._least_nbytes)
         return int((min(nbytes, sizes.full) + sizes.behind(nbytes)) * (1 + RING_HEADROOM))
+
+    @override
+    def window_inputs(self) -> list[int]:
+        return self.inputs()
+
+    @override
+    def renewed(self, rows: Sequence[Sequence[int]], before: int) -> bool:
+        """Put the smallest budgets in force; every window has its own plan, so that none is due for them."""
+        self.agreed(rows)
+        return False
 
     @override
     def inputs(self) -> list[int]:
@@ -308,7 +339,7 @@ class ExpertBudgets(Budgets):
 
 
 def slot_sizes(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> dict[str, SlotSizes]:
-    """Measure this rank's files at each level, without experts and with all experts."""
+    """StepFollower this rank's files at each level, without experts and with all experts."""
     everything = tuple(tuple(range(layer.num_experts)) for layer in view.operators.layers)
     nothing: Experts = tuple(() for _ in everything)
 

@@ -19,18 +19,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.journal import Arrival, Arrivals
 from lightning_moe_ckpt.operators import LoadCounter, OperatorSet, RecordKind
 from lightning_moe_ckpt.planning._bad_copies import WIDTH as BAD_COPIES_WIDTH
 from lightning_moe_ckpt.planning._bad_copies import BadCopyList
-from lightning_moe_ckpt.planning._popularity import sum_in_order
+from lightning_moe_ckpt.planning._budgets import Budgets
+from lightning_moe_ckpt.planning._popularity import StepFollower, sum_in_order
 from lightning_moe_ckpt.policies import (
     MEMORY,
     PEER,
     STORAGE,
+    ExpertLayout,
+    PlanInputs,
     Policy,
     Selection,
     TokenLedger,
@@ -47,6 +52,12 @@ log = rank_logger(__name__)
 
 LEVEL_OF_TIER: dict[str, str] = {HOST: MEMORY, STORAGE_TIER: STORAGE}
 """Level of each tier that the ledger follows; copies on other nodes come and go with memory's if they hold the same."""
+
+_IN_FLIGHT = 4
+"""Approximate generations under way in a journal, over all tiers."""
+
+_IN_FLIGHT_NBYTES = 64
+"""Approximate bytes in a journal per expert of a generation under way, both levels together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +151,59 @@ class CountCopies:
         return total
 
 
-class LedgerKeeper:
+class Counting(StepFollower):
+    """What planning takes from counted tokens; here nothing: no tokens are counted, since restarts are exact."""
+
+    counts_tokens = False
+    """Whether tokens are counted, and every window has its own plan."""
+    layouts: Sequence[ExpertLayout] = ()
+    """Layouts of the experts whose tokens are counted, by layer."""
+    width = 0
+    """Integers in `inputs`."""
+    in_flight_nbytes = 0
+    """Approximate bytes in a journal for generations under way."""
+
+    @property
+    def bad_copies(self) -> BadCopies:
+        """Copies of experts in storage that are no longer referenced."""
+        return {}
+
+    def joined(self, tiers: Mapping[str, TierWorker]) -> None:
+        """Take the tiers of this incarnation, by name."""
+
+    def completed(self, inputs: PlanInputs) -> PlanInputs:
+        """Return a plan's inputs with all that is known of tokens."""
+        return inputs
+
+    def took(self, step: int, selection: Selection) -> None:
+        """Note the experts in the generation of boundary `step`; `given` says which tiers get it."""
+
+    def figures(self, budgets: Budgets) -> LossFigures | None:
+        """Return the figures on lost tokens for `Report`; `None` if restarts are exact."""
+        return None
+
+    def inputs(self) -> list[int]:
+        """Return this rank's inputs to the exchange that opens a window."""
+        return []
+
+    def agreed(self, rows: Sequence[Sequence[int]]) -> None:
+        """Take every rank's inputs, by rank."""
+
+    def collect(self, exchange: Exchange) -> None:
+        """Count the tokens since the last window, before a generation outside of windows. Collective."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the journal's entries at a boundary; call before the next optimizer step."""
+        return {}
+
+    def restore(self, outcome: Mapping[str, Any]) -> None:
+        """Go on from the ledger at the boundary this incarnation starts from."""
+
+
+class LedgerKeeper(Counting):
     """Keeper of the token ledger of `module`. `Tiers` reports generations, the policy changes it after a restart."""
+
+    counts_tokens = True
 
     def __init__(self, policy: Policy, view: StateView, module: torch.nn.Module) -> None:
         self._policy, self._view = policy, view
@@ -159,35 +221,61 @@ class LedgerKeeper:
         """int64 `[E]`: processed tokens as of the newest generation."""
         self._counted_at: int | None = None
         """Step up to which tokens are counted."""
-        self.last_step: int | None = None
+        self._step: int | None = None
+        """Newest step of this incarnation."""
+        self._last_step: int | None = None
         """Planned last step of training, if any."""
         self._bad = BadCopyList([name for layer in view.operators.layers for name in expert_names(layer)])
 
+    @override
     def begin(self) -> None:
-        """Start counting tokens."""
         self._counter.install()
 
+    @override
+    def batch_begins(self, *, replaying: bool, planned: bool, last_step: int | None) -> None:
+        self._last_step = last_step
+        self.counts.forward_begins()
+
+    @override
+    def before_step(self) -> None:
+        """Copy the counts if the next boundary may begin a generation."""
+        if self._step is None or self._policy.due(self._step + 1, None, 1):
+            self.counts.start()
+
+    @override
+    def stepped(self, step: int) -> None:
+        self._step = step
+        if self._counted_at is None:  # nothing was counted before the first step
+            self._counted_at = step - 1
+
+    @override
     def joined(self, tiers: Mapping[str, TierWorker]) -> None:
-        """Take the tiers of this incarnation, by name."""
         storage = tiers[STORAGE_TIER]
         self._bad.scrubber = storage.scrub() if isinstance(storage, PersistWorker) else None
         if PEER_TIER in tiers and "node" not in self._policy.peer_audiences:
             self._levels = {**LEVEL_OF_TIER, PEER_TIER: PEER}
             self.ledger = self.ledger.with_peers(kept=True)
 
-    @property
-    def to_take_again(self) -> list[int]:
-        """Places of experts with a bad stored copy that no generation under way takes."""
-        return self._bad.again(self.ledger.saved[STORAGE])
+    @override
+    def completed(self, inputs: PlanInputs) -> PlanInputs:
+        """Return the inputs with the ledger, and with the experts that have a bad stored copy to be taken again."""
+        return replace(
+            inputs,
+            index=self.ledger.generations,
+            ledger=self.ledger,
+            coming=self.coming,
+            layouts=self.layouts,
+            bad=self._bad.again(self.ledger.saved[STORAGE]),
+        )
 
+    @override
     def took(self, step: int, selection: Selection) -> None:
-        """Note the experts in the generation of boundary `step`; `given` says which tiers get it."""
         self._taken = {level: tuple(map(len, selection.of(level))) for level in (MEMORY, STORAGE)}
         self.ledger = self.ledger.take(step, selection, levels=())
         self.coming, self._processed_E = self.ledger.processed - self._processed_E, self.ledger.processed
 
-    def figures(self, budgets: Mapping[str, int], rates: Mapping[str, float], capped: Mapping[str, int]) -> LossFigures:
-        """Return the figures on lost tokens for `Report`."""
+    @override
+    def figures(self, budgets: Budgets) -> LossFigures:
         now = self.ledger
         return LossFigures(
             k=now.k,
@@ -198,13 +286,14 @@ class LedgerKeeper:
             lost=int(now.lost.sum()),
             unsaved={level: int(now.unsaved(level).sum()) for level in now.saved},
             accounting=now,
-            budgets=dict(budgets),
-            bandwidths=dict(rates),
-            capped=dict(capped),
+            budgets=budgets.nbytes,
+            bandwidths=budgets.rates,
+            capped=dict(budgets.capped),
             taken=self._taken,
         )
 
-    def close(self) -> None:
+    @override
+    def remove(self) -> None:
         """Stop counting, and stop reading stored copies."""
         self._bad.close()
         self._counter.remove()
@@ -212,37 +301,36 @@ class LedgerKeeper:
     # -- the exchange that opens a window
 
     @property
-    def width(self) -> int:
-        """Integers in `inputs`."""
+    def width(self) -> int:  # type: ignore[override]  # follows the ledger
         return self._width + BAD_COPIES_WIDTH
 
+    @override
     def inputs(self) -> list[int]:
         """Return this rank's tokens since the last window, by expert and layer, its last step, and bad copies."""
         return [*self.counted(), *self._bad.inputs()]
 
     def counted(self) -> list[int]:
         """Return the tokens and the last step, the first part of `inputs`."""
-        return [*self.counts.take(), self.last_step or 0]
+        return [*self.counts.take(), self._last_step or 0]
 
-    def agreed(self, rows: Sequence[Sequence[int]], step: int | None) -> None:
-        """Take every rank's inputs at boundary `step`, by rank."""
-        self.count([row[: self._width] for row in rows], step)
+    @override
+    def agreed(self, rows: Sequence[Sequence[int]]) -> None:
+        self._count([row[: self._width] for row in rows])
         self._bad.agreed([row[self._width :] for row in rows], self.ledger.saved[STORAGE])
 
-    def count(self, rows: Sequence[Sequence[int]], step: int | None) -> None:
-        """Count the tokens of every rank up to boundary `step`, by rank."""
+    @override
+    def collect(self, exchange: Exchange) -> None:
+        self._count(exchange.gather(self.counted()))
+
+    def _count(self, rows: Sequence[Sequence[int]]) -> None:
+        """Count the tokens of every rank up to the newest step, by rank."""
         tokens = sum_in_order([torch.tensor(list(row[:-1]), dtype=torch.int64) for row in rows])
         tokens_E, dropped_L = torch.split(tokens, [len(self.ledger.alive), len(self.ledger.num_experts)])
-        last_step = min(row[-1] for row in rows)
+        last_step, step = min(row[-1] for row in rows), self._step
         steps = 0 if step is None or self._counted_at is None else step - self._counted_at
         left = 0 if step is None else max(0, last_step - step)
         self._counted_at = step
         self.ledger = self._policy.after_count(self.ledger.add(tokens_E, dropped_L, steps=steps, steps_left=left))
-
-    def stepped(self, step: int) -> None:
-        """Note that step `step` is over; nothing was counted before the first."""
-        if self._counted_at is None:
-            self._counted_at = step - 1
 
     @property
     def _width(self) -> int:
@@ -251,10 +339,15 @@ class LedgerKeeper:
 
     # -- the journal
 
+    @property
+    def in_flight_nbytes(self) -> int:  # type: ignore[override]  # follows the ledger
+        return _IN_FLIGHT * len(self.ledger.alive) * _IN_FLIGHT_NBYTES
+
+    @override
     def state(self) -> dict[str, Any]:
-        """Return the journal's entries at a boundary; call before the next optimizer step."""
         return {"accounting": self.ledger.to_journal(), "scalars": _shared_scalars(self._view)}
 
+    @override
     def restore(self, outcome: Mapping[str, Any]) -> None:
         """Go on from the ledger at the boundary this incarnation starts from.
 
@@ -286,8 +379,8 @@ class LedgerKeeper:
     # -- as TierWatcher has it
 
     @property
+    @override
     def bad_copies(self) -> BadCopies:
-        """Copies of experts in storage that are no longer referenced."""
         return self._bad.not_referenced
 
     @property

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
@@ -33,7 +34,68 @@ log = rank_logger(__name__)
 # Shape suffix: E experts of all layers, over all ranks.
 
 
-class PopularityMeter:
+class StepFollower:
+    """Part that follows optimizer steps. Each event does nothing unless a subclass listens; all ranks get the same events."""
+
+    is_over = False
+    """Whether no later step is of interest."""
+
+    def begin(self) -> None:
+        """Start, before the first step."""
+
+    def batch_begins(self, *, replaying: bool, planned: bool, last_step: int | None) -> None:
+        """A batch is about to run forward and backward.
+
+        Args:
+            replaying: whether the batch repeats a step of a window.
+            planned: whether a plan is in force, or measurements for the first plan have ended.
+            last_step: planned last step of training, if any.
+        """
+
+    def before_step(self) -> None:
+        """The optimizer is about to step, with whole gradients."""
+
+    def stepped(self, step: int) -> None:
+        """Optimizer step `step` has ended."""
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+
+
+class CaptureOrder(StepFollower):
+    """Order of capture in windows; this one is fixed, and has nothing to exchange or to store."""
+
+    counts_tokens = False
+    """Whether tokens are measured, not probabilities."""
+
+    def distrust(self, layers: Collection[str]) -> None:
+        """Count nothing in these layers, whose experts then keep their order."""
+
+    def first(self, exchange: Exchange) -> list[float] | None:  # a fixed order asks nobody
+        """Return the popularity for the first plan; `None` for a fixed order. Collective."""
+        return None
+
+    def inputs(self) -> list[int]:
+        """Return this rank's inputs to the exchange that opens a window."""
+        return []
+
+    def agreed(self, rows: Sequence[Sequence[int]]) -> list[float] | None:
+        """Take every rank's inputs, by rank. Return the popularity for another plan if one is due, else `None`."""
+        return None
+
+    def refused(self, in_force: Sequence[float]) -> None:
+        """Note that the newest plan was not put in force."""
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the journal's entry for going on from this boundary; tensors may be on the device."""
+        return None
+
+    def restore(self, state: Mapping[str, Any], in_force: Sequence[float] | None) -> list[float] | None:
+        """Go on from a state; return the popularity of a newer plan, if one was under way."""
+        return None
+
+
+class PopularityMeter(CaptureOrder):
     """Meter of experts' popularity among this rank's tokens, which decides if the order of capture is out of date.
 
     Raises:
@@ -42,6 +104,7 @@ class PopularityMeter:
 
     def __init__(self, config: Popularity, operators: OperatorSet, module: nn.Module) -> None:
         self._config = config
+        self.counts_tokens = config.counts == "hard"
         self._counter = LoadCounter(operators, module, "tokens" if config.counts == "hard" else "probabilities")
         self._capacity = LoadCounter(operators, module, "capacity") if config.per_capacity else None
         if config.counts == "soft":
@@ -55,27 +118,23 @@ class PopularityMeter:
         self._planned: list[float] | None = None
         """Popularity of the newest plan, in force or not."""
 
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether tokens are measured, not probabilities."""
-        return self._config.counts == "hard"
-
-    def install(self) -> None:
-        """Start measuring."""
+    @override
+    def begin(self) -> None:
         self._counter.install()
         if self._capacity is not None:
             self._capacity.install()
 
+    @override
     def remove(self) -> None:
-        """Remove all hooks."""
         self._counter.remove()
         if self._capacity is not None:
             self._capacity.remove()
 
+    @override
     def distrust(self, layers: Collection[str]) -> None:
-        """Count nothing in these layers, whose experts then keep their order."""
         self._counter.distrust(layers)
 
+    @override
     def stepped(self, step: int) -> None:
         """Note that optimizer step `step` has ended, with all its micro-batches. Does not wait for the device."""
         due = step % self._config.reorder_every_n_steps == 0
@@ -102,6 +161,7 @@ class PopularityMeter:
 
     # -- at window boundaries
 
+    @override
     def first(self, exchange: Exchange) -> list[float]:
         """Return the popularity for the first plan: the sum over ranks, or if zero the last incarnation's. Collective."""
         popularity: list[float] = sum_in_order(exchange.gather_tensor(self._newest().cpu())).tolist()
@@ -109,11 +169,13 @@ class PopularityMeter:
             self._planned = popularity
         return self._planned
 
+    @override
     def inputs(self) -> list[int]:
         """Return this rank's inputs to the exchange that opens a window: bits of its popularity, usually none."""
         values: list[int] = self._take_held().view(torch.int64).flatten().tolist()
         return values
 
+    @override
     def agreed(self, rows: Sequence[Sequence[int]]) -> list[float] | None:
         """Take every rank's inputs, by rank. Return the popularity for another plan if one is due, else `None`."""
         due = None
@@ -123,16 +185,19 @@ class PopularityMeter:
                 due = look_E.tolist() if self._is_out_of_date(look_E.tolist()) else due
         return due
 
+    @override
     def refused(self, in_force: Sequence[float]) -> None:
         """Note that the newest plan was not put in force: the next look compares with the plan in force."""
         self._planned = list(in_force)
 
+    @override
     def state(self) -> dict[str, Any]:
         """Return the journal's entry for going on from this boundary; tensors may be on the device."""
         planned = None if self._planned is None else torch.tensor(self._planned, dtype=torch.float64)
         measured = {"measure": self._measure, "value": self.value().clone(), "held": list(self._held)}
         return {**measured, "planned": planned}
 
+    @override
     def restore(self, state: Mapping[str, Any], in_force: Sequence[float] | None) -> list[float] | None:
         """Go on from a state.
 

@@ -29,7 +29,7 @@ class StagePlans:
     """
 
     def __init__(self, view: StateView, groups: ParallelGroups, everyone: Exchange) -> None:
-        self._view, self._groups, self._everyone = view, groups, everyone
+        self._view, self._groups, self.everyone = view, groups, everyone
         self.several = groups.num_stages > 1
         """Whether there is more than one stage."""
         view.dense_plan = dense_plan_of_stages(view, groups, everyone)
@@ -74,7 +74,7 @@ class StagePlans:
 
     def _told(self, own: object) -> list[object]:
         """Return the value of the first rank of each stage. Collective."""
-        return self._everyone.gather_values(own)[:: self._groups.stage_size]
+        return self.everyone.gather_values(own)[:: self._groups.stage_size]
 
 
 def require_plans(policy: Policy, view: StateView, groups: ParallelGroups, exchange: Exchange) -> None:

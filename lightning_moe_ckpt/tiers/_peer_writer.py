@@ -89,8 +89,9 @@ class PeerRoom:
 class PeerPlan(Protocol):
     """Facts of the plan about copies on other nodes."""
 
-    chains: Chains | None
-    """Plan of differences between generations, if any; the same on all ranks."""
+    @property
+    def chains(self) -> Chains | None:
+        """Plan of differences between generations, if any; the same on all ranks."""
 
     @property
     def generations_kept(self) -> int:

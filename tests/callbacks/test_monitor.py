@@ -28,6 +28,7 @@ from lightning_moe_ckpt.metrics import load_skew
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.operators import OperatorSet, discover
 from lightning_moe_ckpt.planning import Planner
+from lightning_moe_ckpt.planning._popularity import PopularityMeter
 from lightning_moe_ckpt.session import Report
 from lightning_moe_ckpt.strategy import MoEStrategy
 
@@ -220,7 +221,7 @@ def planned(folder: Path, *others: Callback) -> list[float]:
             if trainer.global_step == 5 and own._run is not None:
                 planner = own._run.session._planner
                 assert isinstance(planner, Planner)
-                assert planner.order is not None
+                assert isinstance(planner.order, PopularityMeter)
                 seen.extend(planner.order.value().tolist())
 
     own = SparseCheckpoint(str(folder / "run"), window=2)
