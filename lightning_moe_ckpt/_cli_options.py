@@ -1,4 +1,4 @@
-"""Define `moe-ckpt run`, whose options are mostly torchrun's, and say what the other commands do and what they need.
+"""Define `moe-ckpt run`, whose options are mostly torchrun's, and the help of the other commands.
 
 Imports nothing heavy, as `cli` says.
 """
@@ -136,7 +136,7 @@ A run on such a cluster places its copies the same way. Ranks are numbered node 
 Exit status: 0 shown, 2 there can be no such placement."""
 
 _EXTRA_OF = {"rich": "tools", "matplotlib": "plots", "jsonargparse": "cli", "botocore": "s3"}
-"""Names of the extras in pyproject.toml, by the package that they are for."""
+"""Names of the extras in pyproject.toml, by package."""
 
 
 def option(flag: str, text: str, metavar: str | None = None, **more: Any) -> click.Option:
@@ -262,11 +262,7 @@ RUN = click.Command(
 
 
 def remedy(error: ModuleNotFoundError) -> str | None:
-    """Return a sentence that says what to install, or `None` if no extra brings the module.
-
-    Args:
-        error: as the import raised it.
-    """
+    """Return the remedy for a failed import, a sentence with the extra to install; `None` if no extra brings the module."""
     package = (error.name or "").partition(".")[0]
     extra = _EXTRA_OF.get(package)
     if extra is None:

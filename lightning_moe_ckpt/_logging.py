@@ -1,4 +1,4 @@
-"""Loggers whose lines say which rank they are of, and with which all ranks together can say a thing once.
+"""Loggers with the rank in every line, and lines that all ranks together log once.
 
 Handlers are the user's: nothing is configured here, and records go the ordinary way, to the handlers of the root logger
 or, as for every library, warnings to standard error where there are none. A line that reaches a terminal goes above the
@@ -85,7 +85,7 @@ def _held(handler: logging.StreamHandler[Any], proxies: Mapping[object, Any], tq
 
 
 class _AboveBars:
-    """A terminal from which bars of tqdm are taken while somebody else writes there.
+    """A terminal whose tqdm bars are removed during other writes.
 
     Their lock is taken within the handler's, as handlers do that write by `tqdm.write`.
     """

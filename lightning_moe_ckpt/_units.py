@@ -1,4 +1,4 @@
-"""Write and read sizes and times: one unit for bytes wherever people read them, and every usual spelling where they write them."""
+"""Write and read sizes and times: one unit for bytes in output, and every usual spelling in input."""
 
 from __future__ import annotations
 

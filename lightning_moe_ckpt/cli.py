@@ -47,7 +47,7 @@ _INTERRUPTED = 130  # 128 + SIGINT
 _LARGE_PAGES = "glibc.malloc.hugetlb"
 
 Benchmarks = dict[str, tuple[str, list[click.Parameter]]]
-"""By name, what it measures and its own options."""
+"""Summary and own options of each benchmark, by name."""
 
 
 class _Program(click.Group):
@@ -71,7 +71,7 @@ class _Program(click.Group):
 
 
 def _drop_output() -> None:
-    """Leave out what is still buffered, which would fail again when Python ends."""
+    """Drop buffered output, which would fail again when Python ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -113,9 +113,9 @@ def run(program: click.Group, name: str, argv: Sequence[str] | None = None) -> i
 
 
 def take_large_pages() -> None:
-    """Start this process anew with large pages under whatever is allocated, unless the environment says which it wants.
+    """Start this process anew with large pages under every allocation, unless the environment chooses pages.
 
-    With small ones a process keeps the speed that its place in memory gives it, and two of them are not alike: a training
+    With small pages a process keeps the speed of its place in memory, and two processes are not alike: a training
     whose steps take 30 to 33 ms with large pages takes 35 to 53 ms without. The C library looks at this only as it starts.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")

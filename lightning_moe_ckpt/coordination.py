@@ -1,4 +1,4 @@
-"""What ranks tell each other outside the training collectives: small values, which processes live, and which releases run.
+"""Exchanges between ranks outside the training collectives: small values, living processes, and releases of libraries.
 
 Values are a few integers or a journal-codec value, over a control group (gloo, CPU tensors), in an order that is the same
 on every rank. No pickle: `torch.distributed`'s object collectives would execute what a peer sends.
@@ -64,12 +64,12 @@ class Exchange:
 
     @property
     def rank(self) -> int:
-        """This rank's place among those that take part, which is its number where all do."""
+        """Place of this rank among the ranks that take part: its number, where all ranks do."""
         return self._ranks.index(self._rank)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that take part."""
+        """Number of participating ranks."""
         return len(self._ranks)
 
     @property
@@ -189,7 +189,7 @@ def _writable(view: memoryview) -> memoryview | bytearray:
 @dataclass(frozen=True, slots=True)
 class _Process:
     node: str
-    """Boot and namespace in which the number means something."""
+    """Boot and namespace of the process number."""
     pid: int
     started: str
     """Tells it from a later process of the same number."""
@@ -247,7 +247,7 @@ class Neighbours:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank is the first of those on its node that live."""
+        """Whether this rank is the first living rank on its node."""
         return self._rank == min(
             (r for r, process in self._processes.items() if not process.is_gone), default=self._rank
         )
@@ -260,8 +260,8 @@ class Segment:
     sends never waits for one that receives, so that two neighbours may send to each other at once.
 
     Args:
-        groups: this rank's place, in one of them.
-        stages: which they are, one behind the other.
+        groups: place of this rank, within one of the stages.
+        stages: consecutive stages.
     """
 
     def __init__(self, groups: ParallelGroups, stages: range) -> None:
@@ -269,7 +269,7 @@ class Segment:
         self._rank, self._ranks = groups.rank, range(stages.start * size, stages.stop * size)
         self._group = groups.group("control")
         self.before = _Link(groups, groups.rank - size) if here - 1 in stages else None
-        """Border to the stage before this one, if that is in the segment."""
+        """Border to the stage before, if it is in the segment."""
         self.behind = _Link(groups, groups.rank + size) if here + 1 in stages else None
         """The same of the stage behind."""
 
@@ -305,14 +305,14 @@ class _Link:
             self._under_way.append((dist.isend(each, self._peer, self._group), each))
 
     def settle(self) -> None:
-        """Wait until the other side has what was sent; it needs nothing more of this side for that."""
+        """Wait until the other side has received every tensor; no further call of this side is needed for that."""
         for work, _ in self._under_way:
             if work is not None:
                 work.wait()
         self._under_way = []
 
     def receive(self) -> list[Tensor]:
-        """Return what the other side has sent next."""
+        """Return the next tensors from the other side."""
         nbytes = torch.zeros(1, dtype=torch.int64)
         dist.recv(nbytes, self._peer, self._group)
         payload = torch.empty(expected_nbytes(int(nbytes)), dtype=torch.uint8)

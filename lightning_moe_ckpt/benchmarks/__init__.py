@@ -1,4 +1,4 @@
-"""Measurements of what this package costs and gains, each on this machine, side by side with what it replaces.
+"""Measurements of this package's costs and gains, each on this machine, side by side with the alternatives.
 
 Internal: may change in any version.
 """

@@ -37,7 +37,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 T = TypeVar("T")
 Accelerator = Literal["cpu", "gpu"]
 Progress = Callable[[str, int, int], None]
-"""Called with the name of what begins, how many were done before it, and how many there are."""
+"""Function that is called with the name of the next case, the number of cases before, and of all cases."""
 
 _WIDEST = 10_000
 
@@ -61,7 +61,7 @@ class Goal:
 
 
 class Cost(NamedTuple):
-    """Seconds that something took; CPU time is that of all threads of the process."""
+    """Seconds of an action; CPU time counts all threads of the process, of a hook the training thread only."""
 
     wall: float
     cpu: float
@@ -75,7 +75,7 @@ class Cost(NamedTuple):
 
 
 def accelerator_for(wanted: str | None, num_ranks: int = 1) -> Accelerator:
-    """Return what to train on: `cpu` if nothing is said; `auto` takes GPUs if there is one for every rank.
+    """Return the accelerator of trainings: `cpu` by default; `auto` takes GPUs if there is a GPU for every rank.
 
     The driver is not asked: trainings are forked, and CUDA works in no fork of a process that has used it.
 
@@ -93,7 +93,7 @@ def accelerator_for(wanted: str | None, num_ranks: int = 1) -> Accelerator:
 
 
 def rounds_of(num_rounds: int, cases: Sequence[T]) -> Iterator[tuple[int, T]]:
-    """Yield every case in every round, each first in turn: what one leaves for the disk to do hits another each time."""
+    """Yield every case in every round, each first in turn: the writes that a case leaves hit another case each time."""
     for turn in range(num_rounds):
         start = turn % len(cases)
         yield from ((turn, case) for case in [*cases[start:], *cases[:start]])
@@ -220,7 +220,7 @@ def bench(modules: Mapping[str, Any], *, as_json: bool, **options: Any) -> int:
 
 
 def show_table(console: Console, table: Table) -> None:
-    """Print a table, wider than the screen if it has to be: a screen breaks lines, which loses nothing, rich cuts names."""
+    """Print a table, wider than the screen if necessary: a screen breaks lines, which loses nothing, rich cuts names."""
     least = Measurement.get(console, console.options.update(width=_WIDEST), table).minimum
     console.print(table, width=max(console.width, least), crop=False)
 

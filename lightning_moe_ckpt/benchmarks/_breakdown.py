@@ -1,7 +1,7 @@
 """Measure where the time of checkpoints goes: hook by hook on the training thread, thread by thread beside it.
 
-A hook's time is that between its call and its return, and counts once where hooks call each other. Threads are measured by
-the CPU time that Linux keeps for each; those that ended meanwhile are what the process took and no living thread did.
+A hook's time runs from its call to its return, and counts once where hooks call each other. Threads are measured by the CPU time
+in Linux's tables; the time of ended threads is the rest of the process's time.
 """
 
 from __future__ import annotations
@@ -20,29 +20,14 @@ from typing import Any, NamedTuple, Protocol
 from lightning.pytorch import Callback
 from rich.console import Group, RenderableType
 
-from lightning_moe_ckpt.benchmarks._benchmark import table_of
+from lightning_moe_ckpt.benchmarks._benchmark import Cost, table_of
 from lightning_moe_ckpt.fit import FitSession
 
 _PROCESSES = Path("/proc")
 ENDED = "threads that ended"
 
 
-class HookCost(NamedTuple):
-    """Seconds of the training thread."""
-
-    wall: float
-    cpu: float
-
-    def __add__(self, other: object) -> HookCost:
-        assert isinstance(other, HookCost)
-        return HookCost(self.wall + other.wall, self.cpu + other.cpu)
-
-    def per(self, earlier: HookCost, count: float) -> HookCost:
-        """Return what was added since `earlier`, divided by `count`."""
-        return HookCost((self.wall - earlier.wall) / count, (self.cpu - earlier.cpu) / count)
-
-
-_NOTHING = HookCost(0.0, 0.0)
+_NOTHING = Cost(0.0, 0.0)
 
 
 class HookMeter:
@@ -52,13 +37,13 @@ class HookMeter:
     """
 
     def __init__(self, peer: Callback | None) -> None:
-        self._costs = defaultdict[str, HookCost](lambda: _NOTHING)
+        self._costs = defaultdict[str, Cost](lambda: _NOTHING)
         self._inside = False
         owner, hooks = (FitSession, _own_hooks()) if peer is None else (type(peer), _overridden(type(peer)))
         for name in hooks:
             setattr(owner, name, self._metered(name, getattr(owner, name)))
 
-    def costs(self) -> dict[str, HookCost]:
+    def costs(self) -> dict[str, Cost]:
         """Return the costs of every hook so far."""
         return dict(self._costs)
 
@@ -72,14 +57,16 @@ class HookMeter:
             try:
                 return hook(*args, **kwargs)
             finally:
-                self._costs[name] += HookCost(time.perf_counter() - wall, time.thread_time() - cpu)
+                before = self._costs[name]
+                ended = time.perf_counter(), time.thread_time()
+                self._costs[name] = Cost(before.wall + ended[0] - wall, before.cpu + ended[1] - cpu)
                 self._inside = False
 
         return metered
 
 
 def _own_hooks() -> list[str]:
-    """Return the methods that are on the clock which `Report.overhead_seconds` reads."""
+    """Return the methods that `Report.overhead_seconds` times."""
     return [name for name, hook in vars(FitSession).items() if hasattr(hook, "__wrapped__")]
 
 
@@ -138,9 +125,13 @@ def _below(process: int) -> Iterator[int]:
                 yield from _below(child)
 
 
-def per_step(before: Mapping[str, HookCost], after: Mapping[str, HookCost], num_steps: int) -> dict[str, HookCost]:
-    """Return what every hook cost per step in between."""
-    return {name: cost.per(before.get(name, _NOTHING), num_steps) for name, cost in after.items()}
+def per_step(before: Mapping[str, Cost], after: Mapping[str, Cost], num_steps: int) -> dict[str, Cost]:
+    """Return the cost of every hook per step in between."""
+    earlier = {name: before.get(name, _NOTHING) for name in after}
+    return {
+        name: Cost((cost.wall - earlier[name].wall) / num_steps, (cost.cpu - earlier[name].cpu) / num_steps)
+        for name, cost in after.items()
+    }
 
 
 class BrokenDown(Protocol):
@@ -151,7 +142,7 @@ class BrokenDown(Protocol):
     @property
     def added_seconds(self) -> float: ...
     @property
-    def hooks(self) -> dict[str, HookCost]: ...
+    def hooks(self) -> dict[str, Cost]: ...
     @property
     def threads(self) -> dict[str, float]: ...
 
@@ -189,6 +180,6 @@ def _table(title: str, figures: Sequence[BrokenDown], per: Mapping[str, int]) ->
 
 
 def _by_size(columns: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return the names that have a microsecond anywhere, those with most first."""
+    """Return the names with a microsecond in some column, largest first."""
     most = {name: max(column.get(name, 0.0) for column in columns) for column in columns for name in column}
     return sorted((name for name, seconds in most.items() if seconds >= 1e-6), key=lambda name: -most[name])

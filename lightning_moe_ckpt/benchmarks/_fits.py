@@ -1,11 +1,11 @@
-"""Trainings that are measured, what they have in common, and processes of which only the one whose turn it is runs.
+"""Trainings that are measured, their common parts, and processes that run in turns.
 
-The model is a small GPT with experts on a stream of random tokens. What is learned does not matter. What does: a realistic
+The model is a small GPT with experts on a stream of random tokens. Learning does not matter. A realistic state does: a
 mix of a few large expert tensors and many small dense ones, clipped gradients, a logged metric and a learning rate
 schedule, since each has its share in the journal.
 
-Two things that are measured one after the other meet different machines when others use it too. Taking turns of a few
-seconds they meet nearly the same one, and neither has to start anew for every turn.
+Two measurements one after the other meet different loads of a shared machine. In turns of a few seconds both meet nearly the same
+load, and neither has to start anew for every turn.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class BenchModel(LightningModule):
 
     @staticmethod
     def blocks_of(size: ModelSize) -> nn.Sequential:
-        """Return new blocks, of whose experts this rank has its share."""
+        """Return new blocks with this rank's share of the experts."""
         return nn.Sequential(*(_Block(size) for _ in range(size.num_blocks)))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -154,7 +154,7 @@ class BenchModel(LightningModule):
 
 
 def random_tokens(size: ModelSize, num_batches: int) -> DataLoader[tuple[Tensor, ...]]:
-    """Return batches for `num_batches` steps, each crop one token longer than the context, which is what is predicted."""
+    """Return batches for `num_batches` steps; each crop is a token longer than the context, the last token to predict."""
     generator = torch.Generator().manual_seed(0)
     shape_NT = (num_batches * size.batch_size, size.context + 1)
     tokens_NT = torch.randint(size.vocabulary, shape_NT, generator=generator)
@@ -195,7 +195,7 @@ class StepLines(Callback):
         write_line(self.lines, "step", step=self.first_step + trainer.global_step, **self.values())
 
     def values(self) -> dict[str, Any]:
-        """Return what a step's line has besides."""
+        """Return further values of a step's line."""
         return {}
 
 
@@ -239,7 +239,7 @@ def quiet_lightning() -> Iterator[None]:
 
 
 def patient_storage() -> AbstractContextManager[None]:
-    """Silence what is said of storage that is slower than training, where that is our own doing."""
+    """Silence warnings of storage slower than training, where the benchmark itself slows storage down."""
     return at_level(SkipCounter.__module__, logging.CRITICAL)
 
 
@@ -336,7 +336,7 @@ class TurnTaker(Generic[Result]):
     def __exit__(self, *_: object) -> None:
         """Give no more turns: wait for the process to clean up, then end it.
 
-        Of several, the one made last goes first: it has inherited the pipes of the others, which end when nobody holds them.
+        The last of several takers goes first: its process has inherited the pipes of the others, which end when nobody holds them.
         """
         self._pipe.close()
         self._process.join(self._patience.total_seconds())
@@ -358,7 +358,7 @@ class TurnTaker(Generic[Result]):
         return self.end()
 
     def begin(self) -> None:
-        """Begin a turn, which `end` waits for; of several processes, all may have theirs at once."""
+        """Begin a turn; `end` waits for its end. Several processes may have turns at once."""
         with suppress(BrokenPipeError):  # `end` finds the same
             self._pipe.send_bytes(b"go")
 

@@ -1,13 +1,13 @@
-"""Measure what the loss of a process costs a training under each launcher: seconds from its SIGKILL to the first new step.
+"""Measure the cost of a lost process under each launcher: seconds from its SIGKILL to the first new step.
 
-Nothing is forked and nothing is warm: ranks are started by the launchers themselves, and what a new process imports is
-counted. The trainings of one number of ranks are there all at once, and take steps in turns; in each turn one rank dies.
+Nothing is forked and nothing is warm: ranks are started by the launchers themselves, and the imports of a new process are
+counted. All trainings with the same number of ranks exist at once, and take steps in turns; in each turn a rank dies.
 
     spare       `moe-ckpt run --spares 1`, once the spare waits for its place
     replaced    `moe-ckpt run`: a new process for the dead rank
     torchrun    new processes for all ranks
     torchft     a replica per rank, each started by torchrun, with its lighthouse, where it is installed. The others go on
-                without the dead replica, so their result is another one; when it comes back it is sent their state.
+                without the dead replica, so their result differs; a replica that comes back is sent their state.
 
 Source of torchft's options: its README at version 0.2.0.
 """
@@ -75,7 +75,7 @@ cost it; what checkpoints cost, `bench overhead` measures"""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredFailure:
-    """One kill and what came after it, in seconds from the SIGKILL."""
+    """A kill and its consequences, in seconds from the SIGKILL."""
 
     noticed_seconds: float | None
     """Until the last of the other ranks knew; unknown where these were ended."""
@@ -97,7 +97,7 @@ def time_ratio(failures: Sequence[MeasuredFailure]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureFigure:
-    """One launcher and number of ranks."""
+    """Failures under a launcher, with a number of ranks."""
 
     launcher: str
     num_ranks: int
@@ -183,7 +183,7 @@ def _outcomes(figures: Sequence[FailureFigure]) -> Iterator[str]:
 def job(launcher: str, num_ranks: int, parent: Path | None, *script: str) -> Iterator[FailingJob]:
     """Start a training under a launcher of `LAUNCHERS`, in a folder of `parent` or of the temporary directory, and end it.
 
-    `script` is the module that is run, and its arguments behind the two folders; without it what `bench in-place` trains.
+    `script` is the module to run, and its arguments behind the two folders; the default is the training of `bench in-place`.
     """
     with bench_folders(parent) as (folder, memory), (folder / "console").open("wb") as console:
         job = FailingJob(launcher, num_ranks, folder, folder / "console")
@@ -207,7 +207,7 @@ def job(launcher: str, num_ranks: int, parent: Path | None, *script: str) -> Ite
 def _commands(
     launcher: str, num_ranks: int, folder: Path, memory: Path, script: Sequence[str]
 ) -> list[tuple[list[str], dict[str, str]]]:
-    """Return what to start, with what the environment has besides."""
+    """Return the commands to start, each with additions to its environment."""
     python = [sys.executable, "-m"]
     if launcher != "torchft":
         options = [*_OF_LAUNCHERS[launcher], *(_OWN if launcher != "torchrun" else [])]
@@ -233,7 +233,7 @@ def _commands(
 
 
 class FailingJob:
-    """A training under a launcher, whose ranks write what happens to `folder`, and what they print to `console`."""
+    """A training under a launcher; its ranks write events to `folder`, and their output to `console`."""
 
     def __init__(self, launcher: str, num_ranks: int, folder: Path, console: Path) -> None:
         self._launcher, self._num_ranks, self._folder, self._console = launcher, num_ranks, folder, console
@@ -241,7 +241,7 @@ class FailingJob:
         self._spares_used = 0
 
     def lose(self, rank: int, after_steps: int, *, alone: bool = False) -> MeasuredFailure:
-        """Train for `after_steps` steps, kill a rank, and return what that has cost; `alone`: see `failure_of`."""
+        """Train for `after_steps` steps, kill a rank, and return its cost; `alone`: see `failure_of`."""
         torchft = self._launcher == "torchft"
         self._await("a spare", self._has_spare)
         (self._folder / "turn").touch()
@@ -265,7 +265,7 @@ class FailingJob:
         return failure
 
     def end(self) -> None:
-        """End all processes; what they leave in memory goes with the folder."""
+        """End all processes; their shared memory goes with the folder."""
         (self._folder / "turn").touch()
         groups = [line["pid"] for lines in self.lines() for line in lines if line["what"] == "begin"]
         for process in self.processes:
@@ -277,7 +277,7 @@ class FailingJob:
                 os.kill(pid, signal.SIGKILL)
 
     def lines(self) -> list[list[Record]]:
-        """Return what each rank has written."""
+        """Return the lines of each rank."""
         paths = [self._folder / f"rank{rank}" for rank in range(self._num_ranks)]
         return [list(read_lines(path)) if path.exists() else [] for path in paths]
 
@@ -326,10 +326,10 @@ class FailingJob:
 def failure_of(
     ranks: Sequence[Sequence[Record]], at: float, killed: int, *, alone: bool = False
 ) -> MeasuredFailure | None:
-    """Return what the kill of a rank at a time has cost; `None` until that is known.
+    """Return the cost of the kill of a rank at a time; `None` until the cost is known.
 
     Args:
-        ranks: lines that `StepLines` of each rank has written.
+        ranks: lines of each rank's `StepLines`.
         at: time of the kill, by the clock of the lines.
         killed: rank that died.
         alone: whether the others stay in the step that they are in.

@@ -1,4 +1,4 @@
-"""Run one rank of a training that is killed while it runs, for `_in_place` and `_pipeline`, which start it by a launcher.
+"""Run a rank of a training to be killed, for `_in_place` and `_pipeline`, which start the rank by a launcher.
 
 python -m lightning_moe_ckpt.benchmarks._killed_fit FOLDER MEMORY {lightning,torchft}
 python -m lightning_moe_ckpt.benchmarks._killed_fit FOLDER MEMORY {torchrun,computes_all,in_place,alone} STAGES MICRO_BATCHES STAGE_MS
@@ -56,7 +56,7 @@ _LOOK_SECONDS = 0.002
 
 
 class TurnLines(StepLines):
-    """Write down what happens, and take steps in turns only; turn and lines are in `folder`."""
+    """Write lines of events, and take steps in turns only; turn and lines are in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -73,7 +73,7 @@ class TurnLines(StepLines):
 
 
 class _Heard(logging.Handler):
-    """Note when this process says that it goes on in place."""
+    """Note the time at which this process logs that training goes on in place."""
 
     def __init__(self, lines: JsonLines) -> None:
         super().__init__(logging.WARNING)
@@ -91,7 +91,7 @@ def await_turn(folder: Path) -> None:
 
 
 def note_spare(folder: Path) -> None:
-    """Say so if this is a spare: all is imported, and the strategy asks for the rank."""
+    """Write a line if this process is a spare: everything is imported, and the strategy asks for the rank."""
     if SPARE in os.environ:
         write_line(JsonLines(folder / "spares"), "ready", pid=os.getpid())
 
@@ -220,7 +220,7 @@ class SleepingModel(LightningModule):
 
 
 class _SleepLines(TurnLines):
-    """Lines of steps with the seconds in gradients of weights too, which replay leaves out of what is frozen."""
+    """Lines of steps with the seconds in gradients of weights too, which replay leaves out for frozen weights."""
 
     @override
     def values(self) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class _SleepLines(TurnLines):
 
 
 class _LooksAtGradients(Callback):
-    """One who looks at all gradients: for that, replay computes them all."""
+    """Callback that looks at gradients, for which replay computes all of them."""
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:

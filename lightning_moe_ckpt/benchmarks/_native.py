@@ -1,8 +1,8 @@
-"""Measure what compiled copies and kernels gain on this machine, each beside what torch or Python does in its place.
+"""Measure the gain of compiled copies and kernels on this machine, each beside torch or Python.
 
-Many small slices are where calls cost more than bytes; of large ones only memory bandwidth is left. With a CUDA device
-the goals for its engine are measured too; without one they are listed as not run. That compiled code and torch give the
-same bits is left to tests.
+For many small slices calls cost more than bytes; for large slices only memory bandwidth counts. With a CUDA device the
+goals for its engine are measured too; without a device these goals are listed as not run. Tests show that compiled code and
+torch give the same bits.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ NUM_STEPS = (1, 4, 8)
 _KEPT, _NUM_SAMPLES = 0.01, 32_768
 _LR, _WEIGHT_DECAY = 1e-3, 0.01
 _QUEUED = 4
-"""Calls that a device is given at a time, so that what the host does in between is hidden as in training."""
+"""Calls queued on a device at a time: they hide the host's work in between, as in training."""
 _OURS, _SAMPLED, _FUSED = "compiled", "torch, sampled threshold", "torch, fused=True"
 
 
@@ -259,7 +259,7 @@ class Kernels:
 
 
 def _replay(weights: Tensor, gradient: Tensor | CompressedGradient, num_steps: int) -> Action:
-    """Return what takes a state through the steps with `replay_adam`."""
+    """Return a function that takes a state through the steps with `replay_adam`."""
     state = AdamState(weights.clone(), torch.zeros_like(weights), torch.zeros_like(weights))
     steps = [AdamStep(gradient=gradient, step=1 + n, lr=_LR, weight_decay=_WEIGHT_DECAY) for n in range(num_steps)]
     return lambda: replay_adam(state, steps)
@@ -268,7 +268,7 @@ def _replay(weights: Tensor, gradient: Tensor | CompressedGradient, num_steps: i
 def _torch_steps(
     weights: Tensor, gradient: Tensor | CompressedGradient, num_steps: int, *, fused: bool = False
 ) -> Action:
-    """Return what takes torch's optimizer through the steps, each from a gradient made whole first."""
+    """Return a function that takes torch's optimizer through the steps, each from a decompressed gradient."""
     param = torch.nn.Parameter(weights.clone())
     optimizer = torch.optim.AdamW([param], lr=_LR, weight_decay=_WEIGHT_DECAY, foreach=False, fused=fused)
 

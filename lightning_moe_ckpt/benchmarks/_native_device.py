@@ -97,7 +97,7 @@ def judge(measurements: Mapping[str, GoalMeasurement], reason: str) -> list[Nati
 
 
 def figure_of(what: str, how: str, measure: GoalMeasurement, *, unit: str, note: str = "") -> NativeFigure:
-    """Return a row with what `measure` returns; one that fails must not cost the others, and says where it did."""
+    """Return a row with the result of `measure`; a failure must not cost the other rows, and has its traceback in the row."""
     try:
         return NativeFigure(what=what, how=how, value=measure(), unit=unit, note=note)
     except Exception as error:  # noqa: BLE001  # kept whole, in the row
@@ -107,7 +107,7 @@ def figure_of(what: str, how: str, measure: GoalMeasurement, *, unit: str, note:
 
 
 def in_turns(ways: Mapping[str, Action], repeats: int) -> dict[str, Cost]:
-    """Run each way once per round, so that what else the machine does hits all alike; the first round does not count."""
+    """Run each way once per round, so that other load of the machine hits all ways alike; the first round does not count."""
     costs: dict[str, list[Cost]] = {how: [] for how in ways}
     for _ in range(repeats + 1):
         for how, action in ways.items():
@@ -131,7 +131,7 @@ class CopyScale:
     """Size of one list of copies, in units of 2^20 bytes."""
     repeats: int = 7
     matrix: int = 8192
-    """Rows and columns of what is multiplied beside copies."""
+    """Rows and columns of matrices that are multiplied beside copies."""
     loop_seconds: float = 0.5
     """Length of each loop of work that copies run beside."""
 
@@ -324,7 +324,7 @@ class DeviceCopies:
         return (time.perf_counter() - start) / num
 
     def _synchronize(self) -> None:
-        """Wait for this thread's stream only: what is copied on another one goes on."""
+        """Wait for this thread's stream only: copies on another stream go on."""
         event: Any = self._module.Event()
         event.record(self._module.current_stream())
         event.synchronize()

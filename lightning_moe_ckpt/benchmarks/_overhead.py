@@ -1,17 +1,17 @@
-"""Measure what checkpoints cost in training speed: each policy, in memory only and with storage, beside other systems.
+"""Measure the cost of checkpoints in training speed: each policy, in memory only and with storage, beside other systems.
 
-Fits of the same model take turns, in another order in each round, and before each the one without checkpoints has a turn. What
-checkpoints add to a step is the difference of two such turns, which met nearly the same machine; its median over the rounds
-is reported. The first turn of a fit has a warm-up
-in which generation 0 is written, the window planned, and the ring filled for the first time. Before a fit pauses between two
-turns, what is complete is stored, so that it leaves the machine to others; each later turn therefore begins with steps that
-are not measured, which fill the pipeline again. In memory only means that storage rests once it has generation 0.
+Fits of the same model take turns, in another order in each round, and before each turn the fit without checkpoints has a turn.
+The difference of two such turns, which met nearly the same machine, is the cost per step; its median over the rounds is
+reported. The first turn of a fit has a warm-up in which generation 0 is written, the window planned, and the ring filled for
+the first time. Before a fit pauses between two turns, complete generations are stored, so that the machine is free for others;
+each later turn therefore begins with unmeasured steps, which fill the pipeline again. In memory only means that storage rests
+once it has generation 0.
 
 A step is the time from one `on_train_batch_end` to the next, so that everything between counts, whichever hook or
-thread it is spent in. A round's mean step is what throughput is; its median step leaves out those that waited longest.
-CPU seconds of the training thread and of the process are reported beside: other load on the machine changes them
-little, but they do not see waiting. The command has large pages under all its processes: with small ones each of them
-has a speed of its own, and differs from others by more than what checkpoints add.
+thread it is spent in. A round's mean step gives the throughput; its median step leaves out the steps that waited longest.
+CPU seconds of the training thread and of the process are reported beside: other load on the machine changes CPU seconds
+little, but they do not see waiting. The command has large pages under all its processes: with small pages each process
+has a speed of its own, and the speeds differ by more than the cost of checkpoints.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from rich.console import RenderableType
 from typing_extensions import Self, override
 
-from lightning_moe_ckpt.benchmarks._benchmark import Goal, Progress, accelerator_for, medians, rounds_of, table_of
-from lightning_moe_ckpt.benchmarks._breakdown import HookCost, HookMeter, ThreadTimes, breakdown_of, per_step
+from lightning_moe_ckpt.benchmarks._benchmark import Cost, Goal, Progress, accelerator_for, medians, rounds_of, table_of
+from lightning_moe_ckpt.benchmarks._breakdown import HookMeter, ThreadTimes, breakdown_of, per_step
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     HandOver,
@@ -62,7 +62,7 @@ GOALS = {
     "dense1-memory": Goal("dense", "dense at every step, memory only", 4.0, "ms", at_least=False),
     "dense4-memory": Goal("dense 4", "dense every 4 steps, memory only", 1.0, "ms", at_least=False),
 }
-"""What a step may get longer by."""
+"""Limits of the time added to a step."""
 IDLE = Goal("idle", "steps at which nothing is taken", 0.3, "ms", at_least=False)
 SHARE = Goal("share", "of a step, with storage", 0.03, "of a step", at_least=False)
 PEER = Goal("peer", "of DLRover MEMORY at the same cadence", 0.5, "times", at_least=False)
@@ -75,7 +75,7 @@ class StepCosts:
     mean_seconds: float
     median_seconds: float
     idle_seconds: float | None
-    """Mean of the steps at which nothing is taken; `None` where there is none."""
+    """Mean of the steps without a capture; `None` where there is no such step."""
     thread_seconds: float
     """CPU time of the training thread, mean."""
     process_seconds: float
@@ -89,7 +89,7 @@ class StepCosts:
     generations_complete: int
     generations_committed: int
     """Storage is given the newest complete generation whenever it has finished one."""
-    hooks: dict[str, HookCost] = field(default_factory=dict)
+    hooks: dict[str, Cost] = field(default_factory=dict)
     """With `--breakdown`: mean per step, by hook."""
     threads: dict[str, float] = field(default_factory=dict)
     """With `--breakdown`: mean CPU time per step beside the training thread, by thread."""
@@ -227,16 +227,16 @@ class _Turns(Callback):
 
 
 class _Before(NamedTuple):
-    """Sums that costs are differences of."""
+    """Sums so far; differences of two are costs."""
 
     report: Report | None
     peer_seconds: float
-    hooks: dict[str, HookCost]
+    hooks: dict[str, Cost]
     threads: ThreadTimes | None
 
 
 def _gained(earlier: _Before, later: _Before, num_steps: int) -> dict[str, Any]:
-    """Return the fields of `StepCosts` that follow from reports, or from what a peer has noted."""
+    """Return the fields of `StepCosts` that follow from reports, or from a peer's notes."""
     before, after = earlier.report, later.report
     if before is None or after is None:
         nothing = dict.fromkeys(("device_stall_seconds", "generations_complete", "generations_committed"), 0)
@@ -292,7 +292,7 @@ class OverheadFigure(StepCosts):
     added_range: tuple[float, float]
     """Least and greatest of the rounds."""
     added_idle_seconds: float | None
-    """The same of the steps at which nothing is taken."""
+    """Seconds added to a step without a capture."""
     added_thread_seconds: float
     """CPU time of the training thread less that of `none` right before."""
     added_beside_seconds: float
@@ -374,11 +374,11 @@ def _beside(costs: StepCosts) -> float:
 
 
 def _by_name(rounds: Sequence[StepCosts]) -> dict[str, Any]:
-    """Return the medians of what has names, over all rounds; a name that a round lacks is 0 there."""
+    """Return the medians over all rounds by name; a name that a round lacks is 0 there."""
     stalls = _medians([run.stall_seconds for run in rounds])
     walls = _medians([{name: cost.wall for name, cost in run.hooks.items()} for run in rounds])
     cpu = _medians([{name: cost.cpu for name, cost in run.hooks.items()} for run in rounds])
-    hooks = {name: HookCost(walls[name], cpu[name]) for name in walls}
+    hooks = {name: Cost(walls[name], cpu[name]) for name in walls}
     return {"stall_seconds": stalls, "hooks": hooks, "threads": _medians([run.threads for run in rounds])}
 
 

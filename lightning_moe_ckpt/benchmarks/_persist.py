@@ -1,12 +1,12 @@
-"""Measure what it costs until a generation is durable, and what training notices of it.
+"""Measure the time and CPU until a generation is durable, and the slow-down of training meanwhile.
 
-A generation is digested, stored, marked and committed by the worker that does it in training; beside it the same bytes
-are written without any of that: to local disk by write and fsync, to object storage by `obstore.put` with its own
+A generation is digested, stored, marked and committed by the worker of a training; beside it the same bytes
+are written plainly: to local disk by write and fsync, to object storage by `obstore.put` with its own
 settings. Both take turns in one process, each first in turn, and the ratio is taken within a turn. Deleting older generations
 comes afterwards and is not measured.
 
-Steps are those of a fit with sparse checkpoints on local disk, told apart by whether a segment was being written. To have
-idle ones, writes are held up in every other stretch of steps.
+Steps are the steps of a fit with sparse checkpoints on local disk, told apart by whether a segment was being written. To have
+idle steps, writes are held up in every other stretch of steps.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _STRETCH = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PersistFigure:
-    """One goal and what was measured of it; without a value it was not run."""
+    """A goal and its measurement; a goal without a value was not run."""
 
     what: str
     wanted: str
@@ -90,7 +90,7 @@ class PersistFigure:
     range: tuple[float, float] | None
     """Least and greatest of the rounds."""
     baseline: str
-    """Absolute figure that `value` is relative to."""
+    """Absolute figure to which `value` is relative."""
     ours: str
     outcome: str
 
@@ -190,7 +190,7 @@ def _persist(store: RunStore, worker: PersistWorker, segments: list[tuple[memory
 
 
 def _bare(url: str, storage_options: StorageOptions | None) -> _RawFiles | _BareObjects:
-    """Return what a generation is compared with: called, it makes bytes durable under names that begin alike."""
+    """Return the baseline: a function that makes bytes durable under names with a common beginning."""
     if url.startswith("file://"):
         return _RawFiles(Path(url.removeprefix("file://")))
     return _BareObjects(url, storage_options)
@@ -216,7 +216,7 @@ class _RawFiles:
 
 
 class _BareObjects:
-    """`obstore.put` as it is called without thinking about it, one object per segment."""
+    """`obstore.put` with its defaults, one object per segment."""
 
     def __init__(self, url: str, storage_options: StorageOptions | None) -> None:
         kind, bucket, prefix = split_url(f"{url}/bare")
@@ -294,7 +294,7 @@ class _TimedGate(StorageGate):
 class _HeldWrites(Callback):
     """Note when steps were done, and let large writes wait in every other stretch. It goes first in the list.
 
-    After the steps that are measured nothing is held: what ends a fit waits until the last step is stored.
+    After the measured steps nothing is held: the end of a fit waits until the last step is stored.
     """
 
     def __init__(self, warm_up: int, num_steps: int) -> None:

@@ -1,9 +1,9 @@
-"""Measure what the loss of one pipeline stage costs: stages sleep in place of computing, so that bubbles are real on few cores.
+"""Measure the cost of a lost pipeline stage: stages sleep in place of computing, so that bubbles are real on few cores.
 
     torchrun      new processes for all stages, which all go back to the newest generation
     computes_all  `moe-ckpt run --spares 1`; all stages go back in place, and gradients of frozen weights are computed too
     in_place      the same, without gradients of frozen weights
-    alone         only the stage that was lost goes back, fed by its neighbours' logs
+    alone         only the lost stage goes back, fed by its neighbours' logs
 
 Source: MoEvement (2026), Sec. 3.3 (gradients of frozen weights), 3.4 and Fig. 9 (23 % shorter with logs), Fig. 13.
 """
@@ -42,7 +42,7 @@ first step that was never taken before. time ratio: effective training time at a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageFigure:
-    """One system."""
+    """Failures under a system."""
 
     system: str
     num_stages: int

@@ -1,4 +1,4 @@
-"""Measure how long a failure costs: from a SIGKILL to the first step that was never taken before.
+"""Measure the time lost to a failure: from a SIGKILL to the first step that was never taken before.
 
 Runs of the same model are killed at the same step and resumed by real processes: sparse and dense checkpoints after
 the loss of a process, of a node with its memory, and of every node's memory; torch's Distributed Checkpoint (saving
@@ -6,10 +6,10 @@ asynchronously) and Lightning's own `.ckpt`, which restore from storage whatever
 memory of its own. All save every so many steps, to the same disk. Kills fall on different steps between two
 checkpoints, one per round, and in each round all runs take turns.
 
-New processes are forked from one that has imported everything: what imports cost, they cost every system alike.
+New processes are forked from a process that has imported everything: imports cost every system alike.
 
-By itself is measured how long a restarted process needs to have its state back out of memory of the node. A process captures
-one generation in a ring, publishes it and dies by SIGKILL. The clock runs from that signal to the moment at which another
+The time of a restarted process until its state is back out of memory of the node is measured by itself. A process captures a
+generation in a ring, publishes the generation and dies by SIGKILL. The clock runs from that signal to the moment at which another
 process has found the generation, holds its bytes, and has verified them as a restore does, by the digest of the whole and
 the places of records. A rank of a real job starts new processes in between, which is not counted.
 
@@ -77,7 +77,7 @@ from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile
 
 RecoverySystem = Literal["none", "sparse", "dense", "partial", "selective", "dcp", "lightning"]
 RecoveryLoss = Literal["process", "node", "cluster"]
-"""A loss is that of one process, with it of its node's memory, or of the memory of every node."""
+"""Loss of a process, of a process with its node's memory, or of the memory of every node."""
 Precision = Literal["32-true", "bf16-mixed"]
 CASES: tuple[tuple[RecoverySystem, RecoveryLoss], ...] = (
     *(("sparse", loss) for loss in ("process", "node", "cluster")),
@@ -107,7 +107,7 @@ restored after: from the SIGKILL until the state is there, with new processes bu
 done again; tokens lost: over all experts, for good, where restarts are not exact"""
 _LOSSES = {"process": "process", "node": "node", "cluster": "all nodes"}
 _CYCLES = 3
-"""Checkpoints that were due before the kill: the newest may still be on its way."""
+"""Checkpoints due before the kill: the newest may still be on its way."""
 _GOAL = Goal("host", "from a SIGKILL to 50 MiB out of host memory", 100, "ms", at_least=False)
 _RUN, _GENERATION = "bench", GenerationId(step=1, incarnation=1, nonce="0" * 12)
 _SHARE_K = 4
@@ -117,16 +117,16 @@ OWN = DenseCheckpoint | SparseCheckpoint | PartialExpertCheckpoint | SelectiveEx
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """One kill and what came after it."""
+    """A kill and its consequences."""
 
     killed_at: int
-    """Steps that were done."""
+    """Steps done before the kill."""
     rollback_steps: float
-    """Steps of these that had to be taken again."""
+    """Steps of `killed_at` that had to be taken again."""
     step_seconds: float
     """Mean step before the kill, checkpoints included."""
     hook_seconds: float
-    """Part of it that the training thread of the killed rank spent on checkpoints, waits included."""
+    """Part of `step_seconds` that the killed rank's training thread spent on checkpoints, waits included."""
     saved_nbytes: float
     """Bytes that were saved per step before the kill, by all ranks together."""
     begin_seconds: float
@@ -142,7 +142,7 @@ class Recovery:
     total_seconds: float
     """Time from the SIGKILL to the end of the first new step."""
     restored_from: list[dict[str, int]]
-    """Bytes of each rank, by where they were read: `host`, `peer` or `storage`; empty for others, who say nothing."""
+    """Bytes that each rank read, by tier: `host`, `peer` or `storage`; empty for other systems."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,12 +235,9 @@ def _size(options: SimpleNamespace) -> ModelSize:
 
 
 def _read(attempts: Sequence[AttemptResult], step: int, num_steps: int) -> Recovery:
-    """Return what the kill of the last rank has cost.
+    """Return the cost of the kill of the last rank in the first of two attempts, at `step`.
 
-    Args:
-        attempts: the one that was killed, and the next.
-        step: of the kill.
-        num_steps: before it, a whole number of checkpoint intervals, over which costs are averaged.
+    Costs are averaged over `num_steps` before the kill, a whole number of checkpoint intervals.
     """
     killed, resumed = attempts
     rank, ranks = killed.world_size - 1, range(killed.world_size)
@@ -312,7 +309,7 @@ def _host_line(figure: HostRestoreFigure) -> str:
 
 
 def _from_host(figures: Sequence[RecoveryFigure]) -> Iterator[str]:
-    """Yield a line per figure whose ranks all read their own node's memory: what training around it adds."""
+    """Yield a line per figure whose ranks all read their own node's memory, with the time until the Trainer trains."""
     for figure in figures:
         if figure.restored_from and all([*rank] == ["host"] for rank in figure.restored_from):
             nbytes = max(sum(rank.values()) for rank in figure.restored_from)
@@ -405,11 +402,11 @@ class RecoveryFit:
     """Folder on a tmpfs with a folder per node, which is that node's shared memory."""
     accelerator: Accelerator = "cpu"
     deterministic: bool = False
-    """Argument of the Trainer, which warns of kernels that are not."""
+    """Whether the Trainer warns of kernels that are not deterministic."""
     precision: Precision = "32-true"
 
     def __call__(self, attempt: Attempt) -> dict[str, Any]:
-        """Run an attempt; return when it began, and what the callback says about its restore."""
+        """Run an attempt; return the time of its beginning, and the callback's report of the restore."""
         begun, is_killed = time.monotonic(), attempt.rank == attempt.world_size - 1
         loses_memory = self.loss == "cluster" or (self.loss == "node" and is_killed)
         own_memory(f"{self.memory}/node{attempt.rank}", lost=attempt.index > 0 and loses_memory)
@@ -461,7 +458,7 @@ def newest_step(folder: Path) -> int:
 
 
 class StepTimes(StepLines):
-    """Append a line at every step, with what `checkpoint` has cost so far."""
+    """Append a line at every step, with the cost of `checkpoint` so far."""
 
     def __init__(self, path: Path, first_step: int, checkpoint: Callback | None) -> None:
         self.first_step, self._checkpoint, self.lines = first_step, checkpoint, JsonLines(path)

@@ -1,6 +1,6 @@
 """Checkpoints that `moe-ckpt bench overhead` compares, by name: policies of this package, and other systems.
 
-Other systems are callbacks that note what they cost the training thread. Each saves model, optimizer and schedulers in the
+Other systems are callbacks that note their cost to the training thread. Each saves model, optimizer and schedulers in the
 way its documentation shows first. Lightning's own, `torch.save` and torch's Distributed Checkpoint are here wherever this
 package is; DLRover and lm-resiliency are compared where they are installed, and nothing here needs them.
 
@@ -140,7 +140,7 @@ class DcpCheckpoint(SavingEvery):
 
 
 class MeteredCheckpoint(ModelCheckpoint):
-    """Lightning's own callback, which notes what it has cost."""
+    """Lightning's own callback, with notes of its cost."""
 
     seconds, nbytes = 0.0, 0
 
@@ -231,7 +231,7 @@ def installed(system: str) -> bool:
 
 
 def _own_world() -> None:
-    """Make a process group of one, which these want."""
+    """Make a process group of this process alone, as these systems want."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
@@ -252,7 +252,7 @@ def _nbytes(state: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Checkpoints that a fit takes."""
+    """Checkpoints of a fit."""
 
     system: str
     """Policy or peer; `none` for no checkpoints, `monitored` for sparse ones beside an `ExpertLoadMonitor`."""
@@ -292,15 +292,15 @@ _MORE = [
     *(Variant("differential", 64, memory) for memory in (True, False)),
 ]
 VARIANTS = {each.name: each for each in (Variant("none"), *_POLICIES, *_PEER_VARIANTS, *_MORE)}
-"""All that can be measured, by name."""
+"""All variants by name."""
 _BROKEN_DOWN = ["sparse8", "dense1", "dense4", "partial1", "selective1"]
 
 
 def chosen_variants(options: SimpleNamespace) -> list[Variant]:
-    """Return what to measure, training without checkpoints first.
+    """Return the variants to measure, training without checkpoints first.
 
     Raises:
-        ConfigurationError: `--variants` names something else, or what is not installed.
+        ConfigurationError: `--variants` names something else, or a system that is not installed.
     """
     usual = [VARIANTS[name] for name in _BROKEN_DOWN] if options.breakdown else _POLICIES
     peers = [
@@ -338,7 +338,7 @@ def checkpoint_of(variant: Variant, url: str) -> Callback | None:
 def shared_arguments(*, memory_only: bool) -> dict[str, Any]:
     """Return arguments for all checkpoint callbacks: in memory they go as fast as they can, as other systems do.
 
-    What measures is a callback, too, with clocks of its own process.
+    The measuring callback has clocks of its own process.
     """
     target = (
         {"overhead_target": None} if memory_only and "overhead_target" in CheckpointArguments.__annotations__ else {}

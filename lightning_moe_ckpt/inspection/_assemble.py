@@ -58,7 +58,7 @@ class StoredTensor:
     """safetensors code, e.g. `BF16`."""
     shape: tuple[int, ...]
     records: list[Replicas] = field(default_factory=list)
-    """That it is cut into."""
+    """Intervals of the tensor, each with its copies."""
 
     @property
     def nbytes(self) -> int:
@@ -74,13 +74,13 @@ class Assembler:
         markers: of all ranks, in order; one segment each, or differences to one.
 
     Raises:
-        Corrupt: differences, or what they follow on, are damaged.
+        Corrupt: differences, or the state below them, are damaged.
     """
 
     def __init__(self, backend: Backend, markers: Sequence[RankMarker]) -> None:
         self._backend, self._generation = backend, markers[0].generation
         self._folded: dict[str, Tensor] = {}
-        """Bytes of files that storage has with differences to them only, by key."""
+        """Bytes of files after their stored differences, by key."""
         if is_differential(markers[0].policy):
             pairs = [folded(marker, self._read) for marker in markers]
             markers = [marker for marker, _ in pairs]
@@ -90,7 +90,7 @@ class Assembler:
         for file in constants_of(backend, markers[0].policy):
             self._indexes[0].add(version, replace(file, step=self._generation.step), [stored(version, 0)])
         self._lost = ""
-        """Operator of which the last failed read was."""
+        """Operator of the last failed read."""
         self.notes: list[str] = []
         """Remarks on the result for the user."""
         # Ranks keep their own buffers; an export has room for one of each pipeline stage.
@@ -194,7 +194,7 @@ class Assembler:
         return states | {name: value.view(()) for name, value in scalars.items()}
 
     def _shared_scalars(self) -> dict[str, Tensor]:
-        """Read what the optimizer keeps once for several experts, which a partial generation has in its journal."""
+        """Read the optimizer's scalars for several experts at once, which a partial generation has in its journal."""
         stored = (decode_journal(self.journal()).get("outcome") or {}).get("scalars") or {}
         return {f"{fqn}/{key}": value for fqn, values in stored.items() for key, value in values.items()}
 
@@ -239,7 +239,7 @@ class Assembler:
         return flat
 
     def _fill(self, out: Tensor, records: Iterable[tuple[int, Replicas]]) -> None:
-        """Read records directly to their places, which the first element of each gives.
+        """Read records directly to their places: the first element of a record gives its place.
 
         Raises:
             Corrupt: one of them has no good copy; `take_older` may help.

@@ -74,7 +74,7 @@ class Conformance:
 _CREATE, _RACE = "create-exclusive", "race of creators"
 _SMALL_PARTS, _CHECKSUMS, _NESTED, _CLOCK = "small parts", "wrong checksums", "keys a and a/b", "clock"
 _NOT_NEEDED = {_SMALL_PARTS, _CHECKSUMS, _NESTED, _CLOCK}
-"""Checks of properties that checkpoints do not need."""
+"""Checks of properties without use for checkpoints."""
 _MEANINGS: dict[FencingVerdict, str] = {
     "fenced": "Fenced: checkpoints are safe here. A job that is started twice, or wakes up after its successor began, "
     "finds that out before it writes anything that counts.",

@@ -65,7 +65,7 @@ class ExportOptions:
     optimizer: bool = False
     """Beside a `.safetensors` file, also write the optimizer's state to `*.optimizer.safetensors`."""
     weights_only: bool = False
-    """In a `.ckpt`, leave out optimizer, schedulers and callbacks, which only training needs."""
+    """Leave optimizer, schedulers and callbacks, for training only, out of a `.ckpt`."""
     module: str | None = None
     """Name of the Hugging Face model in the trained module, if that holds several."""
     leave_out: Sequence[str] = ()
@@ -313,7 +313,7 @@ def _metadata(commit: Commit, tensors: Assembler) -> dict[str, str]:
 
 
 def _age_note(commit: Commit, tensors: Assembler) -> list[str]:
-    """Return what a user should know of a generation that references older ones."""
+    """Return a note for the user on the older operators in a generation."""
     numbers = Counter(tensors.older.values())
     told = ", ".join(f"{number} of step {step}" for step, number in sorted(numbers.items(), reverse=True))
     return [f"operators older than step {commit.generation.step}: {told}"] if told else []

@@ -45,7 +45,7 @@ _TIERS = {"host": "own memory", "peer": "other nodes", "storage": "storage"}
 
 
 def write_page(view: RunView, out: Path, *, force: bool) -> Answer:
-    """Write the page and return what it is of.
+    """Write the page and return the run's figures.
 
     Raises:
         ConfigurationError: the file exists or cannot be written.
@@ -248,7 +248,7 @@ def follow(view: RunView, every_seconds: float) -> int:
 
 
 def screen_of(found: RunProgress) -> RenderableType:
-    """Return all of it, readable at 80 columns."""
+    """Return the whole screen, readable at 80 columns."""
     parts: list[RenderableType] = [_heading(found), _figures(found), _ranks(found.places)]
     if found.incarnations:
         parts.append(_starts(found.incarnations))
@@ -281,7 +281,7 @@ def _figures(found: RunProgress) -> Table:
 
 
 def figures(found: RunProgress) -> dict[str, str]:
-    """Return what is known in words, by name."""
+    """Return the known figures in words, by name."""
     said: dict[str, str] = {}
     if found.step is not None:
         of = f" of {found.last_step} ({found.step / found.last_step:.0%})" if found.last_step else ""

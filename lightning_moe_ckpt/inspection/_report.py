@@ -78,10 +78,10 @@ def plain_table(*titles: str, right: Iterable[str] = (), wraps: str | None = Non
 
 
 def kind_of(commit: Commit) -> str:
-    """Return what a generation holds, whatever the callback.
+    """Return the kind of a generation's content, whatever the callback.
 
-    That is `dense` if one segment per rank has everything, `differential` if it has what leads there step by step, `partial` if
-    it references older ones otherwise, else `sparse`.
+    The kind is `dense` if one segment per rank has everything, `differential` if differences lead there step by step, `partial`
+    if the generation references older files otherwise, else `sparse`.
     """
     if is_differential(commit.policy):
         return "differential"
@@ -244,7 +244,7 @@ def _operators(generation: GenerationId, markers: Sequence[RankMarker]) -> list[
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return what names are sorted by, so that `expert.10` comes after `expert.9`."""
+    """Return a sort key of names: `expert.10` comes after `expert.9`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -256,7 +256,7 @@ def _sorted(row: Row) -> Row:
 def _records(
     generation: GenerationId, markers: Sequence[RankMarker]
 ) -> Iterator[tuple[GenerationId, int, int, RecordEntry]]:
-    """Yield all records, those of the generation itself first, with the generation, rank and step that they are of."""
+    """Yield each record with its generation, rank and step, the generation's own records first."""
     own = [(generation, marker.rank, each) for marker in markers for each in marker.segments]
     older = [(entry.generation, marker.rank, entry.segment) for marker in markers for entry in marker.referenced]
     for supplier, rank, segment in own + older:
@@ -307,7 +307,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
-    """Return what is set, as `key=value`; of nested facts as `key(key=value)`."""
+    """Return the facts with a value, as `key=value`; nested facts as `key(key=value)`."""
     said = {key: value for key, value in facts.items() if value not in ([], {}, None)}
     return ", ".join(f"{k}({_facts(v)})" if isinstance(v, Mapping) else f"{k}={v}" for k, v in said.items())
 

@@ -1,8 +1,8 @@
-"""Follow a run from outside: what its log, its manifests and the memory of this node say of its progress.
+"""Follow the progress of a run from outside, by its log, its manifests and the memory of this node.
 
-Nothing is asked of the job. What it appends to the log when older generations are given up has a few figures of its own;
-what is newer, names say: manifests and markers in storage, markers beside memory on this node. So steps between two of
-those are not seen, and rates are means between two entries.
+Nothing is asked of the job. Its log entries, appended when older generations are given up, have a few figures; names show newer
+steps: manifests and markers in storage, markers beside memory on this node. So steps between two entries are not seen, and
+rates are means between two entries.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from lightning_moe_ckpt.storage._view import LogEvent
 from lightning_moe_ckpt.tiers import shared_directory
 
 _RECENT = 20
-"""Samples of an incarnation that its present rate is the mean of."""
+"""Newest samples of an incarnation, whose mean is its present rate."""
 _QUIET_SECONDS = 60.0
-"""Silence after which a run that nothing holds memory of counts as over or interrupted."""
+"""Silence after which a run without a process that holds its memory counts as over or interrupted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """What the log said at one moment."""
+    """Figures of one entry of the log."""
 
     unix_time: float
     incarnation: int
     step: int
-    """Boundary that training had come to."""
+    """Newest boundary of training."""
     stored: int | None
     """Newest boundary in storage."""
     seconds: float
-    """Of this incarnation, since its first batch."""
+    """Seconds since the first batch of this incarnation."""
     overhead_seconds: float
     steps: int
     """Taken in this incarnation, replayed ones included."""
@@ -55,16 +55,16 @@ class Incarnation:
     resumed_from: int | None
     samples: list[Sample] = field(default_factory=list)
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """Those of its newest entry."""
+    """Figures of the newest entry."""
 
     @property
     def reached(self) -> int | None:
-        """Newest step that is known of it."""
+        """Newest known step of this incarnation."""
         return self.samples[-1].step if self.samples else self.resumed_from
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step, without what checkpoints take of the training thread."""
+        """Seconds of a step, without the time of checkpoints on the training thread."""
         last = self.samples[-1] if self.samples else None
         if last is None or last.steps == 0 or last.seconds <= last.overhead_seconds:
             return None
@@ -80,7 +80,7 @@ class NewestStep:
     step: int
     age_seconds: float
     held: bool | None = None
-    """Of memory, whether a process holds it."""
+    """Whether a process holds the memory; `None` for storage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,42 +93,42 @@ class RunProgress:
     state: str
     """`training`; `finished`; `interrupted` if its processes on this node are gone; `quiet` if nothing is seen of it here."""
     step: int | None
-    """Newest boundary that is known, in any tier."""
+    """Newest known boundary in any tier."""
     last_step: int | None
     stored: int | None
     lag_steps: int | None
-    """Boundaries that storage is behind memory, or behind what the log says."""
+    """Boundaries by which storage is behind memory, or behind the log's newest entry."""
     steps_per_second: float | None
     nbytes_per_second: float | None
-    """Captured; storage gets less where it skips generations."""
+    """Captured bytes per second; storage gets less where generations are skipped."""
     overhead_share: float | None
     eta_seconds: float | None
     goodput: float | None
-    """Part of the time since the first start that the steps which stand would have taken without failures and checkpoints."""
+    """Time of the steps so far without failures and checkpoints, as a share of the time since the first start."""
     lost_steps: int
     """Steps that were taken again after a restart, as far as the log shows."""
     incarnations: tuple[Incarnation, ...]
     places: tuple[NewestStep, ...]
     generations: tuple[StoredGeneration, ...]
     silent_seconds: float | None
-    """Since anything changed that is seen from here."""
+    """Seconds since the last visible change."""
 
     def document(self) -> dict[str, Any]:
-        """Return JSON values, without stored generations, which `ls` lists."""
+        """Return JSON values; `ls` lists the stored generations."""
         whole = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "generations"}
         starts = [{**asdict(incarnation), "reached": incarnation.reached} for incarnation in self.incarnations]
         return whole | {"incarnations": starts, "places": [asdict(place) for place in self.places]}
 
 
 class Follower:
-    """Look at one run again and again; entries of its log are read once."""
+    """Look at a run again and again; entries of the log are read once."""
 
     def __init__(self, view: RunView) -> None:
         self._view = view
         self._events: dict[int, LogEvent] = {}
 
     def look(self, now: float | None = None) -> RunProgress:
-        """Read what there is.
+        """Read the log, the names in storage and the memory of this node.
 
         Raises:
             StorageError: the medium failed.

@@ -1,7 +1,7 @@
-"""List what runs have left in shared memory, and clear what no process holds.
+"""List the files of runs in shared memory, and clear files without a process.
 
-Shared memory outlives its process on purpose: a rank that is started again resumes from it. So nothing here is called
-useless. What is listed says how new it is and whether a process holds it, and only what the user asks for is removed.
+Shared memory outlives its process on purpose: a rank that is started again resumes from there. So no file is called useless.
+The list says how new each file is and whether a process holds it, and files are removed only if the user asks.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ class Leftover:
     """Of the run at its place; empty for a folder."""
     rank: int | None
     step: int | None
-    """Newest generation in it."""
+    """Step of the newest generation in the memory."""
     nbytes: int
     age_seconds: float
-    """Since its last change."""
+    """Seconds since the last change."""
     held_by: tuple[int, ...]
-    """Processes that have locked, opened or mapped one of the files; 0 stands for one in another container."""
+    """Processes with a lock on, a descriptor or a mapping of the files; 0 for a process in another container."""
     files: tuple[str, ...]
     why_kept: str = ""
     """Why `--clear` leaves the files without `--force`; empty if it removes them."""
 
 
 def answer(*, tag: str | None, clear: bool, force: bool, dry_run: bool) -> Answer:
-    """List, and clear if asked to, what is in the shared memory of this node.
+    """List, and clear if asked to, the files of runs in the shared memory of this node.
 
     Args:
-        tag: only memory of this run; `None` for all.
-        clear: remove what no process holds.
-        force: remove also what a process holds.
-        dry_run: only say what would go.
+        tag: name of the run whose memory is meant; `None` for all runs.
+        clear: remove files that no process holds.
+        force: remove also files that a process holds.
+        dry_run: only list the files that would be removed.
     """
     directory = shared_directory()
     found = [leftover for leftover in leftovers(directory) if tag in (None, leftover.tag)]
@@ -82,7 +82,7 @@ def answer(*, tag: str | None, clear: bool, force: bool, dry_run: bool) -> Answe
 
 
 def leftovers(directory: Path, pattern: str = "*") -> list[Leftover]:
-    """Return what is there, by run and rank; of names behind the package's own part only those that match the pattern."""
+    """Return the files whose name, behind the package's own part, matches the pattern, by run and rank."""
     groups: dict[str, list[Path]] = {}
     for path in sorted(directory.glob(f"{_PREFIX}{pattern}")):
         match = _NAME.fullmatch(path.name)
@@ -142,7 +142,7 @@ def _user(uid: int) -> str:
 
 
 class _Holders:
-    """Which processes have files of a directory: locked, open or mapped."""
+    """Processes by the files of a directory that they have locked, open or mapped."""
 
     def __init__(self, directory: Path) -> None:
         self._pids: dict[str, set[int]] = {}
@@ -161,7 +161,7 @@ class _Holders:
 
 
 def _paths_of(process: Path) -> Iterator[str]:
-    """Yield what a process has open or mapped, as far as this user may see it."""
+    """Yield the open and mapped files of a process, as far as this user may see them."""
     try:
         for line in (process / "maps").read_text().splitlines():
             if _PREFIX in line:
@@ -187,7 +187,7 @@ def _locked_by(path: Path) -> int | None:
 
 
 def _remove(each: Leftover) -> bool:
-    """Remove it, markers first: they are nothing without their memory. Returns whether all of it is gone."""
+    """Remove the files, markers first: markers are useless without their memory. Return whether all files are gone."""
     for name in sorted(each.files, key=len, reverse=True):
         path = Path(name)
         try:

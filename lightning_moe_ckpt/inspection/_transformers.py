@@ -34,10 +34,10 @@ class Tensors(Protocol):
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
-        """Return what is stored; no bytes are read."""
+        """Return the stored tensors; no bytes are read."""
 
     def read(self, name: str) -> Tensor:
-        """Read one of them, whole."""
+        """Read a stored tensor, whole."""
 
 
 def choose_model(module: ModuleEntry, prefix: str | None) -> HuggingFaceEntry:
@@ -65,7 +65,7 @@ def choose_model(module: ModuleEntry, prefix: str | None) -> HuggingFaceEntry:
 def model_names(names: Mapping[str, str], model: HuggingFaceEntry) -> dict[str, str]:
     """Return the names inside the model, each with its stored name.
 
-    Tied names are left out where the model's class finds the other one; those it would not find are kept as copies.
+    Tied names are left out where the model's class finds the other name; tied names that the class would not find are copies.
     """
     head = f"{model.prefix}." if model.prefix else ""
     inside = {name.removeprefix(head): stored for name, stored in names.items() if name.startswith(head)}
@@ -168,12 +168,12 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 
 class Adapter:
-    """An adapter, as `describe_adapters` described it, and the weights of its base with what it adds to them."""
+    """An adapter, from its description by `describe_adapters`, and the weights of its base with the adapter's sums."""
 
     def __init__(self, described: Mapping[str, Any], tensors: Assembler) -> None:
         self.name, self.config = str(described["adapter"]), str(described["config"])
         self.keys: Mapping[str, str] = described["keys"]
-        """Stored names by those in `adapter_model.safetensors`."""
+        """Stored names by the names in `adapter_model.safetensors`."""
         self._others, self._tensors = described["others"], tensors
         self._sums = {each["weight"]: each for each in described["sums"]}
 
@@ -210,11 +210,11 @@ class Adapter:
 
     @property
     def stored(self) -> dict[str, StoredTensor]:
-        """Return what `Assembler.stored` does."""
+        """Return the stored tensors of the generation."""
         return self._tensors.stored
 
     def read(self, name: str) -> Tensor:
-        """Read a weight of the base, with what the adapter adds to it."""
+        """Read a weight of the base, with the adapter's sum."""
         weight, added = self._tensors.read(name), self._sums.get(name)
         if added is None:
             return weight

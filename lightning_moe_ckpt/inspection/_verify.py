@@ -37,10 +37,10 @@ from lightning_moe_ckpt.storage import (
 from lightning_moe_ckpt.tiers import is_differential
 
 _SHOWN = 5
-"""Most disagreements of a kind that are named one by one."""
+"""Most disagreements of a kind to name singly."""
 
 _Key = tuple[str, str, str]
-"""Kind, parameter, and part of it."""
+"""Kind, parameter, and part of the parameter."""
 _Piece = tuple[int, int, int]
 """Rank, first element, and the element after the last."""
 
@@ -132,7 +132,7 @@ class _Reading:
     stored: StoredGeneration
     markers: list[RankMarker] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    """Faults that were found in it."""
+    """Faults of the generation."""
 
     def own_files(self, view: RunView, files: _Files) -> None:
         """Read the generation's markers and its own files."""
@@ -216,7 +216,7 @@ class _Files:
     """Operators with a bad record, by key of a damaged file."""
 
     def read(self, entry: SegmentEntry) -> str | None:
-        """Read a file whole; return what is wrong with it, or `None`."""
+        """Read a file whole; return its defect, or `None`."""
         self.verdict.num_files += 1
         self.verdict.nbytes += entry.nbytes
         if self.show is not None:
@@ -251,7 +251,7 @@ class _Files:
                 yield record.operator
 
     def read_again(self, entry: SegmentEntry) -> str | None:
-        """Read a file unless all its requested records were read and found good; return what is wrong with it, or `None`."""
+        """Read a file unless all its requested records were read and found good; return its defect, or `None`."""
         known = self.good.get(entry.key)
         if known is not None and known.digest == entry.digest and set(entry.records) <= set(known.records):
             return None
@@ -280,10 +280,10 @@ def _verify_file(backend: Backend, sizes: Mapping[str, int], entry: SegmentEntry
 
 
 def disagreements(markers: Sequence[RankMarker], constants: Sequence[SegmentEntry] = ()) -> list[str]:
-    """Return what does not fit together in the markers of a generation's ranks, by name; empty if all does.
+    """Return the disagreements of the markers of a generation's ranks, by name; empty if there is none.
 
-    Records of one tensor must agree on its shape and type, hold every element of it, and on one rank none twice. What the
-    module's description names must be stored. (Readers of files check that a record's place and size agree with the file's
+    Records of one tensor must agree on its shape and type, hold every element, and on one rank no element twice. Names in the
+    module's description must be stored. (Readers of files check that a record's place and size agree with the file's
     header.)
     """
     found: dict[_Key, set[tuple[str, tuple[int, ...]]]] = defaultdict(set)
@@ -331,7 +331,7 @@ def _other_shapes(
 
 
 def _gaps(fqn: str, pieces: Sequence[_Piece], numel: int) -> Iterator[str]:
-    """Report elements that no rank wrote, or one rank twice. Ranks that number their own experts write the same names."""
+    """Report elements that no rank wrote, or a rank twice. Ranks that number their own experts write the same names."""
     end = 0
     for _, start, stop in sorted(pieces, key=lambda piece: piece[1:]):
         if start > end:

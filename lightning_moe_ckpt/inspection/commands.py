@@ -1,6 +1,6 @@
-"""What the subcommands of `moe-ckpt` do that look at stored runs, places or clusters.
+"""The subcommands of `moe-ckpt` on stored runs, places and clusters.
 
-Each is a function of what its arguments say, declared in `lightning_moe_ckpt.cli`, and returns the exit status. With
+Each subcommand is a function of its arguments, which `lightning_moe_ckpt.cli` declares, and returns the exit status. With
 `--json` standard output has one JSON document in any case, of an error `{"error": ...}`; without it tables.
 """
 
@@ -183,7 +183,7 @@ def gc(
     verify_first: bool,
     dry_run: bool,
 ) -> Answer:
-    """Delete generations that no rule keeps; without rules, those that the run itself has given up."""
+    """Delete generations that no rule keeps; without rules, the generations that the run itself has given up."""
     retention = None
     if (keep_last, keep_every, keep_days, keep_dense) != (None,) * 4:
         last = Retention().last if keep_last is None else keep_last
@@ -199,7 +199,7 @@ def gc(
 
 
 def _what_is_wrong(backend: Backend, generation: GenerationId) -> str | None:
-    """Return what is wrong with a generation's files, own or referenced; `None` if nothing is."""
+    """Return the defect of a generation's files, own or referenced; `None` if all are good."""
     problems = read_everything(backend, step=generation.step).problems
     return next((problem.reason for problem in problems if problem.generation == str(generation)), None)
 
@@ -237,7 +237,7 @@ def report(backend: Backend, *, out: Path, force: bool) -> Answer:
 
 
 def doctor(*, url: str | None, as_json: bool, storage_option: Sequence[tuple[str, object]]) -> int:
-    """Say which compiled parts are in use, or what is safe at a URL."""
+    """Show the compiled parts in use, or whether checkpoints are safe at a URL."""
     if url is None:
         findings = examine()
         rows = {"findings": [dataclasses.asdict(finding) for finding in findings]}
@@ -259,7 +259,7 @@ def _show_progress(check: str) -> None:
 
 
 def placement(*, as_json: bool, **cluster: int) -> int:
-    """Show who would keep whose copies."""
+    """Show the holders of every rank's copies on a cluster."""
     try:
         return _show(_placed(**cluster), as_json=as_json)
     except CheckpointError as error:
@@ -275,7 +275,7 @@ def shm(
     as_json: bool,
     storage_option: Sequence[tuple[str, object]],
 ) -> int:
-    """List what is in shared memory of this node, and clear what nobody holds."""
+    """List the files of runs in shared memory of this node, and clear files that nobody holds."""
     try:
         tag = None if url is None else _tag_of(url, dict(storage_option))
         found = _shared_memory.answer(tag=tag, clear=clear or force, force=force, dry_run=dry_run)
@@ -300,7 +300,7 @@ def _tag_of(url: str, storage_options: Mapping[str, object]) -> str:
 
 @contextlib.contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM, as of a scheduler, unwind the stack, so that what was written is removed."""
+    """Let SIGTERM, as of a scheduler, unwind the stack, so that partial files are removed."""
 
     def interrupt(*_: object) -> NoReturn:
         raise SystemExit(128 + signal.SIGTERM)
@@ -313,7 +313,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 
 def _states(found: Sequence[Check | Finding]) -> Table:
-    """Return a table of what was found; only findings on this machine come with something to do."""
+    """Return a table of findings; only findings on this machine come with advice."""
     table = plain_table("what", "state", "found", wraps="found")
     table.columns[-1].max_width = _PROSE
     for each in found:

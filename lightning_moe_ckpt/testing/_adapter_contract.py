@@ -1,4 +1,4 @@
-"""Test what every description of a MoE layer promises: inherit, give a model and a loss, and run pytest.
+"""Test the promises of every description of a MoE layer: inherit, give a model and a loss, and run pytest.
 
 ```python
 class TestMyLayer(AdapterContract):

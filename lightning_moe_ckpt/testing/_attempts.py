@@ -1,7 +1,7 @@
 """Run attempts of a job: real processes that run a user's fit, die by SIGKILL where a script says, and are started again.
 
 An attempt is one start of the whole job. Each of its ranks is forked from the calling process, which should have imported
-everything (torch, Lightning, the model) and started no process group and no thread of its own: what those hold is held for
+everything (torch, Lightning, the model) and started no process group and no thread of its own: a lock of theirs is held for
 ever in a fork. OpenMP's threads do no harm. A fork costs milliseconds, a cold start seconds. Every attempt gets another seed,
 so that state which is not restored cannot be right by chance.
 
@@ -59,7 +59,7 @@ DETECTION_DELAY = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seam:
-    """A replacement put into every process of an attempt, to show what breaks without the original."""
+    """A replacement put into every process of an attempt, to show the failures without the original."""
 
     module: str
     attribute: str
@@ -139,7 +139,7 @@ class AttemptResult:
     """Exit codes by rank; negative for a signal."""
 
     def records(self, rank: int = 0, kind: str | None = None) -> list[Record]:
-        """Return the lines of one rank in the order they were written; of one `kind` only, if given."""
+        """Return the lines of a rank in the order of writing; of a `kind` only, if given."""
         lines = read_lines(self._path(rank, "jsonl"))
         return [line for line in lines if kind is None or line["kind"] == kind]
 
@@ -194,9 +194,9 @@ def run_attempts(
     by others until one finishes.
 
     Args:
-        fit: runs in every rank process; what it returns must be JSON.
-        url: handed to every attempt.
-        workdir: receives records, logs and ends; one per call.
+        fit: function that runs in every rank process; its result must be JSON.
+        url: place of the checkpoints of every attempt.
+        workdir: folder for records, logs and ends, of this call only.
         world_size: processes per attempt. More than one get the environment torchrun would set.
         kills: the scripted end of each attempt; `None` scripts none, so that attempt must finish.
         timeout: seconds per attempt, after which its threads are dumped to its log and it is killed.
@@ -391,7 +391,7 @@ def _set_up_process(attempt: Attempt, port: int) -> None:
 
 
 def elastic_environment(rank: int, world_size: int, port: int, restarts: int = 0) -> dict[str, str]:
-    """Return what torchrun sets; nothing for one process, which starts as plain `python train.py` would."""
+    """Return torchrun's environment; nothing for a single process, which starts as plain `python train.py` would."""
     if world_size == 1:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""Test what every storage backend promises: inherit, say how to make a backend, and run pytest.
+"""Test the promises of every storage backend: inherit, say how to make a backend, and run pytest.
 
 ```python
 class TestMyBackend(BackendContract):

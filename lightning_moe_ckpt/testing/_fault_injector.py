@@ -61,7 +61,7 @@ _one_stop = threading.Lock()
 
 
 class FaultInjector(PhaseCallback):
-    """Inject faults into training, to show what survives. Put it first among the callbacks.
+    """Inject faults into training, to show that it survives. Put this callback first among the callbacks.
 
     Every fault is logged and recorded in `folder` before it happens, and does not happen again when the job restarts.
     `python -m lightning_moe_ckpt.testing FOLDER` shows the results of a campaign.

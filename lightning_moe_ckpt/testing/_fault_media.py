@@ -38,13 +38,13 @@ class LastingFault:
     name: str
     fault: Fault
     step: int
-    """Step at which it began."""
+    """Step at which the fault began."""
     since: float
-    """Time at which it began, seconds since 1970, so that it can outlast a process."""
+    """Seconds since 1970 at which the fault began, so that the fault can outlast a process."""
     calls: int = 0
-    """Calls of storage that it delayed or failed in this attempt."""
+    """Calls of storage that the fault delayed or failed in this attempt."""
     memory: TakenMemory | None = None
-    """Shared memory that it fills."""
+    """Shared memory filled by the fault."""
     draws: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class LastingFault:
 
     @property
     def outlasts_process(self) -> bool:
-        """Whether the next attempt meets it too."""
+        """Whether the next attempt meets the fault too."""
         return self.fault.seconds is not None
 
     def release(self) -> None:
@@ -81,7 +81,7 @@ class StorageFaults:
         self._lock = threading.Lock()
 
     def around(self, call: StorageCall, operation: Callable[[], T]) -> T:
-        """Run one call as the faults that go on let it."""
+        """Run a call, delayed or failed by the lasting faults."""
         place = phase_of(call)
         if place is not None:
             self._reached(*place)
@@ -120,7 +120,7 @@ class StorageFaults:
 
 
 def phase_of(call: StorageCall) -> tuple[FaultPhase, int] | None:
-    """Return the phase that a call is, and the step of the generation that it is about."""
+    """Return the phase of a call, and the step of its generation; `None` for a call that is no phase."""
     parsed = parse_snap_key(call.key)
     if parsed is None or not (call.writes or call.verb == "delete"):
         return None
@@ -197,11 +197,9 @@ def _copies(directory: Path, tag: str) -> Iterator[tuple[Path, MemoryName, Memor
 
 
 class TakenMemory:
-    """Take what is free in a tmpfs, in a file without a name, so that it ends with the process at the latest.
+    """Take the free memory of a tmpfs, in a file without a name, which ends with the process at the latest.
 
-    Args:
-        directory: in the tmpfs.
-        most_nbytes: limit, which others on this machine rely on.
+    `most_nbytes` is a limit for the sake of others on this machine.
     """
 
     def __init__(self, directory: Path, most_nbytes: int) -> None:
@@ -229,5 +227,5 @@ class TakenMemory:
         return nbytes > 0
 
     def release(self) -> None:
-        """Give it back."""
+        """Give the memory back."""
         os.close(self._file)

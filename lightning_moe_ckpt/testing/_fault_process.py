@@ -1,7 +1,7 @@
-"""Do what a process cannot do to itself: wake up after a SIGSTOP, or die with its whole node.
+"""Help a process to wake up after a SIGSTOP, or to die with its whole node.
 
-Run as a file, by `python -I -S`, so that it starts in milliseconds; it imports nothing of this package. It is in a session
-of its own: whoever ends the process group of a rank does not end it.
+The helper runs as a file, by `python -I -S`, to start in milliseconds, and imports nothing of this package. The helper has a
+session of its own: the end of a rank's process group is not the end of the helper.
 
 A node is lost in an order that leaves no race with the launcher, which starts the job again when it sees a death: all
 processes of the node are stopped, its files are removed, and only then are the processes killed. Nodes lost together

@@ -1,7 +1,7 @@
 """Write down a campaign of faults, and sum it up: one file of JSON lines per rank, which outlives every process.
 
-Lines about faults are synced before the fault happens, so that none is forgotten by whatever it breaks: the
-next start of the job reads here what has struck already.
+The line of a fault is synced before the fault happens, so that no fault is forgotten: the next start of the job reads here
+which faults have struck already.
 
 ETTR, the effective training time ratio, is productive time over wall time. Productive is the time of steps that were
 kept: a step that was trained again after a failure counts once, by its last run; restarts, restores and waiting for the

@@ -146,18 +146,18 @@ class LatePhase(Checkpoint):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """One signal to one rank, at a place that is the same in every run of the same script."""
+    """A signal to a rank, at the same place in every run of the same script."""
 
     phase: Phase
     step: int | None = None
     """Value of `trainer.global_step` when the kill strikes: before the optimizer step for the phases `batch_start`,
     `forward` and `before_optimizer_step`, after it for the others."""
     batches: int | None = None
-    """Instead of `step`: in which batch of this attempt the kill strikes, counted from 1."""
+    """Batch of this attempt in which the kill strikes, counted from 1, instead of `step`."""
     rank: int = 0
-    """The rank that dies first; the parent kills the others shortly after."""
+    """Rank that dies first; the parent kills the others shortly after."""
     micro: int | None = None
-    """Which micro-batch of an accumulated step, counted from 0; `None` is the first that matches."""
+    """Micro-batch of an accumulated step, counted from 0; `None`: the first micro-batch that matches."""
     settle: float = 0.0
     """Seconds to wait at most, before dying, until the checkpoint callbacks of this rank have committed all they have."""
     seconds: float = 0.0

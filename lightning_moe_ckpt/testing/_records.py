@@ -1,7 +1,7 @@
-"""Record what an attempt leaves behind: a line per batch while it runs, and the whole training state at its end.
+"""Record a line per batch of an attempt while training runs, and the whole training state at the end.
 
 Everything is compared by bits: floats travel as hex, tensors are compared with `torch.equal` after dtype and shape.
-Lines are appended with one `write` each, so that those of a killed process stay and those of several threads do not mix.
+Lines are appended with one `write` each, so that the lines of a killed process stay and the lines of several threads do not mix.
 """
 
 from __future__ import annotations
@@ -267,5 +267,5 @@ def _deviation(line: Record, expected: Record | None) -> str:
 
 
 def _coordinates(line: Record) -> tuple[Any, ...]:
-    """Return what makes a line comparable: kind, epoch, batch, step and batches seen."""
+    """Return the key of a line: kind, epoch, batch, step and batches seen."""
     return line["kind"], line["epoch"], line["batch"], line["step"], line["seen"]

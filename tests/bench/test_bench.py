@@ -31,8 +31,7 @@ from benchmarks.scale import MEASURED as MEASURED_BY_SCALE
 from benchmarks.scale import Growth, ScaleFigure, sizes_of
 from benchmarks.selection import SelectionFigure
 from lightning_moe_ckpt.benchmarks import _in_place, _native, _overhead, _recovery
-from lightning_moe_ckpt.benchmarks._benchmark import Machine, accelerator_for, rounds_of, show_table, table_of
-from lightning_moe_ckpt.benchmarks._breakdown import HookCost
+from lightning_moe_ckpt.benchmarks._benchmark import Cost, Machine, accelerator_for, rounds_of, show_table, table_of
 from lightning_moe_ckpt.benchmarks._in_place import FailureFigure, MeasuredFailure
 from lightning_moe_ckpt.benchmarks._native_device import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure
@@ -262,7 +261,7 @@ def test_a_breakdown_adds_up(tmp_path: Path) -> None:
 
 def _typed(figure: dict[str, Any]) -> dict[str, Any]:
     """A figure out of JSON, whose hooks are pairs."""
-    return {**figure, "hooks": {name: HookCost(*cost) for name, cost in figure["hooks"].items()}}
+    return {**figure, "hooks": {name: Cost(*cost) for name, cost in figure["hooks"].items()}}
 
 
 def test_what_is_measured_can_be_chosen() -> None:
