@@ -176,7 +176,6 @@ def await_markers(
     timeout: timedelta,
     cancelled: Callable[[], bool] = lambda: False,
     check_fence: Callable[[], object] = lambda: None,
-    clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[StoredMarker]:
     """Poll the listing until every rank's marker for this generation and plan is there, with all its files.
@@ -190,7 +189,6 @@ def await_markers(
         cancelled: called between two listings; true ends the wait.
         check_fence: called between two listings; raises `Fenced` if a later incarnation has begun, which may have
             deleted the files.
-        clock: monotonic seconds, for tests.
         sleep: pause between two listings, for tests.
 
     Returns:
@@ -200,7 +198,7 @@ def await_markers(
         StorageError: time is up; the message says what each missing rank lacks.
         Fenced: raised by `check_fence`.
     """
-    give_up, pause = clock() + timeout.total_seconds(), _FIRST_PAUSE_SECONDS
+    give_up, pause = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE_SECONDS
     markers: dict[int, StoredMarker] = {}
     while True:
         contents = read_catalog(backend, own.generation.prefix).get(own.generation, Contents(own.generation))
@@ -208,7 +206,7 @@ def await_markers(
         reasons = [f"rank {rank}: {reason.rstrip('.')}" for rank, reason in lacking if reason is not None]
         if not reasons:
             return [markers[rank] for rank in range(own.world_size)]
-        if clock() >= give_up or cancelled():
+        if time.monotonic() >= give_up or cancelled():
             raise StorageError(
                 f"commit {own.generation}: at the end of the wait (limit: {timeout.total_seconds():.0f} s), {len(reasons)} of {own.world_size} "
                 f"ranks lack something: {'; '.join(reasons[:8])}. The previous generation stays the newest."

@@ -50,7 +50,6 @@ class FsspecBackend:
         *,
         storage_options: Mapping[str, object] | None = None,
         timeout: timedelta = timedelta(seconds=60),
-        min_nbytes_per_second: int = MIN_NBYTES_PER_SECOND,
         bandwidth: int | None = None,
     ) -> None:
         """Open the file system of `url`; nothing is read or written.
@@ -59,7 +58,6 @@ class FsspecBackend:
             url: place of the objects; `memory://` is seen by this process only.
             storage_options: arguments of the file system.
             timeout: limit of one call, without the time for its bytes.
-            min_nbytes_per_second: slowest expected transfer, from which the time for bytes follows.
             bandwidth: bytes per second that `put` may write, as a mean over objects: an object is written in one call,
                 at the file system's speed. `None` for no limit.
 
@@ -70,7 +68,6 @@ class FsspecBackend:
         self._fs = _file_system(url, dict(storage_options or {}))
         self._root = str(self._fs._strip_protocol(url)).rstrip("/")  # noqa: SLF001 - the documented way to a path
         self._timeout, self._pace = timeout, Pace(bandwidth)
-        self._min_nbytes_per_second = min_nbytes_per_second
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self._in_process = not protocols.isdisjoint(_IN_PROCESS)
 
@@ -220,7 +217,7 @@ class FsspecBackend:
     def _call(self, operation: str, key: str, call: Callable[[str], T], *, nbytes: int = 0) -> T:
         """Run `call(path)` under the deadline and turn its exceptions into `StorageError`s."""
         what = f"{operation} {key} at {self.url}"
-        limit = self._timeout.total_seconds() + nbytes / self._min_nbytes_per_second
+        limit = self._timeout.total_seconds() + nbytes / MIN_NBYTES_PER_SECOND
         outcome: Future[T] = Future()
         if self._in_process:
             with _TURNS:

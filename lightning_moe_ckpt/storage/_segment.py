@@ -35,6 +35,8 @@ _PAD_PREFIX = "__pad__."
 _METADATA = "__metadata__"
 _FORMAT_KEY = "segment_format"
 _ALIGN_KEY = "segment_align"
+_ALIGN = 64
+"""Bytes at a multiple of which each tensor starts."""
 _FORMAT = "1"
 
 _TORCH_NAMES = {
@@ -109,7 +111,7 @@ class Span(NamedTuple):
 class SegmentLayout:
     """Places of all tensors of a segment, in the order given, and the header that describes them."""
 
-    def __init__(self, tensors: Sequence[TensorSpec], *, metadata: Mapping[str, str], align: int = 64) -> None:
+    def __init__(self, tensors: Sequence[TensorSpec], *, metadata: Mapping[str, str], align: int = _ALIGN) -> None:
         """Lay tensors out.
 
         Args:
@@ -129,7 +131,6 @@ class SegmentLayout:
         kinds: Sequence[TensorKind],
         *,
         metadata: Mapping[str, str],
-        align: int = 64,
         header_nbytes: int | None = None,
     ) -> SegmentLayout:
         """Lay out tensors given by column, as `SegmentLayout` does.
@@ -137,7 +138,7 @@ class SegmentLayout:
         With `header_nbytes`, the header's bytes, the header is spelled only on demand.
         """
         layout = cls.__new__(cls)
-        layout._lay_out(names, kinds, metadata, align, header_nbytes)  # noqa: SLF001  # its own
+        layout._lay_out(names, kinds, metadata, _ALIGN, header_nbytes)  # noqa: SLF001  # its own
         return layout
 
     def _lay_out(
@@ -210,9 +211,9 @@ class SegmentLayout:
         return buffer[start : start + nbytes].view(dtype).view(shape)
 
     @staticmethod
-    def placed(kinds: Sequence[TensorKind], align: int = 64) -> list[tuple[int, int]]:
+    def placed(kinds: Sequence[TensorKind]) -> list[tuple[int, int]]:
         """Return (offset, nbytes) of each tensor as a layout would place it; offsets count from the header's end."""
-        places = _place(_Distinct.of(kinds), align)
+        places = _place(_Distinct.of(kinds), _ALIGN)
         return list(zip(places.starts.tolist(), places.sizes.tolist(), strict=True))
 
     @classmethod

@@ -26,6 +26,7 @@ from lightning_moe_ckpt.storage._markers import Commit, RankMarker
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_key, parse_log_key
 from lightning_moe_ckpt.storage._retention import needed_by, spare_for, what_lacks
 
+_MOST_EVENTS = 1000
 _READERS = 16
 """Threads that read log entries, one request each."""
 
@@ -121,13 +122,15 @@ class RunView:
         only_lent = {g: by for g, by in lent.items() if g in found and found[g].dead is None}
         return [_explained(each, only_lent.get(each.generation)) for each in judged]
 
-    def events(self, known: Mapping[int, LogEvent] | None = None, *, most: int = 1000) -> dict[int, LogEvent]:
-        """Return the newest `most` events of the log by index of their entry, oldest first; unreadable entries are left out.
+    def events(self, known: Mapping[int, LogEvent] | None = None) -> dict[int, LogEvent]:
+        """Return the newest thousand events of the log by index of their entry, oldest first; unreadable entries are left out.
 
         Entries in `known`, the result of an earlier call, are not read again.
         """
         known = known or {}
-        indices = sorted(i for e in self._backend.list(LOG_PREFIX) if (i := parse_log_key(e.key)) is not None)[-most:]
+        indices = sorted(i for e in self._backend.list(LOG_PREFIX) if (i := parse_log_key(e.key)) is not None)[
+            -_MOST_EVENTS:
+        ]
         wanted = [index for index in indices if index not in known]
         with ThreadPoolExecutor(_READERS, "moe-ckpt-log") as pool:
             read = dict(zip(wanted, pool.map(self._event, wanted), strict=True))
