@@ -32,7 +32,7 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 log = rank_logger(__name__)
 
 _MAX_VALUE_NBYTES = 2**30
-"""Most bytes of one value between ranks, such as a manifest, an inventory of memory or a message."""
+"""Most bytes of a value between ranks, such as a manifest, a memory inventory or a message."""
 
 _PROC = Path("/proc")
 _STATE, _STARTED = 0, 19
@@ -53,7 +53,7 @@ class Exchange:
 
     Args:
         groups: this rank's place.
-        among: the control group, of all ranks, those of this rank's stage or those of its pipeline.
+        among: the control group: all ranks, this rank's stage, or its pipeline.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ def _stat(pid: int) -> list[str]:
 
 
 class Neighbours:
-    """The processes of all ranks, as of now. Collective.
+    """All ranks' processes, as of now. Collective.
 
     Args:
         exchange: between all ranks.
@@ -260,7 +260,7 @@ class Segment:
     sends never waits for one that receives, so that two neighbours may send to each other at once.
 
     Args:
-        groups: place of this rank, within one of the stages.
+        groups: this rank's place, within the stages.
         stages: consecutive stages.
     """
 

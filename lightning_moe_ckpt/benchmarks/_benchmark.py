@@ -37,7 +37,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 T = TypeVar("T")
 Accelerator = Literal["cpu", "gpu"]
 Progress = Callable[[str, int, int], None]
-"""Function that is called with the name of the next case, the number of cases before, and of all cases."""
+"""Function that takes the next case's name, the number of cases before, and the number of all cases."""
 
 _WIDEST = 10_000
 
@@ -61,7 +61,7 @@ class Goal:
 
 
 class Cost(NamedTuple):
-    """Seconds of an action; CPU time counts all threads of the process, of a hook the training thread only."""
+    """Seconds of an action; CPU time counts all threads, for a hook the training thread only."""
 
     wall: float
     cpu: float

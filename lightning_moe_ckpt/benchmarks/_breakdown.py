@@ -31,7 +31,7 @@ _NOTHING = Cost(0.0, 0.0)
 
 
 class HookMeter:
-    """Measure hooks of `peer`, or of this package without one, in this process from now on.
+    """Measure the hooks of `peer`, or without a peer this package's, in this process from now on.
 
     Nothing is undone: the process is the measurement's own.
     """
@@ -109,7 +109,7 @@ class ThreadTimes(NamedTuple):
 
 
 def _tasks(process: int) -> Iterator[tuple[int, str, float]]:
-    """Yield number, name and CPU seconds of every thread of a process, its first thread first."""
+    """Yield number, name and CPU seconds for every thread in a process, its first thread first."""
     with suppress(OSError):  # no Linux, or it has ended
         for task in sorted((_PROCESSES / str(process) / "task").iterdir(), key=lambda path: int(path.name)):
             with suppress(OSError):
@@ -150,7 +150,7 @@ class BrokenDown(Protocol):
 def breakdown_of(
     title: str, policies: Sequence[BrokenDown], peers: Sequence[BrokenDown], every: Mapping[str, int]
 ) -> RenderableType:
-    """Return one table of our policies, per step, and one of other systems, per save.
+    """Return a table with our policies, per step, and a table with other systems, per save.
 
     Args:
         title: model and machine.

@@ -4,7 +4,7 @@ The model is a small GPT with experts on a stream of random tokens. Learning doe
 mix of a few large expert tensors and many small dense ones, clipped gradients, a logged metric and a learning rate
 schedule, since each has its share in the journal.
 
-Two measurements one after the other meet different loads of a shared machine. In turns of a few seconds both meet nearly the same
+Two measurements one after the other meet different loads on a shared machine. In turns of a few seconds both meet nearly the same
 load, and neither has to start anew for every turn.
 """
 
@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """Size of the model; the defaults have 4.6 million parameters, nine in ten of them in experts."""
+    """Model size; the defaults have 4.6 million parameters, nine in ten in experts."""
 
     num_blocks: int = 4
     """Transformer blocks, each with one layer of experts."""
@@ -172,7 +172,7 @@ _ADVICE = (
 
 
 def own_memory(folder: str | Path, *, lost: bool) -> None:
-    """Make `folder`, on a tmpfs, the shared memory of this process, as that of its node; empty if it was `lost`."""
+    """Make `folder`, on a tmpfs, this process's shared memory, as its node's; empty if the memory was `lost`."""
     if lost:
         shutil.rmtree(folder, ignore_errors=True)
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -409,7 +409,7 @@ def made_up_layout(name: str, nbytes: int) -> SegmentLayout:
 
 
 def records_of(layout: SegmentLayout) -> RecordRows:
-    """Return one record per tensor of a layout, each an operator of its own, without digests."""
+    """Return one record per tensor in a layout, each an operator by itself, without digests."""
     entries = [
         RecordEntry(
             name=name, operator=name, kind="full", fqn=name, state_key="param", dtype=dtype_code(span.dtype),

@@ -91,7 +91,7 @@ class MeasuredFailure:
 
 
 def time_ratio(failures: Sequence[MeasuredFailure]) -> float:
-    """Return the share of time that training goes forward at an MTBF of 10 minutes, as far as such failures cost it."""
+    """Return the time share in which training goes forward at an MTBF of 10 minutes, after the cost of such failures."""
     return 1 - statistics.median(failure.total_seconds - failure.step_seconds for failure in failures) / _MTBF_SECONDS
 
 
@@ -181,7 +181,7 @@ def _outcomes(figures: Sequence[FailureFigure]) -> Iterator[str]:
 
 @contextmanager
 def job(launcher: str, num_ranks: int, parent: Path | None, *script: str) -> Iterator[FailingJob]:
-    """Start a training under a launcher of `LAUNCHERS`, in a folder of `parent` or of the temporary directory, and end it.
+    """Start a training under a launcher from `LAUNCHERS`, in a folder in `parent` or the temporary directory, and end the training.
 
     `script` is the module to run, and its arguments behind the two folders; the default is the training of `bench in-place`.
     """
@@ -326,11 +326,11 @@ class FailingJob:
 def failure_of(
     ranks: Sequence[Sequence[Record]], at: float, killed: int, *, alone: bool = False
 ) -> MeasuredFailure | None:
-    """Return the cost of the kill of a rank at a time; `None` until the cost is known.
+    """Return a kill's cost; `None` until the cost is known.
 
     Args:
         ranks: lines of each rank's `StepLines`.
-        at: time of the kill, by the clock of the lines.
+        at: time of the kill, by the lines' clock.
         killed: rank that died.
         alone: whether the others stay in the step that they are in.
     """

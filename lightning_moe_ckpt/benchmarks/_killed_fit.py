@@ -155,7 +155,7 @@ def train_with_torchft(folder: Path) -> None:
 
 
 class _Slow(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every product of matrices takes a given time: in forward, for the gradient of its input, and for that of its weights."""
+    """Every matrix product takes a given time: in forward, for its input's gradient, and for its weights' gradient."""
 
     slept = 0.0
     """Seconds in gradients of weights since it was last read."""
@@ -220,7 +220,7 @@ class SleepingModel(LightningModule):
 
 
 class _SleepLines(TurnLines):
-    """Lines of steps with the seconds in gradients of weights too, which replay leaves out for frozen weights."""
+    """Lines per step that also have the seconds in weight gradients, which replay leaves out for frozen weights."""
 
     @override
     def values(self) -> dict[str, Any]:

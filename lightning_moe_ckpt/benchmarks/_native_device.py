@@ -1,4 +1,4 @@
-"""Judge rows of `moe-ckpt bench native` by the goals of the CUDA engine, and measure rates of copies on a device.
+"""Judge rows of `moe-ckpt bench native` by the CUDA engine's goals, and measure copy rates on a device.
 
 Goals are relative to a baseline of the same run where there is one: absolute rates depend on the host.
 
@@ -128,12 +128,12 @@ class CopyScale:
     """Amount of measuring."""
 
     megabytes: int = 256
-    """Size of one list of copies, in units of 2^20 bytes."""
+    """Size of a list of copies, in MiB."""
     repeats: int = 7
     matrix: int = 8192
     """Rows and columns of matrices that are multiplied beside copies."""
     loop_seconds: float = 0.5
-    """Length of each loop of work that copies run beside."""
+    """Seconds of each loop of work beside copies."""
 
 
 class DeviceCopies:
@@ -166,7 +166,7 @@ class DeviceCopies:
         }
 
     def rates(self) -> Iterator[NativeFigure]:
-        """Yield GB/s of every arrangement that can be chosen, and its effect on matrices and on a small copy of training."""
+        """Yield GB/s for every arrangement, and its effect on matrices and on a small training copy."""
         gigabytes = partial(figure_of, unit="GB/s")
         yield gigabytes("device to host", "torch, one pinned copy", self._baseline)
         yield gigabytes("64 KiB slices", "torch's streams, slice by slice", self._rate_of_twin)
@@ -198,7 +198,7 @@ class DeviceCopies:
         return self._nbytes / median(one, self._scale.repeats) / 1e9
 
     def _rate(self, size: int = MIB, arrangement: Arrangement | None = None, depth: int = 2) -> float:
-        """Return GB/s of slices of `size` bytes."""
+        """Return GB/s with slices of `size` bytes."""
         with self._copying(size, arrangement, depth) as (copy, nbytes):
             return nbytes / median(copy, self._scale.repeats) / 1e9
 
@@ -278,7 +278,7 @@ class DeviceCopies:
             return median(loop, self._scale.repeats) / median(copy, self._scale.repeats)
 
     def _submit_microseconds(self) -> float:
-        """Return the time of the calling thread, an upper bound of how long it holds the interpreter lock."""
+        """Return the calling thread's time, an upper bound on the time under the interpreter lock."""
         seconds = list[float]()
         with self._engine() as engine:
             self._register(engine, self._ring)

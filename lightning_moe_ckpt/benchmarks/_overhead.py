@@ -85,7 +85,7 @@ class StepCosts:
     device_stall_seconds: float
     """Time training's stream stood still on a CUDA device, mean."""
     overhead_seconds: float
-    """Time of the training thread in hooks of checkpoints, mean, waits included."""
+    """Training-thread time in checkpoint hooks, mean, waits included."""
     generations_complete: int
     generations_committed: int
     """Storage is given the newest complete generation whenever it has finished one."""
@@ -96,7 +96,7 @@ class StepCosts:
 
 
 class Turn(NamedTuple):
-    """Measurements of one turn of a fit."""
+    """Measurements in a fit's turn."""
 
     costs: StepCosts
     report: Report | None
@@ -105,7 +105,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Fit:
-    """One rank of the training of one variant, from scratch; the same model and data whatever the variant."""
+    """A rank that trains a variant, from scratch; the same model and data whatever the variant."""
 
     variant: Variant
     url: str
@@ -294,15 +294,15 @@ class OverheadFigure(StepCosts):
     added_idle_seconds: float | None
     """Seconds added to a step without a capture."""
     added_thread_seconds: float
-    """CPU time of the training thread less that of `none` right before."""
+    """Training-thread CPU time beyond that of `none` right before."""
     added_beside_seconds: float
-    """CPU time of all other threads of the process less that of `none` right before."""
+    """CPU time in all other threads beyond that of `none` right before."""
     window: int
     """Steps per generation; 0 without checkpoints of this package."""
     nbytes_per_step: float
     """Mean, 0 without checkpoints of this package."""
     dense_nbytes: int
-    """Bytes of a snapshot of everything, 0 without checkpoints of this package."""
+    """Bytes of a full snapshot; 0 without checkpoints of this package."""
     rounds: list[StepCosts]
 
 
@@ -340,7 +340,7 @@ def size_of(options: SimpleNamespace) -> ModelSize:
 
 
 def _figure(variant: Variant, options: SimpleNamespace, turns: Sequence[tuple[Turn, Turn]]) -> OverheadFigure:
-    """Return the figure of a variant from its turns, each behind one of training without checkpoints."""
+    """Return a variant's figure from its turns, each behind a turn without checkpoints."""
     pairs, report = [(base.costs, own.costs) for base, own in turns], turns[-1][1].report
     rounds = [own for _, own in pairs]
     added = [own.mean_seconds - base.mean_seconds for base, own in pairs]

@@ -86,7 +86,7 @@ class PersistFigure:
     wanted: str
     unit: str
     value: float | None
-    """Median over the rounds, for ratios of two times; of all steps together for p99."""
+    """Median over the rounds, for ratios of two times; over all steps together for p99."""
     range: tuple[float, float] | None
     """Least and greatest of the rounds."""
     baseline: str
@@ -104,7 +104,7 @@ class Pair(NamedTuple):
 
 
 class StepsMeanwhile(NamedTuple):
-    """Seconds of the steps of one fit."""
+    """Step seconds of a fit."""
 
     idle: list[float]
     """Steps while storage was held still."""
@@ -171,7 +171,7 @@ def take_pairs(
 
 
 def _segment(number: int, nbytes: int) -> tuple[memoryview, RecordRows]:
-    """Return random bytes in the layout of a segment, of parameters that no segment of another number has."""
+    """Return random bytes in a segment's layout, with parameters that no segment with another number has."""
     layout = made_up_layout(f"record {number}", nbytes)
     memory = torch.randint(256, (layout.nbytes,), dtype=torch.uint8)
     layout.write_header(memory)
@@ -328,7 +328,7 @@ def _cpu(pairs: Sequence[Pair], unnamed: str) -> PersistFigure:
 
 
 def _medians(pairs: Sequence[tuple[float, float]], form: Callable[[float], str]) -> tuple[str, ...]:
-    """Return medians of the baseline and of ours as text, empty where nothing was measured."""
+    """Return the medians, baseline and ours, as text, empty where nothing was measured."""
     return tuple(form(statistics.median(each)) for each in zip(*pairs, strict=True)) or ("", "")
 
 

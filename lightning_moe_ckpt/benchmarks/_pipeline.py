@@ -48,7 +48,7 @@ class StageFigure:
     num_stages: int
     failures: list[MeasuredFailure]
     skipped: list[float]
-    """Share of the work of steps taken again that was left out, by failure."""
+    """Share of repeated work that was left out, by failure."""
     stayed: list[int]
     """Stages that took no step again, by failure."""
 
@@ -122,7 +122,7 @@ def _begins(job: FailingJob) -> list[int]:
 
 
 def _skipped(lines: Sequence[Record], steps: int) -> float:
-    """Return the share of a step's work, a third of it gradients of weights, that the steps taken again left out."""
+    """Return the share of a step's work, a third of which is weight gradients, that repeated steps left out."""
     last = max(place for place, line in enumerate(lines) if line["what"] == "begin")
     before, after = (
         [line["slept"] for line in part if line["what"] == "step"] for part in (lines[:last], lines[last:])

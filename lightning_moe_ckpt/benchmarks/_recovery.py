@@ -77,7 +77,7 @@ from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile
 
 RecoverySystem = Literal["none", "sparse", "dense", "partial", "selective", "dcp", "lightning"]
 RecoveryLoss = Literal["process", "node", "cluster"]
-"""Loss of a process, of a process with its node's memory, or of the memory of every node."""
+"""Loss of a process, a process with its node's memory, or every node's memory."""
 Precision = Literal["32-true", "bf16-mixed"]
 CASES: tuple[tuple[RecoverySystem, RecoveryLoss], ...] = (
     *(("sparse", loss) for loss in ("process", "node", "cluster")),
@@ -147,7 +147,7 @@ class Recovery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryFigure(Recovery):
-    """One system and one kind of failure; medians over the rounds, and `restored_from` as of the last one."""
+    """A system and a kind of failure; medians over the rounds, and the last round's `restored_from`."""
 
     system: RecoverySystem
     loss: RecoveryLoss
@@ -235,7 +235,7 @@ def _size(options: SimpleNamespace) -> ModelSize:
 
 
 def _read(attempts: Sequence[AttemptResult], step: int, num_steps: int) -> Recovery:
-    """Return the cost of the kill of the last rank in the first of two attempts, at `step`.
+    """Return the cost when the last rank is killed at `step` in the first attempt and a second follows.
 
     Costs are averaged over `num_steps` before the kill, a whole number of checkpoint intervals.
     """
@@ -336,7 +336,7 @@ def _row(figure: RecoveryFigure) -> list[str]:
 
 
 def host_restore_seconds(nbytes: int) -> float:
-    """Return the seconds from the SIGKILL of a process to its `nbytes` of state, in one segment of 64 records, verified in another process.
+    """Return the seconds from a process's SIGKILL to its `nbytes` of state, a segment with 64 records, verified in another process.
 
     Raises:
         TurnFailed: the process that was to be killed did not get that far.
@@ -406,7 +406,7 @@ class RecoveryFit:
     precision: Precision = "32-true"
 
     def __call__(self, attempt: Attempt) -> dict[str, Any]:
-        """Run an attempt; return the time of its beginning, and the callback's report of the restore."""
+        """Run an attempt; return its start time, and the callback's report on the restore."""
         begun, is_killed = time.monotonic(), attempt.rank == attempt.world_size - 1
         loses_memory = self.loss == "cluster" or (self.loss == "node" and is_killed)
         own_memory(f"{self.memory}/node{attempt.rank}", lost=attempt.index > 0 and loses_memory)

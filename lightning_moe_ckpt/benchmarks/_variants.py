@@ -58,7 +58,7 @@ class SavingEvery(Callback):
     def __init__(self, folder: Path, *, every_n_steps: int, first_step: int = 0) -> None:
         self._folder, self._every, self._first = folder, every_n_steps, first_step
         self.seconds, self.nbytes = 0.0, 0
-        """Time of the training thread in saves so far, and bytes that they saved, of one rank: all have the same state."""
+        """Training-thread time in saves so far, and the bytes saved on one rank: all ranks have the same state."""
 
     @override
     def on_train_batch_end(

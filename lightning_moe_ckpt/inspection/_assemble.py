@@ -110,7 +110,7 @@ class Assembler:
 
     @property
     def older(self) -> dict[str, int]:
-        """Steps of operators that are of older generations, by name."""
+        """Older operators' steps, by name."""
         versions = [(name, source.generation) for name, source in self._sources.items()]
         return {name: generation.step for name, generation in versions if generation != self._generation}
 
@@ -265,7 +265,7 @@ class Assembler:
 
 
 def constants_of(backend: Backend, policy: Mapping[str, object]) -> list[SegmentEntry]:
-    """Return the files of constants of a generation, each with the records that its plan takes from there.
+    """Return a generation's files with constants, each with the records that its plan takes from there.
 
     Raises:
         Corrupt: the description of the files is damaged.

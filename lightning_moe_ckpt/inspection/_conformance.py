@@ -129,7 +129,7 @@ class _Place:
         return [entry.key.removeprefix(self.prefix) for entry in self.backend.list(prefix)]
 
     def remove_stale(self) -> None:
-        """Remove objects of a killed examination; those of a current one are younger."""
+        """Remove a killed examination's objects; a current examination's objects are younger."""
         stale = [entry.key for entry in self.backend.list(PREFIX) if _age(entry.key) > _STALE_SECONDS]
         self._remove(stale)
 

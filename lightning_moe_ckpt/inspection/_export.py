@@ -73,7 +73,7 @@ class ExportOptions:
     ties: Mapping[str, str] = field(default_factory=dict)
     """Further names of stored tensors, beyond those that the module's `state_dict` has."""
     merge: bool = False
-    """In a folder, add an adapter of PEFT to the weights of its base, in place of writing it alone."""
+    """In a folder, add a PEFT adapter to its base's weights, in place of writing the adapter alone."""
     max_shard_nbytes: int = MAX_SHARD_NBYTES
     """Bytes per file of weights in a folder."""
     force: bool = False
@@ -218,7 +218,7 @@ def state_dict_names(
 
 
 def _format(out: Path, options: ExportOptions) -> ExportFormat:
-    """Return the format: the given one, or that of the ending of `out`."""
+    """Return the format: the given one, or by the ending of `out`."""
     if options.format is not None:
         return options.format
     endings: dict[str, ExportFormat] = {".safetensors": "safetensors", ".ckpt": "ckpt", "": "huggingface"}
@@ -320,7 +320,7 @@ def _age_note(commit: Commit, tensors: Assembler) -> list[str]:
 
 
 class LightningCheckpoint:
-    """Content of a `.ckpt` file from the stored tensors of a generation."""
+    """Content for a `.ckpt` file from a generation's stored tensors."""
 
     def __init__(self, commit: Commit, stored: Assembler, module: ModuleEntry) -> None:
         self._commit, self._stored, self._module = commit, stored, module

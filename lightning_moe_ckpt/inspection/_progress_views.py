@@ -181,7 +181,7 @@ def _lines(
     what: str,
     kept: Callable[[Sequence[Sample]], Sequence[Sample]] = list,
 ) -> None:
-    """Draw a line for each incarnation; the first of a colour has the numbers of all of them, for the legend."""
+    """Draw a line for each incarnation; for the legend, a colour's first line has the numbers of all its incarnations."""
     alike: dict[int, list[int]] = {}
     for incarnation in axis.incarnations:
         alike.setdefault(incarnation.number % len(_COLOURS), []).append(incarnation.number)
@@ -317,7 +317,7 @@ def figures(found: RunProgress) -> dict[str, str]:
 
 
 def _ranks(places: Sequence[NewestStep]) -> Table:
-    """Return the newest step of every rank by tier; of many ranks those that are furthest behind."""
+    """Return every rank's newest step by tier; with many ranks, only the ranks that are furthest behind."""
     rows = by_rank(places)
     committed = rows.pop(-1, {}).get("storage")
     tiers = [tier for tier in _TIERS if any(tier in row for row in rows.values()) or tier == "storage"]

@@ -375,7 +375,7 @@ def repair_document(found: RepairedLog) -> dict[str, Any]:
 
 
 def repair_tables(found: RepairedLog) -> list[RenderableType]:
-    """Return tables of the generations that a restart would try, and of the others."""
+    """Return a table with the generations that a restart would try, and the other generations."""
     table = plain_table("step", "incarnation", "", "why", right=("step", "incarnation"), wraps="why")
     mended = "its manifest cannot be read; markers of all ranks say the same"
     rows = [(each, "usable", mended if each in found.mended else "") for each in found.usable]

@@ -1,4 +1,4 @@
-"""Follow the progress of a run from outside, by its log, its manifests and the memory of this node.
+"""Follow a run's progress from outside, by its log, its manifests and this node's memory.
 
 Nothing is asked of the job. Its log entries, appended when older generations are given up, have a few figures; names show newer
 steps: manifests and markers in storage, markers beside memory on this node. So steps between two entries are not seen, and
@@ -29,7 +29,7 @@ _QUIET_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Figures of one entry of the log."""
+    """Figures of a log entry."""
 
     unix_time: float
     incarnation: int
@@ -104,7 +104,7 @@ class RunProgress:
     overhead_share: float | None
     eta_seconds: float | None
     goodput: float | None
-    """Time of the steps so far without failures and checkpoints, as a share of the time since the first start."""
+    """Time that the steps so far take without failures and checkpoints, as a share of the time since the first start."""
     lost_steps: int
     """Steps that were taken again after a restart, as far as the log shows."""
     incarnations: tuple[Incarnation, ...]

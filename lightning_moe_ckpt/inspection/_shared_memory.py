@@ -59,7 +59,7 @@ class Leftover:
 
 
 def answer(*, tag: str | None, clear: bool, force: bool, dry_run: bool) -> Answer:
-    """List, and clear if asked to, the files of runs in the shared memory of this node.
+    """List, and clear if asked to, the files that runs have in this node's shared memory.
 
     Args:
         tag: name of the run whose memory is meant; `None` for all runs.

@@ -280,7 +280,7 @@ def _verify_file(backend: Backend, sizes: Mapping[str, int], entry: SegmentEntry
 
 
 def disagreements(markers: Sequence[RankMarker], constants: Sequence[SegmentEntry] = ()) -> list[str]:
-    """Return the disagreements of the markers of a generation's ranks, by name; empty if there is none.
+    """Return the disagreements between a generation's markers, by name; empty if there is none.
 
     Records of one tensor must agree on its shape and type, hold every element, and on one rank no element twice. Names in the
     module's description must be stored. (Readers of files check that a record's place and size agree with the file's

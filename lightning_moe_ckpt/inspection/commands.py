@@ -275,7 +275,7 @@ def shm(
     as_json: bool,
     storage_option: Sequence[tuple[str, object]],
 ) -> int:
-    """List the files of runs in shared memory of this node, and clear files that nobody holds."""
+    """List the files that runs have in this node's shared memory, and clear files that nobody holds."""
     try:
         tag = None if url is None else _tag_of(url, dict(storage_option))
         found = _shared_memory.answer(tag=tag, clear=clear or force, force=force, dry_run=dry_run)
@@ -285,7 +285,7 @@ def shm(
 
 
 def _tag_of(url: str, storage_options: Mapping[str, object]) -> str:
-    """Return the part of names of shared memory that the run at a URL has."""
+    """Return the part that names of a run's shared memory have in common."""
     backend = open_backend(url, storage_options=storage_options, patience=_PATIENCE)
     try:
         history = RunView.open(backend).history

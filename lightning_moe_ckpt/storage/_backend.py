@@ -127,7 +127,7 @@ def expect_readable(key: str, nbytes: int, where: str, read_range: Callable[[str
 
 
 def chunks_of(views: Sequence[bytes | memoryview], nbytes: int) -> Iterator[memoryview]:
-    """Yield slices of up to `nbytes` bytes of the views, without copying."""
+    """Yield slices, up to `nbytes` bytes long, from the views, without copying."""
     for each in views:
         view = memoryview(each)
         flat = view.cast("B") if view.nbytes else memoryview(b"")

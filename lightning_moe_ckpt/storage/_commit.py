@@ -93,7 +93,7 @@ def next_incarnation(history: History | None, run_log: Log, known: Collection[Ge
 
 @dataclass(slots=True)
 class Coordination:
-    """State of the coordinator: the log, its history, and the number of its own incarnation."""
+    """The coordinator's state: the log, its history, and its own incarnation's number."""
 
     log: Log
     history: History

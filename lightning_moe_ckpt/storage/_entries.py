@@ -122,7 +122,7 @@ class RecordColumns(NamedTuple):
 
 
 class RecordTable(Sequence[RecordEntry]):
-    """Records of one segment, backed by a line of a marker; parsed on first access.
+    """A segment's records, backed by a marker's line; parsed on first access.
 
     Args:
         parts: stored bytes, with the newline, one behind the other: most parts are the same in every generation.
@@ -226,7 +226,7 @@ class RecordRows:
         return _read_columns(rows, [""] * len(rows), "records")
 
     def digested(self, segment: memoryview) -> RecordTable:
-        """Digest every record of a finished segment, all bytes of the file, and return the records with digests."""
+        """Digest every record in a finished segment, all bytes of the file, and return the records with digests."""
         return self.digested_with_file(segment)[0]
 
     def digested_with_file(self, segment: memoryview) -> tuple[RecordTable, str]:

@@ -32,7 +32,7 @@ Measured: 10 GB/s on one core; crc32 3, sha256 0.4."""
 
 
 class OtherVersion(Corrupt):
-    """The document is whole, but of another version of the format."""
+    """The document is whole, but in another version of the format."""
 
 
 def digest_of(*views: bytes | memoryview) -> str:

@@ -109,7 +109,7 @@ class History:
     cuts: tuple[Cut, ...] = ()
     """Incarnations that still decide something, oldest first: all with living generations that `kept` does not name."""
     key: str = ""
-    """Secret of the run, from which the names of its shared memory derive."""
+    """The run's secret, from which the names of its shared memory derive."""
     replaced: tuple[str, ...] = ()
     """Runs under this URL replaced by this run, oldest first."""
     has_commits: bool = False

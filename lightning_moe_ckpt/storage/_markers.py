@@ -130,7 +130,7 @@ class ModuleLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMarker:
-    """Statement of one rank that all its segments of a generation are durable."""
+    """A rank's statement that all its segments of a generation are durable."""
 
     run_id: str
     rank: int

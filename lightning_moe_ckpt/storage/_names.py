@@ -60,7 +60,7 @@ class GenerationId:
 
     @property
     def prefix(self) -> str:
-        """Prefix of every key of this generation, with the slash."""
+        """Prefix of this generation's keys, with the slash."""
         return f"{SNAP_PREFIX}{self.step:012d}/{self.directory}/"
 
     @property
@@ -85,7 +85,7 @@ def log_key(index: int) -> str:
 
 
 def log_block(index: int) -> str:
-    """Prefix of the block of a thousand log keys that contains `index`."""
+    """Prefix of the block, a thousand log keys, that contains `index`."""
     return f"{LOG_PREFIX}{index:020d}"[:-3]
 
 
@@ -105,12 +105,12 @@ def commit_key(generation: GenerationId) -> str:
 
 
 def const_key(generation: GenerationId, digest: str, ending: str) -> str:
-    """Return the key of a file of constants, or of a description; only `generation`'s incarnation counts."""
+    """Return the key of a constants file, or a description; only `generation`'s incarnation counts."""
     return f"{CONST_PREFIX}{generation.directory}/{digest}.{ending}"
 
 
 def parse_const_key(key: str) -> tuple[int, str] | None:
-    """Return incarnation and digest from the key of a file of constants, or of their description; else `None`."""
+    """Return incarnation and digest from the key of a constants file, or their description; else `None`."""
     match = _CONST.fullmatch(key)
     return (int(match[1]), match[3]) if match else None
 

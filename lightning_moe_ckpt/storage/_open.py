@@ -34,7 +34,7 @@ log = rank_logger(__name__)
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SHORT = 3
-"""Length of a scheme in which one wrong letter is half of the word."""
+"""Length of a scheme in which a wrong letter is half the word."""
 _HALF_A_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/?(?!/)")
 
 

@@ -146,7 +146,7 @@ class RunStore:
 
     @property
     def memory_tag(self) -> str:
-        """Common part of the names of the run's shared memory. Coordinator only; final after `open_incarnation`."""
+        """Common part of the run's names in shared memory. Coordinator only; final after `open_incarnation`."""
         return memory_tag(self._coordinator().history.key, self.url)
 
     def name(self, step: int) -> GenerationId:

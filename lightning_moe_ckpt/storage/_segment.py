@@ -109,7 +109,7 @@ class Span(NamedTuple):
 
 
 class SegmentLayout:
-    """Places of all tensors of a segment, in the order given, and the header that describes them."""
+    """Places of all tensors in a segment, in the order given, and the header that describes them."""
 
     def __init__(self, tensors: Sequence[TensorSpec], *, metadata: Mapping[str, str], align: int = _ALIGN) -> None:
         """Lay tensors out.

@@ -317,6 +317,6 @@ def _history_of(commits: Sequence[Commit], *, last_incarnation: int) -> History:
 
 
 def _beginning(named: tuple[Commit, Lineage]) -> tuple[int, int, int, int]:
-    """Return a sort key of incarnations by their beginning, with the generations of each."""
+    """Return a sort key for incarnations by their beginning, with the generations of each."""
     commit, lineage = named
     return lineage.opened_ns, commit.generation.incarnation, commit.unix_time, commit.generation.step

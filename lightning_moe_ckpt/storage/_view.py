@@ -71,7 +71,7 @@ class StoredGeneration:
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """Event of a log entry, and the state of the log after it."""
+    """A log entry's event, and the log's state after it."""
 
     event: Mapping[str, object]
     history: History
@@ -123,7 +123,7 @@ class RunView:
         return [_explained(each, only_lent.get(each.generation)) for each in judged]
 
     def events(self, known: Mapping[int, LogEvent] | None = None) -> dict[int, LogEvent]:
-        """Return the newest thousand events of the log by index of their entry, oldest first; unreadable entries are left out.
+        """Return the log's newest thousand events by their entry's index, oldest first; unreadable entries are left out.
 
         Entries in `known`, the result of an earlier call, are not read again.
         """

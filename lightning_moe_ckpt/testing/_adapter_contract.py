@@ -1,4 +1,4 @@
-"""Test the promises of every description of a MoE layer: inherit, give a model and a loss, and run pytest.
+"""Test the promises of every MoE layer description: inherit, give a model and a loss, and run pytest.
 
 ```python
 class TestMyLayer(AdapterContract):
@@ -43,7 +43,7 @@ from lightning_moe_ckpt.snapshot._layout import REGIONS, StateView
 from lightning_moe_ckpt.snapshot._parts import Field
 
 _SEEDS = (1, 2)
-"""Seeds of the two micro-batches of one step."""
+"""Seeds for the two micro-batches in a step."""
 
 _TERM = 100.0
 """Term beside scores from 0 to 1; every token chooses the expert that has it."""
@@ -327,7 +327,7 @@ class BlockCalls:
 
 
 class OperatorCopies:
-    """Copies of all operators with their optimizer state, by the slices that checkpoints take; and of all buffers."""
+    """Copies of all operators with their optimizer state, by the slices that checkpoints take; all buffers, too."""
 
     def __init__(self, model: nn.Module, operators: OperatorSet, schema: StateSchema) -> None:
         self._model, self._layers = model, operators.layers

@@ -51,10 +51,10 @@ from lightning_moe_ckpt.testing._kill import Kill, Killer, LatePhase, StorageKil
 from lightning_moe_ckpt.testing._records import Record, Recorder, differences, read_lines, record_differences
 
 FIRST_SEED = 1234
-"""Seed of the first attempt, hence of the fault-free run."""
+"""Seed for the first attempt, hence for the fault-free run."""
 
 DETECTION_DELAY = 0.02
-"""Seconds between the death of one rank and the SIGKILL of the others; torchrun polls at 0.1."""
+"""Seconds between a rank's death and the others' SIGKILL; torchrun polls at 0.1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +117,7 @@ class Attempt:
 
 
 def attempt_path(workdir: Path, index: int, rank: int, kind: str) -> Path:
-    """Return the path of a file that one rank of an attempt leaves; `kind` is the ending."""
+    """Return the path to a file that a rank leaves in an attempt; `kind` is the ending."""
     return workdir / f"attempt{index}.rank{rank}.{kind}"
 
 
@@ -139,7 +139,7 @@ class AttemptResult:
     """Exit codes by rank; negative for a signal."""
 
     def records(self, rank: int = 0, kind: str | None = None) -> list[Record]:
-        """Return the lines of a rank in the order of writing; of a `kind` only, if given."""
+        """Return a rank's lines in the order of writing; only lines of `kind`, if given."""
         lines = read_lines(self._path(rank, "jsonl"))
         return [line for line in lines if kind is None or line["kind"] == kind]
 
@@ -148,7 +148,7 @@ class AttemptResult:
         return [line["step"] for line in self.records(rank, "train")]
 
     def end(self, rank: int = 0) -> dict[str, Any]:
-        """Return the state of one rank at the end of training; only a finished attempt has one."""
+        """Return a rank's state at the end of training; only a finished attempt has a state."""
         return dict(torch.load(self._path(rank, "end"), weights_only=True))
 
     def returned(self, rank: int = 0) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class AttemptFailed(AssertionError):
 
     @classmethod
     def of(cls, why: str, workdir: Path, index: int, world_size: int) -> AttemptFailed:
-        """Return the failure of one attempt, with the ends of its logs."""
+        """Return an attempt's failure, with the ends of its logs."""
         logs = [attempt_path(workdir, index, rank, "log") for rank in range(world_size)]
         tails = [f"--- rank {rank} ---\n{_tail(path)}" for rank, path in enumerate(logs)]
         return cls("\n".join([f"attempt {index} {why}", *tails]))
@@ -195,7 +195,7 @@ def run_attempts(
 
     Args:
         fit: function that runs in every rank process; its result must be JSON.
-        url: place of the checkpoints of every attempt.
+        url: place for every attempt's checkpoints.
         workdir: folder for records, logs and ends, of this call only.
         world_size: processes per attempt. More than one get the environment torchrun would set.
         kills: the scripted end of each attempt; `None` scripts none, so that attempt must finish.

@@ -201,7 +201,7 @@ class RandomFaults:
             raise ConfigurationError(f"`RandomFaults(most={self.most})` must be 1 or more, or None.")
 
     def draw(self, world_size: int) -> Iterator[ScheduledFault]:
-        """Yield all faults in the order of their times, each of one rank of the job's, without end unless there is a `most`."""
+        """Yield all faults in the order of their times, each on a rank below `world_size`, without end unless there is a `most`."""
         time, index = 0.0, 0
         while self.most is None or index < self.most:
             number = random.Random(f"{self.seed}:{index}")

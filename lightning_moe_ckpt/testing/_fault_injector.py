@@ -153,7 +153,7 @@ class FaultInjector(PhaseCallback):
 
 
 class _Campaign:
-    """Faults of one process of a campaign, on one rank."""
+    """A campaign's faults in this process."""
 
     def __init__(self, injector: FaultInjector, trainer: Trainer) -> None:
         self._trainer = trainer

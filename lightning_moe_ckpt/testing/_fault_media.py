@@ -120,7 +120,7 @@ class StorageFaults:
 
 
 def phase_of(call: StorageCall) -> tuple[FaultPhase, int] | None:
-    """Return the phase of a call, and the step of its generation; `None` for a call that is no phase."""
+    """Return a call's phase, and its generation's step; `None` for a call that is no phase."""
     parsed = parse_snap_key(call.key)
     if parsed is None or not (call.writes or call.verb == "delete"):
         return None
@@ -133,7 +133,7 @@ def phase_of(call: StorageCall) -> tuple[FaultPhase, int] | None:
 
 
 def flip_stored_bit(url: str, storage_options: Mapping[str, object] | None, rank: int, draws: random.Random) -> str:
-    """Turn a bit of a segment of `rank` in the newest generation at `url`.
+    """Turn a bit in a segment of `rank` in the newest generation at `url`.
 
     Returns:
         Text for the log; also if there is nothing to damage yet.
@@ -156,14 +156,14 @@ def flip_stored_bit(url: str, storage_options: Mapping[str, object] | None, rank
 
 
 def flip_memory_bit(directory: Path, tag: str, kind: MemoryKind, rank: int, draws: random.Random) -> str:
-    """Turn a bit of the newest whole generation in a memory file of the run with this tag.
+    """Turn a bit in the newest whole generation in a memory file with this tag.
 
     Args:
         directory: shared memory of this node.
         tag: name of the run at its place.
         kind: `ring`: what `rank` captured itself; `replica`: what this node keeps for any other.
         rank: number of this process.
-        draws: source of the choice of file and bit.
+        draws: generator for the choice of file and bit.
 
     Returns:
         Text for the log; also if there is nothing to damage yet.

@@ -1,7 +1,7 @@
 """Help a process to wake up after a SIGSTOP, or to die with its whole node.
 
 The helper runs as a file, by `python -I -S`, to start in milliseconds, and imports nothing of this package. The helper has a
-session of its own: the end of a rank's process group is not the end of the helper.
+session of its own: a signal to a rank's process group does not end the helper.
 
 A node is lost in an order that leaves no race with the launcher, which starts the job again when it sees a death: all
 processes of the node are stopped, its files are removed, and only then are the processes killed. Nodes lost together
@@ -54,7 +54,7 @@ def lose_node(
         processes: id and start time of each, see `start_time`.
         files: patterns of names, each in a directory that is given with it.
         ready: file to make when everything stands still and nothing is left.
-        others: files of the same kind of other nodes, to wait for.
+        others: such files from other nodes, to wait for.
         record: file of JSON lines to append to.
         patience: seconds to wait for other nodes.
     """

@@ -40,7 +40,7 @@ Strike = Callable[[], None]
 
 
 class PhaseCallback(Callback):
-    """Call `reached` at every phase of training. Put it first: hooks run in the order of the callbacks."""
+    """Call `reached` at every phase of training. Put this callback first: hooks run in the callbacks' order."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -153,7 +153,7 @@ class Kill:
     """Value of `trainer.global_step` when the kill strikes: before the optimizer step for the phases `batch_start`,
     `forward` and `before_optimizer_step`, after it for the others."""
     batches: int | None = None
-    """Batch of this attempt in which the kill strikes, counted from 1, instead of `step`."""
+    """Batch in this attempt in which the kill strikes, counted from 1, instead of `step`."""
     rank: int = 0
     """Rank that dies first; the parent kills the others shortly after."""
     micro: int | None = None
