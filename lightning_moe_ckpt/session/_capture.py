@@ -80,10 +80,12 @@ class CaptureSession:
         """Reasons why windows were spoiled; the owner reports and clears them."""
         self._given_up: GenerationId | None = None
         """Generation of an aborted window: tiers may still read from it, so no other window gets its name."""
-        self._layout: WindowLayout | None = None
+        self.layout: WindowLayout | None = None
+        """The plan in force; `None` before the first."""
         self._ring: SegmentRing | None = None
         self._nearly_full = 0  # capacity of journal records for which more room was last requested
-        self._window: Window | None = None
+        self.window: Window | None = None
+        """Window that takes the next boundary; `None` between windows."""
         self._pending: BoundaryCapture | None = None
         self._slot: Slot | None = None
         """Memory of the newest capture."""
@@ -108,24 +110,14 @@ class CaptureSession:
         self.missed_windows = MissedWindows()
         self.generations_complete = self.windows_skipped = self.segments_captured = self.nbytes_captured = 0
 
-    @property
-    def layout(self) -> WindowLayout | None:
-        """The plan in force; `None` before the first."""
-        return self._layout
-
-    @property
-    def window_open(self) -> bool:
-        """Whether a window has started and takes the next boundary."""
-        return self._window is not None
-
     def is_within(self, step: int) -> bool:
         """Whether boundary `step` is neither the first nor the last of the window under way."""
-        return self._window is not None and self._window.first < step < self._window.generation.step
+        return self.window is not None and self.window.first < step < self.window.generation.step
 
     @property
     def window_position(self) -> int:
         """Sealed boundaries of the window under way; 0 between windows."""
-        return 0 if self._window is None else len(self._window.segments)
+        return 0 if self.window is None else len(self.window.segments)
 
     def use_layout(self, layout: WindowLayout) -> bool:
         """Put a plan in force from the next window on; return `False` if the plan does not fit the ring. All ranks call
@@ -134,11 +126,11 @@ class CaptureSession:
         Raises:
             ConfigurationError: on every rank, if any rank has no memory for its first ring.
         """
-        assert self._window is None
+        assert self.window is None
         if self._ring is None:
             with self._exchange.raise_together():
                 self._ring = self._make_ring(layout)
-        elif self._layout is None and not self._fitted(layout):
+        elif self.layout is None and not self._fitted(layout):
             return False
         elif not self._fits(layout):
             log.warning(
@@ -146,15 +138,15 @@ class CaptureSession:
                 *(len(layout.steps), size_text(layout.slot_nbytes)),
             )
             return False
-        self._layout = layout
+        self.layout = layout
         self._tiers.planned(self._exchange, self._ring, layout)
         return True
 
     def forget_layout(self) -> None:
         """Abort the window under way, and take none until another plan is in force. All ranks call it."""
-        self._given_up = None if self._window is None else self._window.generation
+        self._given_up = None if self.window is None else self.window.generation
         self.abort_window()
-        self._layout = None
+        self.layout = None
 
     def open_window(self, step: int, use: Callable[[WindowLayout], None] | None = None, *, dense: bool = False) -> bool:
         """Agree with all ranks to start a window whose first boundary is `step`; return whether it starts. Collective.
@@ -164,8 +156,8 @@ class CaptureSession:
             use: puts a plan in force, if the plan may change here.
             dense: whether storage gets this whole boundary instead; the same on all ranks.
         """
-        assert self._layout is not None
-        if self._name(step + len(self._layout.steps) - 1) == self._given_up:
+        assert self.layout is not None
+        if self._name(step + len(self.layout.steps) - 1) == self._given_up:
             return False
         # The plan stays in replay, so the next look at the order waits: it would overtake a plan made before.
         plans = self._plans if use is not None else None
@@ -183,7 +175,7 @@ class CaptureSession:
         if following is not None and use is not None:
             self._follow(following, use, fits=all(map(attrgetter("fits"), votes)))
         why_not = self._restore_names() if not grown or any(map(attrgetter("unnamed"), votes)) else None
-        whole = dense or self._tiers.wants_whole(self._name(step), self._layout)
+        whole = dense or self._tiers.wants_whole(self._name(step), self.layout)
         self.whole_at = step if whole else None
         if whole:
             return False
@@ -195,12 +187,12 @@ class CaptureSession:
             return False
         self._start(step)
         if plans is not None:
-            plans.started(step, self._layout)
+            plans.started(step, self.layout)
         return True
 
     def capture(self, step: int, outcome: Journal) -> None:
         """Start copying this window step's slices of boundary `step`; call right after the optimizer step."""
-        window, ring = self._window, self._ring
+        window, ring = self.window, self._ring
         assert window is not None
         assert ring is not None
         if step > window.first and self._tiers.outstanding:
@@ -255,12 +247,12 @@ class CaptureSession:
             step: the boundary.
             disturbed: whether sources may have changed unseen since `capture`; then all are copied again.
         """
-        if self._window is None:
+        if self.window is None:
             return
         self._sealing, pending = step, self._pending
         if UNFIT in start:
             self._spoil(start[UNFIT], failed=False)
-        if pending is not None and not self._window.spoiled:
+        if pending is not None and not self.window.spoiled:
             with self._stalls.measure("journal"):
                 if self._gradients is not None:
                     self._gradients.sealed()
@@ -283,9 +275,9 @@ class CaptureSession:
         """
         if why_not:
             self._spoil(why_not, failed=False)
-            if self._window is None and self.whole_at is not None:
+            if self.window is None and self.whole_at is not None:
                 self._tiers.abandon_whole(self._name(self.whole_at))
-        window, pending = self._window, self._pending
+        window, pending = self.window, self._pending
         if self._sealing is None or window is None or pending is None or window.spoiled or self._seal_thread.busy:
             return
         if (torn := self._edits.torn(pending)) is not None:
@@ -296,7 +288,7 @@ class CaptureSession:
 
     def complete_seal(self, *, wait: bool = True) -> None:
         """Complete the newest boundary after `seal`, and hand it to the tiers. Without `wait`, skip a device's copies."""
-        window, pending, step = self._window, self._pending, self._sealing
+        window, pending, step = self.window, self._pending, self._sealing
         if window is None or step is None or (not wait and pending is not None and pending.waits_for_device):
             return
         self._pending = self._sealing = None
@@ -352,9 +344,9 @@ class CaptureSession:
         self.whole_at = None
         self._seal_thread.finish()
         self._await_copies()
-        if self._window is not None:
-            self._tiers.withdraw(self._window)
-            self._drop(self._window)
+        if self.window is not None:
+            self._tiers.withdraw(self.window)
+            self._drop(self.window)
 
     def close(self) -> None:
         """End all writes to the ring. A boundary that a failed step left unsealed goes to the tiers."""
@@ -376,10 +368,10 @@ class CaptureSession:
 
     def _vote(self, step: int, following: WindowLayout | None) -> WindowVote:
         """Return this rank's vote before a window."""
-        assert self._layout is not None
+        assert self.layout is not None
         assert self._ring is not None
         fits = following is None or self._fits(following)
-        window = max(len(self._layout.steps), len(following.steps) if following is not None and fits else 0)
+        window = max(len(self.layout.steps), len(following.steps) if following is not None and fits else 0)
         room, named = self._ring.can_begin(window), self._ring.is_named
         return WindowVote(int(room and named), self._journal_nbytes, int(self._spoiled_last), int(fits), int(not named))
 
@@ -394,14 +386,14 @@ class CaptureSession:
             )
 
     def _start(self, step: int) -> None:
-        assert self._layout is not None
+        assert self.layout is not None
         assert self._ring is not None
-        generation = self._name(step + len(self._layout.steps) - 1)
-        self._window = Window(generation=generation, first=step, layout=self._layout, ring=self._ring)
+        generation = self._name(step + len(self.layout.steps) - 1)
+        self.window = Window(generation=generation, first=step, layout=self.layout, ring=self._ring)
         self._ring.begin_window(generation)
-        if not self._layout.record.plan.partial:
+        if not self.layout.record.plan.partial:
             self._tiers.offer(self._complete)  # the next partial one is newer, with the operators that tiers lack most
-        self._tiers.open(self._window)
+        self._tiers.open(self.window)
 
     def _close_last_window(self, votes: Sequence[WindowVote]) -> None:
         """Close the previous window: every rank sealed it, or nobody offers it and the generation before stays."""
@@ -446,16 +438,16 @@ class CaptureSession:
 
     def _has_room_now(self) -> bool:
         """Return whether every rank's ring has room for a window, counting recyclable slots. Collective."""
-        assert self._layout is not None
+        assert self.layout is not None
         assert self._ring is not None
-        return self._exchange.all_agree(self._ring.can_begin(len(self._layout.steps)))
+        return self._exchange.all_agree(self._ring.can_begin(len(self.layout.steps)))
 
     def _has_room_after_flush(self) -> bool:
         """Wait for transfers that hold slots, then return whether every rank's ring has room. Collective."""
-        assert self._layout is not None
+        assert self.layout is not None
         assert self._ring is not None
         with self._stalls.measure("flush"):
-            if not self._ring.can_begin(len(self._layout.steps)):
+            if not self._ring.can_begin(len(self.layout.steps)):
                 self._tiers.flush(FLUSH_TIMEOUT.total_seconds())
             self.hear()
             return self._has_room_now()
@@ -464,14 +456,14 @@ class CaptureSession:
         """Lay plans out for journals of `nbytes`; return the following plan, and whether all ranks have room. Collective."""
         if nbytes == 0:
             return following, True
-        assert self._layout is not None
+        assert self.layout is not None
         assert self._ring is not None
         self._journal_nbytes = 0
-        layout = self._plans.relayout(self._layout, nbytes)
+        layout = self._plans.relayout(self.layout, nbytes)
         following = None if following is None else self._plans.relayout(following, nbytes)
         if not self._fitted(layout):
             return None, False
-        self._layout = layout
+        self.layout = layout
         self._tiers.planned(self._exchange, self._ring, layout)
         return following, True
 
@@ -522,7 +514,7 @@ class CaptureSession:
 
     def _spoil(self, reason: str, *, failed: bool = True) -> None:
         """Spoil the window under way: it runs to its end, so that ranks stay in step, but gives no generation."""
-        window = self._window
+        window = self.window
         if window is None or window.spoiled:
             return
         window.spoiled, self._why = True, f"{reason.rstrip('.')}."
@@ -536,7 +528,7 @@ class CaptureSession:
             self._await_copies()
             self._drop(window)
             return
-        self._window, self._newest = None, window.generation
+        self.window, self._newest = None, window.generation
         window.ring.finish_window(window.generation)
         self._edits.window_taken()
         if self._complete is not None:
@@ -545,12 +537,12 @@ class CaptureSession:
         self.generations_complete += 1
 
     def _drop(self, window: Window) -> None:
-        self._window = self._pending = self._sealing = None
+        self.window = self._pending = self._sealing = None
         window.ring.abort_window(window.generation)
 
     def _await_copies(self) -> None:
         """Wait until all copies into the ring have ended, successful or not."""
-        sealed = self._window.segments if self._window is not None else []
+        sealed = self.window.segments if self.window is not None else []
         pending = self._pending.ticket if self._pending is not None else None
         for ticket in {self._ticket, pending, *(segment.ticket for segment in sealed)}:
             if ticket is not None:

@@ -73,8 +73,8 @@ class ChainCapture(CaptureSession):
     @override
     def _vote(self, step: int, following: WindowLayout | None) -> WindowVote:
         assert self._ring is not None
-        if self._cut_as is not self._layout and self._layout is not None:
-            self._cut_as, self._differential = self._layout, self._plans.differential(self._layout)
+        if self._cut_as is not self.layout and self.layout is not None:
+            self._cut_as, self._differential = self.layout, self._plans.differential(self.layout)
         lost = self._tiers.lost_chain and step - self._base >= self._chains.batch
         due = following is not None or lost or step - self._base >= self._chains.every_n_steps
         self._link = self._recorder.boundary() and self._last == step - 1 and not due
@@ -123,7 +123,7 @@ class ChainCapture(CaptureSession):
 
     @override
     def _start(self, step: int) -> None:
-        layout = self._differential if self._link else self._layout
+        layout = self._differential if self._link else self.layout
         assert layout is not None
         assert self._ring is not None
         if not self._link and self._tiers.base_under_way:
@@ -132,7 +132,7 @@ class ChainCapture(CaptureSession):
                 self.hear()
         self._last, self._is_open = step, False
         self._base = self._base if self._link else step
-        self._window = Window(
+        self.window = Window(
             generation=self._name(step),
             first=step,
             layout=layout,
@@ -141,7 +141,7 @@ class ChainCapture(CaptureSession):
             is_link=self._link,
             ends_batch=self._chains.ends_batch(step - self._base),
         )
-        self._ring.begin_window(self._window.generation, is_link=self._link)
+        self._ring.begin_window(self.window.generation, is_link=self._link)
         self._tiers.offer(self._complete)  # tiers hear of this window at its seal, since it may have to become a base
 
     @override
@@ -179,7 +179,7 @@ class ChainCapture(CaptureSession):
 
     @override
     def seal(self, start: Journal, *, step: int, disturbed: bool = False) -> None:
-        if (window := self._window) is not None:
+        if (window := self.window) is not None:
             same = self._recorder.sealed()
             if (
                 self._link and disturbed
@@ -196,11 +196,11 @@ class ChainCapture(CaptureSession):
 
     def _take_whole(self, window: Window, step: int) -> None:
         """Take a base in place of a difference. On all ranks."""
-        assert self._layout is not None
+        assert self.layout is not None
         self._await_copies()
         self._link, self._base = False, step
         self._recorder.based()
-        window.is_link, window.layout = False, self._layout
+        window.is_link, window.layout = False, self.layout
         window.ring.whole(window.generation)
         if window.spoiled or self._pending is None:
             return
@@ -209,7 +209,7 @@ class ChainCapture(CaptureSession):
         except RingFull as error:
             self._spoil(str(error))
             return
-        layout = self._layout.steps[0]
+        layout = self.layout.steps[0]
         writer = SegmentWriter(
             layout, self._slot.view, self._engine, self._arrivals, self._copies.of(layout, window.layout)
         )

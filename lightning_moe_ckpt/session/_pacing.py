@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import IntEnum
 from typing import Protocol
 
 from lightning_moe_ckpt._logging import rank_logger
@@ -219,8 +220,179 @@ class _Quiet(deque[float]):
         return min(seconds, self.longest) - self.mean
 
 
+class StepKind(IntEnum):
+    """Use of a step for comparisons; of several kinds noted during one step the largest holds."""
+
+    QUIET = 0
+    """Nothing was captured."""
+    CAPTURED = 1
+    """A segment of a window was taken."""
+    UNUSUAL = 2
+    """A whole generation was taken on the training thread: the step is compared with no other."""
+
+
+class _TierCost:
+    """One tier's work on this rank: when, for how many steps, and the longer steps beside that work."""
+
+    def __init__(self, worker: Paced) -> None:
+        self.worker = worker
+        self.busy, self._complete = False, 0
+        self.idle_since = -math.inf
+        """Time of the newest end of work, in seconds of the clock."""
+        self._steps, self._lasted = 0, deque[int](maxlen=16)
+        """Steps with work since the newest completed generation, and in each of the newest generations."""
+        self.longer, self.seconds = _Samples(), 0.0
+        """Seconds by which steps with work were longer: samples, and the sum so far."""
+
+    def worked(self, now: float) -> bool:
+        """Return whether the tier has worked since the last call."""
+        was_busy, had = self.busy, self._complete
+        self.busy, self._complete = not self.worker.idle, self.worker.num_complete
+        if not self.busy and not was_busy and self._complete == had:
+            return False
+        self._steps += 1
+        if not self.busy:
+            self.idle_since = now
+            self._lasted.append(self._steps)
+            self._steps = 0
+        return True
+
+    def per_generation(self, step: float) -> tuple[float, float]:
+        """Return the seconds by which a generation makes steps longer, and the seconds of its work.
+
+        `step` is the duration of a quiet step, in seconds.
+        """
+        steps = max(self._steps, sum(self._lasted) / len(self._lasted) if self._lasted else 0)
+        return steps * self.longer.surely(), steps * (step + self.longer.mean())
+
+
+class _CaptureCost:
+    """Cost of captures to this rank's steps."""
+
+    def __init__(self) -> None:
+        self.steps, self._windows = 0, deque[int](maxlen=16)
+        """Steps with captures since the newest window began, and in each of the newest windows before it that had any."""
+        self.hooks, self.longer, self.seconds = _Samples(), _Samples(), 0.0
+        """Seconds per step with captures, in hooks and beyond quiet steps where no tier worked; the sum of the latter."""
+
+    def opened(self) -> None:
+        """Note that a window has begun."""
+        if self.steps:
+            self._windows.append(self.steps)
+        self.steps = 0
+
+    def per_window(self, base: float) -> float:
+        """Return the seconds that a window costs; `base` is the time in hooks of a quiet step, in seconds."""
+        steps = sum(self._windows) / len(self._windows) if self._windows else self.steps
+        return steps * (max(0.0, self.hooks.mean() - base) + self.longer.surely())
+
+
+class MeasuredSteps:
+    """Cost of checkpoints to this rank's steps, measured at the end of each step on the training thread.
+
+    Args:
+        workers: workers of all tiers; those that take every generation belong to captures.
+        clock: returns seconds.
+    """
+
+    def __init__(self, workers: Sequence[Paced], clock: Callable[[], float]) -> None:
+        self._memory = [worker for worker in workers if worker.takes_every]
+        self.tiers = [_TierCost(worker) for worker in workers if not worker.takes_every]
+        self.captures, self._clock = _CaptureCost(), clock
+        self._kind = StepKind.QUIET
+        self._last: tuple[float, float, float] | None = None
+        """Time, seconds in hooks and seconds of validation at the last step's end; `None` before, and in a replay."""
+        self._quiet, self._base = _Quiet(), _Samples()
+        """Quiet steps: seconds outside of hooks, and seconds in hooks."""
+        self._waiting: deque[tuple[bool, int, float]] = deque(maxlen=_WAITING_STEPS)
+        """Steps to be compared: whether captures worked, bits of the tiers at work, and seconds outside of hooks."""
+        self.steps, self.seconds, self._hooks = 0, 0.0, 0.0
+        self._marks: list[tuple[float, float]] = [(0.0, 0.0)]
+        """Past states of the account: seconds of training, and seconds that checkpoints had cost."""
+
+    def note(self, kind: StepKind) -> None:
+        """Note the kind of the step under way."""
+        self._kind = max(kind, self._kind)
+
+    def stepped(self, hooks: float | None, validated: float) -> None:
+        """Note that a step has ended; arguments as in `Governor.stepped`."""
+        now, touched = self._clock(), 0
+        last, self._last = self._last, None if hooks is None else (now, hooks, validated)
+        for index, tier in enumerate(self.tiers):
+            if tier.worked(now):
+                touched |= 1 << index
+        kind, self._kind = self._kind, StepKind.QUIET
+        captured = kind is StepKind.CAPTURED
+        for worker in self._memory:
+            captured = captured or not worker.idle
+        self.captures.steps += captured
+        if last is None or hooks is None:
+            return
+        total, in_hooks = now - last[0], hooks - last[1]
+        self.steps, self.seconds, self._hooks = self.steps + 1, self.seconds + total, self._hooks + in_hooks
+        if self.steps <= _WARM_UP_STEPS or kind is StepKind.UNUSUAL:
+            return
+        (self.captures.hooks if captured else self._base).append(in_hooks)
+        body = total - in_hooks - (validated - last[2])
+        if not captured and not touched:
+            self._quiet.add(body, self.steps)
+        else:
+            self._waiting.append((captured, touched, body))
+        if len(self._quiet) >= _SOME_STEPS:
+            while self._waiting:
+                self._compare(*self._waiting.popleft())
+
+    def _compare(self, captured: bool, touched: int, body: float) -> None:  # of a queue
+        """Charge captures, or tiers, with a step's time beyond the mean of quiet steps.
+
+        If both worked, captures are charged with their mean cost without tiers, and tiers with the rest.
+        """
+        more, captures = self._quiet.more(body), self.captures
+        if captured and not touched:
+            captures.longer.append(more)
+        through_captures = (more if not touched else captures.longer.mean()) if captured else 0.0
+        captures.seconds += through_captures
+        share = (more - through_captures) / max(1, touched.bit_count())
+        for index, tier in enumerate(self.tiers):
+            if touched >> index & 1:
+                tier.longer.append(share)
+                tier.seconds += share
+
+    def costs(self, target: float) -> Costs:
+        """Return this rank's costs; `owed` is in view of the `target`."""
+        base, known = self._base.mean(), len(self._quiet) >= _SOME_STEPS
+        step = self._quiet.mean + base if known else self.seconds / max(1, self.steps)
+        return Costs(
+            known=known and self.steps - self._quiet.newest < _WAITING_STEPS,
+            step=max(step, 1e-6),
+            base=base,
+            window=self.captures.per_window(base),
+            owed=max(0.0, self._cost - target * self.seconds),
+            tiers=tuple(tier.per_generation(step) for tier in self.tiers),
+        )
+
+    @property
+    def _cost(self) -> float:
+        return self._hooks + max(0.0, self.captures.seconds) + sum(max(0.0, tier.seconds) for tier in self.tiers)
+
+    def shares(self) -> tuple[float, dict[str, float], float]:
+        """Return the shares of hooks, of tiers, and of all in the second half of training, as in `Overhead`."""
+        seconds, cost = self.seconds or 1.0, self._cost
+        past = next(mark for mark in reversed(self._marks) if mark[0] <= self.seconds / 2)
+        tiers = {"host": self.captures.seconds, **{tier.worker.name: tier.seconds for tier in self.tiers}}
+        recent = max(0.0, cost - past[1]) / ((self.seconds - past[0]) or 1.0)
+        return self._hooks / seconds, {name: max(0.0, each) / seconds for name, each in tiers.items()}, recent
+
+    def mark(self) -> None:
+        """Remember the account's state; drop every second past state when there are too many."""
+        if self.seconds - self._marks[-1][0] >= self._marks[-1][0] / _MARKS:
+            self._marks.append((self.seconds, self._cost))
+        if len(self._marks) > 4 * _MARKS:
+            del self._marks[1::2]
+
+
 class Governor:
-    """Measure one rank's steps, and decide with all ranks when windows may begin and which tiers rest.
+    """Decide with all ranks when windows may begin and how long tiers rest, by the costs that each rank measures.
 
     Args:
         workers: workers of all tiers; tiers that take every generation never rest.
@@ -243,53 +415,19 @@ class Governor:
         least_steps: int = 20,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._memory = [worker for worker in workers if worker.takes_every]
-        self._workers = [worker for worker in workers if not worker.takes_every]
+        self.measured, self._clock = MeasuredSteps(workers, clock), clock
         self._target, self._at_least, self._speaks = target, at_least.total_seconds(), speaks
-        self._least_seconds, self._least_steps, self._clock = least_seconds, least_steps, clock
+        self._least_seconds, self._least_steps = least_seconds, least_steps
         self.gap_steps = 0
         """Least steps from one window's start to the next; the same on all ranks."""
-        self.rest_seconds = {worker.name: 0.0 for worker in self._workers}
+        self.rest_seconds = {tier.worker.name: 0.0 for tier in self.measured.tiers}
         """Seconds that each tier rests after a generation; the same on all ranks."""
-        self.resting: frozenset[str] = frozenset()
-        """Tiers that rest here now."""
-        self.captured = False
-        """Whether the step under way has captured something; set by the tiers."""
-        self.unusual = False
-        """Whether the step under way is not comparable with other steps; set by the tiers."""
         self._period = 1
-        self._last: tuple[float, float, float] | None = None
-        self._states = [(False, 0)] * len(self._workers)
-        self._ended = [-math.inf] * len(self._workers)
-        self._touched = [0] * len(self._workers)
-        """Steps in which each tier has worked since it last completed a generation."""
-        self._lasted: list[deque[int]] = [deque(maxlen=16) for _ in self._workers]
-        self._in_window, self._windows = 0, deque[int](maxlen=16)
-        """Steps with captures since the newest window began, and in each of the newest windows before it that had any."""
-        self._quiet, self._base = _Quiet(), _Samples()
-        self._hooks_captured, self._longer_captured = _Samples(), _Samples()
-        """Seconds per step with captures: in hooks; and beyond quiet steps, where no tier worked."""
-        self._longer = [_Samples() for _ in self._workers]
-        """Seconds per tier by which steps were longer while the tier worked."""
-        self._waiting: deque[tuple[bool, int, float]] = deque(maxlen=_WAITING_STEPS)
-        """Steps to be compared: whether captures worked, bits of the tiers at work, and seconds outside of hooks."""
-        self._steps = self._decided = 0
-        self._seconds = self._hooks = self._host = 0.0
-        self._by_tier = [0.0] * len(self._workers)
-        """Seconds of training; in hooks; by which captures made steps longer; by which each tier did."""
-        self._marks: list[tuple[float, float]] = [(0.0, 0.0)]
-        """Past states of the account: seconds of training, and seconds that checkpoints had cost."""
+        self._decided = 0
+        """Step of the newest decision."""
         self._asked = False
         """Whether the votes under way carry costs."""
         self._said: dict[str, float] = {}
-
-    # -- measuring
-
-    def opened(self) -> None:
-        """Note that a window has begun."""
-        if self._in_window:
-            self._windows.append(self._in_window)
-        self._in_window = 0
 
     def stepped(self, hooks: float | None, period_steps: int, validated: float = 0.0) -> None:
         """Note that a step has ended.
@@ -299,124 +437,43 @@ class Governor:
             period_steps: steps between starts of windows without a limit.
             validated: seconds of validation so far.
         """
-        now, self._period = self._clock(), period_steps
-        last, self._last = self._last, None if hooks is None else (now, hooks, validated)
-        touched, captured = self._look_at_workers(now), self.captured
-        for worker in self._memory:
-            captured = captured or not worker.idle
-        unusual, self.captured, self.unusual = self.unusual, False, False
-        self._in_window += captured
-        if last is None or hooks is None:
-            return
-        total, in_hooks = now - last[0], hooks - last[1]
-        self._steps, self._seconds, self._hooks = self._steps + 1, self._seconds + total, self._hooks + in_hooks
-        if self._steps <= _WARM_UP_STEPS or unusual:
-            return
-        (self._hooks_captured if captured else self._base).append(in_hooks)
-        body = total - in_hooks - (validated - last[2])
-        if not captured and not touched:
-            self._quiet.add(body, self._steps)
-        else:
-            self._waiting.append((captured, touched, body))
-        if len(self._quiet) >= _SOME_STEPS:
-            while self._waiting:
-                self._compare(*self._waiting.popleft())
+        self._period = period_steps
+        self.measured.stepped(hooks, validated)
 
-    def _look_at_workers(self, now: float) -> int:
-        """Return bits of the tiers that have worked since the last call."""
-        touched, resting = 0, []
-        for index, worker in enumerate(self._workers):
-            (was_busy, had), busy, has = self._states[index], not worker.idle, worker.num_complete
-            self._states[index] = busy, has
-            if busy or was_busy or has != had:
-                touched |= 1 << index
-                self._touched[index] += 1
-                if not busy:
-                    self._ended[index] = now
-                    self._lasted[index].append(self._touched[index])
-                    self._touched[index] = 0
-            if not busy and now < self._ended[index] + self.rest_seconds[worker.name]:
-                resting.append(worker.name)
-        self.resting = frozenset(resting)
-        return touched
-
-    def _compare(self, captured: bool, touched: int, body: float) -> None:  # of a queue
-        """Charge captures, or tiers, with a step's time beyond the mean of quiet steps.
-
-        If both worked, captures are charged with their mean cost without tiers, and tiers with the rest.
-        """
-        more = self._quiet.more(body)
-        if captured and not touched:
-            self._longer_captured.append(more)
-        through_captures = (more if not touched else self._longer_captured.mean()) if captured else 0.0
-        self._host += through_captures
-        share = (more - through_captures) / max(1, touched.bit_count())
-        for index, samples in enumerate(self._longer):
-            if touched >> index & 1:
-                samples.append(share)
-                self._by_tier[index] += share
-
-    def costs(self) -> Costs:
-        """Return this rank's costs."""
-        base, known = self._base.mean(), len(self._quiet) >= _SOME_STEPS
-        captured_steps = sum(self._windows) / len(self._windows) if self._windows else self._in_window
-        in_hooks = max(0.0, self._hooks_captured.mean() - base)
-        step = self._quiet.mean + base if known else self._seconds / max(1, self._steps)
-        tiers = []
-        for lasted, touched, longer in zip(self._lasted, self._touched, self._longer, strict=True):
-            steps = max(touched, sum(lasted) / len(lasted) if lasted else 0)
-            tiers.append((steps * longer.surely(), steps * (step + longer.mean())))
-        return Costs(
-            known=known and self._steps - self._quiet.newest < _WAITING_STEPS,
-            step=max(step, 1e-6),
-            base=base,
-            window=captured_steps * (in_hooks + self._longer_captured.surely()),
-            owed=max(0.0, self._cost - (self._target or 0.0) * self._seconds),
-            tiers=tuple(tiers),
-        )
-
-    @property
-    def _cost(self) -> float:
-        return self._hooks + max(0.0, self._host) + sum(max(0.0, each) for each in self._by_tier)
+    def resting(self) -> set[str]:
+        """Return the names of tiers that rest here now."""
+        now, found = self._clock(), set()
+        for tier in self.measured.tiers:
+            if not tier.busy and now < tier.idle_since + self.rest_seconds[tier.worker.name]:
+                found.add(tier.worker.name)
+        return found
 
     def overhead(self, *, start_seconds: float, end_seconds: float) -> Overhead:
         """Return the cost of checkpoints on this rank."""
-        seconds = self._seconds or 1.0
-        past = next(mark for mark in reversed(self._marks) if mark[0] <= self._seconds / 2)
-        by_tier = zip(self._workers, self._by_tier, strict=True)
+        hooks, tiers, recent = self.measured.shares()
         return Overhead(
             target=self._target,
-            hooks=self._hooks / seconds,
-            tiers={"host": max(0.0, self._host) / seconds, **{w.name: max(0.0, each) / seconds for w, each in by_tier}},
-            recent=max(0.0, self._cost - past[1]) / ((self._seconds - past[0]) or 1.0),
+            hooks=hooks,
+            tiers=tiers,
+            recent=recent,
             gap_steps=self.gap_steps,
             rest_seconds=dict(self.rest_seconds),
             start_seconds=start_seconds,
             end_seconds=end_seconds,
         )
 
-    def _mark(self) -> None:
-        """Remember the account's state; drop every second past state when there are too many."""
-        if self._seconds - self._marks[-1][0] >= self._marks[-1][0] / _MARKS:
-            self._marks.append((self._seconds, self._cost))
-        if len(self._marks) > 4 * _MARKS:
-            del self._marks[1::2]
-
-    # -- deciding
-
     def vote(self) -> PacingVote | None:
         """Return this rank's vote, all zeros unless a decision is due; `None` without a target."""
         if self._target is None:
             return None
+        steps, first = self.measured.steps, self._least_steps
         # Due by steps, which all ranks count alike; ranks tell each other whether their seconds are enough.
-        self._asked = self._steps >= self._least_steps and self._steps - self._decided >= min(
-            _DECISION_STEPS, self._least_steps
-        )
+        self._asked = steps >= first and steps - self._decided >= min(_DECISION_STEPS, first)
         if self._asked:
-            self._mark()
-        if not self._asked or self._seconds < self._least_seconds:
-            return PacingVote(0, 0, 0, 0, 0, 0, (0, 0) * len(self._workers))
-        costs = self.costs()
+            self.measured.mark()
+        if not self._asked or self.measured.seconds < self._least_seconds:
+            return PacingVote(0, 0, 0, 0, 0, 0, (0, 0) * len(self.rest_seconds))
+        costs = self.measured.costs(self._target)
         step, base, window, owed = (round(each * _PPM) for each in (costs.step, costs.base, costs.window, costs.owed))
         tiers = tuple(round(each * _PPM) for tier in costs.tiers for each in tier)
         return PacingVote(1, int(costs.known), step, base, window, owed, tiers)
@@ -425,7 +482,7 @@ class Governor:
         """Take all ranks' votes, and decide if all of them are due."""
         if self._target is None or not self._asked or not all(vote.is_due for vote in votes):
             return
-        self._decided = self._steps
+        self._decided = self.measured.steps
         tiers = [max(column) / _PPM for column in zip(*(vote.tiers for vote in votes), strict=True)]
         costs = Costs(
             known=all(vote.is_known for vote in votes),
@@ -451,15 +508,15 @@ class Governor:
                 *((costs.base + costs.window / before) / costs.step * 1e2, before, target, apart),
             )
         left = max(allowed - costs.window / (apart * costs.step), allowed * _LEAST_PART) / max(1, costly)
-        for index, worker in enumerate(self._workers):
+        for index, name in enumerate(self.rest_seconds):
             cost, busy = costs.tiers[index]
             # When the rest ends the next window may just have begun, and the tier takes the window after that.
             most = self._at_least - apart * costs.step - costs.window
-            rest = self.rest_seconds[worker.name] = next_rest(costs, index, share=left, most=most)
-            if cost and self._is_news(worker.name, busy + rest, busy):
+            rest = self.rest_seconds[name] = next_rest(costs, index, share=left, most=most)
+            if cost and self._is_news(name, busy + rest, busy):
                 log.info(
                     "a generation in %s costs %.2f s of training (overhead_target=%g): it now rests for %.1f s after each",
-                    *(worker.name, cost, target, rest),
+                    *(name, cost, target, rest),
                 )
 
     def _is_news(self, what: str, now: float, first: float) -> bool:

@@ -312,7 +312,7 @@ class CheckpointSession:
         self._planner.stepped(step)
         hooks = None if self.replaying else self.clock.seconds
         self._tiers.stepped(max(self.least_steps, self._planner.interval_steps), hooks, self.clock.validated)
-        if not capture.window_open:
+        if capture.window is None:
             self._plan()
             use = self._use if self.repeats.replay is None else None
             if capture.layout is None or not self._due(step) or self._thaw():
@@ -344,7 +344,7 @@ class CheckpointSession:
     def takes(self, step: int) -> bool:
         """Return whether the newest boundary, `step`, needs a call of `seal`."""
         capture = expect(self._capture)
-        return self._steps < _MEASURED_JOURNALS or capture.window_open or capture.whole_at == step
+        return self._steps < _MEASURED_JOURNALS or capture.window is not None or capture.whole_at == step
 
     def within_window(self, step: int) -> bool:
         """Return whether the newest boundary, `step`, is in the middle of a window: no run will resume from it."""
@@ -374,7 +374,7 @@ class CheckpointSession:
             self._copies.compare(first=fresh)
         if fresh or capture.whole_at == step:
             self._thaw()
-        elif capture.window_open and self._planner.constants.edited():
+        elif capture.window is not None and self._planner.constants.edited():
             start = {**start, UNFIT: "a parameter that did not train has changed"}
         if fresh:  # training goes on: a crash before any generation exists is a fresh start
             self._tiers.begin_first(STORAGE, expect(self._runs).name(step))

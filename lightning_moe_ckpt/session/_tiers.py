@@ -29,7 +29,7 @@ from lightning_moe_ckpt.errors import CheckpointError, Fenced
 from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.recovery import RestoreSource
 from lightning_moe_ckpt.session._lane import TierLane, Window
-from lightning_moe_ckpt.session._pacing import Governor
+from lightning_moe_ckpt.session._pacing import Governor, StepKind
 from lightning_moe_ckpt.session._votes import TiersVote
 from lightning_moe_ckpt.snapshot import WindowLayout
 from lightning_moe_ckpt.storage import BadCopies, Commit, GenerationId, RankMarker, RunStore
@@ -108,7 +108,7 @@ class Tiers:
 
     def vote(self) -> TiersVote:
         """Return this rank's vote on tiers."""
-        resting = self.governor.resting
+        resting = self.governor.resting()
         own = tuple(lane.vote(resting=lane.worker.name in resting) for lane in self._lanes)
         return TiersVote(own, self.governor.vote())
 
@@ -204,7 +204,7 @@ class Tiers:
 
     def open(self, window: Window) -> None:
         """Begin a window: tiers that take it get its segments as they are sealed."""
-        self.governor.opened()
+        self.governor.measured.captures.opened()
         for lane in self._lanes:
             if window.is_chained and (lane.worker.uses_references or lane.worker.takes_links):
                 self._open_in_chain(lane, window)
@@ -217,7 +217,7 @@ class Tiers:
         Until it is complete the tier is busy and has no base; after a failure the next generation is whole. The watcher
         hears of it only when complete: nothing trained could have been saved before.
         """
-        self.governor.unusual = True
+        self.governor.measured.note(StepKind.UNUSUAL)
         for lane in self._lanes:
             if lane.worker.name == tier:
                 lane.take(generation)
@@ -238,7 +238,8 @@ class Tiers:
             if self._watcher is not None:
                 self._watcher.given_everything(lane.worker.name, generation)
             lane.take(generation)
-        self.governor.unusual = self.governor.unusual or bool(lanes)
+        if lanes:
+            self.governor.measured.note(StepKind.UNUSUAL)
         return bool(lanes)
 
     def want_gradients(self, window: Window) -> bool:
@@ -247,7 +248,7 @@ class Tiers:
 
     def add(self, window: Window, segment: SealedSegment) -> None:
         """Hand a sealed segment to every tier that takes its window."""
-        self.governor.captured = True
+        self.governor.measured.note(StepKind.CAPTURED)
         for worker in window.workers:
             worker.add(segment.generation, segment)
 

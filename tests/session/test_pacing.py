@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import pytest
 
-from lightning_moe_ckpt.session._pacing import Governor
+from lightning_moe_ckpt.session._pacing import Governor, StepKind
 
 STEP = 0.04
 
@@ -66,7 +66,8 @@ class Rank:
         self.now += body + slow + hooks
         self.in_hooks += hooks
         self.cost += hooks + slow
-        self.governor.captured = captured
+        if captured:
+            self.governor.measured.note(StepKind.CAPTURED)
         for tier in self.tiers:
             tier.num_complete += tier.left == 1
             tier.left = max(0, tier.left - 1)
@@ -81,12 +82,13 @@ def train(ranks: Sequence[Rank], steps: int, *, window: int = 4) -> list[float]:
             rank.governor.stepped(rank.in_hooks, window)
         if step - last >= max(window, ranks[0].governor.gap_steps):
             last = step
+            resting = [rank.governor.resting() for rank in ranks]
             votes = [vote for rank in ranks if (vote := rank.governor.vote()) is not None]
             for rank in ranks:
                 rank.governor.agreed(votes)
-                rank.governor.opened()
+                rank.governor.measured.captures.opened()
             for tiers in zip(*(rank.tiers for rank in ranks), strict=True):
-                rests = [tier.name in rank.governor.resting for rank, tier in zip(ranks, tiers, strict=True)]
+                rests = [tier.name in names for names, tier in zip(resting, tiers, strict=True)]
                 if not tiers[0].takes_every and all(tier.idle for tier in tiers) and not any(rests):
                     for rank, tier in zip(ranks, tiers, strict=True):
                         tier.left = tier.busy_steps
@@ -205,11 +207,11 @@ def test_validation_is_no_cost_of_checkpoints() -> None:
     for step in range(400):
         rank.governor.stepped(rank.in_hooks, 4, validated=(step + 3) // 4 * 5 * STEP)
         if step % 4 == 0:
-            rank.governor.opened()
+            rank.governor.measured.captures.opened()
         rank.step(captured=step % 4 == 0)
         if step % 4 == 0:
             rank.now += 5 * STEP
-    assert rank.governor.costs().window < 0.1 * STEP
+    assert rank.governor.measured.costs(0.03).window < 0.1 * STEP
     assert rank.governor.overhead(start_seconds=0.0, end_seconds=0.0).tiers["host"] < 0.01
 
 
@@ -219,5 +221,5 @@ def test_steps_of_a_replay_are_not_measured() -> None:
     for _ in range(300):
         rank.step(captured=True)
         rank.governor.stepped(None, 4)
-    assert rank.governor.costs().window == 0.0
+    assert rank.governor.measured.costs(0.03).window == 0.0
     assert rank.governor.overhead(start_seconds=0.0, end_seconds=0.0).share == 0.0
