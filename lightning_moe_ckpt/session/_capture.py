@@ -28,9 +28,8 @@ from lightning_moe_ckpt.native import CopyEngine, Ticket
 from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.process import CallThread, StallMeter
 from lightning_moe_ckpt.session._edits import PassEdits
-from lightning_moe_ckpt.session._lane import Window
 from lightning_moe_ckpt.session._tiers import Tiers
-from lightning_moe_ckpt.session._votes import TiersVote, WindowVote, gather_votes
+from lightning_moe_ckpt.session._window import TiersVote, Window, WindowVote, gather_votes
 from lightning_moe_ckpt.snapshot import (
     BoundaryCapture,
     BufferChanged,

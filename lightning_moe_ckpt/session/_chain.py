@@ -24,8 +24,7 @@ from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.native import CopyEngine
 from lightning_moe_ckpt.policies import Chains
 from lightning_moe_ckpt.session._capture import FLUSH_TIMEOUT, CaptureSession
-from lightning_moe_ckpt.session._lane import Window
-from lightning_moe_ckpt.session._votes import WindowVote
+from lightning_moe_ckpt.session._window import Window, WindowVote
 from lightning_moe_ckpt.snapshot import (
     DifferentialRecorder,
     GradientRecorder,

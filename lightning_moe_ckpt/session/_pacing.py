@@ -34,7 +34,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.session._votes import PacingVote
+from lightning_moe_ckpt.session._window import PacingVote
 
 log = rank_logger(__name__)
 

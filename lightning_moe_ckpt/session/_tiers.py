@@ -28,9 +28,8 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, Fenced
 from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.recovery import RestoreSource
-from lightning_moe_ckpt.session._lane import TierLane, Window
 from lightning_moe_ckpt.session._pacing import Governor, StepKind
-from lightning_moe_ckpt.session._votes import TiersVote
+from lightning_moe_ckpt.session._window import TierLane, TiersVote, Window
 from lightning_moe_ckpt.snapshot import WindowLayout
 from lightning_moe_ckpt.storage import BadCopies, Commit, GenerationId, RankMarker, RunStore
 from lightning_moe_ckpt.tiers import (

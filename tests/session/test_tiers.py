@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from lightning_moe_ckpt.policies import Plan
-from lightning_moe_ckpt.session._lane import Window
 from lightning_moe_ckpt.session._tiers import Tiers
+from lightning_moe_ckpt.session._window import Window
 from lightning_moe_ckpt.snapshot import PlanRecord, WindowLayout
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import Markers, SealedSegment, SegmentRing, TierWorker, WriteRequest
