@@ -159,8 +159,6 @@ class Budgets:
 
     def window_inputs(self) -> list[int]:
         """Return this rank's present budgets, by level; zeros before enough steps have passed."""
-        if not self.width:
-            return []
         if not self.clock.is_steady:
             return [0] * len(self._config)
         if not self._local_rate:  # the plan is an earlier incarnation's, maybe from another machine

@@ -231,6 +231,8 @@ class Planner:
 
     def state(self) -> dict[str, Any]:
         """Return the planner's journal entries at a boundary; call before the next optimizer step."""
+        if not self._measures:
+            return {"popularity": None}
         return {"popularity": self.order.state(), **self._ledger.state()}
 
     def restore(self, outcome: Mapping[str, Any]) -> None:
@@ -360,19 +362,25 @@ class Planner:
         """Return this rank's inputs to the exchange between all ranks; `agreed` exchanges a stage's own inputs."""
         if not self._measures and not self._budgets.width:
             return self._stages.riding([])
-        return self._stages.riding([*self._ledger.inputs(), *self._budgets.window_inputs(), *self.order.inputs()])
+        counted = self._ledger.inputs() if self._ledger.counts_tokens else []
+        budgeted = self._budgets.window_inputs() if self._budgets.width else []
+        return self._stages.riding([*counted, *budgeted, *self.order.inputs()])
 
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
         """Take every rank's inputs, by rank. Collective, as is `take_next`."""
         rows = self._stages.exchanged(rows)
         if not self._measures and not self._budgets.width:
             return
-        counted = self._ledger.width
-        budgeted = counted + self._budgets.width
-        self._ledger.agreed([row[:counted] for row in rows])
-        before = 0 if self._current is None else self._current.record.budget_nbytes
-        changed = self._budgets.renewed([row[counted:budgeted] for row in rows], before)
-        popularity = self.order.agreed([row[budgeted:] for row in rows])
+        changed = False
+        if self._ledger.counts_tokens:
+            width = self._ledger.width
+            self._ledger.agreed([row[:width] for row in rows])
+            rows = [row[width:] for row in rows]
+        if self._budgets.width:
+            width, before = self._budgets.width, 0 if self._current is None else self._current.record.budget_nbytes
+            changed = self._budgets.renewed([row[:width] for row in rows], before)
+            rows = [row[width:] for row in rows]
+        popularity = self.order.agreed(rows)
         if changed and popularity is None:
             assert self._current is not None
             popularity = list(self._current.record.popularity)
