@@ -13,7 +13,6 @@ Source: TierCheck (2026), Fig. 5, for the sources of a resume.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyMissing
 from lightning_moe_ckpt.snapshot import PlanRecord
 from lightning_moe_ckpt.storage import Commit, GenerationId, RankMarker, RunStore, SegmentEntry
-from lightning_moe_ckpt.tiers import STORAGE, Holding, RankMemory, Tier, TierName
+from lightning_moe_ckpt.tiers import STORAGE, Holding, RankMemory, Tier, TierName, machine_name
 
 log = rank_logger(__name__)
 
@@ -33,8 +32,6 @@ T = TypeVar("T")
 
 UNREADABLE = (CheckpointError, OSError)
 """Errors that reading a copy may raise; another copy, or an older version, may still be good."""
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -299,8 +296,7 @@ def memory_of(directory: Path) -> str:
     The path does not decide: containers on one machine may each mount their own tmpfs under the same path.
     """
     place = directory.stat()
-    boot = _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else os.uname().nodename
-    return f"{boot}:{place.st_dev}:{place.st_ino}"
+    return f"{machine_name()}:{place.st_dev}:{place.st_ino}"
 
 
 def _holdings(tier: Tier) -> list[Holding]:

@@ -14,6 +14,7 @@ from lightning_moe_ckpt.tiers._delta_plan import gradient_nbytes as gradient_nby
 from lightning_moe_ckpt.tiers._holders import FailureDomain as FailureDomain
 from lightning_moe_ckpt.tiers._holders import ReplicaPlacement as ReplicaPlacement
 from lightning_moe_ckpt.tiers._holders import Survival as Survival
+from lightning_moe_ckpt.tiers._holders import machine_name as machine_name
 from lightning_moe_ckpt.tiers._holders import percent as percent
 from lightning_moe_ckpt.tiers._holders import place_replicas as place_replicas
 from lightning_moe_ckpt.tiers._holders import survival_probability as survival_probability

@@ -79,11 +79,15 @@ def this_domain(environ: Mapping[str, str] = os.environ) -> FailureDomain:
 
 
 def _found_node(directory: str | None) -> str:
+    return machine_name() if not directory else f"{machine_name()}:{os.path.realpath(directory)}"
+
+
+def machine_name() -> str:
+    """Return the kernel's boot id, equal in all containers of a machine, or else the host name."""
     try:
-        machine = _BOOT_ID.read_text(encoding="ascii").strip()
+        return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
-        machine = socket.gethostname()
-    return machine if not directory else f"{machine}:{os.path.realpath(directory)}"
+        return socket.gethostname()
 
 
 def _slurm_switch(variables: Mapping[str, str]) -> str:

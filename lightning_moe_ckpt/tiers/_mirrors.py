@@ -34,6 +34,7 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import measure_bandwidth
 from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.tiers._delta_plan import Run
 from lightning_moe_ckpt.tiers._holders import ReplicaPlacement
 from lightning_moe_ckpt.tiers._sealed import SealedSegment
 
@@ -43,6 +44,9 @@ _PROBE_NBYTES = 4 * 2**20
 _PROBE_TAG = 70
 _PAYS = 2.0
 """Least ratio of local copy speed to network speed: training may wait for local copies, and never for the network."""
+
+_STRIKES = 2
+"""Refused generations without an accepted one in between, after which holders take nothing from their own state."""
 
 _CLOSE_TIMEOUT = 5.0
 """Seconds for a copy under way to end."""
@@ -211,6 +215,51 @@ class MirrorStore:
         return self._newest is not None and generation <= self._newest
 
 
-def nbytes_of(run: Sequence[int] | None) -> int:
+class MirrorUse:
+    """Count what holders of this rank's copies take from their own state, until that is refused too often.
+
+    The sending thread changes it; the training thread reads.
+    """
+
+    def __init__(self) -> None:
+        self.figures = RedundancyFigures()
+        self._nbytes = self._strikes = 0
+        """Bytes not sent of the generation under way, and generations refused in a row."""
+
+    def run(self, segment: SealedSegment) -> Run | None:
+        """Return the run of a segment for holders to fill themselves; `None` if all is sent."""
+        return segment.mirrored if self._strikes < _STRIKES else None
+
+    def begin(self) -> None:
+        """Begin the next generation."""
+        self._nbytes = 0
+
+    def filled(self, run: Run | None) -> None:
+        """Note a run that all holders have filled, and this rank does not send."""
+        self._nbytes += nbytes_of(run)
+
+    def whole(self, nbytes: int) -> int:
+        """Count the generation under way, of which `nbytes` were sent per holder; return the bytes not sent."""
+        mirrored, figures = self._nbytes, self.figures
+        self._strikes = 0 if mirrored else self._strikes
+        self.figures = RedundancyFigures(
+            nbytes_sent=figures.nbytes_sent + nbytes, nbytes_mirrored=figures.nbytes_mirrored + mirrored
+        )
+        return mirrored
+
+    def refused(self, holders: Sequence[int], reason: str) -> None:
+        """Count a refused copy with bytes from the holder's own state; at `_STRIKES` in a row warn, and send all."""
+        if not self._nbytes:
+            return
+        self._strikes += 1
+        if self._strikes == _STRIKES:
+            log.warning(
+                "state that ranks %s should have in common with this one differs there, or is captured at another moment: "
+                "everything is sent from here on. Training that keeps replicas apart cannot be resumed exactly. %s",
+                *(holders, reason),
+            )
+
+
+def nbytes_of(run: Run | None) -> int:
     """Return a run's bytes; 0 for `None`."""
     return 0 if run is None else run[1] - run[0]

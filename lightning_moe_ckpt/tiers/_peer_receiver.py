@@ -150,10 +150,6 @@ class ReplicaStore:
             self._slot = self._ring.acquire(self._generation, step, self._link_nbytes)
         return self._slot.view
 
-    def whole(self, generation: GenerationId, step: int) -> Tensor | None:
-        """Return memory that begins with a kept replica's segment, valid while it is kept; `None` if gone."""
-        return self.memory.view(generation, step)
-
     def publish(self, marker: RankMarker) -> None:
         """Publish the replica for restores: every segment is complete and has the marker's digest.
 
@@ -377,7 +373,7 @@ class ReplicaReceiver:
         """Return the segment from which the current one is rebuilt. Raises `Corrupt`."""
         base = incoming.base
         known = self._newest is not None and self._newest[0] == base
-        found = self._store.whole(base, base.step) if base is not None and known else None
+        found = self._store.memory.view(base, base.step) if base is not None and known else None
         if found is None:
             raise Corrupt(f"there is no copy of {base} here, from which {incoming.generation} was to be rebuilt.")
         return found

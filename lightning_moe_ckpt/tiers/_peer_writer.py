@@ -49,6 +49,7 @@ from lightning_moe_ckpt.tiers._holders import (
 )
 from lightning_moe_ckpt.tiers._mirrors import (
     Mirroring,
+    MirrorUse,
     RedundancyFigures,
     mirroring_of,
     mirrors_pay,
@@ -65,8 +66,6 @@ from lightning_moe_ckpt.tiers._tier_worker import Released, TierWorker, WriteJob
 
 log = rank_logger(__name__)
 
-_STRIKES = 2
-"""Refused generations without an accepted one in between, after which holders take nothing from their own state."""
 _RING_GENERATIONS = 2
 """Generations of a ring besides the kept ones, roughly: one captured, one read. Also differences that holders keep beyond
 the ring's, since the owner tells them later which may go."""
@@ -152,9 +151,9 @@ class PeerWorker(TierWorker):
         self._follows = False
         """Whether the newest generation is of the boundary right after the previous generation's."""
         self._chain = DeltaChain(deltas or Deltas())
-        self._nbytes_before = self._nbytes_mirrored = 0
-        """Bytes sent before the generation under way, and its bytes not sent since holders have them."""
-        self._figures, self._strikes = RedundancyFigures(), 0
+        self._nbytes_before = 0
+        """Bytes sent before the generation under way."""
+        self._mirror_use = MirrorUse()
 
     # -- called from the training thread
 
@@ -205,7 +204,7 @@ class PeerWorker(TierWorker):
     @property
     @override
     def redundancy(self) -> RedundancyFigures | None:
-        return self._figures
+        return self._mirror_use.figures
 
     @override
     def stepped(self, period_steps: int) -> None:
@@ -230,7 +229,7 @@ class PeerWorker(TierWorker):
 
     @override
     def add(self, generation: GenerationId, segment: SealedSegment) -> None:
-        nbytes = segment.of(self.audiences).view.nbytes - nbytes_of(self._run(segment))
+        nbytes = segment.of(self.audiences).view.nbytes - nbytes_of(self._mirror_use.run(segment))
         self._replication.pacer.expect(nbytes, name=generation)
         self._replication.mirrors.add(segment)
         super().add(generation, segment)
@@ -279,10 +278,6 @@ class PeerWorker(TierWorker):
             self._replication.mirrors.end(held)
             on_released(held)
 
-    def _run(self, segment: SealedSegment) -> Run | None:
-        """Return the run of a segment for holders to fill themselves; `None` if all is sent."""
-        return segment.mirrored if self._strikes < _STRIKES else None
-
     # -- the thread
 
     @override
@@ -294,7 +289,8 @@ class PeerWorker(TierWorker):
     def _put(self, job: WriteJob, segment: SealedSegment) -> list[SegmentEntry]:
         entries, stream = segment.digested(), self._replication.stream
         if self._sending is None:
-            self._sending, self._nbytes_before, self._nbytes_mirrored = job.generation, stream.nbytes_sent, 0
+            self._sending, self._nbytes_before = job.generation, stream.nbytes_sent
+            self._mirror_use.begin()
             stream.begin(
                 job.generation,
                 keep=self._keep,
@@ -306,12 +302,12 @@ class PeerWorker(TierWorker):
         view_U8, run = torch.frombuffer(segment.view, dtype=torch.uint8), self._filled(segment)
         if not (self._replication.ahead and self._send_delta(job, segment, view_U8, run)):
             stream.send(segment.step, view_U8, lambda: self._wanted(job), mirrored=run)
-        self._nbytes_mirrored += nbytes_of(run)
+        self._mirror_use.filled(run)
         return entries
 
     def _filled(self, segment: SealedSegment) -> Run | None:
         """Let holders fill a segment's run shared with this rank, and return it; `None` if all is sent."""
-        run = self._run(segment)
+        run = self._mirror_use.run(segment)
         if run is None:
             return None
         refusal = self._replication.stream.fill(segment.step, run)
@@ -347,13 +343,11 @@ class PeerWorker(TierWorker):
         except NotReplicated as error:
             if error.refused:
                 self._chain.refused(str(error))
-                self._refused(str(error))
+                self._mirror_use.refused(stream.holders, str(error))
             raise
-        nbytes, mirrored = (stream.nbytes_sent - self._nbytes_before) // len(stream.holders), self._nbytes_mirrored
-        self._wire, self._strikes = nbytes + mirrored, 0 if mirrored else self._strikes
-        self._figures = RedundancyFigures(
-            nbytes_sent=self._figures.nbytes_sent + nbytes, nbytes_mirrored=self._figures.nbytes_mirrored + mirrored
-        )
+        nbytes = (stream.nbytes_sent - self._nbytes_before) // len(stream.holders)
+        mirrored = self._mirror_use.whole(nbytes)
+        self._wire = nbytes + mirrored
         if self._replication.ahead:
             self._chain.whole(marker, nbytes, drift)
         self._sending = None
@@ -365,18 +359,6 @@ class PeerWorker(TierWorker):
             "%s is replicated to ranks %s: %s, and %s that are there anyway",
             *(job.generation, stream.holders, size_text(nbytes), size_text(mirrored)),
         )
-
-    def _refused(self, reason: str) -> None:
-        """Count a refused copy with bytes from the holder's own state; at `_STRIKES` in a row warn, and send all."""
-        if not self._nbytes_mirrored:
-            return
-        self._strikes += 1
-        if self._strikes == _STRIKES:
-            log.warning(
-                "state that ranks %s should have in common with this one differs there, or is captured at another moment: "
-                "everything is sent from here on. Training that keeps replicas apart cannot be resumed exactly. %s",
-                *(self._replication.stream.holders, reason),
-            )
 
     @override
     def _end(self, job: WriteJob) -> None:

@@ -173,7 +173,6 @@ class HostTier:
         self._told: set[Path] = set()
 
     def holdings(self) -> list[Holding]:
-        """Return every complete copy, newest first; incomplete copies and those of other runs are left out."""
         self.close()  # files may have been replaced since the last call
         for path, name in memory_files(self._directory, self._tag):
             if name.tag == self._tag:
@@ -181,7 +180,6 @@ class HostTier:
         return sorted(self._places, reverse=True)
 
     def read_marker(self, holding: Holding) -> RankMarker:
-        """Return a copy's marker. Raises `Corrupt` if the marker is damaged, `KeyMissing` if the copy is gone."""
         return self._of(holding, lambda place: _read_marker(place.marker, place.header).marker)
 
     def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
@@ -194,7 +192,6 @@ class HostTier:
         _read_fully(self._open(place.memory), RING_HEADER_NBYTES + held[0] + offset, out, place.memory)
 
     def close(self) -> None:
-        """Close all files opened for reading; nothing is deleted."""
         self._places = {}
         while self._descriptors:
             close_shared(self._descriptors.popitem()[1])

@@ -59,17 +59,17 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # a tmpfs by definition; names 
 DIRECTORY_VARIABLE = "MOE_CKPT_SHARED_MEMORY"
 
 
-def shared_directory(fallback: Path | None = None) -> Path:
-    """Return the directory of rings: `/dev/shm`, or `fallback` (default: the temporary directory) if there is none.
+def shared_directory() -> Path:
+    """Return the directory of rings: `/dev/shm`, or the temporary directory if there is none.
 
-    A fallback on a disk works, but the kernel then writes the ring to the disk now and then. The environment variable
+    A temporary directory on a disk works, but the kernel then writes the ring to the disk now and then. The environment variable
     `MOE_CKPT_SHARED_MEMORY` names another tmpfs; processes that share a tmpfs are one node to the tiers.
     """
     if chosen := os.environ.get(DIRECTORY_VARIABLE):
         return Path(chosen)
     if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK):
         return _SHARED_MEMORY
-    directory = fallback if fallback is not None else Path(tempfile.gettempdir())
+    directory = Path(tempfile.gettempdir())
     log.warning(
         "no writable %s: the ring goes to %s and survives a kill there, at the speed of its disk",
         _SHARED_MEMORY,

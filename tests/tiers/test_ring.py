@@ -354,8 +354,9 @@ def test_another_directory_is_used_where_there_is_no_shared_memory(
 ) -> None:
     """The fallback works the same, only slower."""
     monkeypatch.setattr(_shm, "_SHARED_MEMORY", tmp_path / "absent")
-    assert shared_directory(tmp_path) == tmp_path
-    ring = SegmentRing.create("r", slot_nbytes=4096, num_slots=1, directory=shared_directory(tmp_path))
+    monkeypatch.setattr(_shm.tempfile, "tempdir", str(tmp_path))
+    assert shared_directory() == tmp_path
+    ring = SegmentRing.create("r", slot_nbytes=4096, num_slots=1, directory=shared_directory())
     ring.memory.fill_(3)
     assert (tmp_path / "r").read_bytes()[RING_HEADER_NBYTES:] == b"\3" * 4096
     ring.close()
