@@ -1,7 +1,7 @@
 """The supervisor of a node: torch's elastic agent, which replaces a dead rank instead of starting all ranks anew.
 
 Torch's agent asks every tenth of a second whether any process has ended, and then ends and restarts all. Here that
-question (`_monitor_workers`) waits for what happens instead, and answers "all are well" as long as it can help:
+question (`_monitor_workers`) waits for events instead, and answers "all are well" as long as it can help:
 
     a rank dies        the failure goes into the log of the job, for the supervisors of all nodes
     it is in the log   ranks of this node are told, and abort their collectives; a spare, or a new process, takes the place
@@ -11,7 +11,7 @@ question (`_monitor_workers`) waits for what happens instead, and answers "all a
 If ranks do not come together in time, or one cannot be replaced, the answer is that something is wrong, and the agent
 does what it always does: it ends all processes, meets the other nodes again, and starts all anew.
 
-Source: torch 2.13 `torch/distributed/elastic/agent/server`; what is used of it is there from torch 2.6 on.
+Source: torch 2.13 `torch/distributed/elastic/agent/server`; the parts used here exist from torch 2.6 on.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ from lightning_moe_ckpt.launch._spares import Spares, close_streams
 from lightning_moe_ckpt.launch._supervised import SUPERVISOR, Line
 
 _LOOK_SECONDS = 0.1
-"""Between two looks at beats and deadlines; nothing that happens waits for one."""
+"""Seconds between two looks at beats and deadlines; events do not wait for a look."""
 
 _STORE_TIMEOUT = timedelta(minutes=5)
 _TELL_SECONDS, _MOST_TELL_SECONDS = 10.0, 60.0
-"""Between two sentences while this node waits for others."""
+"""Seconds between two sentences while this node waits for others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisorOptions:
-    """How a supervisor deals with failures."""
+    """Limits and means of a supervisor for failures."""
 
     spares: int = 0
     """Processes per node that wait for a place."""
     spare_command: tuple[str, ...] = ()
-    """What a spare runs; empty for what a rank runs."""
+    """Command of a spare; empty for the command of a rank."""
     max_failures: FailureRate = field(default_factory=lambda: FailureRate(10, 3600.0, "10 per 1h"))
     max_restarts: int | None = None
-    """How often all ranks may be started anew; None bounds it by `max_failures` alone."""
+    """Most new starts of all ranks; None leaves the limit to `max_failures`."""
     recover_seconds: float = 300.0
-    """From a failure until training goes on; then all processes are started anew."""
+    """Seconds from a failure until training must go on; after them all processes are started anew."""
     hang_seconds: float = 10.0
-    """Least silence of a rank that is taken for a hang."""
+    """Least seconds of a rank's silence that count as a hang."""
     node_seconds: float = 10.0
-    """Silence of another node's supervisor after which that is gone; as long as the rendezvous takes."""
+    """Seconds of silence after which another node's supervisor counts as gone; as long as the rendezvous takes."""
     say: Callable[[str], None] = print
     """Gets one sentence per decision."""
 
@@ -71,9 +71,9 @@ class SupervisingAgent(LocalElasticAgent):
     """Agent of one node.
 
     Args:
-        spec: what to start, as torch's launcher makes it.
+        spec: torch's description of the workers to start.
         output: console of the ranks.
-        options: how to deal with failures.
+        options: limits and means for failures.
         of_torch: further arguments of torch's agent.
     """
 
@@ -88,20 +88,20 @@ class SupervisingAgent(LocalElasticAgent):
         self._members: dict[int, Member] = {}
         """Ranks of this node by process id."""
         self._unknown: dict[int, Any] = {}
-        """Connections by process id, of processes that are not entered yet."""
+        """Connections of processes that are not entered yet, by process id."""
         self._spares = Spares(options.spares, options.spare_command, output, self._board, options.say)
         self._clock = Clock(5 * _LOOK_SECONDS)
         self._rounds = 0
         self._incarnation = 0
         self._formed = -1
-        """The newest incarnation that has come together."""
+        """Newest incarnation that has come together; -1 before the first of a round."""
         self._deadline = self._suspicion = float("inf")
-        """When recovering takes too long; when those that have not arrived are taken for hung."""
+        """Time at which a recovery takes too long, and at which ranks that have not arrived count as hung."""
         self._silent = False
-        """Whether all ranks of this node are counted as silent."""
+        """Whether the log counts all ranks of this node as silent."""
         self._verdict = ""
         self._gone = ""
-        """The node for whose return this one waits."""
+        """Node for whose return this node waits; empty without one."""
         self._log: EventLog | None = None
         self._nodes: NodeWatch
 
@@ -309,7 +309,7 @@ class SupervisingAgent(LocalElasticAgent):
     # -- what follows
 
     def _follow(self, event: JobEvent, worker_group: WorkerGroup) -> None:
-        """Do what an event of the log means for this node."""
+        """Carry out an event of the log on this node."""
         kind = event["kind"]
         if kind == "failed":
             self._failed(event, worker_group)
@@ -381,7 +381,7 @@ class SupervisingAgent(LocalElasticAgent):
     # -- looks
 
     def _look(self) -> None:
-        """Look for ranks that hang, and for recoveries that do."""
+        """Look for ranks and recoveries that hang."""
         seconds, now, options = self._clock.tick(), time.monotonic(), self._options
         running = [member for member in self._members.values() if member.exit_code is None]
         for member in running:
@@ -404,10 +404,10 @@ class SupervisingAgent(LocalElasticAgent):
             self._now.append("restart", why=f"ranks did not come together within {options.recover_seconds:g} s")
 
     def _look_for_silence(self, running: list[Member]) -> None:
-        """Find out whether all wait for one that hangs: who comes when it is told of a failure does not.
+        """Report a failure if all ranks of all nodes are silent, or one for as long as a recovery may take.
 
-        One that is between two steps may take its time, and others wait for it within theirs: for as long as a recovery
-        may take. So all nodes have to be silent.
+        A rank between two steps may take its time, and other ranks wait for it within their step, so silence of some ranks is no
+        hang. The hung rank is found afterwards: a rank that arrives when told of the failure does not hang.
         """
         options = self._options
         formed = self._formed == self._incarnation and not any(member.stopped_seconds for member in running)
@@ -426,7 +426,7 @@ class SupervisingAgent(LocalElasticAgent):
                 member.quiet_seconds = 0.0
 
     def _recovered(self, running: list[Member]) -> None:
-        """Set the deadline aside when training goes on: all have arrived, and have moved since."""
+        """Clear the deadline when training goes on: all ranks have arrived, and have moved since."""
         if self._formed < self._incarnation or self._deadline == float("inf"):
             return
         if all(member.goes_on for member in running):

@@ -37,11 +37,11 @@ from lightning_moe_ckpt.errors import ConfigurationError
 JobEvent = dict[str, Any]
 
 LAST_EVENTS = ("restart", "over", "lost")
-"""Kinds of events after which a log has no more."""
+"""Kinds of events that end a log."""
 
 _WAIT = timedelta(minutes=5)
 _LOOKS = 5
-"""At another node, within the time after which it is gone."""
+"""Looks at another node within `NodeWatch`'s patience."""
 _ENDED = 2**40
 
 
@@ -50,7 +50,7 @@ class EventLog:
 
     Args:
         connect: makes a connection to the store; one is for appending, one for the thread that waits.
-        prefix: of the log's keys.
+        prefix: prefix of the log's keys.
         take: called with each event by a thread of its own. After an event of `LAST_EVENTS` the thread ends; `lost` says
             that the store is gone.
     """
@@ -63,13 +63,13 @@ class EventLog:
         self._thread.start()
 
     def append(self, kind: str, **facts: object) -> None:
-        """Add an event for all supervisors. One that cannot be added is no event: then the store is gone."""
+        """Add an event for all supervisors; without a store nothing happens."""
         with suppress(DistError):
             number = self._store.add("events", 1)
             self._store.set(f"event/{number}", json.dumps({"kind": kind, **facts}))
 
     def count(self, name: str, by: int = 1) -> int:
-        """Add to the number of this name, and return it."""
+        """Add `by` to the counter `name`, and return its value; 0 without a store."""
         try:
             return int(self._store.add(name, by))
         except DistError:
@@ -81,7 +81,7 @@ class EventLog:
             self._store.set(name, text)
 
     def noted(self, name: str) -> str:
-        """Return the text under a name, which is there."""
+        """Return the text under a name that exists; empty without a store."""
         try:
             return str(self._store.get(name).decode())
         except DistError:
@@ -108,7 +108,7 @@ class EventLog:
             return JobEvent(kind="lost")
 
     def _comes(self, key: str) -> bool:
-        """Wait for a key; False if nothing happened for a while."""
+        """Wait for a key, and return whether it exists after `_WAIT`."""
         try:
             self._waiting.wait([key], _WAIT)
         except DistStoreError:
@@ -117,16 +117,16 @@ class EventLog:
 
 
 class NodeWatch:
-    """Whether the supervisor of the next node lives. Each counts what it has seen of time, and looks at one other's count.
+    """Watches whether the supervisor of the next node lives: each supervisor counts up, and looks at the next one's count.
 
     Ranks of a supervisor that was killed are not replaced: nobody starts processes there. Torch's rendezvous finds out,
     too, but its nodes ask it only when they meet.
 
     Args:
-        log: of this round.
+        log: log of this round.
         node: number of this node.
-        num_nodes: in all.
-        name: of this node, for people.
+        num_nodes: number of nodes.
+        name: name of this node, for messages.
         patience: seconds of silence after which a supervisor is gone.
     """
 
@@ -136,10 +136,10 @@ class NodeWatch:
         log.note(f"node/{node}", name)
 
     def look(self, seconds: float) -> str | None:
-        """Return what has become of the next node if it is gone, and None if it is not.
+        """Return the next node's number and name if its supervisor is gone, else None.
 
         Args:
-            seconds: since the last look, as far as this process ran.
+            seconds: seconds since the last look, without those in which this process stood still.
         """
         self._since += seconds
         if self._next == self._node or self._since < self._patience / _LOOKS:
@@ -167,7 +167,7 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 
 @dataclass(frozen=True, slots=True)
 class FailureRate:
-    """How many failures are too many: `10 per 1h`, or `10` for the whole job."""
+    """Most failures within a time: `10 per 1h`, or `10` for the whole job."""
 
     most: int
     seconds: float = float("inf")
@@ -175,10 +175,10 @@ class FailureRate:
 
     @classmethod
     def parse(cls, text: str) -> FailureRate:
-        """Return the rate that a user has written.
+        """Return the rate of a user's text.
 
         Raises:
-            ConfigurationError: it is not written as above.
+            ConfigurationError: the text is neither a number nor like `10 per 1h`.
         """
         found = _RATE.fullmatch(text.strip())
         if found is None:
@@ -197,7 +197,7 @@ class Judge:
         self._rate = rate
         self._failures = deque[float]()
         self._step: int | None = None
-        """Furthest step when somebody last left by itself."""
+        """Furthest step when a process last left by itself."""
         self._restarted = False
         """Whether all processes were started anew, and no step was passed since."""
 
@@ -235,7 +235,7 @@ class Judge:
 
 
 def describe_exit(exit_code: int) -> str:
-    """Return what happened to a process, for a sentence about it."""
+    """Return how a process ended, as the predicate of a sentence."""
     if exit_code >= 0:
         return f"left with status {exit_code}"
     try:

@@ -49,48 +49,48 @@ class Member:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     connection: socket.socket | None = None
     arrived: int = -1
-    """The newest incarnation that it has come to."""
+    """Newest incarnation at which the process has arrived; -1 before the first."""
     why: str = ""
-    """Reason for which the supervisor has ended it."""
+    """Reason why the supervisor has ended the process; empty if it has not."""
     beats: int = 0
     quiet_seconds: float = 0.0
-    """For how long it has not beaten, as far as this supervisor has watched."""
+    """Seconds without a beat, as far as this supervisor has watched."""
     stopped_seconds: float = 0.0
     moves_then: int = 0
-    """Beats and pauses when all ranks had last come together."""
+    """Beats and pauses at the time when all ranks had last come together."""
 
     @property
     def pid(self) -> int:
-        """Process id; that of its process group, too."""
+        """Id of the process and of its process group."""
         return int(self.handler.proc.pid)
 
     @property
     def exit_code(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs."""
+        """Exit status, negative for a signal; None while the process runs."""
         code: int | None = self.handler.proc.poll()
         return code
 
     def send(self, message: Line) -> None:
-        """Tell it something, if it listens."""
+        """Send a message, if the process is connected and reads."""
         if self.connection is not None:
             with suppress(OSError):  # it has ended, or it was stopped and does not read: that is found out otherwise
                 self.connection.send(encode(message), socket.MSG_DONTWAIT)
 
     def place(self, environment: dict[str, str], incarnation: int) -> None:
-        """Give it its place; it waits for that from the moment it connects."""
+        """Send the process its place, for which it waits since it connected."""
         if self.connection is not None:
             with suppress(OSError):
                 socket.send_fds(self.connection, [HELLO], [self.heartbeat.descriptor])
             self.send({"place": environment, "incarnation": incarnation, "replacement": self.replacement})
 
     def kill(self, why: str = "") -> None:
-        """End it and what it has started."""
+        """End the process and its children."""
         self.why = self.why or why
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def watch(self, seconds: float) -> None:
-        """Look at its heart, `seconds` after the last look."""
+        """Read the heartbeat, `seconds` after the last look, and add up silence."""
         now = self.heartbeat.read()
         quiet = now.watched and now.beats == self.beats
         self.quiet_seconds = self.quiet_seconds + seconds if quiet else 0.0
@@ -99,20 +99,20 @@ class Member:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it has moved since all ranks came together, or never tells."""
+        """Whether the process has moved since all ranks came together, or has no heartbeat."""
         moves = self.heartbeat.read().moves
         return moves > self.moves_then or moves <= 1  # `rejoin` is one
 
     def patience(self, least: float) -> float:
-        """Return for how many seconds it may be silent: five times its longest step, and at least `least`."""
+        """Return the seconds of silence allowed: five times the longest step, and at least `least`."""
         return max(least, 5 * self.heartbeat.read().longest)
 
     def is_silent(self, least: float) -> bool:
-        """Whether it has not passed a step for longer than that, and is not between two steps."""
+        """Return whether the process is in a step, and silent for longer than `patience(least)`."""
         return self.quiet_seconds > self.patience(least)
 
     def close(self) -> None:
-        """Give up what belongs to a process that has ended, and end what it has left behind."""
+        """Release connection and heartbeat of a process that has ended, and end its remaining children."""
         self.kill()
         if self.connection is not None:
             with suppress(OSError):
@@ -123,7 +123,7 @@ class Member:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process has got SIGSTOP; one that a debugger holds has not."""
+    """Return whether a process has got SIGSTOP; a process under a debugger has not."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T"
     return False
@@ -134,7 +134,7 @@ NodeEvent = tuple[str, Any, Any]
 
 
 class Switchboard:
-    """The socket of a supervisor, and the queue of what happens on its node."""
+    """The socket of a supervisor, and the queue of events on its node."""
 
     def __init__(self) -> None:
         self.name = f"moe-ckpt-{uuid.uuid4()}"
@@ -147,17 +147,17 @@ class Switchboard:
         self._start(self._accept)
 
     def expect_exit(self, pid: int) -> None:
-        """Put the end of a child into the queue. It remains to be waited for."""
+        """Put the end of a child into the queue, without taking its status."""
         self._start(self._wait, pid)
 
     def take(self, timeout: float) -> NodeEvent | None:
-        """Return what happened next; None if nothing does for `timeout` seconds."""
+        """Return the next event; None if there is none for `timeout` seconds."""
         with suppress(queue.Empty):
             return self.queue.get(timeout=max(0.0, timeout))
         return None
 
     def close(self) -> None:
-        """End the threads. All children have ended, and all connections are closed."""
+        """End the threads. Call it when all children have ended, and all connections are closed."""
         self._closed.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -191,7 +191,7 @@ class Switchboard:
                 connection.close()
 
     def serve(self, pid: int, connection: socket.socket) -> None:
-        """Put what a member says into the queue."""
+        """Put the messages of a member into the queue."""
         self._start(self._read, pid, connection)
 
     def _read(self, pid: int, connection: socket.socket) -> None:
@@ -223,7 +223,7 @@ class Clock:
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
 _MOST_NBYTES = 65536
 _DRAIN_SECONDS = 1.0
-"""Limit for what is still in the pipes at the end: processes that outlive their rank may hold them open."""
+"""Seconds for reading the pipes at the end: processes that outlive their rank may hold pipes open."""
 
 
 class _Stream:
@@ -239,7 +239,7 @@ class _Stream:
         return f"/dev/fd/{self.writer}"
 
     def pump(self) -> bool:
-        """Bring on what is there, and return whether more can come."""
+        """Write the lines that have come, and return whether more can come."""
         received = os.read(self.reader, _MOST_NBYTES)
         self._pending += received or (b"\n" if self._pending else b"")
         whole = _LINE.findall(self._pending)
@@ -255,21 +255,21 @@ class _Stream:
 
 
 OpenFiles = dict[str, tuple[BinaryIO | None, bool]]
-"""By `stdout` and `stderr` the file of a rank's lines, and whether they go to the console."""
+"""File of a rank's lines and whether they go to the console, by `stdout` and `stderr`."""
 
 
 class Label:
-    """What stands before the lines of one process, and where they go; those of a spare change when it gets a place."""
+    """Prefix and files of one process's lines; those of a spare change when it gets a place."""
 
     def __init__(self, text: str, files: OpenFiles | None = None) -> None:
         self.set(text, files)
 
     def set(self, text: str, files: OpenFiles | None = None) -> None:
-        """Say who writes from now on."""
+        """Use this prefix and these files from now on."""
         self._prefix, self._files = f"[{text}] ".encode(), files or {}
 
     def sinks(self, kind: str) -> Iterator[tuple[BinaryIO, bytes]]:
-        """Yield files for lines of this kind, and what stands before the lines there."""
+        """Yield (file, prefix) for lines of this kind."""
         file, shown = self._files.get(kind, (None, True))
         if file is not None:
             yield file, b""
@@ -281,20 +281,20 @@ class RankOutput(LogsSpecs):
     """Pipes from all processes of this node to the console and to files.
 
     Args:
-        files: says which lines go into which files.
+        files: torch's choice of files for lines.
     """
 
     def __init__(self, files: LogsSpecs) -> None:
         super().__init__()
         self._specs = files
         self._files: dict[int, OpenFiles] = {}
-        """By local rank."""
+        """Files by local rank."""
         self._opened: list[BinaryIO] = []
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
         self._given: list[int] = []
-        """Ends of pipes for writing whose processes are not started yet."""
+        """Writing ends of pipes whose processes are not started yet."""
         self._closing = False
         self._thread = threading.Thread(target=self._pump, name="moe-ckpt-output", daemon=True)
         self._thread.start()
@@ -304,7 +304,7 @@ class RankOutput(LogsSpecs):
         return Label(str(rank), self.files_of(local_rank))
 
     def files_of(self, local_rank: int) -> OpenFiles:
-        """Return where the lines of a rank of this node go."""
+        """Return the files of a rank of this node."""
         return self._files.get(local_rank, {})
 
     def pipes(self, label: Label) -> tuple[str, str]:
@@ -319,13 +319,13 @@ class RankOutput(LogsSpecs):
         return paths[0], paths[1]
 
     def started(self) -> None:
-        """Leave the pipes to the processes that were started: an end of one is then the end of its lines."""
+        """Close this process's writing ends: a pipe then ends with the process that was started."""
         for descriptor in self._given:
             os.close(descriptor)
         self._given = []
 
     def close(self) -> None:
-        """Write what is left, and end."""
+        """Write the remaining lines, and end the thread."""
         self.started()
         self._closing = True
         os.write(self._wake_writer, b"!")
@@ -359,7 +359,7 @@ class RankOutput(LogsSpecs):
         return self._specs.root_log_dir
 
     def _open(self, path: str, teed: bool) -> tuple[BinaryIO | None, bool]:
-        """Return the file of torch's path, which is empty for the console, and whether the console gets the lines, too."""
+        """Open the file of torch's path (empty for the console), and return it with whether the console gets the lines."""
         if not path:
             return None, True
         # Until the end: lines of ranks that have ended may still come.

@@ -33,11 +33,11 @@ class Spares:
     """The spares of one node.
 
     Args:
-        wanted: how many there should be.
-        command: what they run, if not what ranks run.
+        wanted: number of spares.
+        command: command of a spare; empty for the command of ranks.
         output: console of ranks and spares.
-        board: where ends and connections are waited for.
-        say: gets a sentence when there will be no more.
+        board: queue of ends and connections.
+        say: gets a sentence when no more spares are started.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Spares:
         self._taken: set[int] = set()
 
     def start(self, context: Any) -> None:
-        """Start as many as are missing.
+        """Start the missing spares.
 
         Args:
             context: torch's `SubprocessContext`, with the environment of ranks.
@@ -79,13 +79,13 @@ class Spares:
         return Member(handler, label)
 
     def connect(self, pid: int, connection: socket.socket) -> bool:
-        """Note that a spare waits for its place; False for who is none."""
+        """Note that a spare waits for its place; return False if the process is no spare."""
         if pid in self._waiting:
             self._waiting[pid].connection = connection
         return pid in self._waiting
 
     def take(self, rank: int, local_rank: int) -> Member | None:
-        """Return a spare for this rank, one that waits already before one that is on its way; None without any."""
+        """Return a spare for this rank, preferably one that waits already; None without spares."""
         usable = [member for member in self._waiting.values() if member.exit_code is None]
         if not usable:
             return None
@@ -97,11 +97,11 @@ class Spares:
         return member
 
     def was(self, member: Member) -> bool:
-        """Whether this process waits or has waited as a spare: then its end is waited for already."""
+        """Return whether this process was a spare, whose end is waited for already."""
         return member.pid in self._taken
 
     def exited(self, pid: int) -> None:
-        """Note that a spare has ended before it was needed: its script does not wait, so there will be no more."""
+        """Note that a spare has ended before it was needed. If it left by itself, its script does not wait: no more are started."""
         member = self._waiting.pop(pid, None)
         if member is None:
             return
@@ -117,7 +117,7 @@ class Spares:
         )
 
     def close(self) -> None:
-        """End those that were not needed."""
+        """End the unused spares."""
         for member in self._waiting.values():
             member.kill()
         for member in self._waiting.values():
@@ -127,7 +127,7 @@ class Spares:
 
 
 def close_streams(handler: Any) -> None:
-    """Leave a process's pipes to it: torch's handler keeps them open until the process is told to end."""
+    """Close this process's ends of a child's pipes, which torch's handler keeps open until it ends the child."""
     for stream in (handler._stdout, handler._stderr):  # noqa: SLF001  # torch has no public way
         if stream is not None:
             stream.close()

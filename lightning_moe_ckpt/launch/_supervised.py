@@ -1,4 +1,4 @@
-"""What a rank under `moe-ckpt run` knows of failures of others, how it joins them again, and how it talks to its supervisor.
+"""A rank's side of `moe-ckpt run`: failures of other ranks, joining them again, and messages to and from the supervisor.
 
     supervised = Supervised.from_environment()          # None under other launchers; a spare waits here for its place
     while training:
@@ -53,17 +53,17 @@ if TYPE_CHECKING:
 
 
 _LEAVE_SECONDS = 30.0
-"""For a process that has lost its supervisor to save and leave; as long as launchers wait."""
+"""Seconds for a process without its supervisor to save and leave; as long as launchers wait."""
 
 
 class RankFailure(NamedTuple):
-    """What ended an incarnation."""
+    """Failure that ended an incarnation."""
 
     incarnation: int
-    """The one that it ended."""
+    """Incarnation that the failure ended."""
     rank: int
     why: str
-    """For people: what happened to the rank."""
+    """Predicate of a sentence about the rank, for messages."""
 
     @override
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Supervised:
     def __init__(self, connection: socket.socket, heartbeat: Heartbeat) -> None:
         self._connection, self._heartbeat = connection, heartbeat
         self.pid = os.getpid()
-        """The process that is connected; a fork of it is not."""
+        """Id of the connected process; its forks are not connected."""
         self._changed = threading.Condition()
         self._abort: Callable[[], None] | None = None
         self._failures: dict[int, RankFailure] = {}
@@ -94,19 +94,18 @@ class Supervised:
         os.environ.pop(SPARE, None)
         self._newest: int = place["incarnation"]
         self.incarnation = self._newest
-        """The one that this process has joined; before the first, the one to join."""
+        """Incarnation that this process has joined, or is to join first."""
         self.replacement: bool = place["replacement"]
-        """Whether this process takes the place of one that had joined others."""
+        """Whether this process replaces one that had joined an incarnation."""
         self.fits = 0
-        """Fits that this process has begun: in which of them it is. Others can be joined there only."""
+        """Number of fits that this process has begun; ranks join each other in the same fit only."""
         threading.Thread(target=self._listen, name="moe-ckpt-supervised", daemon=True).start()
 
     @classmethod
     def from_environment(cls) -> Supervised | None:
         """Return this process's connection to its supervisor; None without one.
 
-        A spare waits here until it is given a place. Then its environment has `RANK`, `LOCAL_RANK` and so on, as that
-        of any other rank has from the start: ask for those afterwards.
+        A spare waits here until it gets a place. Only then does its environment have `RANK`, `LOCAL_RANK` and so on.
         """
         if cls._current is not None and cls._current.pid == os.getpid():
             return cls._current
@@ -137,16 +136,16 @@ class Supervised:
     def rejoin(self, timeout: float) -> Store:
         """Arrive at the newest incarnation, and wait for all other ranks to arrive there.
 
-        When it fails meanwhile, all arrive at the next one.
+        If that incarnation fails meanwhile, all ranks arrive at the next one.
 
         Args:
-            timeout: limit in seconds for all of that.
+            timeout: limit in seconds for all ranks to arrive.
 
         Returns:
-            A store for making process groups, with nothing in it.
+            An empty store for making process groups.
 
         Raises:
-            TimeoutError: not all ranks have arrived. Let it end the process: the supervisor starts all ranks anew.
+            TimeoutError: not all ranks have arrived. Let the error end the process: the supervisor starts all ranks anew.
         """
         prefix = self.arrive(timeout)
         # A spare may wait for its place before it has imported torch.
@@ -175,9 +174,9 @@ class Supervised:
             return f"{self._formed[self.incarnation]}/{self._uses}"
 
     def watch(self, abort: Callable[[], None]) -> None:
-        """Have `abort` called, in a thread of its own, when the incarnation fails that this process has joined.
+        """Call `abort` on a thread of its own when this process's incarnation fails, at once if the incarnation has failed.
 
-        It is called at once if that has happened. A later call of `watch` or `rejoin` forgets it.
+        A later call of `watch` or `rejoin` forgets `abort`.
         """
         with self._changed:
             self._abort = abort
@@ -188,21 +187,21 @@ class Supervised:
         """Return the failure behind an exception of this process.
 
         Args:
-            timeout: seconds for the supervisor to learn of it. A connection may end before its owner has.
+            timeout: seconds for the supervisor to learn of the failure. A connection may end before its process has.
 
         Returns:
-            The failure that ended the incarnation that this process has joined; None if nobody has failed, so that the
-            exception is an error of its own.
+            The failure that ended this process's incarnation; None if no rank has failed, so the exception is an error of
+            this process.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.failed or self._lost, timeout)
             return self._failures.get(self.incarnation)
 
     def call_off(self, why: str) -> None:
-        """End the incarnation that this process has joined, with all its ranks alive: they come to another one.
+        """End this process's incarnation while all its ranks live: they come to another one.
 
         Args:
-            why: for people, behind "rank 3".
+            why: predicate of a sentence about this rank, for messages.
         """
         self._connection.sendall(encode({"called_off": self.incarnation, "why": why}))
 
@@ -211,15 +210,15 @@ class Supervised:
     def beat(self, step: int) -> None:
         """Note that the main thread has come to `step`, such as `trainer.global_step`.
 
-        From then on, until the next call of `pause` or `rejoin`, a silence that is too long is taken for a hang. A
-        process that leaves with an exception is only replaced if steps were passed since the last failure.
+        From then on, until the next `pause` or `rejoin`, too long a silence is taken for a hang. A process that leaves with an
+        exception is only replaced if steps were passed since the last failure.
         """
         self._heartbeat.beat(step)
 
     def pause(self, *, aborted: bool = False) -> None:
-        """Note that what follows has no beats, and may take any time: validation, saving, the user's own code.
+        """Note that no beats follow for any time: during validation, saving, the user's own code.
 
-        A step that was `aborted` is no measure of how long steps take: it waited for one that hung, perhaps.
+        An `aborted` step is no measure of how long steps take, since it may have waited for a hung rank.
         """
         self._heartbeat.pause(aborted=aborted)
 
@@ -254,7 +253,7 @@ class Supervised:
             threading.Thread(target=abort, name="moe-ckpt-abort", daemon=True).start()
 
     def _has_arrived(self) -> bool:
-        """Whether waiting for the others to arrive has come to an end, a good one or a bad one."""
+        """Return whether all ranks have arrived or the incarnation has failed. Raises `CheckpointError` without a supervisor."""
         if self._lost:
             raise _lost()
         return self.failed or self.incarnation in self._formed
@@ -268,16 +267,16 @@ SUPERVISOR = "MOE_CKPT_SUPERVISOR"
 """Environment variable with the name of the supervisor's socket."""
 
 SPARE = "MOE_CKPT_SPARE"
-"""Environment variable that says that this process waits for a place."""
+"""Environment variable of a process that waits for a place."""
 
 HELLO = b"!"
-"""The byte with which the page comes."""
+"""Byte sent with the page's descriptor."""
 
 Line = dict[str, Any]
 
 
 def encode(message: Line) -> bytes:
-    """Return a message as it is sent."""
+    """Return the bytes of a message."""
     return json.dumps(message).encode() + b"\n"
 
 
@@ -295,11 +294,11 @@ def address_of(name: str) -> str:
 
 
 class Beats(NamedTuple):
-    """What a heartbeat tells."""
+    """Values of a heartbeat."""
 
     beats: int
     step: int
-    """-1 before the first beat."""
+    """Newest step; -1 before the first beat."""
     longest: float
     """Seconds of the longest step: from a beat to the next one, or to a pause."""
     moves: int
@@ -312,7 +311,7 @@ class Heartbeat:
     """A page of memory in which the main thread of a rank counts its steps; to write it needs no system call.
 
     Args:
-        descriptor: of the page; a new one is made without. Who maps it keeps it open.
+        descriptor: descriptor of the page, which this object then owns; without one, a new page is made.
     """
 
     _LAYOUT = struct.Struct("<qqdqq")
@@ -333,14 +332,14 @@ class Heartbeat:
         self._write(watched=True)
 
     def pause(self, *, aborted: bool = False) -> None:
-        """Note that no beats come for a while, and that this is no hang; an aborted step says nothing of how long steps take."""
+        """Note that no beats come for a while, without a hang. An aborted step does not count as the longest."""
         if not aborted:
             self._end_step()
         self._last = 0.0
         self._write(watched=False)
 
     def read(self) -> Beats:
-        """Return what was written last, by either side's process."""
+        """Return the values written last, by whichever process maps the page."""
         beats, step, longest, moves, watched = self._LAYOUT.unpack_from(self._page)
         return Beats(beats, step if beats else -1, longest, moves, bool(watched))
 

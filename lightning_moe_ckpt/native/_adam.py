@@ -193,7 +193,7 @@ def _pack(step: AdamStep, begin: int) -> _Step:
     if isinstance(gradient, QuantizedGradient):
         packed.kind, packed.values, packed.scale = _INT8, gradient.values.data_ptr(), gradient.scale.data_ptr()
     elif isinstance(gradient, SparseGradient):
-        part = gradient.parts[_part_index(gradient, begin)]
+        part = gradient.parts[begin // gradient.parts[0].numel]
         packed.kind, packed.values = _SPARSE, part.values.data_ptr()
         packed.indices, packed.tiles = part.indices.data_ptr(), part.tiles.data_ptr()
     else:
@@ -202,10 +202,6 @@ def _pack(step: AdamStep, begin: int) -> _Step:
     if isinstance(gradient, QuantizedGradient):
         packed.values += begin
     return packed
-
-
-def _part_index(gradient: SparseGradient, begin: int) -> int:
-    return begin // gradient.parts[0].numel
 
 
 def _device_of(gradient: Tensor | CompressedGradient) -> torch.device:

@@ -47,7 +47,7 @@ class TokenCounts:
         self._warned = self._muted = False
 
     def add_indices(self, idx_TK: Tensor) -> None:
-        """Count each routed slot; an index outside `[0, E)` marks a dropped one."""
+        """Count each routed slot; an index outside `[0, E)` marks a dropped slot."""
         idx = idx_TK.detach().reshape(-1).to(torch.int64)
         idx = torch.where((idx >= 0) & (idx < self.num_experts), idx, self.num_experts)
         self._on(idx.device).scatter_add_(0, idx, torch.ones_like(idx))
@@ -146,7 +146,7 @@ class IndexTap(_HookTap):
 
 @dataclass(frozen=True)
 class RowsTap(_HookTap):
-    """Counts the rows passed to each expert module: the tokens that it really processed."""
+    """Counts the rows passed to each expert module, which are the tokens processed."""
 
     experts: Mapping[int, str]
     """Names of the modules by global expert index."""
@@ -196,12 +196,12 @@ class AttributeTap:
     """An integer tensor `[E]` that the layer adds to in training forwards only."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Exclude what was counted before."""
+        """Leave out the tokens counted before."""
         counts.follow(self._counter(module))
         return []
 
     def drain(self, module: nn.Module, counts: TokenCounts) -> None:
-        """Add what the layer has counted since the last call."""
+        """Add the layer's counts since the last call."""
         counts.add_running(self._counter(module))
 
     def _counter(self, module: nn.Module) -> Tensor:
@@ -247,7 +247,7 @@ class DemandTap(_HookTap):
 
 @dataclass(frozen=True)
 class ChoiceTap(_HookTap):
-    """Counts the expert indices that a router emits; one outside `[0, E)` marks a dropped token."""
+    """Counts the expert indices that a router emits; an index outside `[0, E)` marks a dropped token."""
 
     router: str
     """Name of the module."""
@@ -345,7 +345,7 @@ class CapacityTap(_HookTap):
 
 
 def find_score(values_TE: Tensor, emitted: Sequence[Tensor]) -> str:
-    """Return which function turns a router's output into probabilities. Waits for the device.
+    """Return the function from a router's output to probabilities. Waits for the device.
 
     Args:
         values_TE: one value per expert; logits or probabilities.

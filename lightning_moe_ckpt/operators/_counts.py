@@ -41,13 +41,13 @@ class LoadCounter:
     """Counts the tokens that this rank sends to each expert.
 
     The vector of counts has one entry per expert of each layer, also for experts on other ranks, in the order of
-    `OperatorSet.layers`; `OperatorSet.count_offsets` says where each layer begins. Summed over the ranks that see
-    different tokens, it is the same everywhere.
+    `OperatorSet.layers`; `OperatorSet.count_offsets` says where each layer begins. Its sum over the ranks that see
+    different tokens is the same everywhere.
 
     Args:
         operators: operators of `module`.
         module: the model; hooks are registered on its modules while installed.
-        measure: what to add up.
+        measure: quantity to add up.
     """
 
     def __init__(self, operators: OperatorSet, module: nn.Module, measure: Measure = "tokens") -> None:
@@ -203,7 +203,7 @@ class CountProbe:
 
 
 def prove_counts(module: nn.Module, step: Callable[[], object], operators: OperatorSet | None = None) -> None:
-    """Prove with one step that the counted tokens per expert are those that the experts process.
+    """Prove with one step that experts process the counted tokens.
 
     Args:
         module: the model, in training mode.
@@ -228,7 +228,7 @@ def prove_counts(module: nn.Module, step: Callable[[], object], operators: Opera
 
 
 class _Watched(TokenCounts):
-    """Token counts that also count indices which name no expert."""
+    """Token counts that also count indices outside the experts."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__(num_experts)
@@ -256,11 +256,11 @@ class _LayerProbe:
         self._tokens = 0
         self._silent_rows: list[Tensor] = []
         self._kept: set[int] = set()
-        """Experts with a gradient of an earlier step, which proves nothing about the tokens of this one."""
+        """Experts with a gradient of an earlier step, which proves nothing about tokens of the present step."""
 
     @property
     def width(self) -> int:
-        """Length of what `take` returns."""
+        """Length of the vector that `take` returns."""
         return self.layer.num_experts + 4
 
     def install(self) -> list[RemovableHandle]:

@@ -57,8 +57,8 @@ def discover(module: nn.Module, *, ep_size: int = 1, unknown: Literal["refuse", 
     Args:
         module: the model as it will train, with its parameters in place.
         ep_size: ranks that together hold all experts of an expert-parallel layer once.
-        unknown: what to do with a block that looks like experts and fits no rule. `dense` takes it whole, so every rank
-            must hold all of it: with `ep_size` above 1 the block is refused in any case.
+        unknown: treatment of a block that looks like experts and fits no rule. `dense` takes the block whole, so every rank
+            must hold all of the block: with `ep_size` above 1 the block is refused in any case.
 
     Returns:
         The operators of this rank, in a stable order.
@@ -216,7 +216,7 @@ class Placement:
         layers: MoE layers found in the model.
 
     Raises:
-        UnknownLayout: two adapters claim one parameter, or an adapter names one that does not exist.
+        UnknownLayout: two adapters claim one parameter, or an adapter names an absent parameter.
     """
 
     def __init__(self, index: ParameterIndex, layers: Iterable[MoELayerSpec]) -> None:
@@ -234,7 +234,7 @@ class Placement:
         return set(self._index.params) - set(self._claims)
 
     def place_rest(self, module: nn.Module) -> None:
-        """Group the parameters that no layer has, then join those that share bytes."""
+        """Group the parameters outside layers, then join groups that share bytes."""
         groups = _DenseGroups(module, self.unplaced)
         for fqn in sorted(self.unplaced):
             name = groups.group(fqn)

@@ -40,8 +40,8 @@ class RecordKind(str, Enum):
     COMPUTE = "compute"
     """The weights that forward and backward read, in the precision in which they read them."""
     DELTA = "delta"
-    """What leads from the state of the boundary before to this one: the gradient as the optimizer consumed it, or the whole
-    state of a parameter whose step cannot be repeated."""
+    """Difference from the state at the boundary before: the gradient as the optimizer consumed it, or the whole state of a
+    parameter whose step cannot be repeated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +78,8 @@ class Operator:
     expert_idx: int | None = None
     """Global expert index; `None` for routers and dense operators."""
     holders: Holders = "stage"
-    """Which ranks hold the same bits: all of the pipeline stage (of the world, without stages), or those that share this
-    rank's experts."""
+    """Ranks with the same bits: all ranks of the pipeline stage (of the world, without stages), or those with the same
+    experts."""
     buffers: tuple[str, ...] = ()
     """Names of a router's buffers. Buffers are not sliced: every segment has all of them whole."""
 
@@ -163,11 +163,11 @@ class MoELayerSpec:
     count: CountTap | None = None
     """Counts tokens per expert. `None` if that is not possible; experts then keep a fixed order."""
     probabilities: CountTap | None = None
-    """Sums the router's probabilities over tokens, for soft counts; `None` if they are not visible."""
+    """Sums the router's probabilities over tokens, for soft counts; `None` if probabilities are not visible."""
     capacity: CountTap | None = None
     """Sums the tokens that experts could take, for popularity per capacity; `None` if that is not visible."""
     dropped: CountTap | None = None
-    """Counts tokens dropped over capacity, for monitors only; `None` if they are not visible."""
+    """Counts tokens dropped over capacity, for monitors only; `None` if drops are not visible."""
     live_capacity: CapacityView | None = None
     """Reads and sets the capacity itself; `None` if the layer has none (dropless) or hides it. The journal stores the
     value at every step boundary, and a restart restores it."""
@@ -212,7 +212,7 @@ def stacked_slices(
     Args:
         params: stacked parameters by live name; dimension 0 of each is the experts of this rank.
         local_expert_ids: global expert index of each row.
-        num_experts: over all ranks; the global shape is `[num_experts, ...]`.
+        num_experts: number of experts over all ranks; the global shape is `[num_experts, ...]`.
 
     Returns:
         Slices by global expert index, one per parameter.
@@ -331,9 +331,9 @@ class OperatorSet:
         return replace(self, operators=tuple(operators))
 
     def without(self, constants: Collection[str], thawed: Sequence[str] = ()) -> OperatorSet:
-        """Return the set in which some parameters are constants, and some were; the fingerprint stays.
+        """Return the set with these parameters as constants, and `thawed` ones as operators of their own; the fingerprint stays.
 
-        Operators of which nothing is left are left out, and so are layers without experts that train: they lose no tokens.
+        Operators without slices are left out, and so are layers without training experts, which lose no tokens.
         """
         whole = self.whole or self
         if not constants and not thawed:

@@ -54,11 +54,6 @@ def _adam_entries(dtype: torch.dtype, step_dtype: torch.dtype, amsgrad: bool) ->
     return (StateEntry("step", step_dtype, per_element=False), *moments)
 
 
-@cache
-def _sgd_entries(dtype: torch.dtype) -> tuple[StateEntry, ...]:
-    return (StateEntry("momentum_buffer", dtype, per_element=True),)
-
-
 def _adam(group: Group, dtype: torch.dtype, default: torch.dtype) -> tuple[StateEntry, ...]:
     """Return the step count and the moments of Adam and AdamW: single, foreach and fused, with or without amsgrad."""
     # Same as torch.optim.optimizer._get_scalar_dtype, which is private.
@@ -71,7 +66,8 @@ def _sgd(group: Group, dtype: torch.dtype, _default: torch.dtype) -> tuple[State
 
     Before the first step there is no buffer. That differs from a zero buffer: the first step ignores dampening.
     """
-    return _sgd_entries(dtype) if group.get("momentum", 0) != 0 else ()
+    momentum = StateEntry("momentum_buffer", dtype, per_element=True)
+    return (momentum,) if group.get("momentum", 0) != 0 else ()
 
 
 _layouts: dict[type[Optimizer], Layout] = {Adam: _adam, AdamW: _adam, SGD: _sgd}
@@ -102,7 +98,7 @@ def register_optimizer(
         like: `Adam`, `AdamW` or `SGD`, or a class registered before.
         dtypes: types of state by key, where they are others than in `like`, e.g. moments in `torch.float8_e4m3fn`.
 
-    That each element is updated alone is tried at the start of a run whose policy stores a model in parts.
+    A run whose policy stores a model in parts tries at its start whether each element is updated alone.
 
     Raises:
         UnsupportedOptimizer: `like` is not supported itself.
@@ -123,10 +119,10 @@ _PROBE_TURNS = 200
 
 
 def why_not_elementwise(optimizer: Optimizer) -> str:
-    """Return what refutes that the update of each element depends on that element alone; nothing if it does, as far as is seen.
+    """Return why the update of an element may depend on other elements, or an empty string if the trial shows no dependence.
 
-    Classes of torch are known. A copy of any other steps small tensors twice; one element of the last gradient differs. No other
-    element may differ by it, nor another tensor. The optimizer, its state and all generators stay as they are.
+    Classes of torch are known. A copy of any other optimizer steps small tensors twice, and one element of the last gradient
+    differs: then no other element and no other tensor may differ. The optimizer, its state and all generators stay as they are.
     """
     if type(optimizer) in {Adam, AdamW, SGD}:
         return ""
@@ -202,7 +198,7 @@ class StateSchema:
         return schema
 
     def expect_elementwise(self) -> None:
-        """Raise where parameters are restored in parts, each at a step of its own, and the optimizer does not update them so.
+        """Require that the optimizer updates each element alone, so that parts of a parameter can be restored from different steps.
 
         Raises:
             UnsupportedOptimizer: a registered class updates elements by others, or it could not be tried.
@@ -221,12 +217,12 @@ class StateSchema:
     def adam_group(self, param: Tensor) -> Group | None:
         """Return the options of the group of `param` if the optimizer is torch's Adam or AdamW, else `None`.
 
-        A registered class keeps their state, which says nothing of how it makes a step.
+        A registered class keeps the same state, but may step in another way.
         """
         return self._group(param) if type(self.optimizer) in {Adam, AdamW} else None
 
     def has_state(self, param: Tensor) -> bool:
-        """Whether the optimizer has state of `param` yet.
+        """Return whether the optimizer has state of `param` yet.
 
         Raises:
             UnsupportedOptimizer: the state is not what the schema says.
@@ -244,7 +240,7 @@ class StateSchema:
         return True
 
     def watch(self, params: Iterable[Tensor]) -> StateWatch:
-        """Return what tells whether the state of these parameters is still made of the same tensors."""
+        """Return a watch over the tensors that make up the state of these parameters."""
         return StateWatch(self.optimizer, params)
 
     def get_state(self, param: Tensor, key: str) -> Tensor | None:
@@ -317,7 +313,7 @@ _VALUES = methodcaller("values")
 class StateWatch:
     """Tells whether an optimizer's state of some parameters is still made of the same tensors.
 
-    Built-in functions loop over what the optimizer keeps, without bytecode per parameter: it is asked at every step.
+    Built-in functions loop over the optimizer's state, without bytecode per parameter, because every step asks.
     """
 
     def __init__(self, optimizer: Optimizer, params: Iterable[Tensor]) -> None:
@@ -333,7 +329,7 @@ class StateWatch:
 
     @property
     def holds(self) -> bool:
-        """Whether they are the same still. Any new or lost state counts as a change, also of other parameters."""
+        """Return whether the tensors are still the same. New or lost state counts as a change, also of other parameters."""
         state = self._optimizer.state
         return (
             _same(state, self._keys)

@@ -174,7 +174,7 @@ _METADATA_ONLY = frozenset(
 class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves these untyped
     """Context manager that watches operations; evidence of several iterations adds up.
 
-    It calls every operation unchanged: results, RNG and counters stay the same. Pause it around code that reads
+    Every operation is called unchanged: results, RNG and counters stay the same. Pause the probe around code that reads
     parameters outside of forward and backward: the optimizer step, snapshots, logging of weights.
 
     Args:
@@ -271,7 +271,7 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
 @cache
 def _is_neutral(func: Callable[..., Any]) -> bool:
-    """Whether an operation does not read values: a view, or one that reads only the shape."""
+    """Return whether an operation does not read values: a view, or an operation that reads only the shape."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return False

@@ -95,7 +95,7 @@ class AttributeCapacity:
     module: str
     """Name of a module."""
     attributes: tuple[str, ...]
-    """Dotted paths from it, e.g. `gates.0.capacity_factor` or `config.moe_expert_capacity_factor`. Of a pair
+    """Dotted paths from the module, e.g. `gates.0.capacity_factor` or `config.moe_expert_capacity_factor`. Of a pair
     (training, evaluation) only the first is scaled."""
     scope: CapacityScope = "layer"
     enabled: str | None = None
@@ -149,12 +149,12 @@ class AttributeCapacity:
 
 @dataclass(frozen=True)
 class ExpertCapacity:
-    """One value per expert, or one for all of them, in a plain attribute that is read at every forward."""
+    """Capacity per expert, or for all experts, in a plain attribute that every forward reads."""
 
     module: str
     """Name of a module."""
     attribute: str
-    """A number, or one per expert."""
+    """Number for all experts, or one per expert."""
     num_experts: int
     form: Literal["tuple", "tensor"] = "tuple"
     """Form of one value per expert: a tuple, or a tensor `[E]` on the device of the module's parameters."""
@@ -244,7 +244,7 @@ class BiasView:
     """A buffer or parameter of E elements."""
 
     def trained(self, module: nn.Module) -> Tensor:
-        """Return the live trained bias in its own shape. It is no copy: read it, do not change it."""
+        """Return the live trained bias in its own shape, without a copy. Do not change the tensor."""
         bias: Tensor = getattr(module.get_submodule(self.owner), self.attribute)
         return bias
 
@@ -312,7 +312,7 @@ class ExtraState(Protocol):
         """
 
     def set(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """Restore what `get` returned, possibly in another process; tensors are on the CPU."""
+        """Restore the result of `get`, possibly of another process; tensors are on the CPU."""
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,11 @@ _AGAIN_SECONDS = 0.005
 _KNOCK_SECONDS = 0.1
 """Limit for a connection to a socket of this process, which succeeds at once unless its door is closed."""
 _TURN = timedelta(milliseconds=100)
-"""Of waiting for an operation."""
+"""Time for which a thread waits for an operation before it looks whether the groups were aborted."""
 _LEAVE_SECONDS = 0.5
-"""How long an operation may take to return when its connections are shut down, with what it has received already."""
+"""Seconds for an operation to return after its connections are shut down, with the bytes received already."""
 _FOR_EVER = timedelta(days=1)
-"""A time-out from which on one is meant to wait until the operation returns."""
+"""Least time-out that means to wait until the operation returns."""
 _POINT_TO_POINT = {12, 13, 14}
 """Types of operations whose groups are closed when waiting for them takes too long: another thread waits."""
 _UNCONNECTED, _LISTENING = 7, 10
@@ -78,7 +78,7 @@ class GroupAbort:
     peer's address can be broken. Other sockets that this process opens meanwhile are taken for the groups' own.
 
     Args:
-        world_size: of the largest group.
+        world_size: ranks of the largest group.
     """
 
     _newest: ClassVar[GroupAbort | None] = None
@@ -93,7 +93,7 @@ class GroupAbort:
         self._making = self._aborted = False
 
     def __enter__(self) -> Self:
-        self._before, self._knocked, self._making = _connected(), set(_listening()), True
+        self._before, self._knocked, self._making = _connected(), set(listening()), True
         GroupAbort._newest = self
         dist.Work.wait = _wait  # type: ignore[method-assign, assignment]
         return self
@@ -111,7 +111,7 @@ class GroupAbort:
     def abort(self) -> None:
         """Make operations of the groups raise, now and from now on. Called from any thread but that of the context.
 
-        Returns when the groups' connections are shut down; while groups are being made, when that has raised.
+        Returns when the groups' connections are shut down. While groups are being made, it returns when making them has raised.
         """
         with self._lock:
             if self._aborted:
@@ -127,21 +127,21 @@ class GroupAbort:
         _abort_nccl()
 
     def close(self, groups: Iterable[dist.ProcessGroup | None]) -> None:
-        """Call before `groups` are destroyed: those with operations that were left stay until these return, or the process ends."""
+        """Call before `groups` are destroyed: groups of abandoned operations are kept until the operations return, or the process ends."""
         if self._left:
             _kept.append((self._left, list(groups)))
         _kept[:] = [each for each in _kept if not all(work.is_completed() for work in each[0])]
 
     def leave(self, work: dist.Work) -> bool:
-        """Whether to wait no longer for an operation that has not returned yet."""
+        """Return whether to abandon an operation that has not returned `_LEAVE_SECONDS` after the abort, and note it if so."""
         late = time.monotonic() - self._aborted_at > _LEAVE_SECONDS
         if late:
             self._left.append(work)
         return late
 
     def _knock(self) -> None:
-        """Come to groups that are being made in the place of every peer, which says a number when it connects, and leave."""
-        for inode, address in _listening().items():
+        """Connect to groups that are being made in the place of every peer, send the number that a peer sends, and leave."""
+        for inode, (_, address) in listening().items():
             if inode in self._knocked:
                 continue
             self._knocked.add(inode)
@@ -156,7 +156,7 @@ class GroupAbort:
 
 _native_wait = dist.Work.wait
 _kept: list[tuple[list[dist.Work], list[dist.ProcessGroup | None]]] = []
-"""Operations that were left, and groups that one of them may be of."""
+"""Abandoned operations, and the groups to which one of them may belong."""
 
 
 def _wait(work: dist.Work, timeout: timedelta | None = None) -> bool:
@@ -216,11 +216,6 @@ def _connected() -> set[int]:
     return {inode for inode, each in _tcp_sockets() if _state(each) not in {_UNCONNECTED, _LISTENING}}
 
 
-def _listening() -> dict[int, tuple[str, int]]:
-    """Return the addresses of this process's listening TCP sockets by inode; empty if unknown."""
-    return {inode: each.getsockname()[:2] for inode, each in _tcp_sockets() if _state(each) == _LISTENING}
-
-
 def _state(each: socket.socket) -> int:
     return each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
 
@@ -271,16 +266,16 @@ def closed_listeners(*, open_ports: Collection[int] = ()) -> Iterator[None]:
     if os.environ.get(_LAZY, "0").lower() not in {"0", "", "false", "off", "no"}:
         log.info("%s is set: process groups go on listening for connections", _LAZY)
         return
-    for inode, (descriptor, port) in listening().items():
+    for inode, (descriptor, (_, port)) in listening().items():
         if inode not in before and port not in open_ports:
             _drop_connections(descriptor, port)
 
 
-def listening() -> dict[int, tuple[int, int]]:
-    """Return (descriptor, port) of every listening TCP socket of this process, by inode; empty if unknown."""
+def listening() -> dict[int, tuple[int, tuple[str, int]]]:
+    """Return descriptor and (host, port) of every listening TCP socket of this process, by inode; empty if unknown."""
     if sys.platform != "linux":
         return {}
-    found: dict[int, tuple[int, int]] = {}
+    found: dict[int, tuple[int, tuple[str, int]]] = {}
     # Not from /proc/self/net/tcp: the kernel goes through the connections of the whole machine to write that.
     for entry in _DESCRIPTORS.iterdir():
         with suppress(OSError):  # closed meanwhile, such as the descriptor of this listing
@@ -291,7 +286,7 @@ def listening() -> dict[int, tuple[int, int]]:
             try:
                 internet = each.family in {socket.AF_INET, socket.AF_INET6} and each.type == socket.SOCK_STREAM
                 if internet and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found[int(named[1])] = (int(entry.name), each.getsockname()[1])
+                    found[int(named[1])] = (int(entry.name), each.getsockname()[:2])
             finally:
                 each.detach()  # the owner closes it; a duplicate would stay open in a child that is forked meanwhile
     return found

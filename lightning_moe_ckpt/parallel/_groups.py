@@ -251,8 +251,8 @@ def shares_agent_store() -> bool:
 def restart_is_likely(error: BaseException) -> bool:
     """Whether the job will probably restart at once after `error` on this rank.
 
-    It will if torchrun has restarts left, or if a collective failed: then another process died, and launchers restart
-    such jobs.
+    A restart is likely if torchrun has restarts left, or if a collective failed: then another process died, and launchers
+    restart such jobs.
     """
     return restarts_left() or is_of_collective(error)
 

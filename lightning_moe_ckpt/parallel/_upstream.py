@@ -1,16 +1,17 @@
-"""Keep what crosses the borders of a pipeline stage, step by step, so that a stage can repeat steps while others stay where they are.
+"""Log the tensors and answers that cross the borders of a pipeline stage, so that a stage can repeat steps while others wait.
 
-A stage that repeats a step needs what its neighbours have sent it, and what all stages have agreed on meanwhile: losses and
-logged values, norms, flags. A neighbour has kept what it sent, and every rank of the pipeline the same answers. So the ranks
-that live feed the one that has died, and nothing of its own is needed, not even its node.
+A stage that repeats a step needs the tensors that its neighbours had sent, and the answers that all stages had agreed on:
+losses and logged values, norms, flags. A neighbour has kept the tensors, and every rank of the pipeline the same answers. So the
+ranks that live feed the one that has died, and nothing of its own is needed, not even its node.
 
-What a repeating stage sends again goes to nobody. Its neighbours have kept digests of what they had got from it: a difference
-ends the repetition, see `require_exact`. Neighbours that repeat steps together hand each other what crosses the border between them.
+Tensors that a repeating stage sends again go to nobody. Its neighbours have kept digests of the tensors received before: a
+difference ends the repetition, see `require_exact`. Neighbours that repeat steps together hand each other the tensors of the
+border between them.
 
 Copies of what crosses a border are made in host memory, and digested, without waiting for the stage's device.
 
-Invariant: a step's record has everything from the beginning of its (last) attempt to that of the next step's, validation between
-the two included, in the order in which it happened.
+Invariant: a step's record has all crossings from the beginning of the step's (last) attempt to the beginning of the next step's,
+validation between the two included, in their order.
 
 Source: MoEvement (2026), Sec. 3.4 (upstream logging); we differ in keeping answers beside tensors, so that a stage repeats steps
 in the ordinary training loop, and in checking what it sends.
@@ -38,7 +39,7 @@ Direction = Literal["down", "up"]
 """Activations go down, to the next stage; their gradients come up."""
 
 _MAY_BE_PASSED = "norm"
-"""Kind of answer that is not asked for again where a journal has it."""
+"""Kind of answer that a repeated step may pass over, because a journal has the value."""
 
 
 class LiveBorder(Protocol):
@@ -48,37 +49,37 @@ class LiveBorder(Protocol):
         """Begin to send copies on the host."""
 
     def settle(self) -> None:
-        """Wait until the other side has what was sent."""
+        """Wait until the other side has received all tensors sent."""
 
     def receive(self) -> list[Tensor]:
-        """Return what the other side has sent next."""
+        """Return the next tensors of the other side."""
 
 
 class Mode(Enum):
-    """What a rank asks of the ranks of other stages."""
+    """Questions that a rank asks ranks of other stages."""
 
     TOGETHER = auto()
-    """Whatever a step needs."""
+    """All that a step needs."""
     SILENT = auto()
-    """Nothing: it is about to repeat steps."""
+    """None: the rank is about to repeat steps."""
     REPEATING = auto()
-    """Nothing: what it needs of a step is known from before."""
+    """None: tensors and answers of a step are known from before."""
 
 
 class Diverged(CheckpointError):
-    """A stage that repeats steps does not do what it did: others cannot go on with it."""
+    """A stage that repeats steps gives other tensors or asks other questions than before: other stages cannot go on with it."""
 
 
 @dataclass(slots=True)
 class Crossings:
-    """What crossed the borders of one rank's stage in one step."""
+    """Tensors and answers that crossed the borders of one rank's stage in one step."""
 
     answers: list[list[Any]] = field(default_factory=list)
-    """Kind and value of what all ranks of a pipeline got to know alike."""
+    """Kind and value of each answer, the same on all ranks of a pipeline."""
     sent: dict[str, list[list[Tensor]]] = field(default_factory=lambda: {"down": [], "up": []})
-    """Copies on the host, by direction, in the order in which they were sent; complete when those of the log are."""
+    """Copies on the host of tensors sent, by direction, in order; complete after `HostCopies.wait`."""
     seen: dict[str, list[Tensor]] = field(default_factory=lambda: {"down": [], "up": []})
-    """Digests of what was received, by the direction in which it came."""
+    """Digests of tensors received, by direction."""
 
     @property
     def nbytes(self) -> int:
@@ -88,14 +89,14 @@ class Crossings:
 
 @dataclass(slots=True)
 class _Given:
-    """What one step is repeated from: what was answered, what comes in, and what is to go out."""
+    """Source of one repeated step: answers, tensors that come in, and digests of tensors that are to go out."""
 
     answers: deque[list[Any]]
     inputs: dict[str, deque[list[Tensor]]]
     outputs: dict[str, deque[list[int]]]
 
     def copy(self) -> _Given:
-        """Return the same, of which nothing is used up with this one."""
+        """Return a copy that is used up by itself."""
         return _Given(
             self.answers.copy(),
             {name: tensor.copy() for name, tensor in self.inputs.items()},
@@ -104,49 +105,49 @@ class _Given:
 
 
 class UpstreamLog:
-    """The log of one rank; while its stage repeats steps, what these are repeated from.
+    """The log of one rank, and the source of steps while its stage repeats them.
 
     Args:
-        limit_nbytes: bytes that it may take; who lets it `keep` sees to that.
+        limit_nbytes: limit of the log's bytes; the caller of `keep` has to see to it.
     """
 
     def __init__(self, limit_nbytes: int = 2**30) -> None:
         self.limit_nbytes = limit_nbytes
         self.expected_nbytes = 0
-        """Bytes that it takes at most, as far as is known; 0 before it is."""
+        """Most bytes that the log is expected to take; 0 while unknown."""
         self.keeps = False
-        """Whether anything is kept, see `keep`."""
+        """Whether crossings are kept, see `keep`."""
         self.mode = Mode.TOGETHER
         self._steps: dict[int, Crossings] = {}
         self._now: Crossings | None = None
         self._given: dict[int, _Given] = {}
         self._from: _Given | None = None
-        """What is left of the step that is repeated."""
+        """The unused rest of the source of `_at`."""
         self._at: int | None = None
-        """That step."""
+        """Step that is repeated; `None` outside of repetition."""
         self._into: dict[str, LiveBorder] = {}
         self._out_of: dict[str, LiveBorder] = {}
         self._copies = HostCopies()
         self._diverged = ""
         self._unchecked: list[tuple[str, Tensor, list[int]]] = []
-        """Directions and digests of what was sent again, and those that it had."""
+        """Direction, digests and former digests of tensors sent again."""
 
     # -- what is kept
 
     def keep(self, *, keeps: bool) -> None:
-        """Keep what crosses the borders from the next step on, or forget all and keep nothing."""
+        """Keep crossings from the next step on; with `keeps=False` forget all, and keep none."""
         self.keeps = keeps
         if not keeps:
             self.forget()
 
     @property
     def steps(self) -> range:
-        """The steps that are kept, of which the last is under way."""
+        """Steps in the log; the last is under way."""
         return range(min(self._steps, default=0), max(self._steps, default=-1) + 1)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors that are kept."""
+        """Bytes of all tensors in the log."""
         return sum(step.nbytes for step in self._steps.values())
 
     @property
@@ -155,7 +156,7 @@ class UpstreamLog:
         return max((step.nbytes for step in self._steps.values() if step is not self._now), default=0)
 
     def begin_step(self, step: int) -> None:
-        """Begin a step, or an attempt at one: what was kept of an attempt before is dropped."""
+        """Begin an attempt at `step`, and drop the crossings of an earlier attempt."""
         if self.repeating:
             if step != self._at:
                 self.settle()
@@ -168,23 +169,23 @@ class UpstreamLog:
         self._now = self._steps[step] = Crossings()
 
     def collect(self, horizon: int) -> None:
-        """Forget steps before `horizon`, from which on any stage will ever repeat some."""
+        """Forget steps before `horizon`, the earliest step that any stage may still repeat."""
         for step in [each for each in self._steps if each < horizon]:
             del self._steps[step]
 
     def forget(self) -> None:
-        """Forget everything: this process begins again from another step."""
+        """Forget all steps, since this process begins again from another step."""
         self._steps, self._given, self._now, self._from, self._at = {}, {}, None, None, None
         self.mode, self._diverged, self._unchecked = Mode.TOGETHER, "", []
         self.join(None, None)
 
     def silence(self) -> None:
-        """Forget everything, and ask nobody anything until steps are repeated."""
+        """Forget all steps, and ask no other stage until steps are repeated."""
         self.forget()
         self.mode = Mode.SILENT
 
     def answer(self, kind: str, ask: Callable[[], T]) -> T:
-        """Return what all ranks of the pipeline get to know, by asking them or as it was."""
+        """Return an answer that all ranks of the pipeline get: the former answer in a repeated step, else that of `ask`, which is kept."""
         if self._from is not None:
             value: T = self._next(kind)
         else:
@@ -195,7 +196,7 @@ class UpstreamLog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep nothing of what is asked in the context: a stage that repeats steps does not do it again."""
+        """Keep no crossings in the context, which a stage that repeats steps does not enter again."""
         now, self._now = self._now, None
         try:
             yield
@@ -203,12 +204,12 @@ class UpstreamLog:
             self._now = now
 
     def complete(self, kind: str, value: Any) -> None:
-        """Keep an answer that other ranks have got, unless this one has."""
+        """Keep an answer that other ranks have got, unless this rank has one of that kind."""
         if self._now is not None and all(answer[0] != kind for answer in self._now.answers):
             self._now.answers.append([kind, value])
 
     def sent(self, direction: Direction, tensors: Iterable[Tensor]) -> None:
-        """Keep copies of what is sent; while steps are repeated, require that it is what was sent."""
+        """Keep copies of tensors sent. In a repeated step, note their digests too, which `require_exact` compares with the former ones."""
         if self._now is None or not (sent := list(tensors)):
             return
         copies = list(map(self._copies.take, sent))
@@ -221,7 +222,7 @@ class UpstreamLog:
             self._unchecked.append((direction, digest_of(sent), expected.popleft() if expected else []))
 
     def received(self, direction: Direction, tensors: Iterable[Tensor]) -> None:
-        """Keep a digest of what was received."""
+        """Keep digests of tensors received."""
         if self._now is not None and (found := [tensor for tensor in tensors if isinstance(tensor, Tensor)]):
             self._now.seen[direction].append(digest_of(found))
 
@@ -234,12 +235,12 @@ class UpstreamLog:
 
     @property
     def silent(self) -> bool:
-        """Whether nobody is asked anything, and nothing is known from before either."""
+        """Whether other stages are not asked, and no former answers are known either."""
         return self.mode is Mode.SILENT
 
     @property
     def apart(self) -> bool:
-        """Whether other stages are not asked anything."""
+        """Whether other stages are not asked."""
         return self.mode is not Mode.TOGETHER
 
     def has(self, first: int, last: int) -> bool:
@@ -247,7 +248,7 @@ class UpstreamLog:
         return all(step in self._steps for step in range(first, last))
 
     def given_for(self, step: int) -> list[Any]:
-        """Return what this rank has for ranks that repeat a step: answers, copies of what it sent, digests of what it received."""
+        """Return this rank's part of the source of a repeated step: answers, copies of tensors sent, digests of tensors received."""
         self._copies.wait()
         kept = self._steps[step]
         return [kept.answers, kept.sent, {way: [each.tolist() for each in seen] for way, seen in kept.seen.items()}]
@@ -255,14 +256,15 @@ class UpstreamLog:
     def repeat(
         self, first: int, answers: Sequence[list[Any]], before: Sequence[Any] | None, behind: Sequence[Any] | None
     ) -> None:
-        """Take what steps from `first` on are repeated from.
+        """Set the source of repeated steps.
 
         Args:
-            first: the first of them.
-            answers: of each step, as `given_for` of any rank of the pipeline returned them.
-            before: what the rank of the stage before this one has for each step, as `given_for` returned it; `None` for the first
-                stage, and where that one repeats steps too.
-            behind: the same of the stage behind it; `None` for the last stage, and where that one does.
+            first: first step to repeat.
+            answers: answers of each step, as `given_for` of any rank of the pipeline returned them.
+            before: result of `given_for` for each step, from the rank in the stage before; `None` for the first stage, and where the
+                stage before repeats steps too.
+            behind: result of `given_for` from the rank in the stage behind; `None` for the last stage, and where the stage behind
+                repeats steps too.
         """
         self.silence()
         empty: list[list[Any]] = [[[], {"down": [], "up": []}, {"down": [], "up": []}]] * len(answers)
@@ -274,12 +276,12 @@ class UpstreamLog:
             )
 
     def join(self, before: LiveBorder | None, behind: LiveBorder | None) -> None:
-        """Hand stages that repeat steps too what crosses the borders to them."""
+        """Exchange tensors with neighbours that repeat steps too, over these borders; `None` for a neighbour that does not."""
         self._into = {name: each for name, each in (("down", before), ("up", behind)) if each is not None}
         self._out_of = {name: each for name, each in (("down", behind), ("up", before)) if each is not None}
 
     def take(self, direction: Direction) -> list[Tensor]:
-        """Return what came next in a step that is repeated."""
+        """Return the next tensors of a repeated step that came from this direction. Raises `Diverged` if there are no more."""
         assert self._from is not None
         if (border := self._into.get(direction)) is not None:
             tensors = border.receive()
@@ -291,7 +293,7 @@ class UpstreamLog:
         return [tensor.clone() for tensor in tensors]
 
     def require_exact(self) -> None:
-        """Raise `Diverged` if a step that was repeated was not as before. What the device computes is waited for here, at a commit."""
+        """Raise `Diverged` if a repeated step was not as before. Called at a commit, because digests wait for the device here."""
         unchecked, self._unchecked = self._unchecked, []
         for direction, digest, expected in unchecked:
             if digest.tolist() != expected:
@@ -300,12 +302,12 @@ class UpstreamLog:
             raise Diverged(self._diverged)
 
     def require_same(self, what: str, found: object, expected: object) -> None:
-        """Note it if a step that is repeated gives something else than it gave."""
+        """Note a difference if a repeated step gives another value than before."""
         if self._from is not None and differs(found, expected):
             self._note(f"{what} was not the same as before")
 
     def go_on(self) -> None:
-        """End repeating: the next step is one that all stages take together."""
+        """End repetition: all stages take the next step together. Raises `Diverged` as `require_exact`."""
         if left := [generation for generation in self._given if generation != self._at]:
             self._note(f"steps {left} were not repeated")
         self.settle()
@@ -327,7 +329,7 @@ class UpstreamLog:
             self._now.answers.append(passed)
 
     def settle(self) -> None:
-        """Wait until neighbours have what they need of the step that was repeated, and note it if that is not over."""
+        """Wait until neighbours have the tensors of the repeated step, and note crossings that did not come again."""
         if self._from is None:
             return
         for border in self._out_of.values():
@@ -349,17 +351,17 @@ class UpstreamLog:
 
 _WORD_NBYTES = 8
 _ROW = 1024
-"""Words that are summed up at once."""
+"""Words per partial sum."""
 
 
 class HostCopies:
-    """Makes copies, on a device beside what it computes: pinned memory, and a stream of their own."""
+    """Makes copies on the host; from a device into pinned memory, on a stream beside its computation."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the host, which is complete after `wait`. What is computed next must not write into `tensor`."""
+        """Return a copy on the host that is complete after `wait`. Later computation must not write into `tensor`."""
         own = tensor.detach()
         if not own.is_cuda:
             return own.to("cpu", copy=True)
@@ -381,7 +383,7 @@ class HostCopies:
 def digest_of(tensors: Sequence[Tensor]) -> Tensor:
     """Return digests of types, shapes and every bit of tensors on one device: int64 `[n]`, there, the same on every kind of device.
 
-    A digest is the sum of all words, each times an odd number of its place, modulo 2**64: two that differ in one word do.
+    A digest is the sum of all words, each times an odd number of its place, modulo 2**64. So a change of one word changes it.
     """
     return torch.stack([_digest(tensor.detach()) for tensor in tensors])
 

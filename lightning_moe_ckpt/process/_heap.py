@@ -47,7 +47,7 @@ class _Owner:
 
     ours = False
     others = False
-    """Checked once: a check counts the frozen objects, which takes a tenth of a second per million."""
+    """Owner, found once: the check counts the frozen objects, a tenth of a second per million."""
     had_fit = False
     """Whether another fit of this process came before."""
 
@@ -68,9 +68,9 @@ class FrozenHeap:
 
     @contextmanager
     def keeping(self, *, when: bool = True) -> Iterator[None]:
-        """Suspend collections in this context, and leave what it makes and keeps out of later ones, until `thaw`.
+        """Suspend collections in this context, and leave its new objects out of later collections, until `thaw`.
 
-        Else the next ones would walk all of it, several times, and find nothing.
+        Later collections would walk all of these objects several times, and find nothing.
 
         Args:
             when: `False` does nothing.
@@ -90,14 +90,14 @@ class FrozenHeap:
             self._hold(collect=False)
 
     def sweep(self) -> None:
-        """Collect what `freeze_unswept` has left out, and leave out the rest; call before training."""
+        """Collect the objects that `freeze_unswept` has left out, and leave out the survivors; call before training."""
         if self._wanted:
             self._release()
             self._hold(collect=True)
             self._swept = True
 
     def freeze(self) -> None:
-        """Collect what was made since, and leave out the rest of it too; the first call counts."""
+        """Collect objects made since, and leave out the survivors too. Only the first call does so."""
         if not self._wanted:
             return
         self._wanted = False
@@ -110,7 +110,7 @@ class FrozenHeap:
             gc.freeze()
 
     def thaw(self) -> None:
-        """Undo the others, for good. Repeating this is allowed."""
+        """Undo all freezing, for good. Repeated calls are allowed."""
         self._wanted = False
         self._release()
 

@@ -104,7 +104,7 @@ class HookClock:
         self.start: float | None = None
         """When the hook under way began."""
         self.validated = 0.0
-        """Seconds of validation, which no step of training should be charged with."""
+        """Seconds of validation, which count for no step of training."""
 
     @property
     def seconds(self) -> float:

@@ -47,9 +47,9 @@ def guard_forks() -> None:
 
 
 def compute_alone() -> None:
-    """Let torch compute in this forked process, on one thread: it has not the others that its parent may have had.
+    """Let torch compute in this forked process on one thread, since threads of its parent are gone.
 
-    Call it first. torch does the same in workers of loaders. Threads that are started later have pools of their own.
+    Call it before any computation. torch does the same in workers of loaders. Threads that are started later have pools of their own.
     """
     torch.set_num_threads(1)
     # As Lightning's DDP starts, it asks for a thread per core, unless somebody has said how many.
@@ -103,14 +103,14 @@ class CallThread:
         self._calls.put(call)
 
     def join(self) -> None:
-        """Wait for the call, and raise what it raised."""
+        """Wait for the call, and raise its error."""
         error = self._ended.get()
         self.busy = False  # after it: a signal may have ended the wait
         if error is not None:
             raise error
 
     def finish(self) -> None:
-        """End the thread when its call has ended, whatever became of it."""
+        """End the thread when its call has ended, with an error or without."""
         if self._thread is not None:
             self._calls.put(None)
             self._thread.join()

@@ -53,11 +53,11 @@ from lightning_moe_ckpt.operators.adapters._tutel import describe_tutel
 def describe_deepspeed(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:
     """Describe DeepSpeed's `MoE`: a list of experts behind a gate that pads or drops to one capacity.
 
-    What `use_residual` adds beside it is dense. With `ep_size=1` the marks that DeepSpeed's engine looks at
-    (`allreduce=False`, `group_name`) mean nothing to `MoEStrategy`, which averages them like everything else.
+    The module that `use_residual` adds beside the list is dense. With `ep_size=1` the marks for DeepSpeed's engine
+    (`allreduce=False`, `group_name`) mean nothing to `MoEStrategy`, which averages all parameters alike.
 
     Raises:
-        UnknownLayout: its experts are spread over ranks.
+        UnknownLayout: the experts are spread over ranks.
     """
     layer: Any = block
     if layer.ep_size > 1:
@@ -95,7 +95,7 @@ def describe_fastmoe(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELa
     A list may hold modules that are written for stacks, with one expert each.
 
     Raises:
-        UnknownLayout: its experts are spread over ranks.
+        UnknownLayout: the experts are spread over ranks.
     """
     layer: Any = block
     num_experts, experts, gate = int(layer.num_expert), join(fqn, "experts"), join(fqn, "gate")
@@ -129,7 +129,7 @@ def describe_megablocks(fqn: str, block: nn.Module, index: ParameterIndex) -> Mo
     The matrices have an expert dimension, or the rows of one expert after another's.
 
     Raises:
-        UnknownLayout: its experts are spread over ranks, or are matrices of other names.
+        UnknownLayout: the experts are spread over ranks, or are matrices of other names.
     """
     layer: Any = block
     args, experts, router = layer.experts.args, join(fqn, "experts"), join(fqn, "router")
@@ -162,7 +162,7 @@ def describe_megatron(fqn: str, block: nn.Module, index: ParameterIndex) -> MoEL
     """Describe Megatron-core's `MoELayer` with each way in which it has kept experts; shared experts are dense.
 
     Raises:
-        UnknownLayout: its experts are spread over ranks, or stored in none of the known ways.
+        UnknownLayout: the experts are spread over ranks, or stored in none of the known ways.
     """
     layer: Any = block
     num_experts, router = int(layer.config.num_moe_experts), join(fqn, "router")
@@ -226,8 +226,7 @@ def _intervals(params: Mapping[str, nn.Parameter], num_experts: int) -> dict[int
 def describe_scattermoe(fqn: str, mlp: nn.Module, index: ParameterIndex) -> MoELayerSpec:
     """Describe ScatterMoE's `MLP` and `GLUMLP`: two modules with one stacked matrix each; nothing is dropped.
 
-    The library has no router; the model's own is looked for beside the module. It is called like one, or it stays
-    dense.
+    The library has no router; a sibling of the module with a router's name is the router, and any other stays dense.
     """
     layer: Any = mlp
     num_experts = int(layer.num_experts)
@@ -252,11 +251,11 @@ def describe_torchtitan(fqn: str, block: nn.Module, index: ParameterIndex) -> Mo
     """Describe torchtitan's `MoE`: stacked experts, a router beside them, and the balance state on the block itself.
 
     Names are those of before and after the experts moved from `experts.w1` into `routed_experts`. Experts are handed
-    counts, not indices, so what the router emits is counted. Both the running load and the bias are buffers of the
+    counts, not indices, so the router's output is counted. Both the running load and the bias are buffers of the
     block, the first not persistent; they are captured like every buffer.
 
     Raises:
-        UnknownLayout: it has no experts under these names.
+        UnknownLayout: the block has no experts under these names.
     """
     name, router = _first_present(block, _TITAN_EXPERTS), join(fqn, "router")
     params = index.under(join(fqn, name)) if name is not None else {}
@@ -292,7 +291,7 @@ def _first_present(module: nn.Module, names: Iterable[str]) -> str | None:
 
 
 def describe_llama4(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:
-    """Describe Llama 4: every expert runs on every token, scaled by a score that is zero where it was not chosen."""
+    """Describe Llama 4: every expert runs on every token, scaled by a score that is zero for tokens that did not choose the expert."""
     experts, router = index.under(join(fqn, "experts")), join(fqn, "router")
     num_experts = next(iter(experts.values())).shape[0]
     ids = tuple(range(num_experts))
