@@ -1,9 +1,9 @@
-"""The supervisor of a node: torch's elastic agent, which replaces a dead rank instead of starting all ranks anew.
+"""A node's supervisor: torch's elastic agent, which replaces a dead rank instead of starting all ranks anew.
 
 Torch's agent asks every tenth of a second whether any process has ended, and then ends and restarts all. Here that
 question (`_monitor_workers`) waits for events instead, and answers "all are well" as long as it can help:
 
-    a rank dies        the failure goes into the log of the job, for the supervisors of all nodes
+    a rank dies        the failure goes into the job's log, for all nodes' supervisors
     it is in the log   ranks of this node are told, and abort their collectives; a spare, or a new process, takes the place
     ranks arrive       they are counted; the one that completes the count adds that the incarnation is formed
     it is in the log   ranks of this node are told, and make their groups
@@ -53,7 +53,7 @@ class SupervisorOptions:
     spares: int = 0
     """Processes per node that wait for a place."""
     spare_command: tuple[str, ...] = ()
-    """Command of a spare; empty for the command of a rank."""
+    """A spare's command; empty for the ranks' command."""
     max_failures: FailureRate = field(default_factory=lambda: FailureRate(10, 3600.0, "10 per 1h"))
     max_restarts: int | None = None
     """Most new starts of all ranks; None leaves the limit to `max_failures`."""
@@ -68,11 +68,11 @@ class SupervisorOptions:
 
 
 class SupervisingAgent(LocalElasticAgent):
-    """Agent of one node.
+    """One node's agent.
 
     Args:
         spec: torch's description of the workers to start.
-        output: console of the ranks.
+        output: the ranks' console.
         options: limits and means for failures.
         of_torch: further arguments of torch's agent.
     """

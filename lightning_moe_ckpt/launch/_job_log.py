@@ -1,4 +1,4 @@
-"""The log of a job: what happened to its ranks, in one order for the supervisors of all nodes, and what follows from a failure.
+"""A job's log: what happened to its ranks, in one order for all nodes' supervisors, and what follows from a failure.
 
 The log lies in the store that the agent of the first node serves, so it survives every rank. An event is appended under the
 next number of a counter, and a thread of every supervisor waits for the next number and hands events over. Decisions
@@ -124,9 +124,9 @@ class NodeWatch:
 
     Args:
         log: log of this round.
-        node: number of this node.
-        num_nodes: number of nodes.
-        name: name of this node, for messages.
+        node: this node's number.
+        num_nodes: count of nodes.
+        name: this node's name, for messages.
         patience: seconds of silence after which a supervisor is gone.
     """
 
@@ -155,7 +155,7 @@ class NodeWatch:
         return f"node {self._next} ({self._log.noted(f'node/{self._next}')})"
 
     def end(self) -> None:
-        """Note that all ranks of this node have ended well, so that nobody waits for it."""
+        """Note that all ranks of this node have ended well, so that no supervisor waits for it."""
         self._log.count(f"lives/{self._node}", _ENDED)
 
 

@@ -1,9 +1,9 @@
-"""Processes of this node, as their supervisor sees them: their ends, connections, beats and output.
+"""This node's processes, as their supervisor sees them: their ends, connections, beats and output.
 
 Threads wait for events, one for each end of a process and one for each connection, and put them into one queue. The
 supervisor takes from the queue and decides, alone.
 
-Output of ranks is brought to the console, each line with the rank before it, and into files if these are wanted. A rank
+Rank output is brought to the console, each line with the rank before it, and into files if these are wanted. A rank
 writes into pipes; one thread reads all of them, and writes whole lines. A line ends with a newline or, as progress bars have
 it, with a carriage return. Files are those of torch: `--log-dir`, `--redirects`, `--tee`.
 """
@@ -134,7 +134,7 @@ NodeEvent = tuple[str, Any, Any]
 
 
 class Switchboard:
-    """The socket of a supervisor, and the queue of events on its node."""
+    """A supervisor's socket, and the queue of events on its node."""
 
     def __init__(self) -> None:
         self.name = f"moe-ckpt-{uuid.uuid4()}"
@@ -147,7 +147,7 @@ class Switchboard:
         self._start(self._accept)
 
     def expect_exit(self, pid: int) -> None:
-        """Put the end of a child into the queue, without taking its status."""
+        """Put a child's end into the queue, without taking its status."""
         self._start(self._wait, pid)
 
     def take(self, timeout: float) -> NodeEvent | None:
@@ -191,7 +191,7 @@ class Switchboard:
                 connection.close()
 
     def serve(self, pid: int, connection: socket.socket) -> None:
-        """Put the messages of a member into the queue."""
+        """Put a member's messages into the queue."""
         self._start(self._read, pid, connection)
 
     def _read(self, pid: int, connection: socket.socket) -> None:
@@ -255,7 +255,7 @@ class _Stream:
 
 
 OpenFiles = dict[str, tuple[BinaryIO | None, bool]]
-"""File of a rank's lines and whether they go to the console, by `stdout` and `stderr`."""
+"""A rank's file, and whether its lines go to the console, by `stdout` and `stderr`."""
 
 
 class Label:
@@ -300,11 +300,11 @@ class RankOutput(LogsSpecs):
         self._thread.start()
 
     def label(self, rank: int, local_rank: int) -> Label:
-        """Return the label of a rank."""
+        """Return a rank's label."""
         return Label(str(rank), self.files_of(local_rank))
 
     def files_of(self, local_rank: int) -> OpenFiles:
-        """Return the files of a rank of this node."""
+        """Return the files for a local rank."""
         return self._files.get(local_rank, {})
 
     def pipes(self, label: Label) -> tuple[str, str]:

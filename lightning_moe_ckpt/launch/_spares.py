@@ -30,12 +30,12 @@ _OF_ONE_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK")
 
 
 class Spares:
-    """The spares of one node.
+    """One node's spares.
 
     Args:
         wanted: number of spares.
-        command: command of a spare; empty for the command of ranks.
-        output: console of ranks and spares.
+        command: a spare's command; empty for the ranks' command.
+        output: console for ranks and spares.
         board: queue of ends and connections.
         say: gets a sentence when no more spares are started.
     """

@@ -24,7 +24,7 @@ A supervisor and a rank of its node exchange lines of JSON over a socket, and ma
                           {"failed": incarnation, "rank": ..., "why": ...}
                           {"formed": incarnation, "prefix": ...}                            all ranks have arrived
 
-The socket's name is in the environment of the ranks, in Linux's abstract namespace: nothing is left in the file system.
+The socket's name is in the ranks' environment, in Linux's abstract namespace: nothing is left in the file system.
 The supervisor knows who connects by the process id, which the kernel tells.
 """
 
@@ -71,7 +71,7 @@ class RankFailure(NamedTuple):
 
 
 class Supervised:
-    """This process's side of the supervisor of its node. One per process; methods are for its main thread."""
+    """This process's side of its node's supervisor. One per process; methods are for its main thread."""
 
     _current: ClassVar[Supervised | None] = None
 
@@ -276,7 +276,7 @@ Line = dict[str, Any]
 
 
 def encode(message: Line) -> bytes:
-    """Return the bytes of a message."""
+    """Return a message's bytes."""
     return json.dumps(message).encode() + b"\n"
 
 
@@ -289,7 +289,7 @@ def read_messages(connection: socket.socket) -> Iterator[Line]:
 
 
 def address_of(name: str) -> str:
-    """Return the address of the socket of this name."""
+    """Return a socket's address."""
     return f"\0{name}"
 
 
@@ -300,7 +300,7 @@ class Beats(NamedTuple):
     step: int
     """Newest step; -1 before the first beat."""
     longest: float
-    """Seconds of the longest step: from a beat to the next one, or to a pause."""
+    """Seconds that the longest step took: from a beat to the next one, or to a pause."""
     moves: int
     """Beats and pauses."""
     watched: bool

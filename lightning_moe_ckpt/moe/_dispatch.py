@@ -1,8 +1,8 @@
-"""Choose the experts of each token, move tokens there and back, and compute the loss that balances experts.
+"""Choose each token's experts, move tokens there and back, and compute the loss that balances experts.
 
 A *slot* is one choice of one token, numbered choice-major: slot `k * T + t`. Slots are sorted by expert, stably, so
 every expert sees first choices before second ones and tokens in their order: an order that no atomic operation can change.
-Slots beyond its capacity are dropped from the end. The gradient of a token is the sum over its K slots in the order of k.
+Slots beyond its capacity are dropped from the end. A token's gradient is the sum over its K slots in the order of k.
 
 Between expert-parallel ranks the sorted rows travel by one uneven all-to-all each way.
 

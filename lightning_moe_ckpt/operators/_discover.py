@@ -1,4 +1,4 @@
-"""Find the operators of a model, experts, routers, and the dense rest by block: each parameter belongs to exactly one.
+"""Find a model's operators, experts, routers, and the dense rest by block: each parameter belongs to exactly one.
 
 Rules for MoE layers are tried in this order: an adapter registered for the class, a rule for a library's class, our own
 `MoELayer` (by its attributes), lists of experts with a sibling router, stacked experts with a sibling router. A block that

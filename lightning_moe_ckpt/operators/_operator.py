@@ -1,4 +1,4 @@
-"""Operators of a model, the MoE layers from which they are cut, and the set of them all.
+"""A model's operators, the MoE layers from which they are cut, and the set of them all.
 
 An operator is a group of parameter slices that are captured and restored together. It is not a module. A stacked expert
 tensor `[E, ...]` gives `E` operators, each a flat interval of that tensor; a dense transformer block is one operator made of
@@ -210,7 +210,7 @@ def stacked_slices(
     """Cut stacked tensors `[e, ...]` into their experts.
 
     Args:
-        params: stacked parameters by live name; dimension 0 of each is the experts of this rank.
+        params: stacked parameters by live name; dimension 0 of each is this rank's experts.
         local_expert_ids: global expert index of each row.
         num_experts: number of experts over all ranks; the global shape is `[num_experts, ...]`.
 
@@ -252,7 +252,7 @@ def merged_slices(
 
 @dataclass(frozen=True)
 class OperatorSet:
-    """The operators of one rank; together their slices cover every parameter exactly once, but for constants."""
+    """One rank's operators; together their slices cover every parameter exactly once, but for constants."""
 
     operators: tuple[Operator, ...]
     """In the order of `named_parameters()`, experts of a layer ascending."""

@@ -1,4 +1,4 @@
-"""Parameters of a module: their index by first name, and those of which forward and backward only need a low-precision copy.
+"""A module's parameters: their index by first name, and those of which forward and backward only need a low-precision copy.
 
 A slice is a flat interval of a contiguous tensor. A parameter without such intervals is refused before training starts,
 with its name and the reason. Parameters that share bytes are found by storage, not by module type. One level of a module is

@@ -312,7 +312,7 @@ class ExtraState(Protocol):
         """
 
     def set(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """Restore the result of `get`, possibly of another process; tensors are on the CPU."""
+        """Restore `get`'s result, possibly of another process; tensors are on the CPU."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class _TutelShards:
         self.ep_size = int(layer.world_size)  # type: ignore[arg-type]  # a plain attribute
 
     def expert_parallel_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the experts of this rank; their gradients include tokens of all ranks of the layer's group."""
+        """Yield this rank's experts; their gradients include tokens of all ranks of the layer's group."""
         if self.ep_size > 1:
             yield from _expert_parameters(self.layer)
 

@@ -6,7 +6,7 @@ connections and a limit of 256). But all pairs of a group are connected when `ne
 the sockets that began to listen meanwhile get a filter that drops every packet. A stranger's connection then takes no
 descriptor, no memory and no thread; existing connections are not affected.
 
-*Abort.* When a peer is gone that collectives of this process wait for, directly or through others, they are made to raise.
+*Abort.* When a peer is gone that this process's collectives wait for, directly or through others, they are made to raise.
 gloo has no abort: `destroy_process_group`, `_abort_process_group` and the backend's `shutdown` from another thread leave
 a blocked operation alone until its time-out (measured with torch 2.13). It does notice a connection that ends. So the
 connections that appear while groups are made are noted, and `abort` shuts them down; the operation then raises within

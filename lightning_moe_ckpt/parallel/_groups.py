@@ -4,7 +4,7 @@ A module that kept a `ProcessGroup` could not be pickled, deep-copied or moved t
 the groups before `configure_model`; without it (single process, plain DDP) the defaults describe one expert-parallel
 rank that holds every expert.
 
-Ranks of one expert-parallel group are consecutive, and so are those of one pipeline stage:
+Ranks in one expert-parallel group are consecutive, and so are those in one pipeline stage:
 rank = (stage * dp_size + dp_rank) * ep_size + ep_rank. Without pipelining there is one stage, which is the world.
 
 From torch 2.4 on all incarnations of a torchrun job share the agent's store. A restarted one then finds the addresses
@@ -43,12 +43,12 @@ GroupName = Literal[
     "reduce",
     "replicate",
 ]
-"""`stage`: ranks that hold the same dense parameters, those of one pipeline stage. `pipeline`: one rank of each stage, which
+"""`stage`: ranks that hold the same dense parameters, those in one pipeline stage. `pipeline`: one rank of each stage, which
 hand activations to each other. `expert`: ranks of a stage that together hold all its experts once. `expert_data`: ranks
 that hold the same experts.
 `control`, `stage_control` and `pipeline_control`: all ranks, those of `stage` and those of `pipeline`, on gloo with CPU
 tensors whatever the training backend; for the training thread only.
-`reduce`: ranks of the stage, used by the gradient reduction alone. It runs beside the backward pass, where a rank may
+`reduce`: the stage's ranks, used by the gradient reduction alone. It runs beside the backward pass, where a rank may
 reach its collectives earlier or later than the all-to-alls of expert parallelism, so the two must not share a group.
 `replicate`: all ranks, on gloo, for point-to-point operations of background threads. These may wait long for each
 other, so they must not share a group with collectives.
@@ -79,22 +79,22 @@ class ParallelGroups:
 
     @property
     def stage(self) -> int:
-        """Index of this rank's pipeline stage."""
+        """This rank's pipeline stage."""
         return self.rank // self.stage_size
 
     @property
     def stage_size(self) -> int:
-        """Number of ranks of one stage, which hold the same dense parameters."""
+        """Ranks per stage; they hold the same dense parameters."""
         return self.world_size // self.num_stages
 
     @property
     def dp_rank(self) -> int:
-        """Index of this rank among those that hold the same experts."""
+        """This rank's index among those that hold the same experts."""
         return self.rank % self.stage_size // self.ep_size
 
     @property
     def dp_size(self) -> int:
-        """Number of ranks that hold the same experts."""
+        """Ranks that hold the same experts."""
         return self.stage_size // self.ep_size
 
     def ranks(self, name: GroupName) -> list[int]:
@@ -146,7 +146,7 @@ def build_groups(
     """Build every group over the default process group. Collective: all ranks call it at the same point.
 
     Args:
-        ep_size: ranks that share one set of experts; must divide the ranks of a stage.
+        ep_size: ranks that share one set of experts; must divide a stage's ranks.
         timeout: limit for one collective of the new groups.
         num_stages: stages of the pipeline; must divide the world size.
 
@@ -286,9 +286,9 @@ def init_fresh_process_group(backend: str, *, rank: int, world_size: int, timeou
     """Initialise the default process group over a store that no other incarnation has used.
 
     Args:
-        backend: name of the backend, e.g. `gloo`.
-        rank: rank of this process.
-        world_size: number of processes of the job.
+        backend: backend's name, e.g. `gloo`.
+        rank: this process's rank.
+        world_size: the job's processes.
         timeout: limit for joining, and for each collective.
 
     Raises:

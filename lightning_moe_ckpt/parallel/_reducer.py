@@ -4,9 +4,9 @@ Hooks copy each finished gradient into a static flat buffer. Full buckets are re
 pass, in the same order on all ranks. A missing gradient (frozen or unused, perhaps on this rank only) counts as zero,
 and stays `None` only if no replica has one.
 
-* Replicated parameters: the mean over all ranks of the stage, which is the world without pipelining.
-* Expert-parallel parameters: the sum over the ranks that hold the same experts, divided by the number of ranks of the
-  stage, because the tokens of all of them have reached the expert already.
+* Replicated parameters: the mean over all the stage's ranks, which is the world without pipelining.
+* Expert-parallel parameters: the sum over the ranks that hold the same experts, divided by the count of the stage's ranks,
+  because the tokens of all of them have reached the expert already.
 
 All gradients of one kind (same group, dtype, device) form one flat vector, in reverse order of registration, which is
 about the order in which backward finishes them. The vector is cut every `bucket_numel` elements, also within a
@@ -77,9 +77,9 @@ def plan_buckets(numels: Mapping[str, int], *, bucket_numel: int, multiple: int)
     """Lay out parameters given in order of registration.
 
     Args:
-        numels: elements of each parameter.
-        bucket_numel: elements of a bucket, before rounding.
-        multiple: size of the group; bucket sizes are multiples of it, so that chunks are equal.
+        numels: elements per parameter.
+        bucket_numel: elements per bucket, before rounding.
+        multiple: the group's size; bucket sizes are multiples of it, so that chunks are equal.
 
     Returns:
         The layout; the vector is padded to a multiple of `multiple`.
@@ -153,14 +153,14 @@ class GradientReducer:
         named_parameters: all parameters, in the same order on every rank of the stage; only those that require a gradient
             on some rank are reduced. A parameter that requires one later, on all ranks, is reduced from then on.
         groups: this rank's groups; in a world of one nothing is reduced.
-        is_expert_parallel: names of parameters whose experts differ between the ranks of an `expert` group.
-        bucket_nbytes: size of one message of the reduction.
+        is_expert_parallel: parameter names whose experts differ between the ranks of an `expert` group.
+        bucket_nbytes: bytes per message.
         mode: `"ordered"`: bits depend on the ranks' values only. `"allreduce"`: the backend's own all-reduce over
             the same static, zero-filled buckets; faster on some networks, with bits that change with `bucket_nbytes`,
             the set of parameters and the backend's choice of algorithm.
-        flags: names of integers whose maximum over all ranks each reduction exchanges; with pipeline stages over those of the
+        flags: integers, by name, whose maximum over all ranks each reduction exchanges; with pipeline stages over those of the
             stage, and `exchange_flags` over all.
-        stage_flags: names of integers whose maximum over the ranks of the stage it exchanges.
+        stage_flags: integers, by name, whose maximum over the stage's ranks it exchanges.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class GradientReducer:
     def _agree(self, present: Mapping[str, bool]) -> dict[str, bool]:
         """Return which gradients exist on any rank that shares the parameter, and set `agreed`. Collective.
 
-        The exchange is a maximum over the ranks of the stage of a vector of integers: one element per replicated parameter,
+        The exchange is a maximum over the stage's ranks of a vector of integers: one element per replicated parameter,
         one per sharded parameter and expert-parallel rank (the same name means different experts there), one per flag.
         Stages then exchange the flags that all ranks share. It runs on the host, which needs the result: a gradient is
         `None` or not.

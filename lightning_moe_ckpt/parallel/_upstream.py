@@ -1,4 +1,4 @@
-"""Log the tensors and answers that cross the borders of a pipeline stage, so that a stage can repeat steps while others wait.
+"""Log the tensors and answers that cross a pipeline stage's borders, so that a stage can repeat steps while others wait.
 
 A stage that repeats a step needs the tensors that its neighbours had sent, and the answers that all stages had agreed on:
 losses and logged values, norms, flags. A neighbour has kept the tensors, and every rank of the pipeline the same answers. So the
@@ -72,7 +72,7 @@ class Diverged(CheckpointError):
 
 @dataclass(slots=True)
 class Crossings:
-    """Tensors and answers that crossed the borders of one rank's stage in one step."""
+    """Tensors and answers that crossed the borders around one rank's stage in one step."""
 
     answers: list[list[Any]] = field(default_factory=list)
     """Kind and value of each answer, the same on all ranks of a pipeline."""
@@ -105,7 +105,7 @@ class _Given:
 
 
 class UpstreamLog:
-    """The log of one rank, and the source of steps while its stage repeats them.
+    """One rank's log, and the source of steps while its stage repeats them.
 
     Args:
         limit_nbytes: limit of the log's bytes; the caller of `keep` has to see to it.
@@ -329,7 +329,7 @@ class UpstreamLog:
             self._now.answers.append(passed)
 
     def settle(self) -> None:
-        """Wait until neighbours have the tensors of the repeated step, and note crossings that did not come again."""
+        """Wait until neighbours have the repeated step's tensors, and note crossings that did not come again."""
         if self._from is None:
             return
         for border in self._out_of.values():

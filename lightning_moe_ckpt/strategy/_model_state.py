@@ -1,4 +1,4 @@
-"""State of the model over ranks: buffers kept equal while training, experts gathered for Lightning's checkpoints.
+"""The model's state over ranks: buffers kept equal while training, experts gathered for Lightning's checkpoints.
 
 Each rank computes statistics such as batch normalisation's from its own tokens. When an optimizer step reduces gradients,
 buffers are made equal to those of the stage's first rank, as DistributedDataParallel does, so that at every step boundary

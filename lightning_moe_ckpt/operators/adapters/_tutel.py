@@ -1,4 +1,4 @@
-"""Tutel's `moe_layer`: experts of this rank, stacked or not, behind one or several gates.
+"""Tutel's `moe_layer`: this rank's experts, stacked or not, behind one or several gates.
 
 Rank r of the layer's group has experts `[r * e, (r + 1) * e)`. Tutel is never imported: its layers are recognised by
 class name. Settings that would silently train wrongly are refused before training; those that a finished layer does not
