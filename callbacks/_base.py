@@ -156,7 +156,7 @@ class CheckpointCallback(SharedArguments, Checkpoint):
             ConfigurationError: `fit` was not called yet.
         """
         if self._run is not None:
-            return self._run.report()
+            return self._run.sessions.report()
         if self._report is None:
             raise ConfigurationError(
                 "`report` has no figures before `Trainer.fit`. Read it during or after the fit, and where Lightning starts processes of "
@@ -182,7 +182,7 @@ class CheckpointCallback(SharedArguments, Checkpoint):
     @property
     def accounting(self) -> TokenLedger | None:
         """Saved and lost tokens of every expert; `None` outside of `fit` and under policies whose restarts are exact."""
-        figures = self._run.report().lost if self._run is not None else None
+        figures = self._run.sessions.report().lost if self._run is not None else None
         return None if figures is None else figures.accounting
 
     def wait_committed(self, timeout: float = 60.0) -> bool:
@@ -317,7 +317,7 @@ class CheckpointCallback(SharedArguments, Checkpoint):
     def _leave(self) -> None:
         run, self._run = self._run, None
         if run is not None:
-            self._report = run.report()
+            self._report = run.sessions.report()
             try:
                 run.leave()
             except (CheckpointError, OSError, RuntimeError):
@@ -326,7 +326,7 @@ class CheckpointCallback(SharedArguments, Checkpoint):
     def _close(self, trainer: Trainer, *, keep_memory: bool = False) -> None:
         run, self._run = self._run, None
         if run is not None:
-            self._report = run.report()
+            self._report = run.sessions.report()
         elif self._report is None:
             self._report = Report.empty()
         if self._in_place is not None:

@@ -166,11 +166,11 @@ _TURNS: tuple[tuple[Collection[Moment], Callable[[BoundaryState, Start, Mapping[
     ({"epoch", "end"}, lambda state, start, _: state.trained.restore(start["trained"])),
     ({"replay"}, lambda state, start, _: state.trained.restore_order(start["trained"])),
     ({"begin"}, BoundaryState.restore_precision),
-    ({"begin", "replay", "end"}, BoundaryState.restore_users),
+    ({"begin", "replay", "end"}, lambda state, start, here: state.restore_users(start, here)),
     # Hooks at the start of the fit have run by then. The original run called them at its own start, not here.
     ({"epoch", "replay", "end"}, lambda state, start, _: state.moved.restore(start.get("attributes", {}))),
     # Behind all entries that run the user's code, which may set rates.
-    ({"begin", "epoch", "replay", "end"}, BoundaryState.restore_rates),
+    ({"begin", "epoch", "replay", "end"}, lambda state, start, here: state.restore_rates(start, here)),
     ({"begin", "replay"}, BoundaryState.restore_parts),
     ({"metrics", "end"}, BoundaryState.restore_metrics),
     ({"replay"}, BoundaryState.follow_metrics),

@@ -29,7 +29,7 @@ from lightning_moe_ckpt.fit.loops import _taps, _trainer
 from lightning_moe_ckpt.journal import HeldGenerator, capture_rng, restore_rng
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import clocked
-from lightning_moe_ckpt.session import CheckpointSession, Report
+from lightning_moe_ckpt.session import CheckpointSession
 from lightning_moe_ckpt.tiers import SessionConfig
 
 log = rank_logger(__name__)
@@ -185,10 +185,6 @@ class FitSession:
                 undo()
 
         return put_back
-
-    def report(self) -> Report:
-        """Return the figures so far."""
-        return self.sessions.report()
 
     def start_of_run(self) -> dict[str, Any]:
         """Return files and folders of this fit's first begin, for a fit that begins anew in place."""

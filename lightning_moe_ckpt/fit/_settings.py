@@ -12,7 +12,6 @@ settings come into force behind the last replayed step, before the boundary is t
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,8 +40,6 @@ log = rank_logger(__name__)
 
 OnChange = Literal["stored", "mine"]
 
-_SEED = "PL_GLOBAL_SEED"
-"""Environment variable in which `seed_everything` notes the seed."""
 _POSITION = {
     *("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "T_cur", "base_lrs"),
     *("best", "num_bad_epochs", "cooldown_counter", "mode_worse"),
@@ -172,7 +169,7 @@ class Settings:
             if not isinstance(callback, (*own, ProgressBar, ModelSummary))
         ]
         self._mine = {name: _plain(setting.read(trainer)) for name, setting in _YOURS.items()}
-        self._mine |= {"callbacks": [type(user).__qualname__ for user in users], "seed": os.environ.get(_SEED)}
+        self._mine |= {"callbacks": [type(user).__qualname__ for user in users], "seed": _trainer.take_seed()}
         self._mine |= dict(_of_optimizer(trainer))
         # Tuners search for a value, whatever the script says.
         self._tuned = any(isinstance(user, BatchSizeFinder | LearningRateFinder) for user in users)

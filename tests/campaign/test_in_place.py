@@ -613,7 +613,7 @@ class Ablation:
 
 
 MEMENTO, IN_PLACE = "lightning_moe_ckpt.fit.objects._memento", "lightning_moe_ckpt.fit.in_place._in_place"
-RECORDER = "lightning_moe_ckpt.fit._recorder"
+BOUNDARY = "lightning_moe_ckpt.fit._boundary"
 apart = partial(Ablation, module="lightning_moe_ckpt.fit.in_place._in_place", attribute="APART")
 
 
@@ -640,11 +640,11 @@ ABLATIONS: dict[str, Ablation] = {
     "files and rows": Ablation(module=IN_PLACE, attribute="FitSession.begin_anew", seen="rows", anew=True, abort=EARLY),
     "buffers": Ablation(module="lightning_moe_ckpt.recovery._replay", attribute="Replay.load_buffers", seen="buffer/"),
     "epoch metrics": Ablation(module="lightning_moe_ckpt.fit.loggers._metrics", attribute="restore_metrics", seen="metrics"),
-    "states of callbacks": Ablation(module=RECORDER, attribute="BoundaryRecorder._resume_callbacks", seen="last-v1"),
+    "states of callbacks": Ablation(module=BOUNDARY, attribute="BoundaryState.restore_users", seen="last-v1"),
     "counters": Ablation(
         module="lightning_moe_ckpt.fit._owners", attribute="MovedAttributes.restore", seen="counters"
     ),
-    "rates": Ablation(module=RECORDER, attribute="BoundaryRecorder._restore_rates", seen="lr "),
+    "rates": Ablation(module=BOUNDARY, attribute="BoundaryState.restore_rates", seen="lr "),
     "random state": Ablation(module="lightning_moe_ckpt.fit._data", attribute="restore_rng", seen="loss"),
     "scale": Ablation(
         module="campaign._training", attribute="MixedPrecision.load_state_dict", seen="precision/", setup=SCALED

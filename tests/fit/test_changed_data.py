@@ -95,7 +95,10 @@ def items(length: int = 16) -> TensorDataset:
 
 def fit(url: Path, data: Any, *, manual: bool = False, interrupted: int = 0, **options: Any) -> Trainer:
     seed_everything(1, verbose=False)
-    callbacks = [DenseCheckpoint(url, every_n_steps=2), *([Interrupts(interrupted)] if interrupted else [])]
+    callbacks = [
+        DenseCheckpoint(url, every_n_steps=2, overhead_target=None),
+        *([Interrupts(interrupted)] if interrupted else []),
+    ]
     off: dict[str, Any] = dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary"], False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
