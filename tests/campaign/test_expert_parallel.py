@@ -9,7 +9,7 @@ import pytest
 
 from campaign._campaign import AFTER_STEP, BEFORE_STEP, Campaigns
 from campaign._training import Checkpointing, Setup
-from campaign.test_mixtral import operator_names
+from campaign.test_models import operator_names
 from lightning_moe_ckpt.testing._kill import Kill, Phase
 
 LAYOUTS = [(3, 1), (3, 3), (4, 1), (4, 2), (4, 4)]

@@ -196,9 +196,9 @@ def test_a_script_that_fails_at_once_is_not_started_again(tmp_path: Path) -> Non
 
 def test_ranks_that_do_not_come_together_are_all_started_anew(tmp_path: Path) -> None:
     """A new process does not arrive in time: everybody begins again, and goes on from its file."""
-    job = Job(tmp_path / "job", 2, 60, "kill:1:30:0", f"deadlock:1:{BEFORE_ARRIVING}:1", recover_timeout=2.0)
+    job = Job(tmp_path / "job", 2, 60, "kill:1:30:0", f"deadlock:1:{BEFORE_ARRIVING}:1", recover_timeout=1.0)
     ended = check(job, {0: 1, 1: 2})
-    assert "ranks did not come together within 2 s; all ranks are started anew" in ended.sentences()
+    assert "ranks did not come together within 1 s; all ranks are started anew" in ended.sentences()
 
 
 def test_who_dies_behind_the_end_is_not_replaced_alone(tmp_path: Path) -> None:
