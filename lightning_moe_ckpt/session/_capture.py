@@ -95,17 +95,12 @@ class CaptureSession:
         """Accesses to `.data` before the newest capture."""
         self._ticket: Ticket | None = None
         """Ticket of the newest copies; outlives the seal, since the optimizer steps after the seal."""
-        self._spoiled_last = False
         self.whole_at: int | None = None
         """The newest boundary, if a dense generation replaces its window, see `Tiers.wants_whole`."""
         self._copies = WindowCopies(engine)
         self._complete: Window | None = None
-        self._newest: GenerationId | None = None
-        """Generation of the last window, if this rank completed the window."""
-        self._first = 0
-        """First boundary of the last window."""
-        self._why = ""
-        """Reason why the last window was spoiled on this rank."""
+        self._ended: Window | None = None
+        """Window that ended last, complete or spoiled on this rank, until the next vote tells all ranks."""
         self.missed_windows = MissedWindows()
         self.generations_complete = self.windows_skipped = self.segments_captured = self.nbytes_captured = 0
 
@@ -372,7 +367,8 @@ class CaptureSession:
         fits = following is None or self._fits(following)
         window = max(len(self.layout.steps), len(following.steps) if following is not None and fits else 0)
         room, named = self._ring.can_begin(window), self._ring.is_named
-        return WindowVote(int(room and named), self._journal_nbytes, int(self._spoiled_last), int(fits), int(not named))
+        spoiled = self._ended is not None and self._ended.spoiled
+        return WindowVote(int(room and named), self._journal_nbytes, int(spoiled), int(fits), int(not named))
 
     def _follow(self, following: WindowLayout, use: Callable[[WindowLayout], None], *, fits: bool) -> None:
         """Put a plan in force, in a larger ring if need be; without memory the old plan stays. Collective."""
@@ -397,20 +393,21 @@ class CaptureSession:
     def _close_last_window(self, votes: Sequence[WindowVote]) -> None:
         """Close the previous window: every rank sealed it, or nobody offers it and the generation before stays."""
         spoiled = [rank for rank, vote in enumerate(votes) if vote.spoiled]
-        newest, self._newest = self._newest, None
-        why, self._why, self._spoiled_last = self._why, "", False
-        if spoiled and newest is not None and self._complete is not None:
+        last, self._ended = self._ended, None
+        if last is None:
+            return
+        if spoiled and not last.spoiled and self._complete is not None:
             self._tiers.abandon(self._complete)
-            self._complete.ring.discard(newest)
+            self._complete.ring.discard(last.generation)
             self._complete = None
         elif 0 < len(spoiled) < self._exchange.world_size:
             self._forget_complete()  # the other ranks have dropped it: all ranks offer a generation, or none does
         if spoiled:
             self.missed_windows.add(
-                self._first, why or f"ranks {list(spoiled)} could not take it, and their logs say why."
+                last.first, last.why or f"ranks {list(spoiled)} could not take it, and their logs say why."
             )
-        elif newest is not None:
-            self.missed_windows.taken(newest.step)
+        else:
+            self.missed_windows.taken(last.generation.step)
 
     def _hear(self, votes: Sequence[TiersVote], *, filling: GenerationId | None = None) -> None:
         """Give all ranks' votes to the tiers, and stop offering a generation that memory has given up."""
@@ -516,18 +513,18 @@ class CaptureSession:
         window = self.window
         if window is None or window.spoiled:
             return
-        window.spoiled, self._why = True, f"{reason.rstrip('.')}."
+        window.spoiled, window.why = True, f"{reason.rstrip('.')}."
         if failed:
             self.failures.append(f"generation {window.generation.step} was not taken: {reason}")
         self._tiers.abandon(window)
 
     def _finish(self, window: Window) -> None:
-        self._spoiled_last, self._first = window.spoiled, window.first
+        self._ended = window
         if window.spoiled:
             self._await_copies()
             self._drop(window)
             return
-        self.window, self._newest = None, window.generation
+        self.window = None
         window.ring.finish_window(window.generation)
         self._edits.window_taken()
         if self._complete is not None:

@@ -83,10 +83,11 @@ class ChainCapture(CaptureSession):
     @override
     def _close_last_window(self, votes: Sequence[WindowVote]) -> None:
         """Also decide by the votes whether this boundary is a difference."""
+        ended = self._ended
         super()._close_last_window(votes)
         spoiled, grown = any(vote.spoiled for vote in votes), any(vote.journal_nbytes for vote in votes)
-        if spoiled:
-            self._tiers.not_taken(self._name(self._first))
+        if spoiled and ended is not None:
+            self._tiers.not_taken(ended.generation)
         self._link = all(vote.follows for vote in votes) and not (spoiled or grown)
 
     def _has_room(self) -> bool:

@@ -314,8 +314,13 @@ class MeasuredSteps:
         """Note the kind of the step under way."""
         self._kind = max(kind, self._kind)
 
-    def stepped(self, hooks: float | None, validated: float) -> None:
-        """Note that a step has ended; arguments as in `Governor.stepped`."""
+    def stepped(self, hooks: float | None, validated: float = 0.0) -> None:
+        """Note that a step has ended.
+
+        Args:
+            hooks: seconds in hooks so far; `None` in a replay, whose steps are not comparable.
+            validated: seconds of validation so far.
+        """
         now, touched = self._clock(), 0
         last, self._last = self._last, None if hooks is None else (now, hooks, validated)
         for index, tier in enumerate(self.tiers):
@@ -429,17 +434,6 @@ class Governor:
         """Whether the votes under way carry costs."""
         self._said: dict[str, float] = {}
 
-    def stepped(self, hooks: float | None, period_steps: int, validated: float = 0.0) -> None:
-        """Note that a step has ended.
-
-        Args:
-            hooks: seconds in hooks so far; `None` in a replay, whose steps are not comparable.
-            period_steps: steps between starts of windows without a limit.
-            validated: seconds of validation so far.
-        """
-        self._period = period_steps
-        self.measured.stepped(hooks, validated)
-
     def resting(self) -> set[str]:
         """Return the names of tiers that rest here now."""
         now, found = self._clock(), set()
@@ -462,10 +456,14 @@ class Governor:
             end_seconds=end_seconds,
         )
 
-    def vote(self) -> PacingVote | None:
-        """Return this rank's vote, all zeros unless a decision is due; `None` without a target."""
+    def vote(self, period_steps: int) -> PacingVote | None:
+        """Return this rank's vote, all zeros unless a decision is due; `None` without a target.
+
+        `period_steps` is the number of steps between starts of windows without a limit.
+        """
         if self._target is None:
             return None
+        self._period = period_steps
         steps, first = self.measured.steps, self._least_steps
         # Due by steps, which all ranks count alike; ranks tell each other whether their seconds are enough.
         self._asked = steps >= first and steps - self._decided >= min(_DECISION_STEPS, first)

@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_moe_ckpt._units import size_text, time_text
 from lightning_moe_ckpt.native import BubbleFigures
 from lightning_moe_ckpt.planning import LossFigures
+from lightning_moe_ckpt.process import HookClock
 from lightning_moe_ckpt.session._pacing import Overhead
 from lightning_moe_ckpt.tiers import DeltaFigures, RedundancyFigures
 
@@ -188,6 +189,28 @@ class Report:
         return {"skipped": self.generations_skipped, "failed": self.generations_failed}
 
 
+class Durations:
+    """Durations of one incarnation in seconds, from the start of its fit to the end; written on the training thread."""
+
+    def __init__(self, clock: HookClock) -> None:
+        self._clock = clock
+        self.start = self.restore = self.end = 0.0
+        """Seconds in hooks before the first batch, until a generation was loaded, and until the last step was durable."""
+        self.began: tuple[float, float] | None = None
+        """`perf_counter` and seconds in hooks at the first batch; `None` before."""
+
+    def first_batch(self) -> None:
+        """Note that the first batch begins."""
+        self.began = time.perf_counter(), self._clock.seconds
+        self.start += self._clock.seconds
+
+    def training(self) -> tuple[float, float]:
+        """Return the wall time and the seconds in hooks since the first batch began; zeros before. On any thread."""
+        if self.began is None:
+            return 0.0, 0.0
+        return time.perf_counter() - self.began[0], self._clock.seconds - self.began[1]
+
+
 def capture_figures(capture: CaptureSession | None) -> dict[str, Any]:
     """Return the figures of captures; zeros if `capture` is `None`, before the run is open."""
     taken = capture.segments_captured if capture is not None else 0
@@ -214,21 +237,18 @@ def tier_figures(tiers: Tiers, found: RestoreSource | None) -> dict[str, Any]:
     }
 
 
-def log_figures(
-    tiers: Tiers, capture: CaptureSession | None, began: tuple[float, float] | None, hook_seconds: float
-) -> dict[str, object]:
+def log_figures(tiers: Tiers, capture: CaptureSession | None, durations: Durations) -> dict[str, object]:
     """Return figures for the run's log, as JSON values; called on the storage thread during training.
 
     Args:
         tiers: tiers of this incarnation.
         capture: its captures, if the run is open.
-        began: `perf_counter` and seconds in hooks as the first batch began.
-        hook_seconds: seconds in hooks by now.
+        durations: its durations.
     """
-    since, hooks = (time.perf_counter(), hook_seconds) if began is None else began
+    seconds, hooks = durations.training()
     return {
-        "seconds": round(time.perf_counter() - since, 3),
-        "overhead_seconds": round(hook_seconds - hooks, 4),
+        "seconds": round(seconds, 3),
+        "overhead_seconds": round(hooks, 4),
         "newest": tiers.newest(),
         "skipped": tiers.skipped(),
         "failed": tiers.failed(),

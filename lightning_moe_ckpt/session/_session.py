@@ -28,7 +28,15 @@ from lightning_moe_ckpt.recovery import RestoreSource, ResumeRequest, RunOpener,
 from lightning_moe_ckpt.session._chain import Capture, capture_session
 from lightning_moe_ckpt.session._dense import DenseCapture, DenseTurns
 from lightning_moe_ckpt.session._repeats import Repeats
-from lightning_moe_ckpt.session._report import Report, capture_figures, expect, found_figures, log_figures, tier_figures
+from lightning_moe_ckpt.session._report import (
+    Durations,
+    Report,
+    capture_figures,
+    expect,
+    found_figures,
+    log_figures,
+    tier_figures,
+)
 from lightning_moe_ckpt.session._tiers import Tiers, build_on_stored, make_ring, report_failures
 from lightning_moe_ckpt.snapshot import Averages, Copies, Identity, StateView, WindowLayout, describe_stages, log_plan
 from lightning_moe_ckpt.tiers import (
@@ -105,9 +113,8 @@ class CheckpointSession:
         self._found: RestoreSource | None = None
         self.repeats = Repeats() if repeats is None else repeats
         self._steps = 0
-        self._restore_seconds = self._start_seconds = self._end_seconds = 0.0
         self._outcome: Journal = {}
-        self._began: tuple[float, float] | None = None  # `perf_counter`, and seconds in hooks, at the first batch
+        self._durations = Durations(self.clock)
         self._last_window: int | None = None
         self._at: int | None = None
         self._last_step: int | None = None
@@ -124,7 +131,7 @@ class CheckpointSession:
             start = self._begin(stay=stay)
         if start is None:
             self._heap.sweep()
-        self._start_seconds = time.perf_counter() - started
+        self._durations.start = time.perf_counter() - started
         return start
 
     def _begin(self, *, stay: bool) -> Journal | None:
@@ -160,11 +167,11 @@ class CheckpointSession:
             self.repeats.go_on(layout, groups, self._engine)
             return found.start
         start = self._load(found)
-        self._restore_seconds = time.perf_counter() - started
+        self._durations.restore = time.perf_counter() - started
         log.info(
             "resumes from %s, plan %s, at step %d in %.2f s; dense after %d replayed steps",
             *(found.generation, xxh3_128_hexdigest(found.policy["plan"].encode())[:8], found.first_step),
-            *(self._restore_seconds, len(found.segments) - 1),
+            *(self._durations.restore, len(found.segments) - 1),
         )
         return start
 
@@ -363,10 +370,10 @@ class CheckpointSession:
             ConfigurationError: a run begins with parameters that differ among ranks that should hold the same.
         """
         capture = expect(self._capture)
-        fresh = self._found is None and self._began is None
-        if self._began is None:
-            self._began = time.perf_counter(), self.clock.seconds
-            self._start_seconds += self.clock.seconds
+        first = self._durations.began is None
+        fresh = self._found is None and first
+        if first:
+            self._durations.first_batch()
         if self._steps < _MEASURED_JOURNALS:
             outcome = {**self._outcome, **self._planner.state()}
             self._planner.journal_needs(2 * len(encode({"outcome": outcome, "start": start})) + room())
@@ -416,9 +423,9 @@ class CheckpointSession:
         # In the middle of the next step, storage may have this generation already: never replace its files.
         committed = self.any_rank(self._exchange.is_coordinator and storage.holds(expect(self._runs).name(step)))
         saved = committed or (drained and self._write_dense(step, start, timeout=timeout + began - time.perf_counter()))
-        self._end_seconds = time.perf_counter() - began
+        self._durations.end = time.perf_counter() - began
         level, how = (logging.INFO, "is durable") if saved else (logging.ERROR, "was not stored")
-        told = step, how, self._end_seconds, timeout
+        told = step, how, self._durations.end, timeout
         log.log(level, "the last step, %d, %s after %.2f s (limit: %.0f s)", *told, alike=saved)
         self._report_failures()
         log.info("%s; %s", (report := self.report()).costs, report.overhead, alike=True)
@@ -476,8 +483,8 @@ class CheckpointSession:
         found = None if self._found is None else self._found.generation.step
         told: dict[str, object] = {"step": self._at, "last_step": self._last_step, "resumed_from": found}
         told |= {"steps": self._steps, "replayed": self.repeats.steps, "world_size": self._groups.world_size}
-        told["restore_seconds"] = round(self._restore_seconds, 3)
-        return told | log_figures(self._tiers, self._capture, self._began, self.clock.seconds)
+        told["restore_seconds"] = round(self._durations.restore, 3)
+        return told | log_figures(self._tiers, self._capture, self._durations)
 
     def neighbours(self) -> Neighbours:
         """Return the processes of all ranks. Collective."""
@@ -511,7 +518,8 @@ class CheckpointSession:
 
     def report(self) -> Report:
         """Return the figures so far."""
-        storage = self._storage
+        storage, durations = self._storage, self._durations
+        seconds, in_hooks = durations.training()
         return Report(
             steps=self._steps,
             **capture_figures(self._capture),
@@ -519,15 +527,15 @@ class CheckpointSession:
             dense_nbytes=self._planner.sizes.dense_nbytes,
             stall_seconds=self._stalls.totals(),
             device_stall_seconds=self._stalls.device_totals(),
-            overhead_seconds=self.clock.seconds - self._began[1] if self._began is not None else 0.0,
-            seconds=time.perf_counter() - self._began[0] if self._began is not None else 0.0,
+            overhead_seconds=in_hooks,
+            seconds=seconds,
             generations_committed=storage.num_complete if storage is not None else 0,
             **tier_figures(self._tiers, self._found),
             **found_figures(self._found),
             replayed_steps=self.repeats.steps,
             replay_mismatches=self.repeats.mismatches,
-            restore_seconds=self._restore_seconds,
-            overhead=self._tiers.governor.overhead(start_seconds=self._start_seconds, end_seconds=self._end_seconds),
+            restore_seconds=durations.restore,
+            overhead=self._tiers.governor.overhead(start_seconds=durations.start, end_seconds=durations.end),
             lost=self._planner.loss_figures(),
             bubbles=self.bubbles.figures(),
         )

@@ -100,6 +100,8 @@ class Tiers:
         )
         self.governor = Governor(workers, target=target, at_least=at_least, speaks=speaks)
         self._lanes = [TierLane(worker=worker, skips=SkipCounter(worker.name)) for worker in workers]
+        self._period_steps = 1
+        """Steps between starts of windows without a limit."""
         self.everywhere: dict[str, GenerationId] = {}
         """Newest generation complete on all ranks, by tier."""
 
@@ -109,7 +111,7 @@ class Tiers:
         """Return this rank's vote on tiers."""
         resting = self.governor.resting()
         own = tuple(lane.vote(resting=lane.worker.name in resting) for lane in self._lanes)
-        return TiersVote(own, self.governor.vote())
+        return TiersVote(own, self.governor.vote(self._period_steps))
 
     def agreed(self, votes: Sequence[TiersVote], *, filling: GenerationId | None = None) -> set[GenerationId]:
         """Take all ranks' votes: tells tiers which generations are complete everywhere, and which are given up.
@@ -183,8 +185,9 @@ class Tiers:
             worker.planned(exchange, ring, len(layout.steps), layout.mirrors_nbytes[0])
 
     def stepped(self, period_steps: int, hooks: float | None, validated: float = 0.0) -> None:
-        """Tell tiers that a step has ended, and the steps between generations; the rest as in `Governor.stepped`."""
-        self.governor.stepped(hooks, period_steps, validated)
+        """Tell tiers that a step has ended, and the steps between generations; the rest as in `MeasuredSteps.stepped`."""
+        self._period_steps = period_steps
+        self.governor.measured.stepped(hooks, validated)
         period_steps = max(period_steps, self.governor.gap_steps)
         for worker in self.workers:
             worker.stepped(period_steps)

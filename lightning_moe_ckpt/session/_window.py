@@ -118,6 +118,8 @@ class Window:
     ring: SegmentRing
     spoiled: bool = False
     """Whether a segment could not be taken: the window runs on in step with other ranks, but gives no generation."""
+    why: str = ""
+    """Reason why this rank spoiled the window; empty unless `spoiled`."""
     segments: list[SealedSegment] = field(default_factory=list)
     workers: list[TierWorker] = field(default_factory=list)
     """Workers of the tiers that take the window."""

@@ -79,11 +79,11 @@ def train(ranks: Sequence[Rank], steps: int, *, window: int = 4) -> list[float]:
     last, costs, times = -(10**9), [0.0] * len(ranks), [0.0] * len(ranks)
     for step in range(steps):
         for rank in ranks:
-            rank.governor.stepped(rank.in_hooks, window)
+            rank.governor.measured.stepped(rank.in_hooks)
         if step - last >= max(window, ranks[0].governor.gap_steps):
             last = step
             resting = [rank.governor.resting() for rank in ranks]
-            votes = [vote for rank in ranks if (vote := rank.governor.vote()) is not None]
+            votes = [vote for rank in ranks if (vote := rank.governor.vote(window)) is not None]
             for rank in ranks:
                 rank.governor.agreed(votes)
                 rank.governor.measured.captures.opened()
@@ -205,7 +205,7 @@ def test_validation_is_no_cost_of_checkpoints() -> None:
     """Although every capture meets it, and takes five times as long for it."""
     rank = Rank(capture=0.0002, hooks=0.0)
     for step in range(400):
-        rank.governor.stepped(rank.in_hooks, 4, validated=(step + 3) // 4 * 5 * STEP)
+        rank.governor.measured.stepped(rank.in_hooks, validated=(step + 3) // 4 * 5 * STEP)
         if step % 4 == 0:
             rank.governor.measured.captures.opened()
         rank.step(captured=step % 4 == 0)
@@ -220,6 +220,6 @@ def test_steps_of_a_replay_are_not_measured() -> None:
     rank = Rank(capture=0.01)
     for _ in range(300):
         rank.step(captured=True)
-        rank.governor.stepped(None, 4)
+        rank.governor.measured.stepped(None)
     assert rank.governor.measured.costs(0.03).window == 0.0
     assert rank.governor.overhead(start_seconds=0.0, end_seconds=0.0).share == 0.0
