@@ -36,12 +36,12 @@ from torch.utils.data import (
     get_worker_info,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from campaign._data import VOCABULARY, Tokens
 from campaign._drawn_hooks import EDITS, Hook, with_hooks
 from campaign._drawn_values import Place, Remembering, Remembers, Stated
-from campaign._training import Module, Setup, make_averaging, make_scheduler
+from campaign._training import Module, make_averaging, make_scheduler
 from campaign._variants import Item, Stream, Variant, VariantModule
 from lightning_moe_ckpt.data import SeededItems
 from lightning_moe_ckpt.fit.loaders._loaders import begin_epoch
@@ -107,7 +107,7 @@ class Drawn(Variant):
     """What lives with an odd number set otherwise."""
 
     @override
-    def fault_free(self) -> Setup:
+    def fault_free(self) -> Self:
         """Compiled models count their tokens in the program that is compiled, so bits are those of a run that counts."""
         counts = self.checkpointing is not None and self.checkpointing.order == "popularity"
         return self if self.compiled and counts else super().fault_free()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning.pytorch import Callback
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from campaign._training import Setup
 from lightning_moe_ckpt.testing import Attempt, Fault, FaultInjector, RandomFaults
@@ -36,7 +36,7 @@ class Breaking(Setup):
         return [injector, *super().callbacks(life)]
 
     @override
-    def fault_free(self) -> Setup:
+    def fault_free(self) -> Self:
         return replace(self, checkpointing=None, faults=(), random=None, nodes=(), racks=())
 
     def _settle_on_node(self, life: Attempt) -> None:

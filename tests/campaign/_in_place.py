@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torchmetrics import MaxMetric, MeanMetric
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from campaign._models import ListMoE, StackedMoE
 from campaign._supervised import shots_of
@@ -482,7 +482,7 @@ class Traced(Setup):
         }
 
     @override
-    def fault_free(self) -> Setup:
+    def fault_free(self) -> Self:
         return replace(self, checkpointing=None)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from campaign._data import VOCABULARY, make_loader, make_validation_loader
 from campaign._models import MODEL_DIM
@@ -114,7 +114,7 @@ class Pipelined(Setup):
         return training, make_validation_loader(self.batch_size) if self.validate_every else None
 
     @override
-    def fault_free(self) -> Setup:
+    def fault_free(self) -> Self:
         return replace(super().fault_free(), strategy_options=())
 
     @override

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.nn import functional
 from torchmetrics import MeanMetric
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from campaign._data import make_loader, make_validation_loader
 from campaign._emulated import emulated_device
@@ -218,7 +218,7 @@ class Setup:
         kept = [callback for callback in trainer.callbacks if isinstance(callback, KeepsWeights)]  # type: ignore[attr-defined]
         return {"before the end": kept[0].weights} if kept and kept[0].weights else {}
 
-    def fault_free(self) -> Setup:
+    def fault_free(self) -> Self:
         """The same training with nothing that checkpoints or breaks it."""
         return replace(self, checkpointing=None, emulated=False)
 

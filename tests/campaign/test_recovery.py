@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from campaign._campaign import Campaigns
 from campaign._faults import Breaking
-from campaign._training import Checkpointing, Setup
+from campaign._training import Checkpointing
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.testing import Attempt, fail_at
 from lightning_moe_ckpt.testing._attempts import AttemptResult
@@ -62,10 +62,8 @@ class Watched(Breaking):
         return [*patience, *super().callbacks(life)]
 
     @override
-    def fault_free(self) -> Setup:
-        plain = super().fault_free()
-        assert isinstance(plain, Watched)
-        return replace(plain, patient_for=())
+    def fault_free(self) -> Self:
+        return replace(super().fault_free(), patient_for=())
 
     @override
     def returned(self, life: Attempt, trainer: Trainer) -> dict[str, Any]:

@@ -18,13 +18,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from campaign._campaign import Campaigns
 from campaign._data import VOCABULARY
 from campaign._in_place import CALLS, Abort, Death, no_place, train_and_die
 from campaign._pipelined import Pipelined, PipelinedModule
-from campaign._training import Checkpointing, Module, Setup
+from campaign._training import Checkpointing, Module
 from campaign.test_in_place import check_killed
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
 from lightning_moe_ckpt.launch import Supervised
@@ -106,7 +106,7 @@ class Counted(Pipelined):
         return CountedModule(self, life)
 
     @override
-    def fault_free(self) -> Setup:
+    def fault_free(self) -> Self:
         return replace(super().fault_free(), lists=Counted.lists)
 
     @override

@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -354,7 +355,7 @@ def test_another_directory_is_used_where_there_is_no_shared_memory(
 ) -> None:
     """The fallback works the same, only slower."""
     monkeypatch.setattr(_shm, "_SHARED_MEMORY", tmp_path / "absent")
-    monkeypatch.setattr(_shm.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert shared_directory() == tmp_path
     ring = SegmentRing.create("r", slot_nbytes=4096, num_slots=1, directory=shared_directory())
     ring.memory.fill_(3)
