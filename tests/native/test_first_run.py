@@ -163,9 +163,10 @@ def _found(section: str, accelerator: str, path: Path) -> Any:
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_a_killed_and_resumed_run_ends_in_the_same_bits(accelerator: str, tmp_path: Path) -> None:
     """State, random numbers of the device and every loss, out of the memory of the dead process and out of storage."""
-    sparse, dense = _found("resume", accelerator, tmp_path / "found.json")
-    for resumed, policy, tier in ((sparse, "sparse", "host"), (dense, "dense", "storage")):
-        assert (resumed["policy"], resumed["accelerator"]) == (policy, accelerator)
+    found = _found("resume", accelerator, tmp_path / "found.json")
+    assert [resumed["policy"] for resumed in found] == ["sparse", "dense"] * 2  # in two precisions
+    for resumed, tier in zip(found, ["host", "storage"] * 2, strict=True):
+        assert resumed["accelerator"] == accelerator
         assert resumed["unrepeatable"] == []
         assert resumed["differs"] == []
         assert resumed["resumed_from"] > 0
