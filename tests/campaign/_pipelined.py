@@ -114,15 +114,8 @@ class Pipelined(Setup):
         return training, make_validation_loader(self.batch_size) if self.validate_every else None
 
     @override
-<<<<<<< Updated upstream
     def fault_free(self) -> Self:
         return replace(super().fault_free(), strategy_options=())
-=======
-    def fault_free(self) -> Setup:
-        plain = super().fault_free()
-        assert isinstance(plain, Pipelined)
-        return replace(plain, strategy_options=())
->>>>>>> Stashed changes
 
     @override
     def trainer_options(self, life: Attempt) -> dict[str, Any]:

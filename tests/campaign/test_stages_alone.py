@@ -106,15 +106,8 @@ class Counted(Pipelined):
         return CountedModule(self, life)
 
     @override
-<<<<<<< Updated upstream
     def fault_free(self) -> Self:
         return replace(super().fault_free(), lists=Counted.lists)
-=======
-    def fault_free(self) -> Setup:
-        plain = super().fault_free()
-        assert isinstance(plain, Counted)
-        return replace(plain, lists=Counted.lists)
->>>>>>> Stashed changes
 
     @override
     def returned(self, life: Attempt, trainer: Trainer) -> dict[str, Any]:
