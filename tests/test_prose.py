@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from test_layering import _package_files, _parsed
+from test_layering import _package_files, _parsed, statements, trees_are_let_go  # noqa: F401  # a fixture
 
 LIMITS = {
     ("what", "who", "which"): 8.2,
@@ -27,18 +27,18 @@ _FRAGMENT = re.compile(r"(Of|What|Which|Who|Whose|With|By|In|On|At|From|To|For|W
 
 def _attribute_docstrings(tree: ast.AST) -> Iterator[str]:
     """Texts right behind an assignment."""
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        for before, after in pairwise(body if isinstance(body, list) else ()):
+    for node in (tree, *statements(tree)):
+        body = getattr(node, "body", ())
+        for before, after in pairwise(body):
             if isinstance(before, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
                 text = after.value.value if isinstance(after.value, ast.Constant) else None
                 yield from [text] if isinstance(text, str) else []
 
 
 def _docstrings(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in (tree, *statements(tree)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield ast.get_docstring(node) or ""
+            yield ast.get_docstring(node, clean=False) or ""
     yield from _attribute_docstrings(tree)
 
 
