@@ -14,12 +14,13 @@ from unittest import mock
 
 import fsspec
 import pytest
+import tiny
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from launcher import run_world
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
@@ -75,19 +76,12 @@ class Experts(Net):
 
 
 def loader() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.arange(4.0 * 6 * FEATURES).view(-1, FEATURES).sin()), batch_size=2)
+    return tiny.rows(tiny.waves(4 * 6, FEATURES), 2)
 
 
 def trainer_for(checkpoint: CheckpointCallback, *others: Callback, steps: int = 3, **options: Any) -> Trainer:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    fixed: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_steps": steps, "max_epochs": -1, **options}
-    return Trainer(
-        **fixed,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[*others, checkpoint],
-    )
+    return tiny.quiet_trainer(*others, checkpoint, max_steps=steps, **options)
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
@@ -41,21 +42,16 @@ from lightning_moe_ckpt.tiers._shm import MemoryName
 FEATURES = 4
 
 
-class Linear(LightningModule):
-    """A model of one layer that also keeps a number of its own in Lightning checkpoints."""
+class Linear(tiny.ToZero):
+    """Two layers, and a number of its own in Lightning checkpoints."""
 
     def __init__(self, hidden: int = 8) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(FEATURES, hidden), nn.Dropout(0.2), nn.Linear(hidden, 1))
+        super().__init__(nn.Linear(FEATURES, hidden), nn.Dropout(0.2), nn.Linear(hidden, 1))
         self.seen = 0
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.seen += 1
-        loss: Tensor = self.net(batch[0]).pow(2).mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), 1e-2)
+        return super().training_step(batch, batch_idx)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["seen"] = self.seen
@@ -65,7 +61,7 @@ class Linear(LightningModule):
 
 
 def loader() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.arange(24.0).view(6, FEATURES) / 24), batch_size=1, shuffle=True)
+    return tiny.rows(torch.arange(24.0).view(6, FEATURES) / 24, shuffle=True)
 
 
 def fit(
@@ -78,16 +74,7 @@ def fit(
     """Train for `steps` optimizer steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's advice about this tiny run
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_steps=steps,
-            max_epochs=-1,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[*others, checkpoint],
-        )
+        trainer = tiny.quiet_trainer(*others, checkpoint, max_steps=steps)
         trainer.fit(module if module is not None else Linear(), **(kwargs or {"train_dataloaders": loader()}))
     return trainer
 
@@ -662,7 +649,7 @@ def test_without_an_optimizer_there_is_nothing_to_resume(tmp_path: Path) -> None
     """`configure_optimizers` may return None, and Lightning then has something in its place that nobody knows."""
 
     class Untrained(Linear):
-        def configure_optimizers(self) -> None:  # type: ignore[override]
+        def configure_optimizers(self) -> None:
             return None
 
     with pytest.raises(ConfigurationError, match="`configure_optimizers` returned None"):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import warnings
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +18,6 @@ from launcher import run_world
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_moe_ckpt.boosting._routes import _FORMULAS, _formula, reroute
@@ -104,19 +103,7 @@ class Model(LightningModule):
 def fit(module: LightningModule, *callbacks: Callback, steps: int = 12, **options: Any) -> Trainer:
     seed_everything(0, verbose=False)
     data = torch.randn(steps * TOKENS, D, generator=torch.Generator().manual_seed(2)) + 0.3
-    loader = DataLoader(TensorDataset(data), batch_size=TOKENS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = Trainer(
-            accelerator="cpu",
-            max_steps=steps,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=list(callbacks),
-            **{"logger": False, **options},
-        )
-        trainer.fit(module, loader)
-    return trainer
+    return tiny.fit(module, tiny.rows(data, TOKENS), *callbacks, max_steps=steps, **options)
 
 
 def weights(module: LightningModule) -> dict[str, Tensor]:

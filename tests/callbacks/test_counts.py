@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import ExpertLoadMonitor, SparseCheckpoint
@@ -65,18 +64,8 @@ class Model(LightningModule):
 
 
 def fit(model: Model, *callbacks: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            accumulate_grad_batches=2,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=list(callbacks),
-        )
-        trainer.fit(model, DataLoader(TensorDataset(torch.randn(10 * T, D)), T))
+    data = tiny.rows(torch.randn(10 * T, D), T)
+    tiny.fit(model, data, *callbacks, max_epochs=1, accumulate_grad_batches=2)
 
 
 @pytest.mark.parametrize("shift", [0, 1])

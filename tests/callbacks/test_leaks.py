@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-import warnings
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch import Callback, Trainer
+from torch import nn
 from typing_extensions import override
 
 from lightning_moe_ckpt._units import size_text
@@ -20,23 +19,6 @@ from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.storage import GenerationId
 
 FEATURES = 128
-
-
-class Deep(LightningModule):
-    """A few layers, so that a window has something to spread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(6)])
-
-    @override
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(batch[0]).pow(2).mean()
-        return loss
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), 1e-3)
 
 
 class UserError(Exception):
@@ -64,13 +46,9 @@ class Watch(Callback):
 
 
 def fit(checkpoint: DenseCheckpoint | SparseCheckpoint, watch: Callback, steps: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's advice about this tiny run
-        trainer = Trainer(
-            accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[watch, checkpoint],
-        )  # fmt: skip
-        trainer.fit(Deep(), DataLoader(TensorDataset(torch.ones(20, FEATURES))))
+    """Train a few layers, so that a window has something to spread."""
+    module = tiny.ToZero(*[nn.Linear(FEATURES, FEATURES) for _ in range(6)])
+    tiny.fit(module, tiny.rows(torch.ones(20, FEATURES)), watch, checkpoint, max_steps=steps)
 
 
 def belongings() -> tuple[set[threading.Thread], list[str]]:

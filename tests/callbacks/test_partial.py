@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import nn
 
 from lightning_moe_ckpt.callbacks import (
     DenseCheckpoint,
@@ -27,34 +27,18 @@ from lightning_moe_ckpt.storage import RankMarker
 FEATURES, NUM_EXPERTS = 32, 8
 
 
-class Net(LightningModule):
+class Net(tiny.ToZero):
     """One layer of experts, which have most of the parameters."""
 
     def __init__(self, *, experts: bool = True) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, FEATURES)
-        self.second = MoELayer(FEATURES, 64, NUM_EXPERTS) if experts else nn.Linear(FEATURES, FEATURES)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.second(self.first(batch[0])).pow(2).mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
+        last = MoELayer(FEATURES, 64, NUM_EXPERTS) if experts else nn.Linear(FEATURES, FEATURES)
+        super().__init__(nn.Linear(FEATURES, FEATURES), last, optimizer=torch.optim.AdamW)
 
 
 def fit(checkpoint: Any, *others: Any, experts: bool = True, net: Net | None = None, **options: Any) -> None:
     torch.manual_seed(1)
-    data = DataLoader(TensorDataset(torch.arange(4.0 * 12 * FEATURES).view(-1, FEATURES).sin()), batch_size=4)
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        callbacks=[*others, checkpoint],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"logger": False, **options},
-    )
-    trainer.fit(net if net is not None else Net(experts=experts), data)
+    data = tiny.rows(tiny.waves(4 * 12, FEATURES), 4)
+    tiny.fit(net if net is not None else Net(experts=experts), data, *others, checkpoint, max_epochs=1, **options)
 
 
 @pytest.mark.parametrize(

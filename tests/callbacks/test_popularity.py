@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ckpt.callbacks import Popularity, SparseCheckpoint
 from lightning_moe_ckpt.errors import ConfigurationError
@@ -37,18 +37,7 @@ class Listed(LightningModule):
 
 
 def fit(checkpoint: SparseCheckpoint) -> None:
-    data = DataLoader(TensorDataset(torch.ones(4, 4)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[checkpoint],
-        )
-        trainer.fit(Listed(), data)
+    tiny.fit(Listed(), tiny.rows(torch.ones(4, 4)), checkpoint, max_epochs=1)
 
 
 def test_a_configuration_file_sets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

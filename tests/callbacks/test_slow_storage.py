@@ -4,46 +4,25 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch import Callback, Trainer
+from torch import nn
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.storage import GenerationId, PosixBackend
 from lightning_moe_ckpt.storage._names import parse_snap_key
 
 
-class Linear(LightningModule):
-    """One layer."""
-
-    def __init__(self, features: int = 4) -> None:
-        super().__init__()
-        self.net = nn.Linear(features, features)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(batch[0]).pow(2).mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), 1e-2)
-
-
 def fit(checkpoint: DenseCheckpoint, *others: Callback, steps: int, features: int = 4) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's advice about this tiny run
-        trainer = Trainer(
-            accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[*others, checkpoint],
-        )  # fmt: skip
-        trainer.fit(Linear(features), DataLoader(TensorDataset(torch.ones(6, features))))
+    module = tiny.ToZero(nn.Linear(features, features))
+    tiny.fit(module, tiny.rows(torch.ones(6, features)), *others, checkpoint, max_steps=steps)
 
 
 class Gate:

@@ -6,18 +6,17 @@ import errno
 import logging
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import nn
 from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import (
@@ -29,7 +28,6 @@ from lightning_moe_ckpt.callbacks import (
 )
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, StorageError
-from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.policies import SparsePolicy
 from lightning_moe_ckpt.snapshot import BufferChanged, SegmentWriter
 from lightning_moe_ckpt.storage import RunStore
@@ -42,31 +40,10 @@ BEGINS, ENDS, STEPS = 6, 16, 24
 PATIENCE = 60.0
 
 
-class Net(LightningModule):
-    """One layer of experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(FEATURES, FEATURES), MoELayer(FEATURES, 16, 4)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.second(self.first(batch[0])).pow(2).mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), 1e-2)
-
-
 def fit(*callbacks: Callback, steps: int = STEPS, bar: bool = False, net: LightningModule | None = None) -> None:
     torch.manual_seed(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's advice about this tiny run
-        trainer = Trainer(
-            accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=bar,
-            enable_model_summary=False, callbacks=list(callbacks),
-        )  # fmt: skip
-        batches = DataLoader(TensorDataset(torch.arange(8.0 * FEATURES).view(-1, FEATURES).sin()), batch_size=1)
-        trainer.fit(net or Net(), batches)
+    data = tiny.rows(tiny.waves(8, FEATURES))
+    tiny.fit(net or tiny.with_experts(FEATURES), data, *callbacks, max_steps=steps, enable_progress_bar=bar)
 
 
 # -- what goes wrong
@@ -313,18 +290,18 @@ def test_a_window_that_gives_nothing_costs_no_generation_that_is_there(
     assert max(watch.behind["host"][window:BEGINS]) <= 2 * window
 
 
-class Late(Net):
+class Late(tiny.ToZero):
     """Has a parameter that its optimizer gets later, and a journal whose size the windows do not matter to."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(*tiny.with_experts(FEATURES).net)
         self.late = nn.Parameter(torch.ones(3))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["large"] = torch.zeros(10_000)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([*self.first.parameters(), *self.second.parameters()], 1e-2)
+        return torch.optim.AdamW(self.net.parameters(), 1e-2)
 
 
 def test_a_window_given_up_for_new_parameters_shares_its_name_with_no_other(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import nn
 
 from lightning_moe_ckpt import coordination
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
@@ -18,36 +18,9 @@ from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.storage import RunView, open_backend
 
 
-class Net(LightningModule):
-    """One layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.layer(batch[0]).pow(2).mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2, num_workers=0)
-
-
 def fit(url: Path, steps: int) -> None:
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=steps,
-        max_epochs=10,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[DenseCheckpoint(url)],
-    )
-    trainer.fit(Net())
+    module = tiny.ToZero(nn.Linear(2, 1), optimizer=partial(torch.optim.SGD, lr=0.1))
+    tiny.fit(module, tiny.rows(torch.ones(8, 2), 2), DenseCheckpoint(url), max_steps=steps)
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:

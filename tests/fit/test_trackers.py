@@ -8,38 +8,37 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 
 
-class Net(LightningModule):
+class Net(tiny.ToZero):
     """One layer, which logs in every step."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
+        super().__init__(nn.Linear(4, 2), optimizer=partial(torch.optim.SGD, lr=0.1))
         self.save_hyperparameters({"width": 4})
 
+    @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.layer(batch[0]).square().mean()
+        loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 class KilledError(RuntimeError):
@@ -58,17 +57,10 @@ class Die(Callback):
 
 
 def fit(url: Path, logger: Logger, *, die_at: int = -1) -> None:
-    data = DataLoader(TensorDataset(torch.arange(400.0).view(-1, 4).sin()), batch_size=2)
     checkpoint = DenseCheckpoint(url, every_n_steps=4, overhead_target=None)
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = Trainer(max_steps=12, accelerator="cpu", logger=logger, callbacks=[Die(die_at), checkpoint], **quiet)
-        if die_at < 0:
-            trainer.fit(Net(), data)
-        else:
-            with pytest.raises(KilledError):
-                trainer.fit(Net(), data)
+    data = tiny.rows(tiny.waves(100, 4), 2)
+    with nullcontext() if die_at < 0 else pytest.raises(KilledError):
+        tiny.fit(Net(), data, Die(die_at), checkpoint, max_steps=12, logger=logger, log_every_n_steps=1)
 
 
 class Service:

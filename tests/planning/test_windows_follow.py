@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from typing_extensions import override
+from torch import nn
 
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.planning import _budgets
@@ -19,31 +17,13 @@ from lightning_moe_ckpt.planning import _budgets
 REMEMBERED, STEPS = 6, 60
 
 
-class _Layers(LightningModule):
-    """Twelve matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(12)))
-
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.layers(batch).square().mean()
-        return loss
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-
 def _windows(folder: Path, caplog: pytest.LogCaptureFixture, *, steps: int) -> list[int]:
     """Train up to a step, and return the windows of the plans that came into force, in order."""
     caplog.clear()
-    data: Any = DataLoader(torch.randn(STEPS, 32), batch_size=1)  # type: ignore[arg-type]  # a tensor is a dataset
-    silent: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    callbacks: Any = [SparseCheckpoint(folder / "run", overhead_target=None)]
+    twelve = tiny.ToZero(*(nn.Linear(32, 32) for _ in range(12)))
+    checkpoint = SparseCheckpoint(folder / "run", overhead_target=None)
     with caplog.at_level("INFO"):
-        Trainer(max_steps=steps, accelerator="cpu", callbacks=callbacks, **silent).fit(_Layers(), data)
+        tiny.fit(twelve, tiny.rows(torch.randn(STEPS, 32)), checkpoint, max_steps=steps)
     return [int(found) for found in re.findall(r"plan [0-9a-f]+: (\d+) segments", caplog.text)]
 
 

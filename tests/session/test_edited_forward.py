@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
@@ -60,10 +61,7 @@ class Began(Callback):
 def fit(checkpoint: Callback, began: Began, first: int, how: str) -> None:
     """Train, with nothing beside it that takes time."""
     torch.manual_seed(1)
-    trainer = Trainer(
-        accelerator="cpu", max_steps=9, logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[checkpoint, began]
-    )  # fmt: skip
-    trainer.fit(Edited(first, how), DataLoader(torch.ones(40, 4), batch_size=4))  # type: ignore[arg-type]
+    tiny.fit(Edited(first, how), DataLoader(torch.ones(40, 4), batch_size=4), checkpoint, began, max_steps=9)  # type: ignore[arg-type]
 
 
 EDITS = [(0, "in place"), (4, "in place"), (0, "through data"), (4, "through data"), (4, "other data")]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors.torch import load_file
@@ -39,10 +40,8 @@ class Adapted(LightningModule):
 
 
 def fit(module: LightningModule, callback: Any, steps: int = 4) -> Any:
-    options: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    trainer = Trainer(accelerator="cpu", max_steps=steps, callbacks=[callback], **options)
     data = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
-    trainer.fit(module, DataLoader(data, batch_size=4))  # type: ignore[arg-type]  # tensors are data sets
+    tiny.fit(module, DataLoader(data, batch_size=4), callback, max_steps=steps)  # type: ignore[arg-type]  # tensors are data sets
     return callback
 
 

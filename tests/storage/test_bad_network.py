@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -17,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from servers._proxy import FaultyProxy, Network
 from servers._s3 import KEY, SECRET, S3Server, running
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import nn
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.errors import KeyExists
@@ -156,31 +155,10 @@ def _until(condition: Callable[[], bool]) -> None:
 # Training.
 
 
-class Linear(LightningModule):
-    """One layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(32, 32)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(batch[0]).pow(2).mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), 1e-2)
-
-
-def fit(checkpoint: DenseCheckpoint, *others: Callback, steps: int) -> Linear:
+def fit(checkpoint: DenseCheckpoint, *others: Callback, steps: int) -> tiny.ToZero:
     torch.manual_seed(1)
-    module = Linear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's advice about this tiny run
-        trainer = Trainer(
-            accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[*others, checkpoint],
-        )  # fmt: skip
-        trainer.fit(module, DataLoader(TensorDataset(torch.ones(6, 32))))
+    module = tiny.ToZero(nn.Linear(32, 32))
+    tiny.fit(module, tiny.rows(torch.ones(6, 32)), *others, checkpoint, max_steps=steps)
     return module
 
 

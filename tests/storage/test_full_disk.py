@@ -10,18 +10,17 @@ import json
 import logging
 import multiprocessing
 import os
-import warnings
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from launcher import exit_after
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch import Callback, Trainer
+from torch import nn
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.inspection import verify
@@ -37,21 +36,6 @@ PRIVATE = 0x44000
 """And all below it, of `mount.h`."""
 FULL, FREED, END = 10, 25, 35
 """Steps."""
-
-
-class Linear(LightningModule):
-    """Half a MiB with its optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(FEATURES, FEATURES)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(batch[0]).pow(2).mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
 class Filler(Callback):
@@ -77,13 +61,9 @@ class Filler(Callback):
 
 
 def fit(checkpoint: DenseCheckpoint, *others: Callback, steps: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's advice about this tiny run
-        trainer = Trainer(
-            accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[*others, checkpoint],
-        )  # fmt: skip
-        trainer.fit(Linear(), DataLoader(TensorDataset(torch.ones(6, FEATURES))))
+    """Train half a MiB, with its optimizer."""
+    module = tiny.ToZero(nn.Linear(FEATURES, FEATURES))
+    tiny.fit(module, tiny.rows(torch.ones(6, FEATURES)), *others, checkpoint, max_steps=steps)
 
 
 class Errors(logging.Handler):
