@@ -132,6 +132,7 @@ class Shifted(Growing):
 
 def test_data_that_grows_by_the_epoch_is_compared_between_two(tmp_path: Path, caplog: Any) -> None:
     """A start asks for the first epoch's loaders too, which are not those that it goes on with."""
+    caplog.set_level("INFO", "lightning.pytorch")  # which other tests of this process may have silenced
     options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1}
     fit(tmp_path / "run", Growing(), max_steps=8, interrupted=5, **options)
     with pytest.raises(OtherData):
