@@ -20,7 +20,6 @@ from lightning_moe_ckpt.policies import (
     PartialPolicy,
     Plan,
     PlanInputs,
-    RecordPiece,
     Selection,
     SelectivePolicy,
     TokenLedger,
@@ -151,13 +150,8 @@ class _Rank:
         named = [operators[name] for name in plan.names if name in operators]
         total += sum(self.view.record_nbytes(op, RecordKind.FULL) for op in named if op.expert_idx is not None)
         width = self.view.widths(RecordKind.FULL)
-        pieces = [
-            RecordPiece(record=op.name, piece=piece, nbytes_per_element=width(piece.fqn))
-            for op in named
-            if op.expert_idx is None
-            for piece in op.slices
-        ]
-        parts = assign_writers(pieces, range(self.groups.world_size))
+        pieces = [(op.name, piece) for op in named if op.expert_idx is None for piece in op.slices]
+        parts = assign_writers(pieces, width, range(self.groups.world_size))
         return total + sum(p.piece.numel * width(p.piece.fqn) for p in parts if p.writer == self.groups.rank)
 
 

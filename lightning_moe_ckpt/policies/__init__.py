@@ -51,8 +51,7 @@ from lightning_moe_ckpt.policies._windows import PlanItem as PlanItem
 from lightning_moe_ckpt.policies._windows import plan_for_window as plan_for_window
 from lightning_moe_ckpt.policies._windows import plan_window as plan_window
 from lightning_moe_ckpt.policies._windows import split_nbytes as split_nbytes
-from lightning_moe_ckpt.policies._writers import RecordPiece as RecordPiece
-from lightning_moe_ckpt.policies._writers import WrittenPart as WrittenPart
+from lightning_moe_ckpt.policies._writers import Shard as Shard
 from lightning_moe_ckpt.policies._writers import assign_adaptively as assign_adaptively
 from lightning_moe_ckpt.policies._writers import assign_writers as assign_writers
 from lightning_moe_ckpt.policies._writers import cut_among as cut_among

@@ -10,61 +10,64 @@ generation, some ranks write more experts than others. Source: PEC (2024), Sec. 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
-from lightning_moe_ckpt.operators import ParamSlice
+from lightning_moe_ckpt.operators import ParamSlice, RecordKind
 
 SPLIT_NBYTES = 64 * 2**10
 """Least bytes of a slice to be cut between all holders; below, a part costs more than it balances."""
 
-RecordId = TypeVar("RecordId", bound=Hashable)
+Piece = tuple[str, ParamSlice]
+"""Slice of an operator's FULL record, with the operator's name."""
+
+Width = Callable[[str], int]
+"""Bytes of a record per element, over all its tensors, by parameter."""
+
+_WORDS = {kind: kind.value for kind in RecordKind}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecordPiece(Generic[RecordId]):
-    """One slice of one record."""
+class Shard(NamedTuple):
+    """Part of a record, written by a single rank."""
 
-    record: RecordId
-    """Key of the record, e.g. `(operator, kind)`."""
-    piece: ParamSlice
-    nbytes_per_element: int
-    """The record's bytes per element of the slice, over all its tensors."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WrittenPart(Generic[RecordId]):
-    """A part of one record and the rank that writes it."""
-
-    record: RecordId
+    operator: str
+    kind: RecordKind
     piece: ParamSlice
     writer: int
 
+    @property
+    def prefix(self) -> str:
+        """Start of this shard's tensor names, in global coordinates."""
+        piece = self.piece
+        return f"{_WORDS[self.kind]}/{piece.fqn}/{piece.global_start}+{piece.stop - piece.start}"
+
 
 def assign_writers(
-    pieces: Sequence[RecordPiece[RecordId]], holders: Sequence[int], *, split_nbytes: int = SPLIT_NBYTES
-) -> list[WrittenPart[RecordId]]:
+    pieces: Sequence[Piece], width: Width, holders: Sequence[int], *, split_nbytes: int = SPLIT_NBYTES
+) -> list[Shard]:
     """Cut slices and assign writers.
 
     Args:
         pieces: the same list in the same order on every holder.
+        width: bytes per element of each parameter.
         holders: ranks that hold the same bits of all these slices, ascending.
         split_nbytes: slices from this size on are cut into equal flat intervals, one per holder. Smaller ones go whole
             to the holder with fewest bytes, largest first.
 
     Returns:
-        Parts in the order of `pieces`, a slice's parts by ascending position; together they cover it once.
+        Shards in the order of `pieces`, a slice's shards by ascending position; together they cover it once.
 
     Raises:
         ValueError: there are no holders.
     """
-    parts: list[WrittenPart[RecordId]] = []
-    writers = writers_of([_nbytes(p) for p in pieces], holders, split_nbytes=split_nbytes)
-    for p, writer in zip(pieces, writers, strict=True):
-        shares = cut_among(p.piece, holders) if writer is None else [(p.piece, writer)]
-        parts += [WrittenPart(record=p.record, piece=s, writer=rank) for s, rank in shares]
-    return parts
+    shards: list[Shard] = []
+    sizes = [piece.numel * width(piece.fqn) for _, piece in pieces]
+    writers = writers_of(sizes, holders, split_nbytes=split_nbytes)
+    for (operator, piece), writer in zip(pieces, writers, strict=True):
+        shares = cut_among(piece, holders) if writer is None else [(piece, writer)]
+        shards += [Shard(operator, RecordKind.FULL, share, rank) for share, rank in shares]
+    return shards
 
 
 def writers_of(
@@ -93,12 +96,13 @@ def cut_among(piece: ParamSlice, holders: Sequence[int]) -> list[tuple[ParamSlic
 
 
 def assign_adaptively(
-    pieces: Sequence[RecordPiece[RecordId]],
+    pieces: Sequence[Piece],
+    width: Width,
     holders: Sequence[int],
     loads: Mapping[int, int],
     *,
     split_nbytes: int = SPLIT_NBYTES,
-) -> list[WrittenPart[RecordId]]:
+) -> list[Shard]:
     """Assign so that ranks write equally much in all: largest first, each to the rank with least bytes so far.
 
     Slices larger than a fraction of a rank's mean bytes are first cut into equal parts. So the rank that writes most
@@ -107,22 +111,23 @@ def assign_adaptively(
 
     Args:
         pieces: the same list in the same order on every holder.
+        width: bytes per element of each parameter.
         holders: ranks that hold the same bits of all these slices, ascending.
         loads: other bytes that each holder writes; 0 for ranks left out.
         split_nbytes: least bytes of a part that is cut off.
 
     Returns:
-        Parts in the order of `pieces`, a slice's parts by ascending position; together they cover it once.
+        Shards in the order of `pieces`, a slice's shards by ascending position; together they cover it once.
 
     Raises:
         ValueError: there are no holders.
     """
     if not holders:
         raise ValueError("`assign_adaptively(holders=[])` must name at least one rank.")
-    equal = assign_writers(pieces, holders, split_nbytes=split_nbytes)
-    adaptive = _greedily(pieces, holders, loads, split_nbytes)
+    equal = assign_writers(pieces, width, holders, split_nbytes=split_nbytes)
+    adaptive = _greedily(pieces, width, holders, loads, split_nbytes)
     # If ranks have equally much else to write, equal shares fit to the element.
-    return min(equal, adaptive, key=lambda parts: _peak(pieces, parts, holders, loads))
+    return min(equal, adaptive, key=lambda shards: _peak(shards, width, holders, loads))
 
 
 _PARTS_PER_RANK = 32
@@ -130,36 +135,25 @@ _PARTS_PER_RANK = 32
 
 
 def _greedily(
-    pieces: Sequence[RecordPiece[RecordId]], holders: Sequence[int], loads: Mapping[int, int], split_nbytes: int
-) -> list[WrittenPart[RecordId]]:
-    start = [loads.get(rank, 0) for rank in holders]
-    average = (sum(start) + sum(_nbytes(p) for p in pieces)) // len(holders)
-    largest = max(split_nbytes, average // _PARTS_PER_RANK, 1)
-    cuts = [_cut(p.piece, -(-_nbytes(p) // largest) if len(holders) > 1 else 1) for p in pieces]
-    sizes = [s.numel * p.nbytes_per_element for p, cut in zip(pieces, cuts, strict=True) for s in cut]
-    writers = iter(_balance(sizes, holders, start))
-    parts: list[WrittenPart[RecordId]] = []
-    for p, cut in zip(pieces, cuts, strict=True):
-        parts += _joined([WrittenPart(record=p.record, piece=s, writer=next(writers)) for s in cut])
-    return parts
+    pieces: Sequence[Piece], width: Width, holders: Sequence[int], loads: Mapping[int, int], split_nbytes: int
+) -> list[Shard]:
+    start, nbytes = [loads.get(rank, 0) for rank in holders], [piece.numel * width(piece.fqn) for _, piece in pieces]
+    largest = max(split_nbytes, (sum(start) + sum(nbytes)) // len(holders) // _PARTS_PER_RANK, 1)
+    several = len(holders) > 1
+    cuts = [_cut(piece, -(-n // largest) if several else 1) for (_, piece), n in zip(pieces, nbytes, strict=True)]
+    writers = iter(_balance([share.numel * width(share.fqn) for cut in cuts for share in cut], holders, start))
+    shards: list[Shard] = []
+    for (operator, _), cut in zip(pieces, cuts, strict=True):
+        shards += _joined([Shard(operator, RecordKind.FULL, share, next(writers)) for share in cut])
+    return shards
 
 
-def _peak(
-    pieces: Sequence[RecordPiece[RecordId]],
-    parts: Sequence[WrittenPart[RecordId]],
-    holders: Sequence[int],
-    loads: Mapping[int, int],
-) -> int:
+def _peak(shards: Sequence[Shard], width: Width, holders: Sequence[int], loads: Mapping[int, int]) -> int:
     """Return the busiest rank's bytes."""
-    width = {(p.record, p.piece.fqn): p.nbytes_per_element for p in pieces}
     totals = {rank: loads.get(rank, 0) for rank in holders}
-    for part in parts:
-        totals[part.writer] += part.piece.numel * width[part.record, part.piece.fqn]
+    for shard in shards:
+        totals[shard.writer] += shard.piece.numel * width(shard.piece.fqn)
     return max(totals.values())
-
-
-def _nbytes(p: RecordPiece[RecordId]) -> int:
-    return p.piece.numel * p.nbytes_per_element
 
 
 def _balance(sizes: Sequence[int], holders: Sequence[int], start: Sequence[int] | None = None) -> list[int]:
@@ -186,13 +180,13 @@ def _cut(piece: ParamSlice, number: int) -> list[ParamSlice]:
     return found
 
 
-def _joined(parts: Sequence[WrittenPart[RecordId]]) -> list[WrittenPart[RecordId]]:
-    """Return neighbours with the same writer as one part."""
-    found: list[WrittenPart[RecordId]] = []
-    for part in parts:
+def _joined(shards: Sequence[Shard]) -> list[Shard]:
+    """Return neighbours with the same writer as one shard."""
+    found: list[Shard] = []
+    for shard in shards:
         last = found[-1] if found else None
-        if last is not None and last.writer == part.writer:
-            found[-1] = replace(last, piece=replace(last.piece, stop=part.piece.stop))
+        if last is not None and last.writer == shard.writer:
+            found[-1] = last._replace(piece=replace(last.piece, stop=shard.piece.stop))
         else:
-            found.append(part)
+            found.append(shard)
     return found

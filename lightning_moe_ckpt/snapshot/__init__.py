@@ -3,6 +3,7 @@
 Internal: may change in any version.
 """
 
+from lightning_moe_ckpt.policies import Shard as Shard
 from lightning_moe_ckpt.snapshot._adapters import ADAPTERS as ADAPTERS
 from lightning_moe_ckpt.snapshot._columns import columns_of as columns_of
 from lightning_moe_ckpt.snapshot._constants import Constants as Constants
@@ -49,7 +50,6 @@ from lightning_moe_ckpt.snapshot._layout import WindowLayout as WindowLayout
 from lightning_moe_ckpt.snapshot._layout import is_average as is_average
 from lightning_moe_ckpt.snapshot._parts import PACKED as PACKED
 from lightning_moe_ckpt.snapshot._parts import ParameterParts as ParameterParts
-from lightning_moe_ckpt.snapshot._parts import Shard as Shard
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord as PlanRecord
 from lightning_moe_ckpt.snapshot._writer import REMEMBERED_PLANS as REMEMBERED_PLANS
 from lightning_moe_ckpt.snapshot._writer import BoundaryCapture as BoundaryCapture

@@ -26,7 +26,7 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import (
     DensePolicy,
     PlanInputs,
-    RecordPiece,
+    Shard,
     WindowStep,
     all_names,
     assign_adaptively,
@@ -36,7 +36,6 @@ from lightning_moe_ckpt.policies import (
     writers_of,
 )
 from lightning_moe_ckpt.snapshot._layout import REGIONS, FileLayout, StateView, StepLayout, WindowLayout
-from lightning_moe_ckpt.snapshot._parts import Shard
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import MAX_HEADER_NBYTES
 
@@ -306,33 +305,17 @@ def _stable_parts(step: WindowStep, view: StateView, groups: ParallelGroups) -> 
 def _dense_parts(region: str, view: StateView, groups: ParallelGroups, loads: Mapping[int, int]) -> list[Shard]:
     """Return the shards of all dense operators, balanced with the `loads` that ranks write already."""
     operators = [op for op in view.operators if op.kind != "expert" and op.holders == region]
-    pieces = [piece for op in operators for piece in _pieces(op, view)]
-    return [
-        Shard(operator=each.record, kind=RecordKind.FULL, piece=each.piece, writer=each.writer)
-        for each in assign_adaptively(pieces, _ranks(region, groups), loads)
-    ]
+    pieces = [(op.name, piece) for op in operators for piece in op.slices]
+    return assign_adaptively(pieces, view.widths(RecordKind.FULL), _ranks(region, groups), loads)
 
 
 def _cut(operator: Operator, view: StateView, holders: Sequence[int], *, turn: int) -> list[Shard]:
     """Return the shards of one expert; holders take turns, so that small pieces do not all go to one rank."""
     first = turn % len(holders)
     turned = [*holders[first:], *holders[:first]]
-    places = assign_writers(_pieces(operator, view), range(len(turned)), split_nbytes=EXPERT_SPLIT_NBYTES)
-    return [
-        Shard(operator=operator.name, kind=RecordKind.FULL, piece=place.piece, writer=turned[place.writer])
-        for place in places
-    ]
-
-
-def _pieces(operator: Operator, view: StateView) -> list[RecordPiece[str]]:
-    return [
-        RecordPiece(
-            record=operator.name,
-            piece=piece,
-            nbytes_per_element=view.bytes_per_element(piece.fqn, RecordKind.FULL),
-        )
-        for piece in operator.slices
-    ]
+    pieces, width = [(operator.name, piece) for piece in operator.slices], view.widths(RecordKind.FULL)
+    shards = assign_writers(pieces, width, range(len(turned)), split_nbytes=EXPERT_SPLIT_NBYTES)
+    return [shard._replace(writer=turned[shard.writer]) for shard in shards]
 
 
 def _holders(expert: Operator, groups: ParallelGroups, position: int) -> list[int]:

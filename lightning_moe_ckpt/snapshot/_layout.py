@@ -21,8 +21,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_moe_ckpt.operators import Operator, OperatorSet, RecordKind, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.policies import Audience, all_names
-from lightning_moe_ckpt.snapshot._parts import PACKED, Field, FieldForm, PartTable, PartText, Shard
+from lightning_moe_ckpt.policies import Audience, Shard, all_names
+from lightning_moe_ckpt.snapshot._parts import PACKED, Field, FieldForm, PartTable, PartText
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import SegmentLayout, SpelledRows, TensorKind, dtype_code
 from lightning_moe_ckpt.tiers import Mirroring, aligned_gradient, gradient_nbytes

@@ -15,26 +15,12 @@ import numpy as np
 import torch
 
 from lightning_moe_ckpt.native import Column, packed_nbytes
-from lightning_moe_ckpt.operators import ParamSlice, RecordKind
+from lightning_moe_ckpt.operators import RecordKind
+from lightning_moe_ckpt.policies import Shard
 from lightning_moe_ckpt.storage import TensorKind
 
 PACKED = "packed"
 """Key of a compressed gradient: `packed_nbytes` bytes per part."""
-
-
-class Shard(NamedTuple):
-    """Piece of a record, written by a single rank."""
-
-    operator: str
-    kind: RecordKind
-    piece: ParamSlice
-    writer: int
-
-    @property
-    def prefix(self) -> str:
-        """Start of this part's tensor names, in global coordinates."""
-        piece = self.piece
-        return f"{_WORDS[self.kind]}/{piece.fqn}/{piece.global_start}+{piece.stop - piece.start}"
 
 
 FieldForm = tuple[str, torch.dtype, bool]
@@ -102,8 +88,6 @@ class ParameterParts(NamedTuple):
 
 PartText = tuple[Shard, list[str], list[TensorKind]]
 """Part, with names, dtypes and shapes of its tensors."""
-
-_WORDS = {kind: kind.value for kind in RecordKind}
 
 
 class PartTable:

@@ -177,7 +177,7 @@ def test_adaptive_sharding_lowers_the_largest_segment(monkeypatch: pytest.Monkey
     found = {}
     for name in ("adaptive", "equal"):
         if name == "equal":
-            monkeypatch.setattr(_lay_out, "assign_adaptively", lambda *each: assign_writers(each[0], each[1]))
+            monkeypatch.setattr(_lay_out, "assign_adaptively", lambda *each: assign_writers(each[0], each[1], each[2]))
         found[name] = [
             sum(part.piece.numel for part in own_parts(layout)) for layout in layouts(experts, experts, 4, 4)
         ]
