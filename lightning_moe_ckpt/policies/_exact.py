@@ -32,13 +32,15 @@ from lightning_moe_ckpt.policies._policy import (
     Policy,
 )
 from lightning_moe_ckpt.policies._popularity import Order, Popularity
-from lightning_moe_ckpt.policies._positions import all_names, assign_positions, positions
 from lightning_moe_ckpt.policies._windows import (
     OverBudget,
     PlanItem,
     PlannerName,
+    all_names,
+    assign_positions,
     plan_for_window,
     plan_window,
+    positions,
     split_nbytes,
 )
 

@@ -39,7 +39,6 @@ from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.operators import OperatorSet
-from lightning_moe_ckpt.policies._balanced import Urgency, balanced
 from lightning_moe_ckpt.policies._expert_tables import (
     LEVELS,
     MAX_GENERATIONS,
@@ -50,6 +49,8 @@ from lightning_moe_ckpt.policies._expert_tables import (
     ExpertTable,
     Selection,
     SortKey,
+    Urgency,
+    balanced,
     first,
     jitter,
     overdue,

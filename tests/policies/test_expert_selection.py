@@ -29,8 +29,7 @@ from lightning_moe_ckpt.policies import (
     SelectivePolicy,
     TokenLedger,
 )
-from lightning_moe_ckpt.policies._balanced import balanced
-from lightning_moe_ckpt.policies._expert_tables import STARVED
+from lightning_moe_ckpt.policies._expert_tables import STARVED, balanced
 from lightning_moe_ckpt.policies._partial import largest_k, spread
 from lightning_moe_ckpt.policies._selective import _rounds, compute_s
 
