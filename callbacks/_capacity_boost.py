@@ -20,14 +20,27 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.boosting import BiasRoute, MarginRoute, Measured, Meter, Route, find_bias, find_router, meter_of
+from lightning_moe_ckpt.boosting import (
+    WATCHED_STEPS,
+    BiasRoute,
+    MarginRoute,
+    Measured,
+    Meter,
+    Route,
+    TokenDeficits,
+    boost_factors,
+    faded_use,
+    find_bias,
+    find_router,
+    meter_of,
+)
 from lightning_moe_ckpt.callbacks._base import checkpoint_of
 from lightning_moe_ckpt.callbacks._loads import gather_over_ranks
 from lightning_moe_ckpt.callbacks._shared_arguments import require_count
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.fit.loops._trainer import expert_parallel_size, log_row
 from lightning_moe_ckpt.operators import Capacity, CapacityView, MoELayerSpec, OperatorSet, discover
-from lightning_moe_ckpt.policies import WATCHED_STEPS, TokenDeficits, TokenLedger, boost_factors, faded_use
+from lightning_moe_ckpt.policies import TokenLedger
 
 log = rank_logger(__name__)
 

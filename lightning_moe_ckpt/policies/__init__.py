@@ -3,10 +3,6 @@
 Internal: may change in any version.
 """
 
-from lightning_moe_ckpt.policies._boost import WATCHED_STEPS as WATCHED_STEPS
-from lightning_moe_ckpt.policies._boost import TokenDeficits as TokenDeficits
-from lightning_moe_ckpt.policies._boost import boost_factors as boost_factors
-from lightning_moe_ckpt.policies._boost import faded_use as faded_use
 from lightning_moe_ckpt.policies._exact import DensePolicy as DensePolicy
 from lightning_moe_ckpt.policies._exact import DifferentialPolicy as DifferentialPolicy
 from lightning_moe_ckpt.policies._exact import SparsePolicy as SparsePolicy

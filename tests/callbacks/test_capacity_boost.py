@@ -20,13 +20,20 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_moe_ckpt.boosting._routes import _FORMULAS, _formula, reroute
-from lightning_moe_ckpt.boosting._routes import weights as route_weights
+from lightning_moe_ckpt.boosting import (
+    _FORMULAS,
+    USE_DECAY,
+    WATCHED_STEPS,
+    TokenDeficits,
+    _formula,
+    boost_factors,
+    reroute,
+)
+from lightning_moe_ckpt.boosting import weights as route_weights
 from lightning_moe_ckpt.callbacks import CapacityBoost, DenseCheckpoint
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.policies import WATCHED_STEPS, TokenDeficits, TokenLedger, boost_factors
-from lightning_moe_ckpt.policies._boost import USE_DECAY
+from lightning_moe_ckpt.policies import TokenLedger
 from lightning_moe_ckpt.strategy import MoEStrategy
 
 # Shape suffixes: B sequences, S tokens of one, T tokens, E experts, D model dim.

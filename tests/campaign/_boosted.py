@@ -17,8 +17,8 @@ from typing_extensions import override
 from campaign._data import SEQUENCE
 from campaign._promises import Restarts
 from campaign._training import Setup
+from lightning_moe_ckpt.boosting import WATCHED_STEPS
 from lightning_moe_ckpt.callbacks import CapacityBoost, ExpertLoadMonitor
-from lightning_moe_ckpt.policies import WATCHED_STEPS
 from lightning_moe_ckpt.testing._attempts import Attempt
 
 # Shape suffix: E experts of the layer.

@@ -13,7 +13,7 @@ from campaign._campaign import Campaigns
 from campaign._partial_runs import Machines, train_partial
 from campaign._promises import Restarts
 from campaign._training import Checkpointing
-from lightning_moe_ckpt.policies import WATCHED_STEPS
+from lightning_moe_ckpt.boosting import WATCHED_STEPS
 from lightning_moe_ckpt.testing._kill import Kill
 
 BASE, BATCH = 0.75, 16

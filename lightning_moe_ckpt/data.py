@@ -1,4 +1,4 @@
-"""Data sets whose random augmentation allows a fast restart in mid-epoch."""
+"""Data sets that a restart can enter in mid-epoch, whatever random augmentation they do."""
 
 from __future__ import annotations
 
