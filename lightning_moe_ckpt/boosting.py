@@ -62,7 +62,6 @@ USE_DECAY = 0.99
 WATCHED_STEPS = 10
 """Steps that experts are watched before giving anything."""
 
-
 BaseSlots = Callable[[int, Tensor], Tensor]
 """BaseSlots `[E]` that experts have without boost, from the tokens of a forward and those that each expert kept."""
 

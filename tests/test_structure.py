@@ -30,7 +30,7 @@ from lightning_moe_ckpt.callbacks import DenseCheckpoint, PartialExpertCheckpoin
 from lightning_moe_ckpt.fit import FitSession
 from lightning_moe_ckpt.journal import encode_journal
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.snapshot import _writer
+from lightning_moe_ckpt.snapshot import _filling
 
 MAX_LINES, MAX_MODULES = 67_550, 258
 MAX_SESSION_MODULES, MAX_SESSION_IMPORTS = 11, 17  # two of them are the logger and the units
@@ -385,7 +385,7 @@ class StepBytes(Callback):
             (self.here if threading.current_thread() is self._training else self.beside)[-1] += len(payload)
             return payload
 
-        monkeypatch.setattr(_writer, "encode_journal", encoded)
+        monkeypatch.setattr(_filling, "encode_journal", encoded)
         for name, hook in list(vars(FitSession).items()):
             if hasattr(hook, "__wrapped__"):
                 monkeypatch.setattr(FitSession, name, self._watched(hook))
@@ -547,4 +547,4 @@ def test_a_start_takes_few_calls_per_operator(start: str, tmp_path: Path) -> Non
 
 
 def _is_preparation(code: CodeType) -> bool:
-    return code.co_name == "_rebuild" and code.co_filename.endswith("snapshot/_writer.py")
+    return code.co_name == "_rebuild" and code.co_filename.endswith("snapshot/_filling.py")

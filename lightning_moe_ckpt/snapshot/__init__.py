@@ -4,13 +4,16 @@ Internal: may change in any version.
 """
 
 from lightning_moe_ckpt.policies import Shard as Shard
-from lightning_moe_ckpt.snapshot._adapters import ADAPTERS as ADAPTERS
-from lightning_moe_ckpt.snapshot._columns import columns_of as columns_of
-from lightning_moe_ckpt.snapshot._constants import Constants as Constants
-from lightning_moe_ckpt.snapshot._copies import Copies as Copies
-from lightning_moe_ckpt.snapshot._data_access import DataAccess as DataAccess
+from lightning_moe_ckpt.snapshot._description import ADAPTERS as ADAPTERS
 from lightning_moe_ckpt.snapshot._description import describe_stages as describe_stages
 from lightning_moe_ckpt.snapshot._description import read_extra as read_extra
+from lightning_moe_ckpt.snapshot._filling import REMEMBERED_PLANS as REMEMBERED_PLANS
+from lightning_moe_ckpt.snapshot._filling import BoundaryCapture as BoundaryCapture
+from lightning_moe_ckpt.snapshot._filling import BufferChanged as BufferChanged
+from lightning_moe_ckpt.snapshot._filling import SegmentWriter as SegmentWriter
+from lightning_moe_ckpt.snapshot._filling import WindowCopies as WindowCopies
+from lightning_moe_ckpt.snapshot._filling import columns_of as columns_of
+from lightning_moe_ckpt.snapshot._filling import versions as versions
 from lightning_moe_ckpt.snapshot._gradients import DifferentialRecorder as DifferentialRecorder
 from lightning_moe_ckpt.snapshot._gradients import GradientRecorder as GradientRecorder
 from lightning_moe_ckpt.snapshot._gradients import RecordedStep as RecordedStep
@@ -51,9 +54,6 @@ from lightning_moe_ckpt.snapshot._layout import is_average as is_average
 from lightning_moe_ckpt.snapshot._parts import PACKED as PACKED
 from lightning_moe_ckpt.snapshot._parts import ParameterParts as ParameterParts
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord as PlanRecord
-from lightning_moe_ckpt.snapshot._writer import REMEMBERED_PLANS as REMEMBERED_PLANS
-from lightning_moe_ckpt.snapshot._writer import BoundaryCapture as BoundaryCapture
-from lightning_moe_ckpt.snapshot._writer import BufferChanged as BufferChanged
-from lightning_moe_ckpt.snapshot._writer import SegmentWriter as SegmentWriter
-from lightning_moe_ckpt.snapshot._writer import WindowCopies as WindowCopies
-from lightning_moe_ckpt.snapshot._writer import versions as versions
+from lightning_moe_ckpt.snapshot._watched import Constants as Constants
+from lightning_moe_ckpt.snapshot._watched import Copies as Copies
+from lightning_moe_ckpt.snapshot._watched import DataAccess as DataAccess

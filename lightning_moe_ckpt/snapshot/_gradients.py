@@ -39,10 +39,10 @@ from lightning_moe_ckpt.native import (
     pack_gradient,
 )
 from lightning_moe_ckpt.operators import StateSchema
-from lightning_moe_ckpt.snapshot._data_access import DataAccess
+from lightning_moe_ckpt.snapshot._filling import versions
 from lightning_moe_ckpt.snapshot._layout import StateView, StepLayout
 from lightning_moe_ckpt.snapshot._parts import PACKED
-from lightning_moe_ckpt.snapshot._writer import versions
+from lightning_moe_ckpt.snapshot._watched import DataAccess
 from lightning_moe_ckpt.tiers import Gradients, PartGradient, StepSettings
 
 log = rank_logger(__name__)

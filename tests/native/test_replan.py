@@ -20,8 +20,8 @@ from lightning_moe_ckpt.native import (
 from lightning_moe_ckpt.native._plan import PlannedTable
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.snapshot import JOURNAL, PARAM, PRESENT, SegmentWriter, StateView, _columns, dense_layout
-from lightning_moe_ckpt.snapshot._writer import StepCopies
+from lightning_moe_ckpt.snapshot import JOURNAL, PARAM, PRESENT, SegmentWriter, StateView, _filling, dense_layout
+from lightning_moe_ckpt.snapshot._filling import StepCopies
 
 
 class CountingTwin(CpuCopyEngine):
@@ -125,7 +125,7 @@ def test_state_that_is_not_there_yet_is_zero_however_large(
     engine: CountingTwin | CountingCompiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are fewer zeros to copy from than a tensor may have bytes."""
-    monkeypatch.setattr(_columns, "_ZEROS_U8", torch.zeros(64, dtype=torch.uint8))
+    monkeypatch.setattr(_filling, "_ZEROS_U8", torch.zeros(64, dtype=torch.uint8))
     training = Training(engine, inputs=40)
     training.memory.fill_(255)
     journal = training.slot.segment.spans[JOURNAL]

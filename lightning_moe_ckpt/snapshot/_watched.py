@@ -1,34 +1,36 @@
-"""Parameters that training does not change: stored once, left out of all plans, and watched.
+"""Parameters that are watched: constants for changes, copies on several ranks for differences, `.data` for accesses.
 
-A parameter without gradient and without optimizer state is taken for a constant, such as the base of LoRA adapters.
-Before a run's first generation, storage gets all constants, and each generation refers to them. A later start digests
-the parameters made by the user's script, and reads only those that differ from the stored ones. A constant that changes
-after all (version counters, accesses to `.data` and digests tell) becomes an ordinary parameter: the view's operators
-have it from then on.
+A constant is a parameter that training does not change: it is stored once and left out of all plans. A parameter
+without gradient and without optimizer state is taken for one, such as the base of LoRA adapters. Before a run's first
+generation, storage gets all constants, and each generation refers to them. A later start digests the parameters made by
+the user's script, and reads only those that differ from the stored ones. A constant that changes after all (version
+counters, accesses to `.data` and digests tell) becomes an ordinary parameter: the view's operators have it from then on.
 
 Invariant: a generation taken while a constant differed from the stored one is not whole.
+
+One rank writes the bytes that all ranks get at a restart, so the ranks' copies are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, groupby
 from operator import attrgetter
-from typing import cast
+from typing import Any, ClassVar, cast
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange
-from lightning_moe_ckpt.errors import CheckpointError, Corrupt, NoUsableGeneration
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt, NoUsableGeneration
 from lightning_moe_ckpt.operators import ParameterIndex
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.snapshot._data_access import DataAccess
-from lightning_moe_ckpt.snapshot._layout import PARAM, SEGMENT_METADATA, StateView, as_memoryview
+from lightning_moe_ckpt.snapshot._layout import PARAM, REGIONS, SEGMENT_METADATA, StateView, as_memoryview
 from lightning_moe_ckpt.storage import (
     CONSTANTS,
     GenerationId,
@@ -45,11 +47,65 @@ log = rank_logger(__name__)
 
 _FILE_NBYTES = 256 * 2**20
 """Bytes per file of constants, roughly; a larger parameter has its own file."""
+
 _CHUNK_NBYTES = 16 * 2**20
 _THREADS = 4
 _NAMED = 4
 
 _version = attrgetter("_version")
+
+
+class DataAccess:
+    """Count accesses to `.data` of some parameters, until `close`.
+
+    Args:
+        params: the parameters.
+        before: called before each access in this process, from whichever thread.
+    """
+
+    _all: ClassVar[list[DataAccess]] = []
+
+    def __init__(self, params: Iterable[Tensor], before: Callable[[], None] | None = None) -> None:
+        self.count, self.touched = 0, set[int]()
+        """Number of accesses, and identities of accessed parameters."""
+        self._ids, self._before, self._pid = set(map(id, params)), before, os.getpid()
+        self._all.append(self)
+        nn.Parameter.data = property(_get_data, _set_data)  # type: ignore[assignment]
+
+    def close(self) -> None:
+        """Stop counting."""
+        if self in self._all:
+            self._all.remove(self)
+            if not self._all:
+                del nn.Parameter.data  # uncovers `Tensor.data`
+
+    def accessed(self, param: Tensor) -> None:
+        """Count an access to `.data` if `param` is one of the counted parameters."""
+        if id(param) in self._ids:
+            self.count += 1
+            self.touched.add(id(param))
+            if self._before is not None and self._pid == os.getpid():  # a fork copies nothing
+                self._before()
+
+    @classmethod
+    def note(cls, param: Tensor) -> None:
+        """Report an access to all counters."""
+        for each in cls._all:
+            each.accessed(param)
+
+
+_DATA: Any = Tensor.data
+
+
+def _get_data(param: Tensor) -> Tensor:
+    DataAccess.note(param)
+    data: Tensor = _DATA.__get__(param)
+    return data
+
+
+def _set_data(param: Tensor, data: Tensor) -> None:
+    DataAccess.note(param)
+    _DATA.__set__(param, data)
 
 
 class Constants:
@@ -278,3 +334,68 @@ def _digest(tensor: Tensor) -> str:
     for start in range(0, bytes_U8.numel(), _CHUNK_NBYTES):
         digest.update(as_memoryview(bytes_U8[start : start + _CHUNK_NBYTES].cpu()))
     return str(digest.hexdigest())
+
+
+class Copies:
+    """Compare replicated state among ranks; says once where training has made it differ."""
+
+    def __init__(self, view: StateView, groups: ParallelGroups, exchange: Exchange) -> None:
+        self._view, self._groups, self._exchange = view, groups, exchange
+        self._told = groups.world_size == 1
+
+    def compare(self, *, first: bool) -> None:
+        """Raise (`first`) if parameters or optimizer state differ among ranks; later log parameters that differ.
+        Collective.
+
+        Raises:
+            ConfigurationError: on all ranks; the message names the parameters.
+        """
+        lines = [] if self._told else _differing(self._view, self._groups, self._exchange, states=first)
+        if lines and first:
+            raise ConfigurationError(_text(lines))
+        if lines:
+            self._told = True
+            log.error("a restart will not give what training has now: %s", _text(lines), alike=True)
+
+
+def _differing(view: StateView, groups: ParallelGroups, exchange: Exchange, *, states: bool) -> list[str]:
+    """Describe the parameters that differ among ranks that should hold equal copies, a line each. Collective.
+
+    All bytes count, of parameters and (with `states`) of optimizer state. Buffers may differ by rank, and constants
+    were compared when stored.
+    """
+    own: dict[str, dict[str, str]] = {}
+    for region in REGIONS:
+        fqns = dict.fromkeys(piece.fqn for op in view.operators if op.holders == region for piece in op.slices)
+        forms = [(fqn, entry.key) for fqn in fqns if states for entry in view.schema.entries(view.params[fqn])]
+        found = {(fqn, key): view.tensor(fqn, key) for fqn, key in [*((fqn, PARAM) for fqn in fqns), *forms]}
+        named = {f"`{fqn}`" if key == PARAM else f"`{key}` of `{fqn}`": each for (fqn, key), each in found.items()}
+        holders = str(groups.ranks("expert_data" if region == "expert_data" else "stage"))
+        own[f"{region} {holders}"] = digested({name: each for name, each in named.items() if each is not None})
+    # Usually all copies are equal: then one digest per region decides.
+    parts = {key: digest_of(repr(digests).encode()) for key, digests in own.items()}
+    said = cast("list[dict[str, str]]", exchange.gather_values(parts))
+    if all(row[key] == other.get(key, row[key]) for row in said for other in said for key in row):
+        return []
+    rows = cast("list[dict[str, dict[str, str]]]", exchange.gather_values(own))
+    lines: list[str] = []
+    for key in dict.fromkeys(key for row in rows for key in row):
+        held = {rank: row[key] for rank, row in enumerate(rows) if key in row}
+        for name in dict.fromkeys(name for digests in held.values() for name in digests):
+            like: dict[str | None, list[int]] = {}
+            for rank, digests in held.items():
+                like.setdefault(digests.get(name), []).append(rank)
+            if len(like) > 1:
+                lines.append(f"{name} (ranks {' and '.join(map(str, like.values()))} have different ones)")
+    return lines
+
+
+def _text(lines: list[str]) -> str:
+    """Return the message for such lines, with effect and remedy."""
+    more = f" and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
+    return (
+        f"{', '.join(lines[:_NAMED])}{more}: ranks should hold these as equal copies, of which one is stored, so that a restart "
+        "would give it to all of them. Initialise them alike, or broadcast them before `fit`, and let all ranks apply the same "
+        "gradients. Experts that differ by rank belong to `MoEStrategy(expert_parallel=...)`; other parameters that each rank owns, "
+        "by parallelism written by hand or as adapters per rank, are not supported yet."
+    )

@@ -1,4 +1,4 @@
-"""Data sets that a restart can enter in mid-epoch, whatever random augmentation they do."""
+"""Data sets whose random augmentation allows a fast restart in mid-epoch."""
 
 from __future__ import annotations
 
