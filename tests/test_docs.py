@@ -117,7 +117,7 @@ def test_sections_of_papers_are_where_the_table_says() -> None:
         folder = ""
         for name in re.findall(r"`([\w/.]+)`", row):
             folder = name.rpartition("/")[0] or folder
-            path = name if "/" in name else f"{folder}/{name}"
+            path = f"{folder}/{name}" if folder and "/" not in name else name
             assert (ROOT / "lightning_moe_ckpt" / path).exists(), path
 
 
