@@ -588,6 +588,11 @@ def _nothing(*args: Any, **options: Any) -> None:
     """Resets nothing."""
 
 
+def _no_names(*args: object, **options: object) -> list[str]:
+    """Restore nothing, and miss nothing."""
+    return []
+
+
 LATE, EARLY = Abort(place="before_optimizer_step", nth=8), Abort(place="batch_end", nth=2)
 
 
@@ -645,7 +650,7 @@ ABLATIONS: dict[str, Ablation] = {
         module="lightning_moe_ckpt.fit._owners", attribute="MovedAttributes.restore", seen="counters"
     ),
     "rates": Ablation(module=BOUNDARY, attribute="BoundaryState.restore_rates", seen="lr "),
-    "random state": Ablation(module="lightning_moe_ckpt.fit._data", attribute="restore_rng", seen="loss"),
+    "random state": Ablation(module="lightning_moe_ckpt.fit._data", attribute="restore_rng", seen="OtherData", replacement=_no_names),
     "scale": Ablation(
         module="campaign._training", attribute="MixedPrecision.load_state_dict", seen="precision/", setup=SCALED
     ),
