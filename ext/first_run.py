@@ -66,19 +66,25 @@ _ATTRIBUTES = {
 """Numbers of `CUdevice_attribute` that decide which way copies and kernels go."""
 _BIG = (
     "--dim",
-    "1536",
+    "1024",
     "--experts",
     "8",
     "--batch-size",
-    "512",
+    "1536",
     "--rounds",
     "3",
     "--steps",
-    "24",
+    "16",
+    "--settle",
+    "4",
+    "--warm-up",
+    "12",
+    "--blocks",
+    "2",
     "--precision",
     "bf16-mixed",
 )
-"""A step of about 100 ms on an H100, with 3.7 GB of state."""
+"""1.6 GB of state."""
 _SMALL = ("--dim", "32", "--experts", "4", "--rounds", "1", "--blocks", "1", "--steps", "4", "--settle", "2")
 _SIZE = ModelSize(num_blocks=2, model_dim=64, num_experts=4, expert_dim=64, batch_size=4, dropout=0.1)
 _PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed")
@@ -413,7 +419,7 @@ def _trained(accelerator: Accelerator, keep: Keep) -> None:
     with bench_folders() as (_, memory):
         arguments += ["--url", memory.as_uri()]
         options = BENCH.commands["overhead"].make_context("overhead", arguments).params
-        keep(_overhead.measure(SimpleNamespace(**options), print))
+        keep(_overhead.measure(SimpleNamespace(**options), print, keep))
 
 
 def _sanitized(tool: str) -> SectionWork:
@@ -439,7 +445,7 @@ SECTIONS = {
     "resume": Section(_resume, _seconds(200), needs_device=False),
     "copies": Section(_measured(lambda device: DeviceCopies(device, CopyScale())), _seconds(120)),
     "kernels": Section(_measured(lambda device: _native.Kernels(device, 10**9, CopyScale().repeats)), _seconds(60)),
-    "overhead": Section(_trained, _seconds(200), needs_device=False),
+    "overhead": Section(_trained, _seconds(150), needs_device=False),
     "memcheck": Section(_sanitized("memcheck"), _seconds(100)),
     "racecheck": Section(_sanitized("racecheck"), _seconds(60)),
 }

@@ -42,7 +42,7 @@ from lightning_moe_ckpt.native._plan import Arrangement, Space
 Action = Callable[[], object]
 GoalMeasurement = Callable[[], float]
 MIB = 2**20
-CHUNKS_MIB, DEPTHS = (1, 4, 16, 64), (1, 2, 4)
+CHUNKS_MIB, DEPTHS = (4, 16, 24, 32, 64), (1, 2)
 _SMALL_NBYTES = (4 * 2**10, 16 * 2**10, 64 * 2**10, 256 * 2**10)
 _GAP = 256  # bytes between slices, which keep their alignment
 _MAX_SLICES = 10_000
@@ -197,14 +197,14 @@ class DeviceCopies:
 
         return self._nbytes / median(one, self._scale.repeats) / 1e9
 
-    def _rate(self, size: int = MIB, arrangement: Arrangement | None = None, depth: int = 2) -> float:
+    def _rate(self, size: int = MIB, arrangement: Arrangement | None = None, depth: int = 1) -> float:
         """Return GB/s with slices of `size` bytes."""
         with self._copying(size, arrangement, depth) as (copy, nbytes):
             return nbytes / median(copy, self._scale.repeats) / 1e9
 
     @contextmanager
     def _copying(
-        self, size: int = MIB, arrangement: Arrangement | None = None, depth: int = 2, most: int = _MAX_SLICES
+        self, size: int = MIB, arrangement: Arrangement | None = None, depth: int = 1, most: int = _MAX_SLICES
     ) -> Iterator[tuple[Callable[[], None], int]]:
         """Yield a function that copies a list of slices and waits for them, and their bytes."""
         with self._engine(arrangement, depth) as engine:
@@ -213,7 +213,7 @@ class DeviceCopies:
             prepared = engine.prepare(copies)
             yield lambda: engine.wait(engine.submit(prepared)), size * len(copies)
 
-    def _engine(self, arrangement: Arrangement | None = None, depth: int = 2) -> closing[CopyEngine]:
+    def _engine(self, arrangement: Arrangement | None = None, depth: int = 1) -> closing[CopyEngine]:
         return closing(make_engine(self._device, arrangement or self._arrangement(), depth))
 
     def _register(self, engine: CopyEngine, memory: Tensor) -> None:
@@ -238,7 +238,7 @@ class DeviceCopies:
             self._loop_seconds(work)
         return statistics.median(rates)
 
-    def _slowdown(self, work: Action, arrangement: Arrangement | None = None, depth: int = 2) -> float:
+    def _slowdown(self, work: Action, arrangement: Arrangement | None = None, depth: int = 1) -> float:
         """Return the percent that `work` takes longer beside copies."""
         self._loop_seconds(work)
         with self._copying(MIB, arrangement, depth) as (copy, _):
@@ -246,7 +246,7 @@ class DeviceCopies:
             with self._beside(copy):
                 return 100 * (self._loop_seconds(work) / alone - 1)
 
-    def _added_delay(self, arrangement: Arrangement | None = None, depth: int = 2) -> float:
+    def _added_delay(self, arrangement: Arrangement | None = None, depth: int = 1) -> float:
         """Return the milliseconds that the 99th percentile of a small copy to the host rises by."""
         small, host = torch.zeros(1024, device=self._of_tensors), self._page_locked(4096).view(torch.float32)
 

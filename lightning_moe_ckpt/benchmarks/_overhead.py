@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -306,8 +306,10 @@ class OverheadFigure(StepCosts):
     rounds: list[StepCosts]
 
 
-def measure(options: SimpleNamespace, progress: Progress) -> list[OverheadFigure]:
-    """Run the benchmark."""
+def measure(
+    options: SimpleNamespace, progress: Progress, keep: Callable[[list[OverheadFigure]], None] | None = None
+) -> list[OverheadFigure]:
+    """Run the benchmark; `keep` gets the figures of the rounds so far, after each."""
     none, *variants = chosen_variants(options)
     pairs: dict[Variant, list[tuple[Turn, Turn]]] = {variant: [] for variant in variants}
     num_pairs = options.rounds * len(variants)
@@ -324,8 +326,16 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[OverheadFigure
         for index, (_, variant) in enumerate(rounds_of(options.rounds, variants)):
             progress(f"training, checkpoints: {variant.name}", index, num_pairs)
             pairs[variant].append((bare.take(), takers[variant].take()))
+            if keep is not None and all(pairs.values()):
+                keep(_figures(none, options, pairs))
+    return _figures(none, options, pairs)
+
+
+def _figures(
+    none: Variant, options: SimpleNamespace, pairs: Mapping[Variant, Sequence[tuple[Turn, Turn]]]
+) -> list[OverheadFigure]:
     bares = [(each, each) for own in pairs.values() for each, _ in own]
-    return [_figure(variant, options, own) for variant, own in ({none: bares} | pairs).items()]
+    return [_figure(variant, options, own) for variant, own in {none: bares, **pairs}.items()]
 
 
 def size_of(options: SimpleNamespace) -> ModelSize:

@@ -69,8 +69,8 @@ _cuda: Any = torch.cuda
 
 _left: list[dict[int, tuple[PageLocks, Preparation]]] = []
 """Memory that is never freed, because its engine's device hangs and may still write to it."""
-_DEPTH = 2
-"""Chunks queued with the device at a time."""
+_DEPTH = 1
+"""Chunks queued with the device at a time. With a second one behind it the device's other copies wait for several."""
 
 
 class CudaTicket(Ticket):

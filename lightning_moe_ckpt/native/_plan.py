@@ -64,12 +64,14 @@ _CASTS = {
 class Arrangement:
     """Settings for cutting a plan into chunks."""
 
-    chunk_nbytes: int = 16 * 2**20
-    """Bytes per chunk; a few chunks are queued on the device at a time, and the device's other copies wait for them."""
+    chunk_nbytes: int = 32 * 2**20
+    """Bytes per chunk; the device's other copies wait for the chunk that is queued, 0.6 ms on an H100."""
     chunk_copies: int = 1024
     """Most copies per chunk."""
-    pack_below: int = 64 * 2**10
-    """Bytes below which a kernel packs slices, so that they are copied together. Used with a device only."""
+    pack_below: int = 16 * 2**10
+    """Bytes below which a kernel packs slices, so that they are copied together. Used with a device only.
+
+    A thread of the host spreads them again, at 5 to 6 GB/s; of 16 KiB a driver with batches copies 14 GB/s one by one."""
     has_device: bool = False
     pieces: Sequence[tuple[int, int, int]] = ()
     """(base, end, bytes per piece) of every registered buffer: no copy may cross from piece to piece."""

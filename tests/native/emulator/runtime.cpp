@@ -434,6 +434,13 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   moment->wait();
   return cudaSuccess;
 }
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  EMULATED_CALL();
+  if (breaks_capture()) return fails(cudaErrorStreamCaptureUnsupported);
+  const auto moment = event->moment();
+  if (!moment) emulated::die("somebody asks for an event that was never recorded, which is over for CUDA");
+  return moment->wait_for(0) ? cudaSuccess : cudaErrorNotReady;
+}
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   std::swap(*mode, capture_mode);
   return cudaSuccess;
