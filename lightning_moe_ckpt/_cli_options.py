@@ -224,7 +224,7 @@ def _refused(flag: str) -> click.Option:
 
 
 def _run(command: tuple[str, ...], **arguments: Any) -> int:
-    commands = importlib.import_module("lightning_moe_ckpt.launch.commands")
+    commands = importlib.import_module("lightning_moe_ckpt.launch.run_command")
     torchrun: list[str] = []
     for option in _TORCHRUN:
         value = arguments.pop(str(option.name))

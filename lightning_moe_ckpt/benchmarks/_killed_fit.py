@@ -65,7 +65,7 @@ class TurnLines(StepLines):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.lines = JsonLines(self._folder / f"rank{trainer.global_rank}")
         heard = _Heard(self.lines)
-        logging.getLogger("lightning_moe_ckpt.fit.in_place._in_place").handlers = [heard]
+        logging.getLogger("lightning_moe_ckpt.fit.in_place._survivor").handlers = [heard]
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:

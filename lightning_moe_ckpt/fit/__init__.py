@@ -8,5 +8,5 @@ from lightning_moe_ckpt.fit._data import OnMismatch as OnMismatch
 from lightning_moe_ckpt.fit._data import WatchedData as WatchedData
 from lightning_moe_ckpt.fit._run import FitSession as FitSession
 from lightning_moe_ckpt.fit._settings import OnChange as OnChange
-from lightning_moe_ckpt.fit.in_place._in_place import InPlace as InPlace
-from lightning_moe_ckpt.fit.in_place._in_place import supervisor as supervisor
+from lightning_moe_ckpt.fit.in_place._survivor import InPlace as InPlace
+from lightning_moe_ckpt.fit.in_place._survivor import supervisor as supervisor

@@ -5,6 +5,6 @@ This needs neither the model nor Lightning nor the ranks that wrote the run: coo
 Internal: may change in any version.
 """
 
+from lightning_moe_ckpt.inspection._answers import Screen as Screen
 from lightning_moe_ckpt.inspection._export import export as export
-from lightning_moe_ckpt.inspection._report import Screen as Screen
 from lightning_moe_ckpt.inspection._verify import verify as verify

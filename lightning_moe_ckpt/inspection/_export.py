@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, NoUsableGeneration
+from lightning_moe_ckpt.inspection._answers import kind_of, select
 from lightning_moe_ckpt.inspection._assemble import Assembler
-from lightning_moe_ckpt.inspection._report import kind_of, select
 from lightning_moe_ckpt.inspection._transformers import (
     CONFIG,
     Adapter,

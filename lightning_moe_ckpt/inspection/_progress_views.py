@@ -21,7 +21,7 @@ from rich.text import Text
 
 from lightning_moe_ckpt._units import rate_text, size_text, time_text
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.inspection._report import Answer, Screen, kind_of, plain_table
+from lightning_moe_ckpt.inspection._answers import Answer, Screen, kind_of, plain_table
 from lightning_moe_ckpt.inspection._run_progress import Follower, Incarnation, NewestStep, RunProgress, Sample, by_rank
 from lightning_moe_ckpt.inspection._transformers import write_whole
 from lightning_moe_ckpt.storage import RunView, StoredGeneration

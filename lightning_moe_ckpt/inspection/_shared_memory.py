@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from lightning_moe_ckpt._units import size_text, time_text
-from lightning_moe_ckpt.inspection._report import Answer, plain_table
+from lightning_moe_ckpt.inspection._answers import Answer, plain_table
 from lightning_moe_ckpt.tiers import shared_directory
 from lightning_moe_ckpt.tiers._shm import close_shared, open_shared
 

@@ -26,11 +26,7 @@ from rich.text import Text
 from lightning_moe_ckpt._units import rate_text, size_text
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, NoUsableGeneration
 from lightning_moe_ckpt.inspection import _shared_memory
-from lightning_moe_ckpt.inspection._conformance import Check, examine_url
-from lightning_moe_ckpt.inspection._export import ExportOptions
-from lightning_moe_ckpt.inspection._export import export as write_files
-from lightning_moe_ckpt.inspection._progress_views import follow, progress_now, write_page
-from lightning_moe_ckpt.inspection._report import (
+from lightning_moe_ckpt.inspection._answers import (
     Answer,
     Screen,
     describe,
@@ -44,6 +40,10 @@ from lightning_moe_ckpt.inspection._report import (
     repair_tables,
     select,
 )
+from lightning_moe_ckpt.inspection._conformance import Check, examine_url
+from lightning_moe_ckpt.inspection._export import ExportOptions
+from lightning_moe_ckpt.inspection._export import export as write_files
+from lightning_moe_ckpt.inspection._progress_views import follow, progress_now, write_page
 from lightning_moe_ckpt.inspection._verify import Verdict
 from lightning_moe_ckpt.inspection._verify import verify as read_everything
 from lightning_moe_ckpt.native import Finding, examine

@@ -16,7 +16,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import WrongCounts
 from lightning_moe_ckpt.operators import ComputeDtypeProbe, CountProbe, OperatorSet
-from lightning_moe_ckpt.planning._popularity import StepFollower, sum_in_order
+from lightning_moe_ckpt.planning._popularity_meter import StepFollower, sum_in_order
 
 log = rank_logger(__name__)
 

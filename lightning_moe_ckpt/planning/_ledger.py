@@ -29,7 +29,7 @@ from lightning_moe_ckpt.operators import LoadCounter, OperatorSet, RecordKind
 from lightning_moe_ckpt.planning._bad_copies import WIDTH as BAD_COPIES_WIDTH
 from lightning_moe_ckpt.planning._bad_copies import BadCopyList
 from lightning_moe_ckpt.planning._budgets import Budgets
-from lightning_moe_ckpt.planning._popularity import StepFollower, sum_in_order
+from lightning_moe_ckpt.planning._popularity_meter import StepFollower, sum_in_order
 from lightning_moe_ckpt.policies import (
     MEMORY,
     PEER,

@@ -29,7 +29,7 @@ from lightning_moe_ckpt.planning._background import PlanMaker
 from lightning_moe_ckpt.planning._budgets import MEASURED_STEPS, Budgets, ExpertBudgets, slot_sizes
 from lightning_moe_ckpt.planning._first_steps import ConsumedPrecision, CountProof, PrecisionProof
 from lightning_moe_ckpt.planning._ledger import Counting, LedgerKeeper, LossFigures
-from lightning_moe_ckpt.planning._popularity import CaptureOrder, PopularityMeter, StepFollower
+from lightning_moe_ckpt.planning._popularity_meter import CaptureOrder, PopularityMeter, StepFollower
 from lightning_moe_ckpt.planning._sizes import OperatorSizes
 from lightning_moe_ckpt.planning._stages import StagePlans, require_plans
 from lightning_moe_ckpt.policies import (

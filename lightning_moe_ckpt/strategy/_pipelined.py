@@ -25,7 +25,7 @@ from lightning_moe_ckpt.fit.loops import _port
 from lightning_moe_ckpt.native import PipelinePhase
 from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
-from lightning_moe_ckpt.strategy._pipeline import SCHEDULES, Pipeline
+from lightning_moe_ckpt.strategy._schedules import SCHEDULES, Pipeline
 from lightning_moe_ckpt.strategy._stage import (
     StageMetrics,
     build_stage,

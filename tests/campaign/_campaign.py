@@ -28,7 +28,7 @@ HARMLESS = (
     " is gone; ",
     " are gone; ",
     "another rank is gone, or does not answer; ",
-    "WARNING:lightning_moe_ckpt.fit.in_place._in_place:",
+    "WARNING:lightning_moe_ckpt.fit.in_place._survivor:",
     "input/output error (injected). Trying again",
     "; the next plan reserves more",
     "training begins from nothing, although",  # nothing was stored: `_origin` checks that

@@ -38,7 +38,7 @@ from campaign._supervised import Storm, nothing, run_supervised
 from campaign._training import Checkpointing, Setup
 from campaign.test_partial_copies import ruin_all
 from campaign.test_peers import train_with_copies_only
-from lightning_moe_ckpt.fit.in_place import _in_place
+from lightning_moe_ckpt.fit.in_place import _survivor
 from lightning_moe_ckpt.parallel import _gloo
 from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult, Seam
 from lightning_moe_ckpt.testing._kill import Kill, settle
@@ -617,14 +617,14 @@ class Ablation:
             campaigns.check(self.setup, fit=partial(train_in_place, self.setup, [self.abort]), **options)
 
 
-MEMENTO, IN_PLACE = "lightning_moe_ckpt.fit.objects._memento", "lightning_moe_ckpt.fit.in_place._in_place"
+MEMENTO, IN_PLACE = "lightning_moe_ckpt.fit.objects._memento", "lightning_moe_ckpt.fit.in_place._survivor"
 BOUNDARY = "lightning_moe_ckpt.fit._boundary"
-apart = partial(Ablation, module="lightning_moe_ckpt.fit.in_place._in_place", attribute="APART")
+apart = partial(Ablation, module="lightning_moe_ckpt.fit.in_place._survivor", attribute="APART")
 
 
 def left_alone(*kinds: type) -> tuple[type, ...]:
     """Objects of these types are not reset."""
-    return (*_in_place.APART, *kinds)
+    return (*_survivor.APART, *kinds)
 
 
 ABLATIONS: dict[str, Ablation] = {

@@ -14,7 +14,7 @@ from lightning_moe_ckpt.callbacks import DenseCheckpoint, DifferentialCheckpoint
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.inspection import export, verify
-from lightning_moe_ckpt.inspection._report import generation_rows
+from lightning_moe_ckpt.inspection._answers import generation_rows
 from lightning_moe_ckpt.policies import DifferentialMode
 from lightning_moe_ckpt.storage import RunView, open_backend
 

@@ -22,7 +22,7 @@ from launcher import exit_after
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from lightning_moe_ckpt.launch.commands import run
+from lightning_moe_ckpt.launch.run_command import run
 
 ADD_UP = Path(__file__).with_name("add_up.py")
 LIMIT_SECONDS = 120.0

@@ -4,7 +4,7 @@ When a rank has failed, each other rank is in one of these places:
 
     in the attempt at a step     nothing of the step is taken yet: its changes are undone, and the step is repeated
     at the step's commit         if a surviving rank knows that all came there, the step is taken; else it is repeated
-    anywhere else                all ranks go on in place from a generation, see `_in_place`
+    anywhere else                all ranks go on in place from a generation, see `_survivor`
 
 Stages with ranks that are new, or do not know their place yet, go on in place too, but alone: in the ordinary loop,
 from the newest generation on, fed from their neighbours' records (`UpstreamLog`). When they come to the failed step,
