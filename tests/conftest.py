@@ -26,6 +26,10 @@ sys.path.append(str(Path(__file__).parent))  # what folders of tests share is `s
 
 from _heap import JoinedPages, freeze_heap
 from servers._s3 import S3Server, running
+from tqdm.std import TqdmDefaultWriteLock  # type: ignore[import-untyped]
+
+# Its first bar makes a lock that forks share: one that is killed while it writes a line above a bar would keep it for ever.
+TqdmDefaultWriteLock.mp_lock = None
 
 # Nearly all that importing makes stays: to look for garbage in it takes a quarter of the time. Until tests are collected.
 gc.disable()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import pty
 import re
 import signal
 import struct
+import subprocess
 import sys
 import termios
+import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
+from select import select
 
 import pytest
 import torch
@@ -25,6 +30,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 
 NUM_BATCHES = 12
+PATIENCE = 120.0
+"""Seconds for both trainings."""
 
 
 class Killed(LightningModule):
@@ -51,29 +58,33 @@ def train(url: Path, bar: ProgressBar, dies_at: int | None, **length: int) -> No
     Trainer(**quiet, **length, callbacks=[bar, checkpoint]).fit(Killed(dies_at), data)  # type: ignore[arg-type]
 
 
-def shown(url: Path, kind: type[ProgressBar], dies_at: int | None = None, **length: int) -> str:
-    """What a training in a forked process writes to its terminal of 200 columns."""
-    child, terminal = pty.fork()
-    if child == 0:
-        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
-        os.environ |= {"TERM": "xterm-256color"}
-        logging.getLogger().handlers.clear()  # pytest's
-        logging.basicConfig(format="%(message)s")
-        logging.getLogger("lightning_moe_ckpt").setLevel(logging.INFO)
-        warnings.simplefilter("ignore")
-        exit_after(lambda: train(url, kind(refresh_rate=1), dies_at, **length))  # type: ignore[call-arg]
-    said = b""
-    while True:
-        try:
-            said += (more := os.read(terminal, 2**16))
-        except OSError:  # how Linux says that nobody has the terminal open any more
-            break
-        if not more:
-            break
-    os.close(terminal)
-    os.waitpid(child, 0)
-    return said.decode()
+def shown(url: Path, kind: type[ProgressBar], length: dict[str, int]) -> str:
+    """What two trainings, of which the first is killed, write to their terminal of 200 columns.
+
+    They descend from a new process: this one has threads, whose locks nobody would release in its fork.
+    """
+    terminal, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(url), kind.__name__, json.dumps(length)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    said, deadline = b"", time.monotonic() + PATIENCE
+    try:
+        with suppress(OSError):  # how Linux says that nobody has the terminal open any more
+            while select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                said += os.read(terminal, 2**16)
+            pytest.fail(f"no end after {PATIENCE} s; this is what was shown: {said.decode()}")
+        return said.decode()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # and those that it has forked
+        process.wait()
+        os.close(terminal)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +94,7 @@ def test_lines_stand_above_the_bar_and_it_knows_the_epoch_it_resumes_in(
     kind: type[ProgressBar], length: dict[str, int], tmp_path: Path
 ) -> None:
     """A line begins where the cursor was sent to the beginning of one. The bar counts on from what is not trained again."""
-    said = shown(tmp_path, kind, dies_at=7, **length) + shown(tmp_path, kind, **length)
+    said = shown(tmp_path, kind, length)
     lines = [found.start() for found in re.finditer(r"step \d+ \(incarnation \d\) is durable", said)]
     assert lines
     for at in lines:
@@ -94,3 +105,15 @@ def test_lines_stand_above_the_bar_and_it_knows_the_epoch_it_resumes_in(
     assert f" {step}/{total}" in resumed or kind is RichProgressBar, "which shows itself ten times a second"
     assert f" {total}/{total}" in resumed
     assert not re.search(r"[1-9]/\?", resumed)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("lightning_moe_ckpt").setLevel(logging.INFO)
+    warnings.simplefilter("ignore")
+    bars = {kind.__name__: kind for kind in (TQDMProgressBar, RichProgressBar)}
+    url, name, length = sys.argv[1:]
+    for dies_at in (7, None):
+        if os.fork() == 0:
+            exit_after(lambda: train(Path(url), bars[name](refresh_rate=1), dies_at, **json.loads(length)))  # noqa: B023
+        os.wait()
