@@ -269,20 +269,28 @@ class CompiledCudaEngine(CompiledEngine):
 
     @override
     def prepare(self, copies: Sequence[Copy]) -> PlannedCopies:
+        return self._prepare(copies, self._arrangement)
+
+    @override
+    def _check(self, copies: Sequence[Copy]) -> PlannedCopies:
+        # Without packing: the host would wait until the device has the list of what to pack.
+        return self._prepare(copies, replace(self._arrangement, pack_below=0))
+
+    def _prepare(self, copies: Sequence[Copy], arrangement: Arrangement) -> PlannedCopies:
         planned = PlannedCopies(copies)
         slices = slices_of(planned, self._space)
         if slices is not None and _is_for_device(slices):
             planned.keep()
             to_device, from_device = slices["dst_space"] == Space.DEVICE, slices["src_space"] == Space.DEVICE
             planned.reads_host = bool((to_device & ~from_device).any())
-            self._plan(planned, slices)
+            self._plan(planned, slices, arrangement)
         return planned
 
     @override
     def prepare_table(self, table: CopyTable, block_U8: Tensor) -> PlannedTable:
         planned, slices = PlannedTable(table), slices_of_table(table, block_U8, self._space)
         if slices is not None and _is_for_device(slices):
-            self._plan(planned, slices)
+            self._plan(planned, slices, self._arrangement)
         return planned
 
     @override
@@ -297,10 +305,10 @@ class CompiledCudaEngine(CompiledEngine):
 
     # -- private
 
-    def _plan(self, planned: PlannedCopies | PlannedTable, slices: Slices) -> None:
+    def _plan(self, planned: PlannedCopies | PlannedTable, slices: Slices, arrangement: Arrangement) -> None:
         """Arrange the slices; without memory for packing torch copies."""
         pieces = [(base, base + locks.buffer.nbytes, PIECE_NBYTES) for base, (locks, _) in self._buffers.items()]
-        plan = CopyPlan(self._library, slices, replace(self._arrangement, pieces=pieces))
+        plan = CopyPlan(self._library, slices, replace(arrangement, pieces=pieces))
         try:
             self._attach(planned, plan)
         except RuntimeError as error:  # torch raises no other error for lack of memory

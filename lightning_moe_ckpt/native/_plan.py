@@ -69,9 +69,7 @@ class Arrangement:
     chunk_copies: int = 1024
     """Most copies per chunk."""
     pack_below: int = 16 * 2**10
-    """Bytes below which a kernel packs slices, so that they are copied together. Used with a device only.
-
-    A thread of the host spreads them again, at 5 to 6 GB/s; of 16 KiB a driver with batches copies 14 GB/s one by one."""
+    """Bytes below which a kernel packs slices for a device; the host spreads them again, at 5 to 6 GB/s."""
     has_device: bool = False
     pieces: Sequence[tuple[int, int, int]] = ()
     """(base, end, bytes per piece) of every registered buffer: no copy may cross from piece to piece."""

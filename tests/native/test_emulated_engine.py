@@ -481,6 +481,17 @@ def test_lists_share_what_they_are_packed_in(
             assert torch.equal(halves_2F, torch.full_like(halves_2F, step))
 
 
+def test_a_list_that_is_used_once_has_nothing_to_wait_for(
+    engine: CompiledCudaEngine, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small buffers are such lists in every capture: a list for kernels would have to reach the device first."""
+    monkeypatch.setattr(TorchDevice, "upload_now", None)
+    sources = [emulator.memory(64).fill_(number) for number in range(9)]
+    found = [emulator.page_locked(64) for _ in sources]
+    engine.submit(list(zip(sources, found, strict=True))).wait(PATIENCE)
+    assert [int(each_U8[0]) for each_U8 in found] == list(range(9))
+
+
 def test_without_memory_to_pack_them_in_torch_copies(
     engine: CompiledCudaEngine, emulator: Emulator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
