@@ -18,7 +18,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_moe_ckpt.cli import main
-from lightning_moe_ckpt.inspection import _report
+from lightning_moe_ckpt.inspection import _answers
 from lightning_moe_ckpt.storage import FsspecBackend, PosixBackend, open_backend
 from lightning_moe_ckpt.storage import _scrub as ranges
 
@@ -85,7 +85,7 @@ def test_tables_fit_into_80_columns(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, partial_run: str
 ) -> None:
     """Nothing is cut off, no name is broken, and bytes are in MiB."""
-    monkeypatch.setattr(_report, "_PIPE_WIDTH", 80)
+    monkeypatch.setattr(_answers, "_PIPE_WIDTH", 80)
     name, *options = command.split()
     assert main([name, partial_run, *options]) == 0
     out = capsys.readouterr().out

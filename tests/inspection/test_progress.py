@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, Trainer
 from inspection._runs import Small, train
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.cli import main
-from lightning_moe_ckpt.inspection import _progress_views, _report
+from lightning_moe_ckpt.inspection import _answers, _progress_views
 from lightning_moe_ckpt.inspection._progress_views import page_of
 from lightning_moe_ckpt.inspection._run_progress import Follower
 from lightning_moe_ckpt.storage import RunView, open_backend
@@ -62,7 +62,7 @@ def test_top_fits_into_80_columns_and_ends_where_nobody_looks(
     restarted: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Into a pipe it is shown once, as with `--once`."""
-    monkeypatch.setattr(_report, "_PIPE_WIDTH", 80)
+    monkeypatch.setattr(_answers, "_PIPE_WIDTH", 80)
     assert main(["top", restarted]) == 0
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= 80
