@@ -12,6 +12,7 @@ import os
 import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,17 @@ _UNSAVED = ("current_score", "_last_global_step_saved", "_last_checkpoint_saved"
 """Attributes of `ModelCheckpoint` that its `state_dict` does not restore; some versions of Lightning lack the last."""
 
 
+class Writing(Enum):
+    """What happens to the files that callbacks write and remove. `CheckpointFiles` alone moves it."""
+
+    FREE = auto()
+    """Files are written and removed as callbacks ask."""
+    HELD = auto()
+    """Files are neither written nor removed: operators are frozen, or a pipeline stage recovers alone."""
+    UNCHECKED = auto()
+    """As `FREE`, but the files' writer may have died, and nobody has looked for damaged files since."""
+
+
 class CheckpointFiles:
     """Replace one trainer's methods that save, remove and look for checkpoint files, from `on_fit_start` until `remove`."""
 
@@ -37,9 +49,10 @@ class CheckpointFiles:
         before = getattr(trainer.__dict__.get("save_checkpoint"), "__self__", None)
         if isinstance(before, CheckpointFiles):
             before.remove()  # an earlier fit ended in replay
-        self.held = False
-        """Whether files are neither written nor removed: operators are frozen, or a pipeline stage recovers alone."""
-        self._told = self._resumed = self._suspects = False
+        self.writing = Writing.FREE
+        self._lists_decide = False
+        """Whether a file exists if ranks have listed its path; else Lightning looks into the folder."""
+        self._has_said_held = False
         self._saved: dict[str, bool] = {}
         """Files of this run by path; the value says whether a file has weights only."""
         self._foreign = {path for checkpoint in self._model_checkpoints() for path in _listed(checkpoint)}
@@ -51,20 +64,19 @@ class CheckpointFiles:
 
     def hold(self) -> None:
         """Neither write nor remove files until `dense` or `go_on`."""
-        self.held = True
+        self.writing = Writing.HELD
 
     def go_on(self, *, held: bool) -> None:
-        """Write and remove files again, unless still `held`, and look for damaged ones at the next call of `dense`.
+        """Write and remove files again, unless still `held`, and look for damaged files at the next call of `dense`.
 
         Their writer may have died while a stage recovered alone. Call on all ranks.
         """
-        self.held, self._suspects = held, True
+        self.writing = Writing.HELD if held else Writing.UNCHECKED
 
     def dense(self) -> None:
-        """Stop holding files and repair damaged ones: a step has ended and every operator is active. Call on all ranks."""
-        self.held = False
-        if self._suspects:
-            self._suspects = False
+        """Stop holding files, and repair damaged ones: a step has ended and every operator is active. Call on all ranks."""
+        if self.writing is not Writing.FREE:
+            self.writing = Writing.FREE
             self._repair()
 
     def remove(self) -> None:
@@ -76,7 +88,7 @@ class CheckpointFiles:
 
     def asks_as_resumed(self) -> None:
         """Decide on all ranks together which files exist, as after a resume, also in processes that never resumed."""
-        self._resumed = True
+        self._lists_decide = True
 
     def take(self) -> FilesState:
         """Return the files written so far, and attributes that `ModelCheckpoint` leaves out of its state."""
@@ -93,7 +105,9 @@ class CheckpointFiles:
 
     def restore(self, state: FilesState) -> None:
         """Continue from a taken state; call after the callbacks have loaded their states."""
-        self._resumed = self._suspects = True
+        self._lists_decide = True
+        if self.writing is Writing.FREE:
+            self.writing = Writing.UNCHECKED
         self.follow(state)
 
     def follow(self, state: FilesState) -> None:
@@ -110,7 +124,7 @@ class CheckpointFiles:
 
     def write_again(self, start: FilesState) -> None:
         """Begin anew in the folders of the first begin: only foreign files count as existing."""
-        self._resumed, self._foreign = True, set(start["foreign"])
+        self._lists_decide, self._foreign = True, set(start["foreign"])
         for checkpoint in self._model_checkpoints():
             if checkpoint.state_key in start["folders"]:
                 keep_folder(checkpoint, start["folders"][checkpoint.state_key], self._trainer)
@@ -145,14 +159,15 @@ class CheckpointFiles:
             self._delete(filepath)
 
     def _holds(self) -> bool:
-        if self.held and not self._told:
-            self._told = True
+        held = self.writing is Writing.HELD
+        if held and not self._has_said_held:
+            self._has_said_held = True
             log.info("Lightning's checkpoints are neither written nor removed while operators are frozen in replay")
-        return self.held
+        return held
 
     def _exists(self, original: Callable[[Any, Trainer], bool]) -> Callable[[Any, Trainer], bool]:
         def exists(filepath: Any, trainer: Trainer) -> bool:
-            if not self._resumed:
+            if not self._lists_decide:
                 return original(filepath, trainer)
             path = os.fspath(filepath)
             return bool(self._strategy.reduce_boolean_decision(path in self._saved or path in self._foreign, all=False))

@@ -16,7 +16,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.fit import _limits
 from lightning_moe_ckpt.fit._callbacks import Findings, ProgressNote, finish_with_averages, resting
 from lightning_moe_ckpt.fit._data import Batches, BatchLog, Logged, OnMismatch, WatchedData
-from lightning_moe_ckpt.fit._files import CheckpointFiles
+from lightning_moe_ckpt.fit._files import CheckpointFiles, Writing
 from lightning_moe_ckpt.fit._limits import refuse_unsupported, warn_if_short
 from lightning_moe_ckpt.fit._recorder import BoundaryRecorder
 from lightning_moe_ckpt.fit._sessions import Sessions, Standing
@@ -240,7 +240,7 @@ class FitSession:
     @clocked
     def before_fetch(self) -> None:
         self._recorder.before_fetch()
-        if self._files.held:
+        if self._files.writing is Writing.HELD:
             self._release_files()
         if self._stops.agreed():
             self._stop()
@@ -447,5 +447,6 @@ class FitSession:
 
     def _release_files(self) -> None:
         """Release held files once the next batch begins, not at replay's end: validation in between differs."""
-        if self._files.held and not self.session.replaying and self.sessions.standing is not Standing.ALONE:
+        held, alone = self._files.writing is Writing.HELD, self.sessions.standing is Standing.ALONE
+        if held and not self.session.replaying and not alone:
             self._files.dense()
