@@ -152,7 +152,7 @@ class _Rank:
         width = self.view.widths(RecordKind.FULL)
         pieces = [(op.name, piece) for op in named if op.expert_idx is None for piece in op.slices]
         parts = assign_writers(pieces, width, range(self.groups.world_size))
-        return total + sum(p.piece.numel * width(p.piece.fqn) for p in parts if p.writer == self.groups.rank)
+        return total + sum(p.slice.numel * width(p.slice.fqn) for p in parts if p.writer == self.groups.rank)
 
 
 def size_by_k(way: Way) -> Rows:

@@ -33,13 +33,13 @@ class Shard(NamedTuple):
 
     operator: str
     kind: RecordKind
-    piece: ParamSlice
+    slice: ParamSlice
     writer: int
 
     @property
     def prefix(self) -> str:
         """Start of this shard's tensor names, in global coordinates."""
-        piece = self.piece
+        piece = self.slice
         return f"{_WORDS[self.kind]}/{piece.fqn}/{piece.global_start}+{piece.stop - piece.start}"
 
 
@@ -152,7 +152,7 @@ def _peak(shards: Sequence[Shard], width: Width, holders: Sequence[int], loads: 
     """Return the busiest rank's bytes."""
     totals = {rank: loads.get(rank, 0) for rank in holders}
     for shard in shards:
-        totals[shard.writer] += shard.piece.numel * width(shard.piece.fqn)
+        totals[shard.writer] += shard.slice.numel * width(shard.slice.fqn)
     return max(totals.values())
 
 
@@ -186,7 +186,7 @@ def _joined(shards: Sequence[Shard]) -> list[Shard]:
     for shard in shards:
         last = found[-1] if found else None
         if last is not None and last.writer == shard.writer:
-            found[-1] = last._replace(piece=replace(last.piece, stop=shard.piece.stop))
+            found[-1] = last._replace(slice=replace(last.slice, stop=shard.slice.stop))
         else:
             found.append(shard)
     return found

@@ -291,7 +291,7 @@ def restored_window(
         return window
     shards = {
         region: [
-            part for part in window.steps[0].durable.parts[region] if view.operators[part.operator].kind != "expert"
+            part for part in window.steps[0].durable.shards[region] if view.operators[part.operator].kind != "expert"
         ]
         for region in REGIONS
     }
@@ -309,7 +309,7 @@ def _shard(operator: Operator, source: ShardSource) -> Shard:
         if whole.fqn == source.fqn and first <= source.global_start and stop <= first + whole.numel:
             start = whole.start + source.global_start - first
             piece = replace(whole, start=start, stop=start + source.numel, global_start=source.global_start)
-            return Shard(operator=operator.name, kind=RecordKind.FULL, piece=piece, writer=source.writer)
+            return Shard(operator=operator.name, kind=RecordKind.FULL, slice=piece, writer=source.writer)
     raise IdentityMismatch(
         f"`{source.fqn}`: elements from {source.global_start} on are not of {operator.name}, as the run has it. "
         "Resume with the code that wrote it, or start anew with resume='never'."

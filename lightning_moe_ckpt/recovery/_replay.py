@@ -32,7 +32,7 @@ from lightning_moe_ckpt.snapshot import (
     PRESENT,
     REGIONS,
     FileLayout,
-    ParameterParts,
+    ParameterShards,
     WindowLayout,
     versions,
 )
@@ -143,7 +143,7 @@ class Replay:
         layout = self._layouts[self._newest]
         self._as_user(self.start(step))
         self._load_records()
-        shards = [shard for region in layout.parts.values() for shard in region if shard.kind is RecordKind.FULL]
+        shards = [shard for region in layout.shards.values() for shard in region if shard.kind is RecordKind.FULL]
         self._active.update(shard.operator for shard in shards)
         self._give_state()
         self.freeze()
@@ -203,7 +203,7 @@ class Replay:
             for writer in self.groups.ranks("expert_data" if region == "expert_data" else "stage"):
                 self._load_region(layout, segment, region, writer, shared)
         self._load_scalars(scalars or {})
-        fqns = dict.fromkeys(shard.piece.fqn for region in layout.parts.values() for shard in region)
+        fqns = dict.fromkeys(shard.slice.fqn for region in layout.shards.values() for shard in region)
         params = [self._view.params[fqn] for fqn in fqns]
         self._loaded = [*params, *self._view.states(fqns)]
         self._versions = versions(self._loaded)
@@ -234,7 +234,7 @@ class Replay:
         self, layout: FileLayout, segment: Tensor, region: str, writer: int, shared: Collection[str]
     ) -> None:
         table = layout.written(region, writer)
-        if not table.parts:
+        if not table.shards:
             return
         places = SegmentLayout.placed(table.kinds)
         nbytes = sum(places[-1])
@@ -251,13 +251,13 @@ class Replay:
         copy_through(self.engine, copies)
 
     def _copies_of(
-        self, parts: ParameterParts, offsets: Column, source: Tensor, shared: Collection[str]
+        self, shards: ParameterShards, offsets: Column, source: Tensor, shared: Collection[str]
     ) -> Iterator[Copy]:
-        """Yield copies of one parameter's parts in a region, whose tensors lie at `offsets`; create missing state."""
-        fqn, forms = parts.fqn, parts.forms
-        view, param, with_state = self._view, self._view.params[fqn], np.ones(len(parts.first), np.bool_)
+        """Yield copies of one parameter's shards in a region, whose tensors lie at `offsets`; create missing state."""
+        fqn, forms = shards.fqn, shards.forms
+        view, param, with_state = self._view, self._view.params[fqn], np.ones(len(shards.first), np.bool_)
         if forms[0][0] == PRESENT:
-            with_state = source.numpy()[offsets[parts.first]] != 0
+            with_state = source.numpy()[offsets[shards.first]] != 0
             if with_state.any():
                 view.schema.ensure_state(param)
             elif fqn not in shared:  # another expert may have state
@@ -271,9 +271,9 @@ class Replay:
             if live is None:
                 continue
             rows = np.flatnonzero(with_state) if is_state else np.arange(len(with_state))
-            at, flat = offsets[parts.first[rows] + number], live.detach().view(-1)
+            at, flat = offsets[shards.first[rows] + number], live.detach().view(-1)
             if per_element:
-                yield from _copies(source, at, dtype, flat, (parts.start[rows], parts.numel[rows]))
+                yield from _copies(source, at, dtype, flat, (shards.start[rows], shards.numel[rows]))
             else:  # every part has the same value
                 yield _typed(source[at[-1] : at[-1] + dtype.itemsize], dtype), flat
 

@@ -51,9 +51,9 @@ from lightning_moe_ckpt.snapshot._layout import StateView as StateView
 from lightning_moe_ckpt.snapshot._layout import StepLayout as StepLayout
 from lightning_moe_ckpt.snapshot._layout import WindowLayout as WindowLayout
 from lightning_moe_ckpt.snapshot._layout import is_average as is_average
-from lightning_moe_ckpt.snapshot._parts import PACKED as PACKED
-from lightning_moe_ckpt.snapshot._parts import ParameterParts as ParameterParts
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord as PlanRecord
+from lightning_moe_ckpt.snapshot._shards import PACKED as PACKED
+from lightning_moe_ckpt.snapshot._shards import ParameterShards as ParameterShards
 from lightning_moe_ckpt.snapshot._watched import Constants as Constants
 from lightning_moe_ckpt.snapshot._watched import Copies as Copies
 from lightning_moe_ckpt.snapshot._watched import DataAccess as DataAccess

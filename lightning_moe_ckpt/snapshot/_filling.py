@@ -37,7 +37,7 @@ from lightning_moe_ckpt.snapshot._layout import (
     WindowLayout,
     as_memoryview,
 )
-from lightning_moe_ckpt.snapshot._parts import PACKED, FieldForm, PartColumns, numel_of
+from lightning_moe_ckpt.snapshot._shards import PACKED, FieldForm, ShardColumns, numel_of
 from lightning_moe_ckpt.storage import GenerationId, RecordRows
 from lightning_moe_ckpt.tiers import SealedFile, SealedSegment, StepRecord
 
@@ -78,8 +78,8 @@ class StepColumns:
         first_row: list[int] = []
         rows: list[tuple[int, bool, bool, bool]] = []
         known: dict[tuple[FieldForm, ...], int] = {}
-        parts = PartColumns.of([part for file in files for part in file.table.parts])
-        for fqn, forms in parts.kinds:
+        shards = ShardColumns.of([shard for file in files for shard in file.table.shards])
+        for fqn, forms in shards.kinds:
             first_base.append(len(self._bases))
             self._bases += [(fqn, key) for key, *_ in forms]
             first_row.append(known.setdefault(tuple(forms), len(rows)))
@@ -88,21 +88,21 @@ class StepColumns:
                 rows += [
                     (self._dtypes.index(dtype), whole, key == PRESENT, key == PACKED) for key, dtype, whole in forms
                 ]
-        self.fqns = tuple(dict.fromkeys(fqn for fqn, _ in parts.kinds))
+        self.fqns = tuple(dict.fromkeys(fqn for fqn, _ in shards.kinds))
         """Parameters with at least one record."""
         self.gradients = tuple(fqn for fqn, key in self._bases if key in (GRADIENT, PACKED))
         """Parameters whose record is the gradient."""
-        # From here on by part, then by tensor, in C.
-        count = parts.tensors
+        # From here on by shard, then by tensor, in C.
+        count = shards.tensors
         number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-        self._base = np.repeat(_column(first_base)[parts.kind], count) + number
-        row = np.repeat(_column(first_row)[parts.kind], count) + number
+        self._base = np.repeat(_column(first_base)[shards.kind], count) + number
+        row = np.repeat(_column(first_row)[shards.kind], count) + number
         self._dtype, per_element, *is_of = np.array(rows, np.int64).reshape(-1, 4).T[:, row]
         flags, packed = (each.astype(bool) for each in is_of)
-        self._start = np.repeat(parts.start, count) * per_element
-        self._numel = np.where(per_element, np.repeat(parts.numel, count), 1)
+        self._start = np.repeat(shards.start, count) * per_element
+        self._numel = np.where(per_element, np.repeat(shards.numel, count), 1)
         if packed.any():
-            self._pack(packed, np.repeat(parts.numel, count))
+            self._pack(packed, np.repeat(shards.numel, count))
         self._itemsize = _column(dtype.itemsize for dtype in self._dtypes)[self._dtype]
         self._headers = [torch.frombuffer(bytearray(file.segment.header), dtype=torch.uint8) for file in files]
         self._header_offset = _column(file.start for file in files)
@@ -115,7 +115,7 @@ class StepColumns:
         self._gap_offset, self._gap = (offset + nbytes)[has_gap], gap[has_gap]
 
     def _pack(self, packed: Column, numel: Column) -> None:
-        """Let a parameter's compressed parts follow each other in its base, in stored order."""
+        """Let a parameter's compressed shards follow each other in its base, in stored order."""
         form: FieldForm = (PACKED, torch.uint8, False)
         self._numel[packed] = _column(numel_of(form, int(each)) for each in numel[packed])
         ends: dict[int, int] = {}

@@ -41,7 +41,7 @@ from lightning_moe_ckpt.native import (
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.snapshot._filling import versions
 from lightning_moe_ckpt.snapshot._layout import StateView, StepLayout
-from lightning_moe_ckpt.snapshot._parts import PACKED
+from lightning_moe_ckpt.snapshot._shards import PACKED
 from lightning_moe_ckpt.snapshot._watched import DataAccess
 from lightning_moe_ckpt.tiers import Gradients, PartGradient, StepSettings
 
@@ -122,7 +122,7 @@ class DifferentialRecorder(_StepRecorder):
         super().__init__(view, view.repeatable)
         self._feeds_back = error_feedback
         self._left_out: dict[str, Tensor] = {}
-        """Remainders of compression since the last base, by part."""
+        """Remainders of compression since the last base, by shard."""
         self._taken: list[_Consumed] = []
         self._steps: dict[str, StepSettings] = {}
 
@@ -143,28 +143,30 @@ class DifferentialRecorder(_StepRecorder):
         self._left_out.clear()
 
     def compress(self, layout: StepLayout) -> None:
-        """Replace the newest step's gradients by compressed ones, for the parts that this rank writes.
+        """Replace the newest step's gradients by compressed ones, for the shards that this rank writes.
 
         Source: TierCheck (2026), Sec. 3.2. Without error feedback, as there, a gradient's remainder is lost.
         """
         gradients = self._view.consumed
         own = [
-            part for part, forms in layout.durable.table.parts if forms[0][0] == PACKED and part.piece.fqn in gradients
+            shard
+            for shard, forms in layout.durable.table.shards
+            if forms[0][0] == PACKED and shard.slice.fqn in gradients
         ]
-        flat = [gradients[part.piece.fqn].view(-1)[part.piece.start : part.piece.stop] for part in own]
+        flat = [gradients[shard.slice.fqn].view(-1)[shard.slice.start : shard.slice.stop] for shard in own]
         if self._feeds_back:
             flat = [
-                each + self._left_out[part.prefix] if part.prefix in self._left_out else each
-                for part, each in zip(own, flat, strict=True)
+                each + self._left_out[shard.prefix] if shard.prefix in self._left_out else each
+                for shard, each in zip(own, flat, strict=True)
             ]
         compressed = compress_gradients(flat)
         gradients.clear()
         packed: dict[str, list[Tensor]] = {}
-        for part, each, found in zip(own, flat, compressed, strict=True):
-            packed.setdefault(part.piece.fqn, []).append(pack_gradient(found))
+        for shard, each, found in zip(own, flat, compressed, strict=True):
+            packed.setdefault(shard.slice.fqn, []).append(pack_gradient(found))
             if self._feeds_back:
-                self._left_out[part.prefix] = each - decompress_gradient(found).view(-1)
-        gradients.update({fqn: torch.cat(parts) for fqn, parts in packed.items()})
+                self._left_out[shard.prefix] = each - decompress_gradient(found).view(-1)
+        gradients.update({fqn: torch.cat(each) for fqn, each in packed.items()})
 
     def settings(self) -> dict[str, Any]:
         """Return the newest step's settings for its boundary's journal, to be read by `step_settings`."""
@@ -215,14 +217,14 @@ class GradientRecorder(_StepRecorder):
         parts: dict[str, PartGradient] = {}
         copies: list[Copy] = []
         for place in layout.gradients:
-            piece, end = place.part.piece, place.offset + place.part.piece.numel * self._dtype.itemsize
+            piece, end = place.shard.slice, place.offset + place.shard.slice.numel * self._dtype.itemsize
             found = consumed.get(piece.fqn)
             if found is not None:
                 flat = _flat(found.gradient)
                 if flat is None:
                     continue
                 copies.append((flat[piece.start : piece.stop], area_U8[place.offset : end].view(self._dtype)))
-            parts[place.part.prefix] = PartGradient(place.offset, None if found is None else found.settings)
+            parts[place.shard.prefix] = PartGradient(place.offset, None if found is None else found.settings)
         ticket = self._engine.submit(self._engine.prepare(copies))
         self._record = RecordedStep(Gradients(area_U8, self._dtype, parts), ticket, list(consumed.values()))
         return self._record

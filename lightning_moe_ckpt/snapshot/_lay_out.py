@@ -52,7 +52,7 @@ _ENTRY_NBYTES = 256
 
 _ALIGN_NBYTES = 64
 
-Parts = dict[str, list[Shard]]
+Shards = dict[str, list[Shard]]
 """Shards by region, over all its writers, in stored order."""
 
 
@@ -75,7 +75,7 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
         view = view.replanned(view.operators.without(record.constants, record.thawed), dtypes)
     view = view.replanned(split_operators(view, groups, record.split_nbytes), dtypes)
     _expect_operators(record, view.operators)
-    shards = _stable_parts if record.plan.partial else _balanced_parts
+    shards = _stable_shards if record.plan.partial else _balanced_shards
     return WindowLayout(
         record=record,
         steps=[_step(shards(step, view, groups), view, groups, journal_nbytes) for step in record.plan.steps],
@@ -195,8 +195,8 @@ def expert_loads(view: StateView, groups: ParallelGroups, names: Iterable[str]) 
     for layer, expert in (place[name] for name in names if name in place):
         template = operators[expert_names(layer)[layer.local_expert_ids[0]]]
         holders = _holders(template, groups, expert // len(layer.local_expert_ids))
-        for part in _cut(template, view, holders, turn=expert):
-            loads[part.writer] += part.piece.numel * width(part.piece.fqn)
+        for shard in _cut(template, view, holders, turn=expert):
+            loads[shard.writer] += shard.slice.numel * width(shard.slice.fqn)
     return loads
 
 
@@ -209,20 +209,20 @@ def expert_nbytes(view: StateView, groups: ParallelGroups) -> dict[str, int]:
         holders = _ranks(template.holders, groups)
         # Experts of a layer are equal, and cut alike except for the first holder's turn.
         turns = [_cut(template, view, holders, turn=turn) for turn in range(len(holders))]
-        sizes = [sum(_aligned_nbytes(part, view) for part in turn if part.writer == groups.rank) for turn in turns]
+        sizes = [sum(_aligned_nbytes(shard, view) for shard in turn if shard.writer == groups.rank) for turn in turns]
         found |= {names[expert]: sizes[expert % len(holders)] for expert in layer.local_expert_ids}
     return found
 
 
-def _aligned_nbytes(part: Shard, view: StateView) -> int:
+def _aligned_nbytes(shard: Shard, view: StateView) -> int:
     sizes = [
-        dtype.itemsize * (part.piece.numel if per_element else 1)
-        for _, dtype, per_element in view.forms(part.piece.fqn, part.kind)
+        dtype.itemsize * (shard.slice.numel if per_element else 1)
+        for _, dtype, per_element in view.forms(shard.slice.fqn, shard.kind)
     ]
     return sum(nbytes + -nbytes % _ALIGN_NBYTES for nbytes in sizes)
 
 
-def _step(files: Sequence[Parts], view: StateView, groups: ParallelGroups, journal_nbytes: int) -> StepLayout:
+def _step(files: Sequence[Shards], view: StateView, groups: ParallelGroups, journal_nbytes: int) -> StepLayout:
     durable = FileLayout(files[0], view, groups, journal_nbytes)
     return StepLayout(
         durable, *(FileLayout(file, view, groups, None, audience="node", start=durable.stop) for file in files[1:])
@@ -246,19 +246,19 @@ def _expect_operators(record: PlanRecord, operators: OperatorSet) -> None:
 # -- plans that take everything
 
 
-def _balanced_parts(step: WindowStep, view: StateView, groups: ParallelGroups) -> list[Parts]:
+def _balanced_shards(step: WindowStep, view: StateView, groups: ParallelGroups) -> list[Shards]:
     """Return the shards by file: every record shared out evenly among its holders."""
     return [
-        {region: region_parts(step.files[audience], region, view, groups) for region in REGIONS}
+        {region: region_shards(step.files[audience], region, view, groups) for region in REGIONS}
         for audience in step.audiences
     ]
 
 
-def region_parts(
+def region_shards(
     records: Mapping[str, RecordKind], region: str, view: StateView, groups: ParallelGroups
 ) -> list[Shard]:
     """Return the shards of one region over all its writers, from the records that this rank's stage holds."""
-    # Differentials are cut like their states: a rank with a part of one has the same part of the other.
+    # Differentials are cut like their states: a rank with a shard of one has the same shard of the other.
     widths = {
         kind: view.widths(RecordKind.FULL if kind is RecordKind.DELTA else kind) for kind in set(records.values())
     }
@@ -268,7 +268,7 @@ def region_parts(
     sizes = [0] * len(taken)
     if len(holders) > 1:
         sizes = [(piece.stop - piece.start) * widths[kind](piece.fqn) for _, kind, piece in taken]
-    parts: list[Shard] = []
+    shards: list[Shard] = []
     for (name, kind, piece), writer in zip(taken, writers_of(sizes, holders), strict=True):
         # Weights for forward and backward are taken again at the window's next steps.
         key = (id(piece), writer) if kind is RecordKind.COMPUTE else None
@@ -278,31 +278,31 @@ def region_parts(
             found = [Shard(name, kind, each, rank) for each, rank in shares]
             if key is not None:
                 view.repeated[key] = found
-        parts += found
-    return parts
+        shards += found
+    return shards
 
 
 # -- partial plans
 
 
-def _stable_parts(step: WindowStep, view: StateView, groups: ParallelGroups) -> list[Parts]:
+def _stable_shards(step: WindowStep, view: StateView, groups: ParallelGroups) -> list[Shards]:
     """Return the shards by file: experts in their fixed cut; the durable file begins with all of the dense part."""
-    found: list[Parts] = []
+    found: list[Shards] = []
     for audience in step.audiences:
         names = list(step.files[audience])
-        parts: Parts = {region: [] for region in REGIONS}
+        shards: Shards = {region: [] for region in REGIONS}
         if audience == "durable":
             loads = expert_loads(view, groups, names)
-            parts = {region: _dense_parts(region, view, groups, loads) for region in REGIONS}
+            shards = {region: _dense_shards(region, view, groups, loads) for region in REGIONS}
         for operator in (view.operators[name] for name in names if name in view.operators):
             if operator.expert_idx is not None:
                 holders = _ranks(operator.holders, groups)
-                parts[operator.holders] += _cut(operator, view, holders, turn=operator.expert_idx)
-        found.append(parts)
+                shards[operator.holders] += _cut(operator, view, holders, turn=operator.expert_idx)
+        found.append(shards)
     return found
 
 
-def _dense_parts(region: str, view: StateView, groups: ParallelGroups, loads: Mapping[int, int]) -> list[Shard]:
+def _dense_shards(region: str, view: StateView, groups: ParallelGroups, loads: Mapping[int, int]) -> list[Shard]:
     """Return the shards of all dense operators, balanced with the `loads` that ranks write already."""
     operators = [op for op in view.operators if op.kind != "expert" and op.holders == region]
     pieces = [(op.name, piece) for op in operators for piece in op.slices]

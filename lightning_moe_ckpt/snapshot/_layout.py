@@ -1,7 +1,7 @@
 """Place tensors in a segment; writers and readers compute the same layout.
 
 A segment has three regions: records held by all ranks of the stage, records held by the ranks with this rank's experts,
-and records of this rank alone (buffers, journal). A record is cut into parts with exactly one writer each. The layout
+and records of this rank alone (buffers, journal). A record is cut into shards with exactly one writer each. The layout
 is a pure function of plan, operators and groups. So a reader knows every writer's layout and can take a whole region
 from a broadcast without a description.
 """
@@ -22,8 +22,8 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_moe_ckpt.operators import Operator, OperatorSet, RecordKind, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Audience, Shard, all_names
-from lightning_moe_ckpt.snapshot._parts import PACKED, Field, FieldForm, PartTable, PartText
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
+from lightning_moe_ckpt.snapshot._shards import PACKED, Field, FieldForm, ShardTable, ShardText
 from lightning_moe_ckpt.storage import SegmentLayout, SpelledRows, TensorKind, dtype_code
 from lightning_moe_ckpt.tiers import Mirroring, aligned_gradient, gradient_nbytes
 
@@ -88,9 +88,9 @@ class Averages:
 
 @dataclass(frozen=True, slots=True)
 class GradientPlace:
-    """Place of the gradient for an expert's part."""
+    """Place of the gradient for an expert's shard."""
 
-    part: Shard
+    shard: Shard
     offset: int
     """Bytes from `StepLayout.gradients_at`."""
 
@@ -134,11 +134,11 @@ class StateView:
         self.difference_dtype = torch.float32
         """Dtype of gradients in DELTA records; `uint8` stands for compressed."""
         self.consumed: dict[str, Tensor] = {}
-        """Gradients consumed by the newest step, by repeatable parameter; if compressed, the parts that this rank
+        """Gradients consumed by the newest step, by repeatable parameter; if compressed, the shards that this rank
         writes, one behind the other."""
         self.repeated: dict[tuple[int, int | None] | None, list[Shard]] = {}
-        """Parts shared by a window's steps, by identity of the operator's slice, and writer."""
-        self._texts: dict[int, PartText] = {}
+        """Shards shared by a window's steps, by identity of the operator's slice, and writer."""
+        self._texts: dict[int, ShardText] = {}
 
     def buffer(self, name: str) -> Tensor | None:
         """Return a live buffer; `None` if the module has dropped it."""
@@ -176,7 +176,7 @@ class StateView:
         return param.dtype is torch.float32 and self.schema.adam_group(param) is not None
 
     def forms(self, fqn: str, kind: RecordKind) -> list[FieldForm]:
-        """Return the tensors in every part of a parameter's record, in stored order."""
+        """Return the tensors in every shard of a parameter's record, in stored order."""
         param = self.params[fqn]
         if kind is RecordKind.COMPUTE:
             consumed = {PARAM: param, **self.averages.consumed_of(fqn)}
@@ -189,10 +189,10 @@ class StateView:
             return [gradient, *averages]
         return [(PRESENT, torch.uint8, False), (PARAM, param.dtype, True), *state, *averages]
 
-    def table(self, parts: Iterable[Shard]) -> PartTable:
-        """Return the parts' tensors as a table."""
+    def table(self, shards: Iterable[Shard]) -> ShardTable:
+        """Return the shards' tensors as a table."""
         forms = cache(self.forms)
-        return PartTable([(part, forms(part.piece.fqn, part.kind)) for part in parts], self._texts)
+        return ShardTable([(shard, forms(shard.slice.fqn, shard.kind)) for shard in shards], self._texts)
 
     def is_state(self, key: str) -> bool:
         """Return whether a field is optimizer state, which may not exist yet."""
@@ -206,7 +206,7 @@ class StateView:
 
     def base(self, field: Field) -> Tensor | None:
         """Return the parameter, average or state tensor that a field is a slice of; `None` if it does not exist."""
-        return self.tensor(field.part.piece.fqn, field.key)
+        return self.tensor(field.shard.slice.fqn, field.key)
 
     def tensor(self, fqn: str, key: str) -> Tensor | None:
         """Return a parameter, or its average, gradient or state; `None` if there is no such gradient or state."""
@@ -225,7 +225,7 @@ class StateView:
     def part_of(base: Tensor, field: Field) -> Tensor:
         """Return the field's slice of `base`, flat."""
         flat = base.detach().view(-1)
-        return flat[field.part.piece.start : field.part.piece.stop] if field.per_element else flat
+        return flat[field.shard.slice.start : field.shard.slice.stop] if field.per_element else flat
 
     def record_nbytes(self, operator: Operator, kind: RecordKind) -> int:
         """Return the bytes of one record, over all its writers, without alignment."""
@@ -250,7 +250,7 @@ class FileLayout:
     """One file of one boundary: every writer's regions, and the places of this rank's tensors.
 
     Args:
-        parts: parts by region, over all its writers, in stored order.
+        shards: shards by region, over all its writers, in stored order.
         view: live state.
         groups: holders of each region.
         journal_nbytes: capacity of the journal record; `None` for a file without buffers and journal.
@@ -260,7 +260,7 @@ class FileLayout:
 
     def __init__(
         self,
-        parts: Mapping[str, Sequence[Shard]],
+        shards: Mapping[str, Sequence[Shard]],
         view: StateView,
         groups: ParallelGroups,
         journal_nbytes: int | None,
@@ -269,10 +269,10 @@ class FileLayout:
         start: int = 0,
     ) -> None:
         self.view, self.groups, self.audience, self.start = view, groups, audience, start
-        self.parts = {region: list(parts[region]) for region in REGIONS}
-        self._written: dict[tuple[str, int], PartTable] = {}
+        self.shards = {region: list(shards[region]) for region in REGIONS}
+        self._written: dict[tuple[str, int], ShardTable] = {}
         own = [self.written(region, groups.rank) for region in REGIONS]
-        self.table = PartTable.joined([each for each in own if each.parts] or own[:1])
+        self.table = ShardTable.joined([each for each in own if each.shards] or own[:1])
         """Tensors of records that this rank writes, the first ones of the segment."""
         local = {} if journal_nbytes is None else self._local_kinds(journal_nbytes)
         self._local = list(local)
@@ -291,27 +291,27 @@ class FileLayout:
         return self.table.fields
 
     def mirror(self, writer: int, regions: Collection[str], *, start: int) -> FileLayout | None:
-        """Return the layout of `writer`'s parts in these regions, with equal gaps; `None` if there are none."""
-        parts = {
-            region: [part for part in self.parts[region] if part.writer == writer] if region in regions else []
+        """Return the layout of `writer`'s shards in these regions, with equal gaps; `None` if there are none."""
+        shards = {
+            region: [shard for shard in self.shards[region] if shard.writer == writer] if region in regions else []
             for region in REGIONS
         }
         groups = replace(self.groups, rank=writer)
-        return FileLayout(parts, self.view, groups, None, start=start) if any(parts.values()) else None
+        return FileLayout(shards, self.view, groups, None, start=start) if any(shards.values()) else None
 
     def run(self, regions: Collection[str]) -> tuple[int, int] | None:
-        """Return first byte, and the byte after the last, of this rank's parts in these, the first, regions."""
+        """Return first byte, and the byte after the last, of this rank's shards in these, the first, regions."""
         count = sum(len(self.written(region, self.groups.rank).names) for region in REGIONS if region in regions)
         if count == 0:
             return None
         return int(self.segment.offsets[0]), int(self.segment.offsets[count - 1] + self.segment.sizes[count - 1])
 
-    def written(self, region: str, writer: int) -> PartTable:
+    def written(self, region: str, writer: int) -> ShardTable:
         """Return the tensors that `writer` stores in `region`."""
         found = self._written.get((region, writer))
         if found is None:
-            parts = [part for part in self.parts[region] if part.writer == writer]
-            found = self._written[region, writer] = self.view.table(parts)
+            shards = [shard for shard in self.shards[region] if shard.writer == writer]
+            found = self._written[region, writer] = self.view.table(shards)
         return found
 
     def records(self, has_state: Mapping[str, bool]) -> SpelledRows:
@@ -323,11 +323,11 @@ class FileLayout:
         rows: list[str] = []
         is_state, places = cache(self.view.is_state), self.segment.places
         places_by_name = zip(map(_quoted, self.table.names), places, strict=False)  # buffers and journal follow
-        for part, forms in self.table.parts:
-            piece = part.piece
-            head = f'{_quoted(part.operator)},"{part.kind.value}",{_quoted(piece.fqn)}'
+        for shard, forms in self.table.shards:
+            piece = shard.slice
+            head = f'{_quoted(shard.operator)},"{shard.kind.value}",{_quoted(piece.fqn)}'
             whole = f"[{','.join(map(str, piece.global_shape))}],{piece.global_start},{piece.stop - piece.start}"
-            there = "true" if part.kind is RecordKind.COMPUTE or has_state[piece.fqn] else "false"
+            there = "true" if shard.kind is RecordKind.COMPUTE or has_state[piece.fqn] else "false"
             rows += [
                 f'[{name},{head},{_quoted(key)},"{dtype_code(dtype)}",{_place(key, whole if per_element else "[],0,1", nbytes)},{offset},{nbytes},'
                 f"{there if is_state(key) else 'true'}]"
@@ -396,7 +396,7 @@ class StepLayout:
             return self._stop
         last = self.gradients[-1]
         assert self.view.gradient_dtype is not None
-        return self.gradients_at + last.offset + gradient_nbytes(last.part.piece.numel, self.view.gradient_dtype)
+        return self.gradients_at + last.offset + gradient_nbytes(last.shard.slice.numel, self.view.gradient_dtype)
 
     def _places_of_gradients(self) -> list[GradientPlace]:
         dtype, view = self.view.gradient_dtype, self.view
@@ -404,11 +404,11 @@ class StepLayout:
         if dtype is None:
             return places
         offset = 0
-        for part in (part for part, _ in self.durable.table.parts):
-            full = part.kind is RecordKind.FULL and view.operators[part.operator].kind == "expert"
-            if full and view.keeps_gradient(part.piece.fqn):
-                places.append(GradientPlace(part, offset))
-                offset += gradient_nbytes(part.piece.numel, dtype)
+        for shard in (shard for shard, _ in self.durable.table.shards):
+            full = shard.kind is RecordKind.FULL and view.operators[shard.operator].kind == "expert"
+            if full and view.keeps_gradient(shard.slice.fqn):
+                places.append(GradientPlace(shard, offset))
+                offset += gradient_nbytes(shard.slice.numel, dtype)
         return places
 
 

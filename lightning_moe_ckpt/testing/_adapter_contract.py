@@ -38,9 +38,9 @@ from lightning_moe_ckpt.operators import (
 )
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery import Frozen
-from lightning_moe_ckpt.snapshot._lay_out import region_parts
+from lightning_moe_ckpt.snapshot._lay_out import region_shards
 from lightning_moe_ckpt.snapshot._layout import REGIONS, StateView
-from lightning_moe_ckpt.snapshot._parts import Field
+from lightning_moe_ckpt.snapshot._shards import Field
 
 _SEEDS = (1, 2)
 """Seeds for the two micro-batches in a step."""
@@ -338,7 +338,7 @@ class OperatorCopies:
                 field
                 for region in REGIONS
                 for field in self._view.table(
-                    region_parts({op.name: RecordKind.FULL}, region, self._view, groups)
+                    region_shards({op.name: RecordKind.FULL}, region, self._view, groups)
                 ).fields
                 if field.key != "present"
             ]
@@ -351,7 +351,7 @@ class OperatorCopies:
     def restore(self, name: str) -> None:
         """Restore one operator."""
         for field, value in zip(self._fields[name], self._taken[name], strict=True):
-            param, live = self._view.params[field.part.piece.fqn], self._view.live(field)
+            param, live = self._view.params[field.shard.slice.fqn], self._view.live(field)
             if value is None:
                 # An expert that had no token yet has no state yet.
                 self._view.schema.drop_state(param)

@@ -77,7 +77,7 @@ class Training:
         self.optimizer.step()
 
     def captured(self, fqn: str, key: str) -> Tensor:
-        (name,) = [f.name for f in self.slot.own if f.part.piece.fqn == fqn and f.key == key]
+        (name,) = [f.name for f in self.slot.own if f.shard.slice.fqn == fqn and f.key == key]
         return self.slot.segment.view(self.memory, name)
 
     def expected(self) -> Tensor:
@@ -87,7 +87,7 @@ class Training:
         for field in self.slot.own:
             place, live = self.slot.segment.view(segment_U8, field.name), None
             if field.key == PRESENT:
-                place.fill_(int(view.schema.has_state(view.params[field.part.piece.fqn])))
+                place.fill_(int(view.schema.has_state(view.params[field.shard.slice.fqn])))
             else:
                 live = view.live(field)
             if live is not None:

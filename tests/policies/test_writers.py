@@ -36,7 +36,7 @@ rank_lists = st.lists(st.integers(0, 64), unique=True, min_size=1, max_size=6).m
 
 
 def loads(shards: list[Shard], ranks: list[int]) -> list[int]:
-    return [sum(nbytes(shard.piece) for shard in shards if shard.writer == rank) for rank in ranks]
+    return [sum(nbytes(shard.slice) for shard in shards if shard.writer == rank) for rank in ranks]
 
 
 @given(piece_lists, rank_lists, st.integers(1, 2000))
@@ -46,9 +46,9 @@ def test_parts_cover_each_slice_once(pieces: list[Piece], ranks: list[int], thre
     assert {p.writer for p in parts} <= set(ranks)
     for operator, original in pieces:
         own = [p for p in parts if p.operator == operator]
-        assert [p.piece.start for p in own] == [original.start, *(p.piece.stop for p in own[:-1])]
-        assert own[-1].piece.stop == original.stop
-        assert all(p.piece.global_start - p.piece.start == 1000 for p in own)
+        assert [p.slice.start for p in own] == [original.start, *(p.slice.stop for p in own[:-1])]
+        assert own[-1].slice.stop == original.stop
+        assert all(p.slice.global_start - p.slice.start == 1000 for p in own)
         if nbytes(original) < threshold:
             assert len(own) == 1
     order = [p.operator for p in parts]
@@ -76,7 +76,7 @@ def test_large_slices_are_cut_equally() -> None:
     """64 KiB or more, one interval per holder."""
     pieces = [make(0, 16 * 1024 + 1, 4), make(1, 1000, 4)]
     parts = assign_writers(pieces, width, [1, 3, 5])
-    assert [(p.writer, p.piece.numel) for p in parts if p.operator == "op0"] == [(1, 5462), (3, 5462), (5, 5461)]
+    assert [(p.writer, p.slice.numel) for p in parts if p.operator == "op0"] == [(1, 5462), (3, 5462), (5, 5461)]
     assert sum(p.operator == "op1" for p in parts) == 1
     assert len(assign_writers(pieces, width, [1])) == 2
 
@@ -90,7 +90,7 @@ def test_small_slices_go_to_the_least_loaded_largest_first() -> None:
 def test_fewer_elements_than_holders() -> None:
     """Some holders write nothing of it."""
     parts = assign_writers([make(0, 2, 40_000)], width, [0, 1, 2])
-    assert [(p.writer, p.piece.numel) for p in parts] == [(0, 1), (1, 1)]
+    assert [(p.writer, p.slice.numel) for p in parts] == [(0, 1), (1, 1)]
 
 
 def test_someone_must_hold_it() -> None:
@@ -113,9 +113,9 @@ def test_adaptive_parts_cover_each_slice_once(
     assert {p.writer for p in parts} <= set(ranks)
     for operator, original in pieces:
         own = [p for p in parts if p.operator == operator]
-        assert [p.piece.start for p in own] == [original.start, *(p.piece.stop for p in own[:-1])]
-        assert own[-1].piece.stop == original.stop
-        assert all(p.piece.global_start - p.piece.start == 1000 for p in own)
+        assert [p.slice.start for p in own] == [original.start, *(p.slice.stop for p in own[:-1])]
+        assert own[-1].slice.stop == original.stop
+        assert all(p.slice.global_start - p.slice.start == 1000 for p in own)
         assert all(a.writer != b.writer for a, b in pairwise(own))
     assert parts == assign_adaptively(list(pieces), width, list(ranks), dict(before), split_nbytes=threshold)
 
@@ -139,7 +139,7 @@ def test_adaptive_loads_are_balanced_with_what_ranks_write_besides(
 def test_a_rank_with_experts_gets_less_of_the_rest() -> None:
     """Two ranks, one with an expert as large as a third of the rest: all end with two thirds of it."""
     parts = assign_adaptively([make(0, 300_000, 4)], width, [0, 1], {1: 400_000})
-    written = {rank: sum(4 * p.piece.numel for p in parts if p.writer == rank) for rank in (0, 1)}
+    written = {rank: sum(4 * p.slice.numel for p in parts if p.writer == rank) for rank in (0, 1)}
     assert written[0] == pytest.approx(800_000, abs=64 * 1024)
     assert written[1] == pytest.approx(400_000, abs=64 * 1024)
 

@@ -51,7 +51,7 @@ def test_every_part_that_a_rank_writes_is_in_its_place(world_size: int, ep_size:
                 slot_U8[offset : offset + len(bytes_U8)] = bytes_U8
             fields = [field for field in layout.durable.own if field.key == PACKED]
             for field in fields:
-                piece = field.part.piece
+                piece = field.shard.slice
                 gradient = view.params[piece.fqn].grad
                 assert gradient is not None
                 whole = gradient.view(-1)[piece.start : piece.stop] + left_out.get(field.name, 0)
@@ -62,4 +62,4 @@ def test_every_part_that_a_rank_writes_is_in_its_place(world_size: int, ep_size:
                 left_out[field.name] = whole - found
             recorder.release()
         recorder.close()
-        assert max(Counter(field.part.piece.fqn for field in fields).values()) > 1, "experts of one parameter"
+        assert max(Counter(field.shard.slice.fqn for field in fields).values()) > 1, "experts of one parameter"

@@ -58,7 +58,7 @@ def layouts(memory: Experts, storage: Experts, world_size: int, ep_size: int) ->
 
 def own_parts(layout: WindowLayout) -> list[Shard]:
     (step,) = layout.steps
-    everything = [part for file in step.files for parts in file.parts.values() for part in parts]
+    everything = [part for file in step.files for parts in file.shards.values() for part in parts]
     return [part for part in everything if part.writer == step.groups.rank]
 
 
@@ -70,7 +70,7 @@ def test_every_element_that_a_plan_takes_has_one_writer(world_size: int, ep_size
     every = layouts(experts, experts, world_size, ep_size)
     for layout in every:
         for part in own_parts(layout):
-            taken[part.operator].append((part.piece.fqn, part.piece.global_start, part.piece.numel))
+            taken[part.operator].append((part.slice.fqn, part.slice.global_start, part.slice.numel))
     view, _ = rank_of_world(0, 1, 1)
     layers = [layer.fqn for layer in view.operators.layers]
     wanted = {
@@ -113,7 +113,7 @@ def test_ranks_agree_on_what_each_of_them_writes(world_size: int, ep_size: int) 
     for rank, layout in enumerate(layouts(experts, experts, world_size, ep_size)):
         (step,) = layout.steps
         mine = [part for part in own_parts(layout) if "/expert." in part.operator]
-        assert said[0][rank] == sum(p.piece.numel * step.view.bytes_per_element(p.piece.fqn, p.kind) for p in mine)
+        assert said[0][rank] == sum(p.slice.numel * step.view.bytes_per_element(p.slice.fqn, p.kind) for p in mine)
 
 
 @pytest.mark.parametrize(("world_size", "ep_size"), WORLDS)
@@ -179,7 +179,7 @@ def test_adaptive_sharding_lowers_the_largest_segment(monkeypatch: pytest.Monkey
         if name == "equal":
             monkeypatch.setattr(_lay_out, "assign_adaptively", lambda *each: assign_writers(each[0], each[1], each[2]))
         found[name] = [
-            sum(part.piece.numel for part in own_parts(layout)) for layout in layouts(experts, experts, 4, 4)
+            sum(part.slice.numel for part in own_parts(layout)) for layout in layouts(experts, experts, 4, 4)
         ]
     print({name: max(sizes) for name, sizes in found.items()})
     assert sum(found["adaptive"]) == sum(found["equal"])

@@ -66,15 +66,15 @@ def header_by_json(layout: SegmentLayout) -> bytes:
 def line_by_json(layout: WindowLayout, step: int, has_state: Mapping[str, bool], digests: list[str]) -> bytes:
     file, rows = layout.steps[step].durable, []
     for field in file.own:
-        piece, span = field.part.piece, file.segment.spans[field.name]
+        piece, span = field.shard.slice, file.segment.spans[field.name]
         whole = (piece.global_shape, piece.global_start, piece.numel) if field.per_element else ((), 0, 1)
         there = field.key in {"param", "present"} or has_state[piece.fqn]
         place = (span.offset, span.nbytes)
         rows.append(
             [
                 field.name,
-                field.part.operator,
-                field.part.kind.value,
+                field.shard.operator,
+                field.shard.kind.value,
                 piece.fqn,
                 field.key,
                 dtype_code(field.dtype),
