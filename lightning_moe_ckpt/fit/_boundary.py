@@ -104,7 +104,7 @@ class BoundaryState:
         return {"attributes_since": changed, "attributes_gone": [name for name in last if name not in now]}
 
     def restore_users(self, start: Start, here: Mapping[str, Any]) -> None:
-        """Load the states of callbacks, module and data module."""
+        """Load the states of callbacks, module and data module that differ from those in `here`, the states of now."""
         states, known = start["callbacks"], here.get("callbacks", {})
         for callback in self._callbacks():
             key = callback.state_key
@@ -116,7 +116,7 @@ class BoundaryState:
         self.extras.restore_owners(start, here)
 
     def restore_rates(self, start: Start, here: Mapping[str, Any]) -> None:
-        """Load the optimizer's groups, and schedulers."""
+        """Load the optimizer's groups and the schedulers, unless both equal those in `here`."""
         if _differs("param_groups", start, here) or _differs("schedulers", start, here):
             optimizer, configs = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs
             load_groups_state(optimizer, start["param_groups"])

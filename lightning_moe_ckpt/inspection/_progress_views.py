@@ -45,11 +45,7 @@ _TIERS = {"host": "own memory", "peer": "other nodes", "storage": "storage"}
 
 
 def write_page(view: RunView, out: Path, *, force: bool) -> Answer:
-    """Write the page and return the run's figures.
-
-    Raises:
-        ConfigurationError: the file exists or cannot be written.
-    """
+    """Write the page and return the run's figures. Raises `ConfigurationError` if the file exists or cannot be written."""
     if out.is_dir():
         raise ConfigurationError(f"{out} is a folder. Give the name of a file in it, such as {out / 'report.html'}.")
     if out.exists() and not force:

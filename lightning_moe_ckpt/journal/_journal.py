@@ -75,11 +75,7 @@ def encode_journal(journal: Journal, capacity: int, on_host: Mapping[int, Tensor
 
 
 def decode_journal(record_U8: Tensor) -> Journal:
-    """Decode the journal in a record.
-
-    Raises:
-        Corrupt: the length or the value is not what was written.
-    """
+    """Decode the journal in a record. Raises `Corrupt` if the length or the value is not what was written."""
     data = record_U8.numpy().tobytes()
     (length,) = _LENGTH.unpack_from(data)
     if length > len(data) - _LENGTH.size:

@@ -175,11 +175,7 @@ class FailureRate:
 
     @classmethod
     def parse(cls, text: str) -> FailureRate:
-        """Return the rate of a user's text.
-
-        Raises:
-            ConfigurationError: the text is neither a number nor like `10 per 1h`.
-        """
+        """Return the rate of a user's text. Raises `ConfigurationError` if the text is neither a number nor like `10 per 1h`."""
         found = _RATE.fullmatch(text.strip())
         if found is None:
             raise ConfigurationError(

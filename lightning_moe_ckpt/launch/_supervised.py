@@ -198,7 +198,7 @@ class Supervised:
             return self._failures.get(self.incarnation)
 
     def call_off(self, why: str) -> None:
-        """End this process's incarnation while all its ranks live: they come to another one.
+        """Let the supervisors end this incarnation although all its ranks live: they meet again in the next one.
 
         Args:
             why: predicate of a sentence about this rank, for messages.

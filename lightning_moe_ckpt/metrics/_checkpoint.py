@@ -65,11 +65,7 @@ class StallPerStep(_Ratio):
 
     @override
     def update(self, stall_seconds: float, steps: int = 1) -> None:
-        """Add the waiting time of `steps` steps.
-
-        Raises:
-            ValueError: a number is negative.
-        """
+        """Add the waiting time of `steps` steps. Raises `ValueError` if a number is negative."""
         self._add(stall_seconds, steps, "stall_seconds, steps")
 
 
@@ -80,11 +76,7 @@ class StallShare(_Ratio):
 
     @override
     def update(self, stall_seconds: float, seconds: float) -> None:
-        """Add `stall_seconds` of waiting within `seconds` of wall time.
-
-        Raises:
-            ValueError: a number is negative.
-        """
+        """Add `stall_seconds` of waiting within `seconds` of wall time. Raises `ValueError` if a number is negative."""
         self._add(stall_seconds, seconds, "stall_seconds, seconds")
 
 
@@ -97,11 +89,7 @@ class CapturedPerStep(_Ratio):
 
     @override
     def update(self, nbytes: int, steps: int = 1) -> None:
-        """Add the bytes that this rank has copied in `steps` steps.
-
-        Raises:
-            ValueError: a number is negative.
-        """
+        """Add the bytes that this rank has copied in `steps` steps. Raises `ValueError` if a number is negative."""
         self._add(nbytes, steps, "nbytes, steps")
 
 
@@ -114,11 +102,7 @@ class PersistedPerSecond(_Ratio):
 
     @override
     def update(self, nbytes: int, seconds: float) -> None:
-        """Add this rank's bytes that became durable within `seconds` of wall time.
-
-        Raises:
-            ValueError: a number is negative.
-        """
+        """Add this rank's bytes that became durable within `seconds` of wall time. Raises `ValueError` if a number is negative."""
         self._add(nbytes, seconds, "nbytes, seconds")
 
 

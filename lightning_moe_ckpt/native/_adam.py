@@ -211,7 +211,7 @@ def _device_of(gradient: Tensor | CompressedGradient) -> torch.device:
 
 
 def replay_torch(state: AdamState, steps: Sequence[AdamStep]) -> None:
-    """Replay with torch, by the operations of `torch.optim` with `foreach=False` in their order."""
+    """Repeat steps on `state`, in place, by the operations of `torch.optim` with `foreach=False`, in their order."""
     for step in steps:
         dense = step.gradient if isinstance(step.gradient, Tensor) else decompress_gradient(step.gradient)
         _one_step(state, step, dense.to(torch.float32).view_as(state.param))

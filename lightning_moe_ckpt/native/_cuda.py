@@ -227,11 +227,7 @@ class CompiledCudaEngine(CompiledEngine):
         self._lacked_memory = False
 
     def start(self) -> None:
-        """Create stream and thread now.
-
-        Raises:
-            NativeError: the device cannot be used.
-        """
+        """Create stream and thread now. Raises `NativeError` if the device cannot be used."""
         self._running_worker()
 
     @override
@@ -494,11 +490,7 @@ class TorchDevice:
         return "{:04x}:{:02x}:{:02x}.0".format(*numbers) if len(numbers) == 3 else None
 
     def settle(self, patience: timedelta) -> None:
-        """Wait for the work on the current stream, up to `patience`.
-
-        Raises:
-            TimeoutError: the work has not ended by then.
-        """
+        """Wait for the work on the current stream, up to `patience`. Raises `TimeoutError` if the work has not ended by then."""
         event, deadline = _cuda.Event(), time.monotonic() + patience.total_seconds()
         event.record(torch.cuda.current_stream(self.device))
         while not event.query():

@@ -322,7 +322,10 @@ def _add_rows(slices: Slices, units: Slices, sources: Sequence[Tensor], destinat
 
 
 def _are_plain(tensors: Sequence[Tensor], device_types: set[str]) -> bool:
-    """Return whether memory holds the elements' values; a conjugated or negated view stores others."""
+    """Return whether tensors are plain: strided, on these kinds of device, and with their elements' values in memory.
+
+    Not so a subclass, a quantized tensor, and a conjugated or negated view.
+    """
     return (
         set(map(type, tensors)) <= {Tensor, torch.nn.Parameter}
         and set(map(_LAYOUT, tensors)) <= {torch.strided}

@@ -139,14 +139,17 @@ class PlanMaker:
         return 1 / (1 + len(mirroring.owners) * share_written(self._view, self._groups, mirroring.groups))
 
     def reserve(self, turns: Sequence[WindowLayout], later: int) -> int:
-        """Return the bytes of slots for the first round of turns, and for later budgets of up to `later` bytes."""
+        """Return the bytes that a slot needs for every turn of the first round, and for later budgets of up to `later` bytes.
+
+        Later plans are held against the room that each position's experts have here, see `_has_room`.
+        """
         sizes = [self._nbytes_by_position(self.selection(turn.record.plan)) for turn in turns]
         self._room = [max(column) for column in zip(*sizes, strict=True)]
         self._reserve_nbytes = max(max(turn.slot_nbytes, later + turn.mirrors_nbytes[1]) for turn in turns)
         return self._reserve_nbytes
 
     def _has_room(self, plan: Plan) -> bool:
-        """Return whether every position's experts fit into the slots, which were made for equal turns."""
+        """Return whether every position's experts fit into the room for which `reserve` made the slots."""
         sizes = self._nbytes_by_position(self.selection(plan))
         return all(nbytes <= room for nbytes, room in zip(sizes, self._room, strict=False))
 

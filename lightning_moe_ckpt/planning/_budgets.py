@@ -312,7 +312,7 @@ class ExpertBudgets(Budgets):
         return sizes.bare + -(-self._least() * (sizes.full - sizes.bare) // self._position_nbytes())
 
     def _unless_noise(self, level: str, nbytes: int) -> int:
-        """Return the budget in force if a measured budget has changed little, since an unchanged plan keeps its layout."""
+        """Return `nbytes`, or the budget in force if a measured budget has hardly changed: an unchanged plan keeps its layout."""
         before = self.in_force.get(level)
         if before is None or self._config[level] != "auto" or abs(nbytes - before) >= NOISE * before:
             return nbytes

@@ -78,7 +78,7 @@ class StagePlans:
 
 
 def require_plans(policy: Policy, view: StateView, groups: ParallelGroups, exchange: Exchange) -> None:
-    """Raise `ConfigurationError`, on all ranks, if a policy cannot plan for any rank. Collective with stages."""
+    """Raise `ConfigurationError`, on all ranks, if the policy cannot plan for one of them. Collective with stages."""
     refusal = policy.refusal(view.operators)
     if groups.num_stages > 1 and getattr(policy, "schedule", None) is not None:
         refusal = (

@@ -364,7 +364,10 @@ class PartialPolicy(ExpertPolicy):
         return 2 * (turns - 1)
 
     def _places(self, now: _Turn, sizes: Sequence[int], ahead: int | None) -> tuple[list[int], list[int]]:
-        """Return the experts that each position gives, to memory and to storage; `ahead` is a position to come first."""
+        """Return how many experts each position gives to memory, and how many to storage.
+
+        Positions take turns at an uneven share. Position `ahead` has the first turn; with `None` the generation's number decides.
+        """
         if ahead is not None:
             memory = spread(self.memory_k, sizes, start=ahead)
             return memory, spread(self.k, memory, start=ahead)

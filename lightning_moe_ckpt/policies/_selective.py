@@ -82,7 +82,7 @@ class SelectivePolicy(ExpertPolicy):
 
     @override
     def config(self) -> dict[str, Any]:
-        """Identify the policy; period and budgets do not change a generation's form."""
+        """Return what identifies the policy. Period and budgets are left out: they do not change a generation's form."""
         return {"kind": self.kind, "age_limit": self.age_limit}
 
     @override
@@ -247,7 +247,7 @@ def compute_s(
 
 
 def _usable(tables: Sequence[ExpertTable], budget: int) -> int:
-    """Return the bytes of a budget that experts fill for certain."""
+    """Return the bytes of a budget that are certainly used, however experts of these sizes fall into it."""
     sizes = {table.nbytes for table in tables}
     if len(sizes) == 1:
         (size,) = sizes

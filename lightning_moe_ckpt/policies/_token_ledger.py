@@ -192,7 +192,7 @@ class TokenLedger:
         return replace(self, saved={**others, PEER: TierLedger.empty(len(self.alive))} if kept else others)
 
     def with_k(self, k: int | None, *, memory_k: int | None = None) -> TokenLedger:
-        """Return the ledger with another K in force; `memory_k` as an incarnation begins."""
+        """Return the ledger with `k` in force. `memory_k` is given as an incarnation begins; `None` or 0 keeps the present one."""
         return replace(self, k=k, memory_k=memory_k or self.memory_k)
 
     # -- what it says
@@ -284,11 +284,7 @@ class TokenLedger:
 
     @classmethod
     def from_journal(cls, stored: Mapping[str, Any]) -> TokenLedger:
-        """Read the value of `to_journal`.
-
-        Raises:
-            Corrupt: the value is no ledger.
-        """
+        """Read the value of `to_journal`. Raises `Corrupt` if the value is no ledger."""
         try:
             found = cls(
                 num_experts=tuple(int(number) for number in stored["num_experts"]),

@@ -266,7 +266,7 @@ def fold(state_U8: Tensor, layout: SegmentLayout, differences: Sequence[Differen
 def _fold_part(
     state_U8: Tensor, layout: SegmentLayout, part: str, names: Sequence[str], differences: Sequence[Difference]
 ) -> None:
-    """Apply the differences of one part of a parameter, whose tensors have `names` in the state."""
+    """Apply the differences of one shard, in place; `names` are its tensors in the state, `part` their common prefix."""
     newest = differences[-1]
     packed = f"{_DELTA}{part}/{PACKED}"
     gradient = packed if packed in newest.layout.spans else f"{_DELTA}{part}/{GRADIENT}"

@@ -362,7 +362,10 @@ def _has_more(copies: Mapping[str, GenerationId], marker: RankMarker | None) -> 
 
 
 def _nobody_needs(held: Sequence[GenerationId], store: RunStore, has_more: Callable[[Commit], bool]) -> bool:
-    """Return whether storage says in time that no start would restore memory. Without an answer, closes the store."""
+    """Return whether storage says, within `_PATIENCE_SECONDS`, that no start would restore generations held in memory.
+
+    False after an error. Without an answer in time, close the store, and return false.
+    """
     answers: SimpleQueue[bool] = SimpleQueue()
 
     def ask() -> None:

@@ -78,11 +78,7 @@ def understood(what: str) -> Iterator[None]:
 
 
 def stored_layouts(marker: RankMarker) -> list[SegmentLayout]:
-    """Return the layouts of a marker's records, by step, in the files' order.
-
-    Raises:
-        Corrupt: no segment has such records.
-    """
+    """Return the layouts of a marker's records, by step, in the files' order. Raises `Corrupt` if no segment has such records."""
     by_step: dict[int, list[SegmentEntry]] = {}
     for entry in marker.segments:
         by_step.setdefault(entry.step, []).append(entry)

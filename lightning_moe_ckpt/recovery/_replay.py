@@ -215,7 +215,10 @@ class Replay:
         return frozenset(fqn for fqn, count in number.items() if count > 1)
 
     def _reset(self, shared: Collection[str], scalars: Scalars) -> None:
-        """Reset optimizer state shared by experts: an expert captured before it had state gets zeros."""
+        """Drop the optimizer's state that records do not overwrite as a whole, and create the state that `scalars` name.
+
+        Experts that `shared` a parameter share its state too: an expert captured before it had state is left with zeros.
+        """
         schema, params = self._view.schema, self._view.params
         missing = {piece.fqn for name in self._missing for piece in self._view.operators[name].slices}
         for fqn in {*shared, *missing}:

@@ -168,11 +168,11 @@ _Requests = list[tuple[Assembly, Request]]
 
 
 class Transfer:
-    """Bring assemblies their bytes; every method is collective.
+    """Rounds in which all ranks read, send and receive the bytes of their assemblies; every method is collective.
 
     Args:
-        rounds: of this attempt.
-        reader: of the copies that this rank reaches.
+        rounds: rounds of this attempt.
+        reader: reads the copies that this rank reaches.
         what: name of the version, for the log.
         message_nbytes: most bytes per message.
     """
@@ -185,7 +185,7 @@ class Transfer:
         """Fill all assemblies. Return whether every rank could; otherwise the reasons are in the rounds.
 
         Args:
-            assemblies: of this rank.
+            assemblies: buffers that this rank wants filled.
             broken: reason why this rank can be given nothing; empty otherwise.
         """
         with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="moe-ckpt-restore") as pool:

@@ -240,11 +240,7 @@ class Pace:
         return 0.0 if self.bandwidth is None else nbytes / self.bandwidth
 
     def wait(self, nbytes: int) -> None:
-        """Wait until a chunk of `nbytes` may be written.
-
-        Raises:
-            StorageError: the backend was closed.
-        """
+        """Wait until a chunk of `nbytes` may be written. Raises `StorageError` if the backend was closed."""
         if self._closed.wait(self._reserve(nbytes)):
             raise StorageError("the store was closed during a write, which is abandoned. Nothing of it is visible.")
 

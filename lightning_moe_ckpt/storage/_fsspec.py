@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class FsspecBackend:
-    """Any fsspec URL. Thread safe; open it after a fork, because asynchronous file systems do not survive a fork."""
+    """Objects under any fsspec URL. Thread safe. Open one after a fork: asynchronous file systems do not survive a fork."""
 
     def __init__(
         self,

@@ -179,7 +179,11 @@ class PosixBackend:
                     yield entry
 
     def _pass_over(self, entry: os.DirEntry[str]) -> None:
-        """Name a strange entry in place of our file or folder; raise if a run must not go on without the real one."""
+        """Warn, once per path, of a strange entry in place of our file or folder.
+
+        Raises:
+            StorageRefused: a run must not go on without the real file or folder: it is of the log, on top, or behind a link.
+        """
         said = _strange(Path(entry.path))
         parts = self._key(entry).split("/")
         if parts[0] == LOG_PREFIX.rstrip("/") or len(parts) == 1 or (entry.is_symlink() and Path(entry.path).exists()):

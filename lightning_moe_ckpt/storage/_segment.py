@@ -71,11 +71,7 @@ def itemsize_of(code: str) -> int | None:
 
 
 def dtype_of(code: str) -> torch.dtype:
-    """Return the dtype that `code` names.
-
-    Raises:
-        Corrupt: the code is unknown.
-    """
+    """Return the dtype that `code` names. Raises `Corrupt` if the code is unknown."""
     if code not in _DTYPES:
         raise Corrupt(f"unknown dtype {code!r}.")
     return _DTYPES[code]

@@ -198,11 +198,7 @@ def strike(write_record: Callable[[dict[str, Any]], None], kill: Kill) -> None:
 
 
 def settle(trainer: Trainer, seconds: float) -> None:
-    """Let checkpoint callbacks store what they have begun.
-
-    Raises:
-        TimeoutError: they have not within `seconds`.
-    """
+    """Let checkpoint callbacks store what they have begun. Raises `TimeoutError` if they have not within `seconds`."""
     for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
         wait = getattr(callback, "wait_committed", None)
         if wait is not None and not wait(seconds):

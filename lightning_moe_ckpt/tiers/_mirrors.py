@@ -134,10 +134,10 @@ def _wire_rate(group: dist.ProcessGroup, placement: ReplicaPlacement, rank: int)
 
 
 class MirrorStore:
-    """Captured mirrors, until the copies that need them have them.
+    """This rank's captures of other ranks' equal state, until the copies of these ranks' segments are filled from them.
 
-    The training thread adds segments, receiving threads copy from them, and whoever releases a generation's memory
-    calls `end` before.
+    The training thread adds segments, and receiving threads copy from them. `end` comes before a generation's memory is
+    released.
     """
 
     def __init__(self) -> None:
@@ -155,14 +155,17 @@ class MirrorStore:
             self._changed.notify_all()
 
     def add(self, segment: SealedSegment) -> None:
-        """Add a segment of a generation that has begun; ignored for any other generation."""
+        """Add a segment, and wake threads that wait for it; ignored unless its generation has begun and not ended."""
         with self._changed:
             if segment.generation in self._segments:
                 self._segments[segment.generation][segment.step] = segment
                 self._changed.notify_all()
 
     def end(self, generation: GenerationId) -> None:
-        """Forget a generation; nothing reads its memory once this returns. Repeating this is allowed."""
+        """Forget a generation, and wait for threads that copy from it: nothing reads its memory once this returns.
+
+        May be called again.
+        """
         with self._changed:
             self._segments.pop(generation, None)
             self._changed.notify_all()

@@ -255,7 +255,7 @@ def _status(path: Path) -> tuple[int, int, int]:
 
 
 def _current_places(place: _Place) -> Places:
-    """Return the files' extents; the marker is parsed again only if it was replaced."""
+    """Return where in memory the generation's files lie now; the marker is parsed again only if it was replaced."""
     if _status(place.marker) == place.status:
         return place.places
     return _read_marker(place.marker, place.header).places(place.header)

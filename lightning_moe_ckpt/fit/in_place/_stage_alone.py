@@ -422,11 +422,7 @@ class StageAlone:
         return isinstance(error, Rewind) or (self._log.apart and not is_of_collective(error))
 
     def _recover(self, error: Exception) -> None:
-        """Wait inside a step until the failed stage has come there.
-
-        Raises:
-            Rewind: this rank has to go on in place.
-        """
+        """Wait inside a step until the failed stage has come there. Raises `Rewind` if this rank has to go on in place."""
         random, run, began = capture_rng(), self.run, time.perf_counter()
         assert run is not None
         while True:

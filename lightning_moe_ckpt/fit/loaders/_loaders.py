@@ -127,7 +127,7 @@ def _epoch(trainer: Trainer) -> int:
 
 
 def are_of_this_epoch(trainer: Trainer) -> bool:
-    """Return whether loaders are made, or have been made, as in the epoch to train, and not as in an earlier one."""
+    """Return whether `trainer.current_epoch`, which users' code reads as it makes loaders, is the epoch to train."""
     return _epoch(trainer) == trainer.current_epoch
 
 

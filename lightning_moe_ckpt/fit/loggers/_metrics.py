@@ -58,7 +58,7 @@ def take_metrics(trainer: Trainer, module: LightningModule) -> MetricState:
 
 
 class _Copies:
-    """Present copies of tensors; a tensor logged in several places is copied once."""
+    """Copies of tensors with their values as of now; a tensor logged in several places is copied once."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Tensor, Tensor]] = {}

@@ -56,7 +56,7 @@ class LoggedOnce:
         logger.log_metrics = self._log_once
 
     def take(self) -> dict[str, Any]:
-        """Return the rows' place, and counts of keys logged under the newest step."""
+        """Return the place of the rows, the newest step, and how often each key was logged under it."""
         raise NotImplementedError
 
     def restore(self, taken: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ class LoggedOnce:
         raise NotImplementedError
 
     def start(self) -> dict[str, Any]:
-        """Return the rows' place, as before the first row."""
+        """Return the result of `take` for a logger that has no rows yet."""
         return {**self.take(), "step": -1, "keys": {}}
 
     def hold(self) -> Callable[[], None]:

@@ -159,7 +159,10 @@ class Node:
                 yield f"{self.name}{end}".removesuffix(CONTENT), why
 
     def _unstored(self, end: str) -> str:
-        """Return why an entry cannot be stored; empty if all such values are still the user code's first ones."""
+        """Return why an entry cannot be stored; empty if only values of the reference stand in the way.
+
+        A new process has those again, since the user's code makes them.
+        """
         known = self._first_why.get(end, ())
         return ", ".join(sorted({why for key, why in self.why[end].items() if key not in known}))
 

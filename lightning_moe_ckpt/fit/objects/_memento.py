@@ -87,11 +87,7 @@ class Memento:
         self._seen.clear()
 
     def restore(self) -> None:
-        """Restore everything remembered.
-
-        Raises:
-            CheckpointError: a large tensor that was not copied has changed.
-        """
+        """Restore everything remembered. Raises `CheckpointError` if a large tensor that was not copied has changed."""
         for space, items in self._spaces:
             _restore_space(space, items)
         for owner, name, value in self._slots:

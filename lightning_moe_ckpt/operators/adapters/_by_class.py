@@ -211,7 +211,11 @@ def _cut_megatron(
 
 
 def _intervals(params: Mapping[str, nn.Parameter], num_experts: int) -> dict[int, tuple[ParamSlice, ...]]:
-    """Return equal flat intervals, one per expert, of parameters that are viewed as `[E, ...]` whatever their shape."""
+    """Return each expert's flat interval of parameters that are viewed as `[E, ...]` whatever their shape; all are equal.
+
+    Raises:
+        UnknownLayout: a parameter's elements cannot be divided by `num_experts`.
+    """
     slices: dict[int, list[ParamSlice]] = {expert: [] for expert in range(num_experts)}
     for fqn, param in params.items():
         if param.numel() % num_experts:
