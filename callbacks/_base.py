@@ -89,7 +89,7 @@ class ReplayHooks(Callback):
 
 
 class SupervisedHooks(ReplayHooks):
-    """The same where a supervisor would start another process in the place of a dead one."""
+    """`ReplayHooks` under a supervisor, which would start another process in the place of a dead one."""
 
     def __init__(self, in_place: InPlace, begin: Callable[[Trainer, LightningModule], FitSession]) -> None:
         super().__init__(lambda trainer, module: in_place.begin(lambda: begin(trainer, module)))

@@ -67,9 +67,9 @@ class _Boost:
     use: Sequence[float] = ()
     """Largest use of each expert that was seen in this boost, see `faded_use`."""
     watched: int = 0
-    """Steps of which that is."""
+    """Number of steps over which `use` was seen."""
     extra: Sequence[int] = ()
-    """Of the last step, over all ranks, as `Measured` has it."""
+    """Tokens of the last step over all ranks, as in `Measured`."""
     kept: Sequence[int] = ()
     room: Sequence[int] = ()
 

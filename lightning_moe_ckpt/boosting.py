@@ -63,7 +63,7 @@ WATCHED_STEPS = 10
 """Steps that experts are watched before giving anything."""
 
 BaseSlots = Callable[[int, Tensor], Tensor]
-"""BaseSlots `[E]` that experts have without boost, from the tokens of a forward and those that each expert kept."""
+"""Slots `[E]` of experts without boost, from the number of tokens in a forward and the tokens that each expert kept."""
 
 Formula: TypeAlias = Literal["softmax", "normalised", "chosen"]
 """How weights of choices are made: probabilities, probabilities divided by their sum, or a softmax over the chosen."""

@@ -87,7 +87,7 @@ class MeasuredFailure:
     total_seconds: float
     """Until the slowest rank had finished the first new step."""
     step_seconds: float
-    """Of an ordinary step."""
+    """Seconds of an ordinary step."""
 
 
 def time_ratio(failures: Sequence[MeasuredFailure]) -> float:

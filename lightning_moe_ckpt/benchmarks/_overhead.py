@@ -90,9 +90,9 @@ class StepCosts:
     generations_committed: int
     """Storage is given the newest complete generation whenever it has finished one."""
     hooks: dict[str, Cost] = field(default_factory=dict)
-    """With `--breakdown`: mean per step, by hook."""
+    """Mean cost per step by hook, with `--breakdown`."""
     threads: dict[str, float] = field(default_factory=dict)
-    """With `--breakdown`: mean CPU time per step beside the training thread, by thread."""
+    """Mean CPU time per step beside the training thread, by thread, with `--breakdown`."""
 
 
 class Turn(NamedTuple):
@@ -115,7 +115,7 @@ class _Fit:
     num_turns: int
     rank: int
     port: int
-    """Where the ranks meet."""
+    """Port at which the ranks meet."""
 
     def __call__(self, hand_over: HandOver[Turn]) -> None:
         """Train, and call `hand_over` at the end of every turn."""

@@ -45,7 +45,7 @@ _CLI = "lightning.pytorch.cli"
 
 
 def explain_errors() -> None:
-    """Let LightningCLI end its errors this way, now or as soon as it is imported; once."""
+    """Let LightningCLI end its errors about our classes with our remedy, now or once it is imported. May be called again."""
     if _CLI in sys.modules:
         _explain(sys.modules[_CLI])
     elif not any(isinstance(each, _Awaiting) for each in sys.meta_path):
@@ -84,7 +84,7 @@ def _explain(module: ModuleType) -> None:
 
 
 def remedy(message: str) -> str | None:
-    """Return the likely meaning, for messages about unknown names of this package or wrong types; else `None`."""
+    """Return the likely meaning of a message about an unknown name in this package, or a wrong type; `None` for any other."""
     for module, name, option, value in _WRONG.findall(message):
         hints = _hints(getattr(importlib.import_module(module), name))
         if option in hints:
@@ -106,7 +106,7 @@ def remedy(message: str) -> str | None:
 
 
 def _hints(kind: Callable[..., Any]) -> dict[str, Any]:
-    """Return types of a class's arguments, arguments shared by checkpoint callbacks included."""
+    """Return the type hints of a class's arguments by name, with those shared by all checkpoint callbacks."""
     written = {name: parameter.annotation for name, parameter in inspect.signature(kind).parameters.items()}
     return written | {k: v for k, v in typing.get_type_hints(kind.__init__).items() if k in written}
 

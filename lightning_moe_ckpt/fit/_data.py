@@ -204,7 +204,10 @@ class DataRecord:
             self.taken = {"before": before, "settings": _positions.settings_of(self._trainer)}
 
     def load(self, name: str) -> None:
-        """Let a loop ask for loaders, if necessary; in a restart, before its first epoch, only as at the run's begin."""
+        """Let a loop ask for loaders, if it has to, and record the state from which it does.
+
+        In a restart, before the first epoch, only training's loaders are made, as at the run's begin.
+        """
         if self._start is not None and not self._moved.begun:
             if name == "training":
                 self._load_as_begun()

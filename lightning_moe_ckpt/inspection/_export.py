@@ -73,7 +73,7 @@ class ExportOptions:
     ties: Mapping[str, str] = field(default_factory=dict)
     """Further names of stored tensors, beyond those that the module's `state_dict` has."""
     merge: bool = False
-    """In a folder, add a PEFT adapter to its base's weights, in place of writing the adapter alone."""
+    """Whether a folder gets the base's weights with the PEFT adapter added, in place of the adapter alone."""
     max_shard_nbytes: int = MAX_SHARD_NBYTES
     """Bytes per file of weights in a folder."""
     force: bool = False

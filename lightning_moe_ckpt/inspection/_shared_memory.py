@@ -44,7 +44,7 @@ class Leftover:
     """`ring`, `replica`, `markers` of memory that is gone, or `folder` of a benchmark."""
     owner: str
     tag: str
-    """Of the run at its place; empty for a folder."""
+    """Tag of the run at its place; empty for a folder."""
     rank: int | None
     step: int | None
     """Step of the newest generation in the memory."""

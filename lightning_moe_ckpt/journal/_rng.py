@@ -162,7 +162,7 @@ class _WatchedNumpy(_Watched):
     _owner: Any = np.random.get_state.__self__  # type: ignore[attr-defined]  # as above
     _bits: object = None
     _address = 0
-    """Of the words of `_bits`, which stays."""
+    """Address of the words of `_bits`, which stays."""
 
     @override
     def _look(self) -> tuple[bytes, ...]:

@@ -27,14 +27,14 @@ from lightning_moe_ckpt.launch._job_log import FailureRate
 from lightning_moe_ckpt.launch._members import RankOutput
 
 _RESTARTS = 1_000_000
-"""Of all ranks; the supervisor counts failures itself."""
+"""Restarts of all ranks that torch's agent may count; the supervisor counts failures itself."""
 
 _KEEP_ALIVE = {"keep_alive_interval": 2, "keep_alive_max_attempt": 5}
 """Seconds between two signs of life of a node, and how many may be missing; torch's own are 5 and 3."""
 
 _FAILED, _KILLED = 1, 128
 _READ_SECONDS, _STATIC_SECONDS, _TELL_SECONDS = 60.0, 600.0, 10.0
-"""What torch waits for an answer of its store, and for all nodes of a static meeting; between two sentences until then."""
+"""Seconds that torch waits for its store, and for all nodes of a static meeting; seconds between two sentences about it."""
 _OTHER_PORT = "If something else listens there, give another port: `--rdzv-endpoint HOST:PORT`, or `--master-port`."
 
 T = TypeVar("T")

@@ -34,7 +34,7 @@ from lightning_moe_ckpt.operators._operator import MoELayerSpec, OperatorSet
 log = rank_logger(__name__)
 
 Measure = Literal["tokens", "probabilities", "capacity"]
-"""What to add up: tokens an expert processed, the router's probabilities for it, tokens it could have taken."""
+"""Quantity to add up by expert: tokens processed, the router's probabilities, or tokens that the expert could have taken."""
 
 
 class LoadCounter:

@@ -255,7 +255,7 @@ class OperatorSet:
     """One rank's operators; together their slices cover every parameter exactly once, but for constants."""
 
     operators: tuple[Operator, ...]
-    """In the order of `named_parameters()`, experts of a layer ascending."""
+    """Operators in the order of `named_parameters()`, experts of a layer ascending."""
     layers: tuple[MoELayerSpec, ...]
     """MoE layers, in the order of the model."""
     dtypes: Mapping[str, torch.dtype]

@@ -266,7 +266,7 @@ class ExpertBudgets(Budgets):
 
     @override
     def renewed(self, rows: Sequence[Sequence[int]], before: int) -> bool:
-        """Put the smallest budgets in force; every window has its own plan, so that none is due for them."""
+        """Put the smallest of all ranks' budgets in force. Return false: every window has its own plan, so none is due for them."""
         self.agreed(rows)
         return False
 
@@ -337,7 +337,7 @@ class ExpertBudgets(Budgets):
 
 
 def slot_sizes(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> dict[str, SlotSizes]:
-    """StepFollower this rank's files at each level, without experts and with all experts."""
+    """Return the sizes of this rank's segments by level, without experts and with all experts, from layouts made for it."""
     everything = tuple(tuple(range(layer.num_experts)) for layer in view.operators.layers)
     nothing: Experts = tuple(() for _ in everything)
 

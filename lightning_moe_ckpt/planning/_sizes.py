@@ -23,7 +23,7 @@ class OperatorSizes:
         self._dense: int | None = None
 
     def forget(self) -> None:
-        """StepFollower anew: the view's operators or the optimizer's state have changed."""
+        """Let the next reading measure anew: the view's operators or the optimizer's state have changed."""
         self._whole = self._dense = None
 
     @property

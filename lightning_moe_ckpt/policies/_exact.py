@@ -91,7 +91,7 @@ class SparsePolicy(Policy):
 
     @override
     def refusal(self, operators: OperatorSet) -> str | None:
-        """A schedule must name every operator of all ranks once."""
+        """Return the fault if a schedule does not name every operator of all ranks once; `None` without a fault or schedule."""
         if self.schedule is None:
             return None
         names = all_names(operators)
@@ -154,7 +154,7 @@ class DensePolicy(PeriodicPolicy):
 
     @override
     def config(self) -> dict[str, Any]:
-        """The period does not change what a window looks like."""
+        """Return what identifies the policy, without the period, which does not change a window's form."""
         return {"kind": self.kind}
 
     @override
@@ -188,7 +188,7 @@ class DifferentialPolicy(Policy):
 
     @override
     def config(self) -> dict[str, Any]:
-        """Identify the policy; period, batches and mode do not change a stored base."""
+        """Return what identifies the policy, without period, batches and mode, which do not change a stored base."""
         return {"kind": self.kind}
 
     @override
@@ -197,5 +197,5 @@ class DifferentialPolicy(Policy):
 
     @override
     def plan(self, inputs: PlanInputs) -> Plan:
-        """Plan a base; differences have the same operators."""
+        """Return the plan of a base; differences have the same operators."""
         return Plan.of_everything(all_names(inputs.operators))

@@ -219,7 +219,7 @@ class PartialPolicy(ExpertPolicy):
 
     @override
     def config(self) -> dict[str, Any]:
-        """Identify the policy; the period does not change a generation's contents."""
+        """Return what identifies the policy, without the period, which does not change a generation's contents."""
         names = ("kind", "k", "snapshot_k", "order", "age_limit")
         return {name: getattr(self, name) for name in names}
 

@@ -148,7 +148,7 @@ class Policy(ABC):
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """Identify the policy; a stored plan is adopted only under an equal policy."""
+        """Return what identifies the policy, as JSON values; a stored plan is adopted only under an equal policy."""
 
     @abstractmethod
     def least_steps(self, num_operators: int) -> int:

@@ -102,7 +102,7 @@ class HookClock:
         self.ended = 0.0
         """Seconds of the hooks that have ended."""
         self.start: float | None = None
-        """When the hook under way began."""
+        """Begin of the hook under way."""
         self.validated = 0.0
         """Seconds of validation, which count for no step of training."""
 

@@ -427,7 +427,7 @@ class RestoreAttempt:
 
 
 def _doubt(which: Which) -> int:
-    """Rank markers by trust: manifests vouch for commits; copies on other nodes may be less exact."""
+    """Return a sort key, most trusted first: manifests vouch for commits, and copies on other nodes may be less exact."""
     return (STORAGE, HOST, PEER, None).index(which[1])
 
 

@@ -128,7 +128,7 @@ class RecordIndex:
         return None
 
     def offered(self, operators: Iterable[str]) -> dict[str, list[tuple[Version, int]]]:
-        """Return the versions with a part of each operator, and the number of elements."""
+        """Return, by operator, the versions with a part of its full state, each with the elements of that part."""
         found: dict[str, list[tuple[Version, int]]] = {name: [] for name in operators}
         for operator, source in self._full:
             if operator in found and (operator, source) not in self._excluded:

@@ -116,7 +116,7 @@ def journal_capacity(marker: RankMarker) -> int:
 
 
 def _journals(file: SegmentEntry) -> list[int]:
-    """Return the bytes of each journal in a file."""
+    """Return the sizes in bytes of the journals in a file."""
     columns = RecordColumns.of(file.records)
     return [nbytes for name, nbytes in zip(columns.name, columns.nbytes, strict=True) if name == JOURNAL]
 
@@ -322,7 +322,7 @@ def tokens_behind(attempt: RestoreAttempt, chosen: RestorePlan) -> TokensByGener
 
 
 def _alive(record: memoryview) -> Tensor:
-    """Return a journal's tokens in live weights; an empty tensor if tokens were not counted."""
+    """Return the tokens per expert in the live weights of a journal's boundary, int64 `[E]`; empty if none were counted."""
     journal = decode_journal(torch.frombuffer(bytearray(record), dtype=torch.uint8))
     stored = journal["outcome"].get("accounting")
     return torch.empty(0, dtype=torch.int64) if stored is None else TokenLedger.from_journal(stored).alive

@@ -307,7 +307,7 @@ _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _copies(
     source: Tensor, at: Column, dtype: torch.dtype, flat: Tensor, slices: tuple[Column, Column]
 ) -> Iterator[Copy]:
-    """Copy slices of a parameter, or yield the copies: all of one size at once, in any stored order.
+    """Bring slices of a parameter to their places, in any stored order: rows scattered over it are copied at once, others yielded.
 
     Args:
         source: uint8.

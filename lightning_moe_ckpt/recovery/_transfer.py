@@ -258,7 +258,7 @@ class Transfer:
 
 
 def _destinations(receives: Sequence[FetchRequest], wanted: _Requests) -> list[RankBytes]:
-    """Return the buffers for received messages."""
+    """Return each message's sender, and the place in an assembly's buffer that it fills."""
     found = []
     for fetch in receives:
         assembly, request = wanted[fetch.number]
@@ -294,7 +294,7 @@ Which = tuple[Version, TierName | None]
 
 @dataclass(slots=True)
 class _Sought:
-    """A marker that this rank looks for."""
+    """Search for one marker: its copies still to be tried, and the marker once found."""
 
     which: Which
     left: list[Replica]

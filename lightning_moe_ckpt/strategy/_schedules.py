@@ -247,7 +247,7 @@ class Pipeline:
 
 
 def _ignore(_: PipelinePhase) -> None:
-    """Evaluation has no phases: nothing copies in its gaps."""
+    """Ignore a phase of evaluation: nothing is copied in its gaps."""
 
 
 class _Runner:

@@ -161,14 +161,14 @@ class Kill:
     settle: float = 0.0
     """Seconds to wait at most, before dying, until the checkpoint callbacks of this rank have committed all they have."""
     seconds: float = 0.0
-    """For `random_time`: how long after `on_train_start`."""
+    """Seconds after `on_train_start`, for `random_time`."""
     operation: int = 0
-    """For `storage`: which operation of this attempt, counted from 0, among those that match `verb`.
-    For `ckpt_file`: which file of this step that Lightning writes, counted from 0; half of it lies under its final name
-    then, as a copy between file systems leaves it."""
+    """Number of the operation, from 0, for `storage`: among this attempt's operations that match `verb`.
+    Number of the file, from 0, for `ckpt_file`: among those that Lightning writes at this step; half of the file lies under
+    its final name then, as a copy between file systems leaves it."""
     verb: str = ""
-    """For `storage`: only operations count whose method name and key, with a space between, match this regular
-    expression somewhere, e.g. `^(put|create|delete) ` for those that change anything."""
+    """Regular expression, for `storage`: an operation counts if its method name and key, with a space between, match it
+    somewhere, e.g. `^(put|create|delete) ` for all that change anything."""
     signal: signal.Signals = signal.SIGKILL
     """Another one than SIGKILL lets the rank run on, and the parent waits until all ranks have ended by themselves."""
     everyone: bool = False
@@ -176,7 +176,7 @@ class Kill:
     group: bool = False
     """Whether the processes that the rank has started get the signal too, as a cluster or a terminal sends it."""
     after: bool = False
-    """For `storage`: strike when the operation has returned instead of before it starts."""
+    """Whether to strike when the operation has returned, not before it starts, for `storage`."""
 
     def __post_init__(self) -> None:
         anywhere = self.phase in {"random_time", "storage", "sanity_check"}

@@ -169,7 +169,7 @@ class DeltaDecoder:
 
     @property
     def exact(self) -> bool:
-        """Return whether the rebuilt bytes must be the sender's segment."""
+        """Return whether the rebuilt bytes have to equal the sender's: gradients are in float32, or the segment is sent whole too."""
         return self.plan.whole or self.dtype is torch.float32
 
     @property
@@ -226,7 +226,7 @@ class DeltaDecoder:
             self.drift = max(self.drift[0], param), max(self.drift[1], *moments)
 
     def _count(self, part: SteppedPart) -> int:
-        """Return the step's number, written except in an audit. Raises `Corrupt` if the previous is no count."""
+        """Return the number of the step, and store it, except in an audit. Raises `Corrupt` if the one before is no whole number."""
         (source, destination), nbytes = part.step, part.step_dtype.itemsize
         before = self._base[source : source + nbytes].view(part.step_dtype)
         if not self.plan.whole:
@@ -237,7 +237,7 @@ class DeltaDecoder:
         return int(number)
 
     def _moved(self, source: int, destination: int, first: int, last: int) -> Tensor:
-        """Return copied elements of the previous segment's state: in their new place, or fresh in an audit."""
+        """Copy elements of the previous segment's state to their new place and return them; in an audit, a copy by itself."""
         base = _floats(self._base, source, first, last)
         return base.clone() if self.plan.whole else _floats(self._out, destination, first, last).copy_(base)
 

@@ -64,12 +64,12 @@ class StepSettings:
 
 @dataclass(frozen=True, slots=True)
 class PartGradient:
-    """Optimizer step of a segment's part."""
+    """Gradient of one shard in a segment, with the settings of the step that consumed it."""
 
     offset: int
     """Offset in `Gradients.area`; a multiple of `GRADIENT_ALIGN`."""
     settings: StepSettings | None
-    """Settings of the step; `None` if the part had no gradient, and so no step."""
+    """Settings of the step; `None` if the shard had no gradient, and so no step."""
 
 
 @dataclass(frozen=True, slots=True)

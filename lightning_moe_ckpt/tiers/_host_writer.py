@@ -160,7 +160,7 @@ class HostWorker(TierWorker):
         return None if self._memory.ring is None or self._memory.ring.experts else self._memory.ring.keep
 
     def _condense(self, ring: SegmentRing) -> None:
-        """Make room, and keep the newest copies of experts. On the thread."""
+        """Bring experts of retired generations to small slots, see `SegmentRing.condense`; log an error. On the tier's thread."""
         try:
             ring.condense()
         except (CheckpointError, OSError) as error:

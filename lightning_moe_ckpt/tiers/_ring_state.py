@@ -167,7 +167,7 @@ class Generation:
 
 
 class RingState:
-    """State of a ring. Hooks that change it need the lock; without a header all slots have `slot_nbytes`."""
+    """State of a ring. Private methods that change it expect the lock to be held. Without a header all slots have `slot_nbytes`."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ class ExpertCopies(RingState):
             raise
 
     def _place(self, wanted: Sequence[ExpertSlot]) -> list[ExpertSlot]:
-        """Return the wanted experts that got a slot, each with its slot."""
+        """Take a slot for each wanted expert; return those for which there was one, with their slots."""
         with self._lock:
             slots = [self._slots.take(each.nbytes) for each in wanted]
         return [each._replace(slot=slot) for each, slot in zip(wanted, slots, strict=True) if slot is not None]
@@ -391,7 +391,7 @@ class ExpertCopies(RingState):
             self._restate(each, entries[each], left)
 
     def _restate(self, name: Hashable, entry: Generation, experts: Sequence[ExpertSlot]) -> None:
-        """Keep only these experts of a generation: first its marker says so, then other slots are free."""
+        """Keep only these experts of a generation: its marker says so first, then all its other slots are given back."""
         path, said = entry.marker, entry.said
         if path is not None and said is None and experts:
             said = read_statement(path)

@@ -535,7 +535,7 @@ class SkipCounter:
             self.close()
 
     def close(self) -> None:
-        """End the stretch, if there is one."""
+        """End the stretch of skipped generations, if there is one, with a log line if it was long."""
         stretch, self._stretch = self._stretch, None
         if stretch is not None and stretch.num_skipped > _NOISE:
             log.info(

@@ -99,7 +99,7 @@ def skip_batches(
 
 
 def counted_before(trainer: Trainer) -> int:
-    """Return batches that an epoch counts before its first fetch, and warn if loaders were told to begin behind them.
+    """Return the number of batches that an epoch counts before its first fetch; warn if loaders were told to begin behind them.
 
     These batches are another run's: `ckpt_path` was saved in mid-epoch.
     """
@@ -140,7 +140,7 @@ def _seeded_items(dataset: Any) -> Iterator[SeededItems[Any]]:
 
 
 def _parts_of(dataset: Any) -> Sequence[Any]:
-    """Return the data sets whose items a data set of torch's own passes on unchanged."""
+    """Return the data sets inside one of torch's own that passes their items on unchanged; none for any other."""
     if type(dataset) is Subset:
         return [dataset.dataset]
     return dataset.datasets if type(dataset) is ConcatDataset else []

@@ -355,7 +355,7 @@ def _leave(logger: CSVLogger | TensorBoardLogger, folder: Path) -> None:
 
 
 def _keep(folder: Path) -> None:
-    """Make the second name of `metrics.csv`."""
+    """Give `metrics.csv` a second name, under which a later process finds the rows; warn if the file system has no links."""
     (folder / KEPT).unlink(missing_ok=True)
     try:
         os.link(folder / "metrics.csv", folder / KEPT)

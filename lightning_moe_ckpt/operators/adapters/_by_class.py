@@ -367,7 +367,7 @@ _LIBRARIES: Mapping[tuple[str, str], AdapterFactory] = {
     ("transformers", "NllbMoeSparseMLP"): refuse_nllb,
     ("tutel", "MOELayer"): describe_tutel,
 }
-"""By the library's top package and the name of the MoE block's class, so that no library is imported for it."""
+"""Adapters by the library's top package and the class name of the MoE block, so that no library has to be imported."""
 
 
 def register_adapter(cls: type[nn.Module], factory: AdapterFactory) -> None:
