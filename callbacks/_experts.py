@@ -27,7 +27,7 @@ from lightning_moe_ckpt.policies import Budget, Deltas, DynamicK, PartialPolicy,
 class ExpertCheckpoint(CheckpointCallback):
     """Base of callbacks whose restarts are not exact: it says in the logs what they have cost, and would cost now.
 
-    Beside an `ExpertLoadMonitor`, which logs the same and more, it leaves that to it.
+    Beside an `ExpertLoadMonitor`, which logs the same and more, the callback logs none of these.
     """
 
     def __init__(self, url: str | Path, **shared: Unpack[CheckpointArguments]) -> None:

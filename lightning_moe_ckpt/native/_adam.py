@@ -111,7 +111,7 @@ class Arithmetic:
 
 @functools.cache
 def torch_arithmetic() -> Arithmetic | None:
-    """Return this torch's variant; `None` if no variant agrees, or if there is no library."""
+    """Return the rounding of this torch's Adam; `None` without a library, or if no variant agrees, which is logged."""
     if _library.cpu() is None:
         return None
     for variant in (Arithmetic(fused, root) for root in (_mkl_root(), 0) for fused in (True, False)):

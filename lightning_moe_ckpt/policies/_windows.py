@@ -279,7 +279,7 @@ def _fill(full: Ints, room: int) -> npt.NDArray[np.bool_]:
 
 
 def _cheapest_late(full_N: Ints, compute_N: Ints) -> Ints:
-    """Return items with most COMPUTE per FULL first: they cost most while waiting."""
+    """Return the items' indices, most COMPUTE per FULL first: these items cost most while they wait for a slot."""
     return np.argsort(-compute_N / np.maximum(full_N, 1), kind="stable")
 
 

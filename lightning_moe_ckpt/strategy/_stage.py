@@ -321,7 +321,7 @@ class StageLogs:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Take values logged in this context."""
+        """Collect the values that the module logs in this context, for `exchanged`."""
         self._module.log = self._log  # type: ignore[method-assign]
         try:
             with self._metrics.local():
