@@ -6,9 +6,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from door import size_text
 
 from lightning_moe_ckpt import MoEStrategy
-from lightning_moe_ckpt._units import read_duration, read_size, size_text, time_text
+from lightning_moe_ckpt._units import read_duration, read_size, time_text
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.errors import ConfigurationError
 

@@ -16,6 +16,7 @@ import fsspec
 import pytest
 import tiny
 import torch
+from door import CheckpointCallback
 from fsspec.implementations.memory import MemoryFileSystem
 from launcher import run_world
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced, IdentityMismatch, UnknownLayout
 from lightning_moe_ckpt.inspection import verify
 from lightning_moe_ckpt.moe import MoELayer

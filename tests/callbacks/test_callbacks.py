@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from door import CheckpointCallback, MemoryName
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.callbacks.spike import SpikeDetection
@@ -24,7 +25,6 @@ from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, DifferentialCheckpoint, SparseCheckpoint
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import (
     ConfigurationError,
     Fenced,
@@ -37,7 +37,6 @@ from lightning_moe_ckpt.inspection._export import Export
 from lightning_moe_ckpt.process._heap import _Owner
 from lightning_moe_ckpt.storage import PosixBackend, RunStore, RunView, open_backend
 from lightning_moe_ckpt.tiers import HostTier
-from lightning_moe_ckpt.tiers._shm import MemoryName
 
 FEATURES = 4
 

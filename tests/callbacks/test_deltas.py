@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from door import Baseline, DeltaDecoder, WriteJob, encode_delta
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
@@ -26,8 +27,6 @@ from lightning_moe_ckpt.policies import Audience
 from lightning_moe_ckpt.session import _session
 from lightning_moe_ckpt.storage import RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import Gradients, Markers, SealedSegment, TierWorker
-from lightning_moe_ckpt.tiers._delta import Baseline, DeltaDecoder, encode_delta
-from lightning_moe_ckpt.tiers._tier_worker import WriteJob
 
 FEATURES, HIDDEN, NUM_EXPERTS = 16, 64, 4
 EXPERT_NUMEL = FEATURES * HIDDEN * 2

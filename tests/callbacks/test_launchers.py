@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from door import checkpoint_of
 from launcher import run_world
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
-from lightning_moe_ckpt.callbacks._base import checkpoint_of
 from lightning_moe_ckpt.errors import ConfigurationError
 
 

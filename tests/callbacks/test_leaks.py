@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from door import size_text
 from lightning.pytorch import Callback, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.storage import GenerationId
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from door import parse_snap_key
 from lightning.pytorch import Callback, Trainer
 from torch import nn
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.storage import GenerationId, PosixBackend
-from lightning_moe_ckpt.storage._names import parse_snap_key
 
 
 def fit(checkpoint: DenseCheckpoint, *others: Callback, steps: int, features: int = 4) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from door import CheckpointCallback, SharedFile
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import nn
@@ -26,13 +27,11 @@ from lightning_moe_ckpt.callbacks import (
     Popularity,
     SparseCheckpoint,
 )
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, StorageError
 from lightning_moe_ckpt.policies import SparsePolicy
 from lightning_moe_ckpt.snapshot import BufferChanged, SegmentWriter
 from lightning_moe_ckpt.storage import RunStore
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing
-from lightning_moe_ckpt.tiers._shm import SharedFile
 
 FEATURES = 8
 BEGINS, ENDS, STEPS = 6, 16, 24

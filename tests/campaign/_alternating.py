@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from door import CheckpointCallback
 from typing_extensions import override
 
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.policies import ExpertPolicy, ExpertTable, Policy, Selection
 
 

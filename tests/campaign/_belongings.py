@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from door import free_port
 
 from campaign._training import Setup, train
-from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult, free_port
+from lightning_moe_ckpt.testing import Attempt, AttemptResult
 
 _PATIENCE = 20.0
 """Seconds for threads that were told to end: libraries do not wait for theirs."""

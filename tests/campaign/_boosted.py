@@ -19,7 +19,7 @@ from campaign._promises import Restarts
 from campaign._training import Setup
 from lightning_moe_ckpt.boosting import WATCHED_STEPS
 from lightning_moe_ckpt.callbacks import CapacityBoost, ExpertLoadMonitor
-from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing import Attempt
 
 # Shape suffix: E experts of the layer.
 

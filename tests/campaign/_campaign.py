@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from door import Phase
+
 from campaign._faults import Breaking, memory_of, record_of
 from campaign._overlap import Overlap, run_overlapping
 from campaign._training import Setup, train_in_stages
 from campaign._warm import WarmParents
 from lightning_moe_ckpt.storage._open import memory_tag
-from lightning_moe_ckpt.testing._attempts import AttemptResult, assert_same_end, run_attempts
-from lightning_moe_ckpt.testing._kill import Kill, Phase
+from lightning_moe_ckpt.testing import AttemptResult, Kill, assert_same_end, run_attempts
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where rings live
 

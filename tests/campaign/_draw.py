@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+from door import HookPhase, Phase
+
 from campaign._drawn import Drawn
 from campaign._drawn_hooks import HOOKS, LATER
 from campaign._drawn_values import VALUES, Place
 from campaign._training import Checkpointing
-from lightning_moe_ckpt.testing._kill import HookPhase, Kill, Phase
+from lightning_moe_ckpt.testing import Kill
 
 PHASES: tuple[Phase, ...] = tuple(
     phase for phase in get_args(HookPhase) if phase not in {"sanity_check", "epoch_start", "epoch_end"}

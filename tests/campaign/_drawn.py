@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from door import bits, digest
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -45,8 +46,7 @@ from campaign._training import Module, make_averaging, make_scheduler
 from campaign._variants import Item, Stream, Variant, VariantModule
 from lightning_moe_ckpt.data import SeededItems
 from lightning_moe_ckpt.fit.loaders._loaders import begin_epoch
-from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.testing._records import bits, digest
+from lightning_moe_ckpt.testing import Attempt
 
 Data = Literal["map", "sized_stream", "stream", "shuffled_stream", "combined", "by_epoch"]
 """Kinds of training data. Streams are iterable, `sized` ones with a length; `by_epoch` comes from a hook of the module."""

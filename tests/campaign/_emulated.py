@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from door import PlannedCopies, PlannedTable
 from native.emulator.device import Emulator, install, is_anonymous, load, mappings_changed
 from torch import Tensor
 
 from lightning_moe_ckpt.native import CompiledCudaEngine, Copy, CopyEngine, CopyTable, create_engine
-from lightning_moe_ckpt.native._plan import PlannedCopies, PlannedTable
 from lightning_moe_ckpt.native._worker import CompiledTicket
-from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing import Attempt, Seam
 
 JITTER_US = 100
 _CALLS = ("cudaEventRecord", "cudaStreamWaitEvent", "cudaEventSynchronize")

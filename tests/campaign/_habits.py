@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from campaign._data import make_loader
 from campaign._training import Module, Setup, make_optimizer, make_scheduler
-from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing import Attempt
 
 Freezes = Literal["epochs", "steps", "start", "all but experts"]
 """When the module freezes or unfreezes parameters: each epoch, each step, or when training starts and in epoch 1; or what."""

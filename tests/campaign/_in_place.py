@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from door import HookPhase, JsonLines, bits
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -31,9 +32,8 @@ from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.storage import RunStore
 from lightning_moe_ckpt.strategy import MoEStrategy
-from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.testing._kill import HookPhase, LatePhase, PhaseCallback, send_signal
-from lightning_moe_ckpt.testing._records import JsonLines, bits
+from lightning_moe_ckpt.testing import Attempt
+from lightning_moe_ckpt.testing._kill import LatePhase, PhaseCallback, send_signal
 
 CALLS: dict[str, tuple[str, str]] = {
     "open": ("lightning_moe_ckpt.recovery._opener", "RunOpener.open"),

@@ -17,7 +17,7 @@ from typing_extensions import override
 from campaign._models import MODEL_DIM, NUM_EXPERTS, ListMoE, Residual, StackedMoE
 from campaign._training import Module, Setup
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing import Attempt
 
 Kind = Literal["load", "capacity", "deepspeed", "tutel", "tutel_flat", "tutel_list"]
 

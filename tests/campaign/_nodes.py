@@ -8,15 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from door import DIRECTORY_VARIABLE, CheckpointCallback
 from lightning.pytorch import Callback, LightningModule, Trainer
 from stored._outages import stop_storing_after
 from typing_extensions import override
 
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.session import Report
-from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
+from lightning_moe_ckpt.testing import Attempt, Seam
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from door import Fit, free_port, settle
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from campaign._training import Setup
 from lightning_moe_ckpt.storage import _posix
-from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._attempts import (
-    Attempt,
-    AttemptResult,
-    Fit,
-    _fork_rank,
-    _RunningAttempt,
-    _Script,
-    free_port,
-)
-from lightning_moe_ckpt.testing._kill import Kill, settle
+from lightning_moe_ckpt.testing import Attempt, AttemptResult, Kill, Seam
+from lightning_moe_ckpt.testing._attempts import _fork_rank, _RunningAttempt, _Script
 
 
 class Patient(Callback):

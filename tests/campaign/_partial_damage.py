@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from door import marker_paths, memory_files
 
 from campaign._campaign import checkpoints
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.policies import Audience
-from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
+from lightning_moe_ckpt.snapshot import PlanRecord
 from lightning_moe_ckpt.storage import (
     RING_HEADER_NBYTES,
     GenerationId,
@@ -26,7 +27,6 @@ from lightning_moe_ckpt.storage import (
     open_backend,
 )
 from lightning_moe_ckpt.tiers._readers import _read_marker
-from lightning_moe_ckpt.tiers._shm import marker_paths, memory_files
 
 Damage = Literal["ring", "replica", "storage"]
 """Whose newest generation loses a bit of an expert: one that memory alone has of it, or one that storage has."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from door import DIRECTORY_VARIABLE, CheckpointCallback, Fit
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
@@ -21,13 +22,9 @@ from campaign._partial_damage import Damage, damage, list_memory
 from campaign._promises import Restarts
 from campaign._states import state_of
 from campaign._training import Checkpointing, Setup, quiet
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.moe._dispatch import Dispatch, plan_dispatch
 from lightning_moe_ckpt.operators import OperatorSet, discover
-from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._attempts import Attempt, Fit
-from lightning_moe_ckpt.testing._kill import Kill
-from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
+from lightning_moe_ckpt.testing import Attempt, Kill, Seam
 
 KILL = Kill(phase="forward", step=9)
 NUM_EXPERTS = 6

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from door import Phase
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -19,9 +20,7 @@ from campaign._models import MODEL_DIM
 from campaign._training import Checkpointing, Module, Setup
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.strategy import MoEStrategy
-from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.testing._kill import Kill, Phase
+from lightning_moe_ckpt.testing import Attempt, Kill, Seam
 
 BLOCKS = 4
 

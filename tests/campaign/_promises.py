@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from door import as_memoryview
 from torch import Tensor
 
 from campaign._campaign import checkpoints
@@ -18,9 +19,8 @@ from campaign._partial_damage import Spoilt, stored_markers
 from campaign._states import Key
 from lightning_moe_ckpt.journal import decode_journal
 from lightning_moe_ckpt.policies import TokenLedger
-from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, open_backend, segment_key
-from lightning_moe_ckpt.testing._attempts import AttemptResult
+from lightning_moe_ckpt.testing import AttemptResult
 
 State = dict[Key, tuple[int, Tensor]]
 

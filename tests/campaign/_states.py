@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from door import as_memoryview
 from lightning.pytorch import Callback, LightningModule, Trainer
 from stored._segments import read_segment
 from torch import Tensor
@@ -19,10 +20,9 @@ from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint, SelectiveExper
 from lightning_moe_ckpt.journal import decode_journal
 from lightning_moe_ckpt.operators import LoadCounter, StateSchema, discover
 from lightning_moe_ckpt.policies import Plan
-from lightning_moe_ckpt.snapshot._layout import as_memoryview
-from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
+from lightning_moe_ckpt.snapshot import PlanRecord
 from lightning_moe_ckpt.storage import Commit, RankMarker, RecordEntry, RunStore, SegmentEntry, open_backend
-from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing import Attempt
 from lightning_moe_ckpt.tiers import HostTier
 
 Key = tuple[str, str, str]

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from door import Fit
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import optim
 from typing_extensions import override
 
 from campaign._campaign import memory_of_run
 from campaign._training import Setup, train
-from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult, Fit
-from lightning_moe_ckpt.testing._records import differences, record_differences
+from lightning_moe_ckpt.testing import Attempt, AttemptResult, differences
+from lightning_moe_ckpt.testing._records import record_differences
 
 
 def looking_around(setup: Setup) -> Fit:

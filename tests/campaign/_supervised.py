@@ -23,22 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from door import Fit, free_port, read_lines
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_moe_ckpt.launch._supervised import HELLO, SUPERVISOR, Heartbeat, address_of, encode
-from lightning_moe_ckpt.testing._attempts import (
-    FIRST_SEED,
-    AttemptFailed,
-    AttemptResult,
-    Fit,
-    _run_rank,
-    _Script,
-    attempt_path,
-    elastic_environment,
-    free_port,
-)
-from lightning_moe_ckpt.testing._kill import Kill
-from lightning_moe_ckpt.testing._records import read_lines
+from lightning_moe_ckpt.testing import AttemptFailed, AttemptResult, Kill
+from lightning_moe_ckpt.testing._attempts import FIRST_SEED, _run_rank, _Script, attempt_path, elastic_environment
 
 _CREDENTIALS = struct.Struct("3i")
 _HANG_SECONDS = 0.2

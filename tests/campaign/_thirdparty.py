@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from door import Fit
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     DeviceStatsMonitor,
@@ -35,7 +36,7 @@ from typing_extensions import override
 from campaign._data import SEQUENCE, VOCABULARY
 from campaign._models import MODEL_DIM, NUM_EXPERTS, tiny_mixtral
 from campaign._training import Module, Setup, train
-from lightning_moe_ckpt.testing._attempts import Attempt, Fit
+from lightning_moe_ckpt.testing import Attempt
 
 Library = Literal["litgpt_moe", "litgpt_dense", "mixtral", "switch", "gpt_oss", "deepseek_v3", "gpt2"]
 Bar = Literal["none", "tqdm", "rich"]

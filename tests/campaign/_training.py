@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
+from door import Fit, digest
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -27,9 +28,7 @@ from campaign._emulated import emulated_device
 from campaign._models import BiasedMoE, Counting, build
 from lightning_moe_ckpt.parallel import OrderedHookState, ordered_hook
 from lightning_moe_ckpt.policies import Popularity
-from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._attempts import Attempt, Fit
-from lightning_moe_ckpt.testing._records import digest
+from lightning_moe_ckpt.testing import Attempt, Seam
 
 Optimizer = Literal["adamw", "adamw_amsgrad", "adamw_foreach", "adamw_fused", "adam", "sgd"]
 Scheduler = Literal["none", "cosine", "epoch", "plateau"]

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from campaign._data import Tokens, make_validation_loader
 from campaign._training import Module, Setup
-from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing import Attempt
 
 Source = Literal["tokens", "stream", "endless", "combined", "by_epoch"]
 """Kinds of training data: `by_epoch` comes from a hook of the module, which gives other items in every epoch."""

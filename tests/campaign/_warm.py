@@ -23,7 +23,7 @@ import torch
 from _heap import freeze_heap
 
 from campaign._training import Checkpointing, Setup, train
-from lightning_moe_ckpt.testing._attempts import Attempt, run_attempts
+from lightning_moe_ckpt.testing import Attempt, run_attempts
 
 Result = TypeVar("Result")
 

@@ -16,8 +16,7 @@ import torch
 
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.testing._attempts import Seam
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Kill, Seam
 
 SPARSE = Setup(checkpointing=Checkpointing(policy="sparse", window=3))
 KILL = Kill(phase="after_batch_end", step=6, settle=10.0)

@@ -14,7 +14,7 @@ from campaign._partial_runs import Machines, train_partial
 from campaign._promises import Restarts
 from campaign._training import Checkpointing
 from lightning_moe_ckpt.boosting import WATCHED_STEPS
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Kill
 
 BASE, BATCH = 0.75, 16
 KILLS = [Kill(phase="forward", step=step, settle=20.0) for step in (6, 9)]

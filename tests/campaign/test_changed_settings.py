@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from door import checkpoint_of, digest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
@@ -22,10 +23,7 @@ from typing_extensions import override
 from campaign._campaign import Campaigns, changed_settings
 from campaign._data import Tokens
 from campaign._training import Checkpointing, Module, Setup
-from lightning_moe_ckpt.callbacks._base import checkpoint_of
-from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.testing._kill import Kill
-from lightning_moe_ckpt.testing._records import digest
+from lightning_moe_ckpt.testing import Attempt, Kill
 
 ITEMS = 48
 KILL = Kill(phase="forward", step=7, settle=10.0)

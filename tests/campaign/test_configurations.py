@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from campaign._campaign import Campaigns
 from campaign._draw import Case, draw, shrink
 from lightning_moe_ckpt.fit._limits import gradients_are_seen
-from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing import Attempt
 from lightning_moe_ckpt.testing._kill import TrainingPhase
 
 SAMPLE = [

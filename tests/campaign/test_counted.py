@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from campaign._training import quiet
 from campaign._warm import WarmParents
 from lightning_moe_ckpt.policies import Popularity
-from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult, run_attempts
+from lightning_moe_ckpt.testing import Attempt, AttemptResult, run_attempts
 
 # Shape suffixes: T tokens, K top-k, E experts, D model dim.
 

@@ -14,8 +14,7 @@ import pytest
 
 from campaign._campaign import Campaigns, lose_memory
 from campaign._training import Checkpointing, Setup, train
-from lightning_moe_ckpt.testing._attempts import Attempt, AttemptFailed
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Attempt, AttemptFailed, Kill
 
 Damage = Callable[[Sequence[Path]], None]
 """Ruins the newest of the committed generations, given oldest first."""

@@ -21,8 +21,7 @@ from campaign._campaign import Campaigns
 from campaign._data import SEQUENCE, VOCABULARY, Tokens, make_validation_loader
 from campaign._training import Checkpointing, Module
 from campaign._variants import Item, Variant, VariantModule
-from lightning_moe_ckpt.testing._attempts import Attempt, AttemptFailed
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Attempt, AttemptFailed, Kill
 
 SPARSE = Checkpointing(policy="sparse", window=3)
 

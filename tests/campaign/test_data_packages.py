@@ -21,8 +21,7 @@ from campaign._campaign import Campaigns
 from campaign._data import Tokens
 from campaign._training import Checkpointing
 from campaign._variants import Variant
-from lightning_moe_ckpt.testing._attempts import Attempt, AttemptFailed
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Attempt, AttemptFailed, Kill
 
 ITEMS = Tokens(24, augment=False)
 

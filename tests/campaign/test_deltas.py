@@ -22,9 +22,7 @@ from campaign._promises import Restarts
 from campaign._training import Setup
 from campaign.test_selective import STORED, selective_setup
 from lightning_moe_ckpt.session import Report
-from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Attempt, Kill, Seam
 
 KILL_STEP = 9
 KILL = Kill(phase="forward", step=KILL_STEP, rank=1)

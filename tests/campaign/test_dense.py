@@ -10,7 +10,7 @@ import pytest
 from campaign._campaign import Campaigns, two_chains
 from campaign._pairs import Row, name, pairwise
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Kill
 
 FACTORS: dict[str, list[Any]] = {
     "world_size": [1, 3],

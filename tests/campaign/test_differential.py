@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from door import Phase, marker_paths
 
 from campaign._campaign import SHARED_MEMORY, Campaigns, checkpoints, lose_memory, memory_of_run, two_chains
 from campaign._draw import Case, draw
@@ -21,10 +22,8 @@ from campaign.test_configurations import failure
 from campaign.test_in_place import check_killed
 from campaign.test_peers import train_on_nodes, two_nodes
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, RingHeader
-from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult
-from lightning_moe_ckpt.testing._kill import Kill, Phase
+from lightning_moe_ckpt.testing import Attempt, AttemptResult, Kill
 from lightning_moe_ckpt.tiers._ring_state import read_statement
-from lightning_moe_ckpt.tiers._shm import marker_paths
 
 CHAINED = Checkpointing(policy="differential", every_n_steps=6, batch=2)
 PLAIN = Setup(checkpointing=CHAINED, validate_every=None, batches=10, epochs=1)

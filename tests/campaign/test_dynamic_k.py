@@ -15,8 +15,7 @@ from campaign._partial_runs import Machines, train_partial
 from campaign._promises import Restarts
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.policies import TokenLedger
-from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Kill, Seam
 
 
 @dataclass(frozen=True, kw_only=True)

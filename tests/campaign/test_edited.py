@@ -9,10 +9,9 @@ import pytest
 
 from campaign._campaign import Campaigns, one_kill_per_step, require_resumed
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.recovery._replay import Replay
-from lightning_moe_ckpt.snapshot._layout import Averages
-from lightning_moe_ckpt.testing._attempts import Seam
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.recovery import Replay
+from lightning_moe_ckpt.snapshot import Averages
+from lightning_moe_ckpt.testing import Kill, Seam
 
 SPARSE = Checkpointing(policy="sparse", window=3)
 DENSE = Checkpointing(policy="dense", every_n_steps=2)

@@ -17,8 +17,7 @@ import pytest
 from campaign._campaign import Campaigns
 from campaign._stops import UserError
 from campaign._training import Checkpointing, Setup, train
-from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Attempt, AttemptResult, Kill
 
 SETUP = Setup(
     model="stacked",

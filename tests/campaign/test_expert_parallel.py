@@ -6,11 +6,12 @@ import random
 from dataclasses import replace
 
 import pytest
+from door import Phase
 
 from campaign._campaign import AFTER_STEP, BEFORE_STEP, Campaigns
 from campaign._training import Checkpointing, Setup
 from campaign.test_models import operator_names
-from lightning_moe_ckpt.testing._kill import Kill, Phase
+from lightning_moe_ckpt.testing import Kill
 
 LAYOUTS = [(3, 1), (3, 3), (4, 1), (4, 2), (4, 4)]
 """World size and expert parallelism; 4 processes with 2 are two groups that share experts and two that hold the same."""

@@ -16,8 +16,7 @@ from campaign._campaign import Campaigns
 from campaign._faults import Breaking, lines_of, memory_of, record_of
 from campaign._training import Checkpointing
 from campaign._warm import WarmParents
-from lightning_moe_ckpt.testing import Fault, RandomFaults, fail_at, summarize_faults
-from lightning_moe_ckpt.testing._attempts import AttemptResult
+from lightning_moe_ckpt.testing import AttemptResult, Fault, RandomFaults, fail_at, summarize_faults
 from lightning_moe_ckpt.testing._fault import FaultKind, FaultPhase
 from lightning_moe_ckpt.testing._fault_injector import stop
 

@@ -12,7 +12,7 @@ from campaign._overlap import Overlap, PatientSetup, in_mid_file
 from campaign._training import Checkpointing
 from lightning_moe_ckpt.inspection import verify
 from lightning_moe_ckpt.storage import Backend, RunView, open_backend
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Kill
 
 
 def asleep(verb: str, *, operation: int = 0, rank: int = 0, after: bool = False) -> Kill:

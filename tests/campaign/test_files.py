@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from door import CheckpointCallback
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
@@ -21,10 +22,8 @@ from campaign._campaign import Campaigns
 from campaign._stops import require_same_training
 from campaign._training import Checkpointing, Module, train
 from campaign._variants import Variant, VariantModule
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.fit._boundary import BoundaryState, Moment
-from lightning_moe_ckpt.testing._attempts import Attempt, Seam
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Attempt, Kill, Seam
 
 SPARSE = Checkpointing(policy="sparse", window=3)
 DENSE = Checkpointing(policy="dense", every_n_steps=2)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from door import bits
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -27,8 +28,7 @@ from campaign.test_stages_alone import (
     death,
     decisions,
 )
-from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.testing._records import bits
+from lightning_moe_ckpt.testing import Attempt
 
 
 class LoggingModule(CountedModule):

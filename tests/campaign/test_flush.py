@@ -14,22 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from door import CheckpointCallback, Pacer, WriteJob
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from campaign._campaign import Campaigns
 from campaign._nodes import AwaitsCopies, Nodes
 from campaign._training import Checkpointing, Setup, train
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.session import Report
 from lightning_moe_ckpt.session._tiers import Tiers
 from lightning_moe_ckpt.storage import SegmentEntry
-from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.tiers._peer_stream import Pacer
-from lightning_moe_ckpt.tiers._sealed import SealedSegment
-from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
-from lightning_moe_ckpt.tiers._tier_worker import WriteJob
+from lightning_moe_ckpt.testing import Attempt, Seam
+from lightning_moe_ckpt.tiers import PersistWorker, SealedSegment
 
 SETUP = Setup(
     model="stacked",

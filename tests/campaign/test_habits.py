@@ -9,7 +9,7 @@ import pytest
 from campaign._campaign import Campaigns
 from campaign._habits import Habit
 from campaign._training import Checkpointing
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Kill
 
 SPARSE = Checkpointing(policy="sparse", window=3)
 DENSE = Checkpointing(policy="dense", every_n_steps=2)

@@ -14,15 +14,7 @@ import pytest
 from campaign._pairs import pairwise, product
 from campaign._training import Setup
 from campaign._warm import WarmParents
-from lightning_moe_ckpt.testing._attempts import (
-    Attempt,
-    AttemptFailed,
-    AttemptResult,
-    Seam,
-    assert_same_end,
-    run_attempts,
-)
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Attempt, AttemptFailed, AttemptResult, Kill, Seam, assert_same_end, run_attempts
 
 THREE_RANKS = Setup(world_size=3, strategy="ddp")
 

@@ -11,15 +11,13 @@ from typing import Any
 from urllib.parse import urlparse
 
 import pytest
+from door import DIRECTORY_VARIABLE
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing, Setup, train
-from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult
-from lightning_moe_ckpt.testing._kill import Kill
-from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
+from lightning_moe_ckpt.testing import Attempt, AttemptResult, Kill, Seam
 
 SPARSE = Setup(model="stacked", batches=6, checkpointing=Checkpointing(policy="sparse", window=3))
 EXPERTS = replace(SPARSE, world_size=3, options=(("num_experts", 6),), expert_parallel=3)

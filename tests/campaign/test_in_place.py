@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from door import JsonLines, read_lines, settle
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loops.loop import _Loop
@@ -40,9 +41,7 @@ from campaign.test_partial_copies import ruin_all
 from campaign.test_peers import train_with_copies_only
 from lightning_moe_ckpt.fit.in_place import _survivor
 from lightning_moe_ckpt.parallel import _gloo
-from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult, Seam
-from lightning_moe_ckpt.testing._kill import Kill, settle
-from lightning_moe_ckpt.testing._records import JsonLines, differences, read_lines
+from lightning_moe_ckpt.testing import Attempt, AttemptResult, Kill, Seam, differences
 
 SPARSE = Traced(checkpointing=Checkpointing(policy="sparse", window=3))
 DENSE = Traced(checkpointing=Checkpointing(policy="dense"))

@@ -9,8 +9,7 @@ import pytest
 from campaign._campaign import Campaigns
 from campaign._layer_state import Kind, LayerStateSetup
 from campaign._training import Checkpointing
-from lightning_moe_ckpt.testing._attempts import Seam
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Kill, Seam
 
 KILLS = [Kill(phase="after_batch_end", step=5, settle=10.0), Kill(phase="forward", batches=2)]
 """After a window was stored, and while it is replayed."""

@@ -17,8 +17,7 @@ from campaign._campaign import Campaigns
 from campaign._nodes import Nodes
 from campaign._stops import UserError
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Attempt, Kill
 
 SETUP = Setup(
     model="stacked",

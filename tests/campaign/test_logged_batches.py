@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from door import digest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -19,9 +20,7 @@ from campaign._campaign import Campaigns
 from campaign._data import SEQUENCE, VOCABULARY, make_validation_loader
 from campaign._training import Checkpointing, Module
 from campaign._variants import Variant
-from lightning_moe_ckpt.testing._attempts import Attempt, AttemptFailed, AttemptResult
-from lightning_moe_ckpt.testing._kill import Kill
-from lightning_moe_ckpt.testing._records import digest
+from lightning_moe_ckpt.testing import Attempt, AttemptFailed, AttemptResult, Kill
 
 LOG = Checkpointing(policy="sparse", window=3, batches="log")
 KILL = Kill(phase="after_batch_end", step=9, settle=10.0)

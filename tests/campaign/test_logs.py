@@ -16,8 +16,7 @@ from typing_extensions import override
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing
 from campaign._variants import Variant
-from lightning_moe_ckpt.testing._attempts import Attempt, Seam
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Attempt, Kill, Seam
 
 SPARSE = Checkpointing(policy="sparse", window=3)
 DENSE = Checkpointing(policy="dense", every_n_steps=2)

@@ -10,8 +10,7 @@ import pytest
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing
 from campaign._variants import Variant
-from lightning_moe_ckpt.testing._attempts import Seam
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Kill, Seam
 
 SPARSE = Checkpointing(policy="sparse", window=3)
 DENSE = Checkpointing(policy="dense", every_n_steps=2)

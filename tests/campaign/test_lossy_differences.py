@@ -17,19 +17,17 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from door import Phase, compress_with
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing, Setup, train
-from lightning_moe_ckpt.native import decompress_gradient
-from lightning_moe_ckpt.native._gradient import GradientCompression, compress_with
+from lightning_moe_ckpt.native import GradientCompression, decompress_gradient
 from lightning_moe_ckpt.recovery import _fold
 from lightning_moe_ckpt.storage import SegmentLayout
-from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult
-from lightning_moe_ckpt.testing._kill import Kill, Phase
+from lightning_moe_ckpt.testing import Attempt, AttemptResult, Kill, Seam
 
 Mode = Literal["lossless", "bf16", "compressed"]
 COMPRESSION = {"small_numel": 100, "keep_ratio": 0.1, "capacity_ratio": 0.15, "num_samples": 512}

@@ -14,7 +14,7 @@ from campaign._campaign import Campaigns, one_kill_per_step, require_resumed
 from campaign._models import build
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.operators import discover
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Kill
 
 SPARSE = Checkpointing(policy="sparse", window=3)
 PLAIN = Setup(checkpointing=SPARSE)

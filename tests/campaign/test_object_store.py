@@ -11,18 +11,15 @@ from functools import partial
 from typing import Any
 
 import pytest
+from door import CheckpointCallback
 from lightning.pytorch import Callback, LightningModule, Trainer
 from servers._s3 import S3Server
 from typing_extensions import override
 
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing, Setup, train
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
-from lightning_moe_ckpt.storage import ObjectBackend
-from lightning_moe_ckpt.storage._backend import Pace
-from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.storage import ObjectBackend, Pace
+from lightning_moe_ckpt.testing import Attempt, Kill, Seam
 
 
 @pytest.mark.parametrize(

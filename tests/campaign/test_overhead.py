@@ -12,7 +12,7 @@ from campaign._campaign import Campaigns
 from campaign._partial_runs import Machines, restarts, two_level_setup
 from campaign._training import Checkpointing, Setup
 from campaign.test_selective import selective_setup
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Kill
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from campaign._partial_runs import Machines, restarts, train_partial, two_level_
 from campaign._training import Setup
 from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, open_backend
-from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Attempt, Kill
 
 KILL = Kill(phase="forward", step=9, settle=30.0)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from door import parse_snap_key
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
@@ -34,10 +35,7 @@ from lightning_moe_ckpt.storage import (
     full_records,
     open_backend,
 )
-from lightning_moe_ckpt.storage._names import parse_snap_key
-from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Attempt, Kill, Seam
 
 KILL = Kill(phase="forward", step=15)
 """When every expert of six has come twice, and what the second copies lie in has referred to what is gone."""

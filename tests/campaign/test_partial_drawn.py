@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from door import Phase
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
@@ -20,9 +21,7 @@ from campaign._models import build
 from campaign._partial_runs import NUM_EXPERTS, Machines, restarts, train_partial, two_level_setup
 from campaign._training import Optimizer, Setup, make_optimizer
 from campaign.test_selective import selective_setup
-from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.testing._kill import Kill, Phase
+from lightning_moe_ckpt.testing import Attempt, Kill, Seam
 
 PHASES: list[Phase] = [
     "batch_start",

@@ -15,7 +15,7 @@ from campaign._partial_damage import Damage
 from campaign._partial_runs import KILL, Machines, restarts, train_partial, two_level_setup
 from campaign._promises import Restarts
 from campaign.test_selective import selective_setup
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Kill
 
 TURN = 4
 """Generations within which memory gets every expert, where it takes two of at most eight at each step."""

@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from door import CheckpointCallback
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from campaign._campaign import Campaigns
 from campaign._nodes import AwaitsCopies, Nodes, leave_only_copies
 from campaign._training import Checkpointing, Setup, train
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
-from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Attempt, Kill, Seam
 
 Policy = Literal["dense", "sparse", "partial"]
 

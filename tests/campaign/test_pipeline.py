@@ -21,7 +21,7 @@ from campaign.test_in_place import check_killed
 from campaign.test_peers import train_with_copies_only
 from lightning_moe_ckpt.inspection import export, verify
 from lightning_moe_ckpt.storage import open_backend
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Kill
 
 DENSE = Checkpointing(policy="dense", every_n_steps=2)
 SPARSE = Checkpointing(policy="sparse", window=3, order="popularity")

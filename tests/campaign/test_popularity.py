@@ -13,8 +13,7 @@ from campaign._campaign import Campaigns, checkpoints
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.policies import Popularity
 from lightning_moe_ckpt.storage import Commit, RunView, open_backend
-from lightning_moe_ckpt.testing._attempts import AttemptResult, Seam
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import AttemptResult, Kill, Seam
 
 WINDOW = 3
 EVERYTHING = 1000

@@ -20,8 +20,7 @@ from campaign._campaign import Campaigns
 from campaign._faults import Breaking
 from campaign._training import Checkpointing
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
-from lightning_moe_ckpt.testing import Attempt, fail_at
-from lightning_moe_ckpt.testing._attempts import AttemptResult
+from lightning_moe_ckpt.testing import Attempt, AttemptResult, fail_at
 
 _PATIENCE_SECONDS = 30.0
 STRIKES = 8

@@ -18,8 +18,7 @@ from campaign._partial_runs import KILL, Machines, train_partial, two_level_setu
 from campaign._promises import Restarts
 from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.session import Report
-from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Attempt, AttemptResult, Kill
 
 AWAITED = 9
 """Step that begins when a generation has copies."""

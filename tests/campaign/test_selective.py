@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from door import Fit
 
 from campaign._campaign import Campaigns
 from campaign._nodes import AwaitsCopies, leave_only_copies
 from campaign._partial_runs import KILL, Machines, restarts, train_partial
 from campaign._promises import Restarts
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.testing._attempts import Attempt, Fit
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Attempt, Kill
 
 EXPANSION = 48
 EXPERT_NBYTES = 310_000

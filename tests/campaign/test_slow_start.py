@@ -13,9 +13,7 @@ from campaign._campaign import Campaigns
 from campaign._partial_runs import partial_setup
 from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.storage import RunStore
-from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import Attempt, Kill, Seam
 
 
 def train_beside_slow_storage(setup: Setup, slow: int, ranks: tuple[int, ...], life: Attempt) -> Mapping[str, Any]:

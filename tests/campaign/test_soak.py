@@ -16,8 +16,7 @@ from campaign.test_dense import dense_setup
 from campaign.test_expert_parallel import LAYOUTS, parallel_setup
 from campaign.test_sparse import allowed as sparse_allowed
 from campaign.test_sparse import sparse_setup
-from lightning_moe_ckpt.testing._attempts import AttemptResult
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import AttemptResult, Kill
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from door import Phase
 
 from campaign._campaign import Campaigns, one_kill_per_step, require_resumed, two_chains
 from campaign._pairs import Row, name, pairwise
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.testing._kill import Kill, Phase
+from lightning_moe_ckpt.testing import Kill
 
 SPARSE = Setup(checkpointing=Checkpointing(policy="sparse", window=3))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from door import bits, digest
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torchmetrics import MeanMetric
@@ -30,8 +31,7 @@ from campaign.test_stages_alone import (
     drawn_setup,
     said,
 )
-from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.testing._records import bits, digest
+from lightning_moe_ckpt.testing import Attempt
 
 
 class MeasuredModule(CountedModule):

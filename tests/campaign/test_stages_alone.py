@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from door import JsonLines, bits, read_lines
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from typing_extensions import Self, override
@@ -30,8 +31,7 @@ from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.parallel import GradientReducer
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
-from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult
-from lightning_moe_ckpt.testing._records import JsonLines, bits, read_lines
+from lightning_moe_ckpt.testing import Attempt, AttemptResult
 
 SPARSE = Checkpointing(policy="sparse", window=3, order="popularity")
 DENSE = Checkpointing(policy="dense", every_n_steps=2)

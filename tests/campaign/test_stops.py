@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from door import Phase
 
 from campaign._campaign import Campaigns
 from campaign._drawn import Drawn
@@ -14,8 +15,7 @@ from campaign._stops import Repeating, looking_around, require_clean, require_sa
 from campaign._training import Checkpointing, Setup
 from campaign._variants import Variant
 from lightning_moe_ckpt.fit._recorder import BoundaryRecorder
-from lightning_moe_ckpt.testing._attempts import AttemptResult, Seam
-from lightning_moe_ckpt.testing._kill import Kill, Phase
+from lightning_moe_ckpt.testing import AttemptResult, Kill, Seam
 
 SPARSE = Setup(batches=4, checkpointing=Checkpointing(policy="sparse", window=3))
 DENSE = replace(SPARSE, checkpointing=Checkpointing(policy="dense", every_n_steps=100))

@@ -12,8 +12,7 @@ import pytest
 from campaign._campaign import Campaigns
 from campaign._thirdparty import Bar, Library, ThirdParty
 from campaign._training import Checkpointing
-from lightning_moe_ckpt.testing._attempts import AttemptResult
-from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing import AttemptResult, Kill
 
 KILLS = [
     Kill(phase="after_batch_end", step=4, settle=10.0),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from door import CheckpointCallback
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import ConfigurationError, StorageRefused
 from lightning_moe_ckpt.inspection import verify
 from lightning_moe_ckpt.storage import PosixBackend, open_backend

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from door import CheckpointCallback
 from fit._seeming_device import SeemingDevice, Wait, seeming_device, waits_of_hooks
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -22,7 +23,6 @@ from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, Popularity, SparseCheckpoint
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.journal import Arrival, Arrivals, _arrivals
 from lightning_moe_ckpt.moe import MoELayer
 

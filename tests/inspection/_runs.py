@@ -7,11 +7,11 @@ import warnings
 from typing import Any
 
 import torch
+from door import CheckpointCallback
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.moe import MoELayer
 
 FEATURES = 4

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from door import CheckpointCallback
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -27,7 +28,6 @@ from torch import Tensor
 from inspection._forge import Forged
 from inspection._runs import Small, train
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import CheckpointError
 

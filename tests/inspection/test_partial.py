@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from door import StoredMarker, commit_key, marker_key
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.inspection import verify
 from lightning_moe_ckpt.storage import Commit, PosixBackend, RunStore, carry_forward, digest_of, open_backend
-from lightning_moe_ckpt.storage._markers import StoredMarker
-from lightning_moe_ckpt.storage._names import commit_key, marker_key
 
 Say = Callable[..., dict[str, Any]]
 OLD = [1, 2]

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from door import DIRECTORY_VARIABLE, SharedFile
 
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.inspection import _shared_memory
 from lightning_moe_ckpt.tiers import shared_name
-from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE, SharedFile
 
 TAGS = ("a" * 32, "b" * 32)
 HOLD = """

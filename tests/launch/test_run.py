@@ -14,13 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from door import free_port
 from launcher import exit_after
 
 from launch._jobs import LIMIT_SECONDS, Ended, Job
 from lightning_moe_ckpt.launch import _spares
 from lightning_moe_ckpt.launch._members import NodeEvent, Switchboard
 from lightning_moe_ckpt.launch._supervised import Heartbeat, address_of
-from lightning_moe_ckpt.testing._attempts import free_port
 
 BEFORE_ARRIVING, BEFORE_JOINING, BEHIND_THE_END = -1, -2, -3
 """Steps of events, as the script knows them."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from door import free_port
 
 from launch._jobs import Job
-from lightning_moe_ckpt.testing._attempts import free_port
 
 SCRIPT = Path(__file__).with_name("in_stages.py")
 STEPS = 60

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from door import Arrangement, PlannedCopies, Space
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -28,7 +29,7 @@ from lightning_moe_ckpt.native import (
     _library,
     _plan,
 )
-from lightning_moe_ckpt.native._plan import Arrangement, CopyPlan, PlannedCopies, Space, slices_of
+from lightning_moe_ckpt.native._plan import CopyPlan, slices_of
 
 BYTES_AND_MORE = [
     *(torch.uint8, torch.bool, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128),

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from door import Arrangement
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import CompiledCudaEngine, _library
-from lightning_moe_ckpt.native._plan import Arrangement
 
 _cuda: Any = torch.cuda
 """Events and `_sleep` are untyped in torch."""

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from door import CompiledCudaTicket, TorchDevice
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import CopyList, CudaCopyEngine
 from lightning_moe_ckpt.native import _cuda as engine_module
-from lightning_moe_ckpt.native._cuda import CompiledCudaTicket, TorchDevice
 
 DEVICE = torch.device("cuda", 0)
 

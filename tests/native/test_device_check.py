@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from door import compress_with
 from torch import Tensor
 from typing_extensions import override
 
@@ -45,7 +46,6 @@ from lightning_moe_ckpt.native._choice import (
     check_replay,
     cuda_for,
 )
-from lightning_moe_ckpt.native._gradient import compress_with
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 DONE = partial(torch.empty, dtype=torch.uint8)

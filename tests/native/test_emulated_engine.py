@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from door import Arrangement, TorchDevice
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError
@@ -29,8 +30,6 @@ from lightning_moe_ckpt.native import (
     create_engine,
 )
 from lightning_moe_ckpt.native._choice import USES, cuda_for, verdict
-from lightning_moe_ckpt.native._cuda import TorchDevice
-from lightning_moe_ckpt.native._plan import Arrangement
 from lightning_moe_ckpt.tiers import RankMemory, Rings
 from native.emulator.device import HANGS, Emulator, registered_memory
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from door import PlannedTable
 from torch import Tensor
 from typing_extensions import override
 
@@ -17,7 +18,6 @@ from lightning_moe_ckpt.native import (
     PreparedTable,
     _library,
 )
-from lightning_moe_ckpt.native._plan import PlannedTable
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.snapshot import JOURNAL, PARAM, PRESENT, SegmentWriter, StateView, _filling, dense_layout

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from door import Arrangement, PlannedTable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,7 +22,6 @@ from lightning_moe_ckpt.native import (
     _cuda,
     _library,
 )
-from lightning_moe_ckpt.native._plan import Arrangement, PlannedTable
 from native.emulator.device import Emulator, registered_memory
 
 NUMEL = 3000

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from door import Inventory, Reader, memory_of
 
 from lightning_moe_ckpt.recovery import Transport, Version
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, Restored, RestorePlan
-from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, memory_of
 from lightning_moe_ckpt.storage import (
     Commit,
     GenerationId,

@@ -13,11 +13,11 @@ from queue import SimpleQueue
 from typing import Literal, TypeVar
 
 import torch
+from door import Inventory, Reader, marker_paths, memory_files, memory_of
 from stored._segments import LAYOUT, entry_of, segment_bytes
 
 from lightning_moe_ckpt.recovery import Transport, Version
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, Restored
-from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, memory_of
 from lightning_moe_ckpt.recovery._transfer import RankBytes
 from lightning_moe_ckpt.storage import (
     Commit,
@@ -29,7 +29,6 @@ from lightning_moe_ckpt.storage import (
     segment_key,
 )
 from lightning_moe_ckpt.tiers import Holding, HostTier, ObjectTier, SegmentRing, shared_name
-from lightning_moe_ckpt.tiers._shm import marker_paths, memory_files
 
 T = TypeVar("T")
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from itertools import product
 
+from door import History, Inventory, Item, Stock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt.recovery import Version
-from lightning_moe_ckpt.recovery._inventory import Inventory, Item, Stock
 from lightning_moe_ckpt.storage import GenerationId
-from lightning_moe_ckpt.storage._log import History
 
 
 def version(step: int, incarnation: int = 1, plan_hash: str = "a") -> Version:

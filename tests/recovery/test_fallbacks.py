@@ -6,12 +6,13 @@ import logging
 from pathlib import Path
 
 import pytest
+from door import marker_paths
 from stored._segments import LAYOUT
 
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, SegmentEntry, Span
 from lightning_moe_ckpt.tiers import Holding, shared_name
-from lightning_moe_ckpt.tiers._shm import MemoryKind, marker_paths
+from lightning_moe_ckpt.tiers._shm import MemoryKind
 from recovery._world import Node, World, require, require_part, sources
 from recovery.conftest import MakeWorld
 

@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 import torch
+from door import WriteJob
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typing_extensions import override
@@ -20,7 +21,6 @@ from lightning_moe_ckpt.session._window import Window
 from lightning_moe_ckpt.snapshot import PlanRecord, WindowLayout
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import Markers, SealedSegment, SegmentRing, TierWorker, WriteRequest
-from lightning_moe_ckpt.tiers._tier_worker import WriteJob
 
 
 @dataclass

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from door import size_text
 from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, DifferentialCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.errors import NoUsableGeneration
 from lightning_moe_ckpt.inspection import export, verify

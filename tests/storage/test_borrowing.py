@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from door import StoredMarker, commit_key, marker_key
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,8 +35,6 @@ from lightning_moe_ckpt.storage import (
     digest_of,
     segment_key,
 )
-from lightning_moe_ckpt.storage._markers import StoredMarker
-from lightning_moe_ckpt.storage._names import commit_key, marker_key
 
 A, B, C = EXPERTS
 ALL = Retention(last=100)

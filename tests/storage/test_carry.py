@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 
 import pytest
+from door import StoredMarker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored._damage import require_damage_is_seen
@@ -23,7 +24,6 @@ from lightning_moe_ckpt.storage import (
     full_records,
     segment_key,
 )
-from lightning_moe_ckpt.storage._markers import StoredMarker
 
 EXPERTS = [f"blocks.{layer}.moe/expert.{i}" for layer in range(2) for i in range(3)]
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from door import Cut, StoredMarker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored._damage import require_damage_is_seen
@@ -27,8 +28,6 @@ from lightning_moe_ckpt.storage import (
 )
 from lightning_moe_ckpt.storage._entries import RecordTable
 from lightning_moe_ckpt.storage._json import INTEGER, OBJECT, TEXT, VERSION, decode, described_nbytes, encode, keys
-from lightning_moe_ckpt.storage._log import Cut
-from lightning_moe_ckpt.storage._markers import StoredMarker
 
 GENERATION = GenerationId(step=40, incarnation=3, nonce="c" * 12)
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from door import log_key
 from servers._s3 import S3Server, running
 from stored._crashes import Crashed, CrashingBackend
 from stored._lives import named
@@ -23,7 +24,6 @@ from lightning_moe_ckpt.storage import (
     RunStore,
     collect_garbage,
 )
-from lightning_moe_ckpt.storage._names import log_key
 
 ALL = Retention(last=100)
 

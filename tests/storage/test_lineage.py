@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from door import History, Log, await_markers, publish
 from stored._crashes import Crashed, CrashingBackend
 from stored._runs import begin, save, steps, write
 from stored._segments import read_segment
@@ -29,8 +30,6 @@ from lightning_moe_ckpt.storage import (
     collect_garbage,
     repair_log,
 )
-from lightning_moe_ckpt.storage._commit import await_markers, publish
-from lightning_moe_ckpt.storage._log import History, Log
 
 KEEP = Retention(last=3)
 NOW = timedelta()

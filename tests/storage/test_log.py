@@ -8,6 +8,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from door import Cut, History, Log, log_key
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -16,8 +17,7 @@ from stored._lives import LIFE, named
 from lightning_moe_ckpt.errors import Corrupt, Fenced
 from lightning_moe_ckpt.storage import Backend, FsspecBackend, GenerationId
 from lightning_moe_ckpt.storage._json import encode
-from lightning_moe_ckpt.storage._log import HISTORY, Cut, History, Log
-from lightning_moe_ckpt.storage._names import log_key
+from lightning_moe_ckpt.storage._log import HISTORY
 from lightning_moe_ckpt.storage._retention import advanced_history
 
 EVENT: dict[str, object] = {"type": "test"}

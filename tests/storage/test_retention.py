@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from door import History, commit_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored._lives import LIFE, named
@@ -21,8 +22,6 @@ from lightning_moe_ckpt.storage import (
     Retention,
     segment_key,
 )
-from lightning_moe_ckpt.storage._log import History
-from lightning_moe_ckpt.storage._names import commit_key
 from lightning_moe_ckpt.storage._retention import advanced_history
 
 DAY = 86_400

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from door import History, Log, await_markers, commit_key, log_key, marker_key, publish
 from fsspec.implementations.memory import MemoryFileSystem
 from stored._crashes import Crashed, CrashingBackend
 from stored._lives import LIFE, named
@@ -29,9 +30,6 @@ from lightning_moe_ckpt.storage import (
     open_backend,
     segment_key,
 )
-from lightning_moe_ckpt.storage._commit import await_markers, publish
-from lightning_moe_ckpt.storage._log import History, Log
-from lightning_moe_ckpt.storage._names import commit_key, log_key, marker_key
 
 NOW = timedelta()
 

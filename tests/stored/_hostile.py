@@ -14,10 +14,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from door import Inventory, Item, Log, Reader, await_markers, publish
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
 from lightning_moe_ckpt.recovery import Version
-from lightning_moe_ckpt.recovery._inventory import Inventory, Item, Reader
 from lightning_moe_ckpt.storage import (
     Commit,
     GenerationId,
@@ -30,8 +30,6 @@ from lightning_moe_ckpt.storage import (
     repair_log,
 )
 from lightning_moe_ckpt.storage._catalog import read_catalog
-from lightning_moe_ckpt.storage._commit import await_markers, publish
-from lightning_moe_ckpt.storage._log import Log
 from lightning_moe_ckpt.tiers import HostTier, ObjectTier, RankMemory, SegmentRing
 
 NOW = timedelta()

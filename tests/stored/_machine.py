@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from door import Inventory, Item, Stock
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.recovery import Version
-from lightning_moe_ckpt.recovery._inventory import Inventory, Item, Stock
 from lightning_moe_ckpt.storage import (
     Backend,
     Commit,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from door import WriteJob
+
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import SegmentEntry
 from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.tiers import PersistWorker, SealedSegment
-from lightning_moe_ckpt.tiers._tier_worker import WriteJob
 
 
 def stop_storing_after(step: int) -> None:

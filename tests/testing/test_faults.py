@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from door import read_lines
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from tiers._segments import LAYOUT, RUN, check, generation, keep
@@ -35,7 +36,6 @@ from lightning_moe_ckpt.testing.__main__ import main
 from lightning_moe_ckpt.testing._fault import FaultPhase, Schedule
 from lightning_moe_ckpt.testing._fault_media import LastingFault, StorageFaults, TakenMemory, flip_memory_bit
 from lightning_moe_ckpt.testing._fault_record import FaultRecord, fired, record_folder, uptime
-from lightning_moe_ckpt.testing._records import read_lines
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_name
 
 # -- arguments

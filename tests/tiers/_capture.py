@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+from door import as_memoryview
 from torch import Tensor
 from typing_extensions import override
 
@@ -21,7 +22,6 @@ from lightning_moe_ckpt.benchmarks._fits import records_of
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import Ticket
 from lightning_moe_ckpt.policies import AUDIENCES
-from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import (
     GenerationId,
     SegmentEntry,

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from door import DIRECTORY_VARIABLE
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_moe_ckpt.tiers import shared_directory
-from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
 
 from ._networks import enter
 

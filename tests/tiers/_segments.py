@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from door import as_memoryview
 from stored._segments import verify_records
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import (
     GenerationId,
     RankMarker,

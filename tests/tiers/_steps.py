@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from door import Baseline, DeltaDecoder, EncodedDelta
 from torch import Tensor
 
 from lightning_moe_ckpt.storage import SegmentLayout, TensorSpec
 from lightning_moe_ckpt.tiers import Gradients, PartGradient, StepSettings, aligned_gradient, gradient_nbytes
-from lightning_moe_ckpt.tiers._delta import Baseline, DeltaDecoder, EncodedDelta
 
 JOURNAL_NBYTES = 700
 

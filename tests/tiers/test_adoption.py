@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from door import MemoryName, as_memoryview, marker_path, unfinished_path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt, KeyMissing
-from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import (
     RING_HEADER_NBYTES,
     GenerationId,
@@ -27,7 +27,7 @@ from lightning_moe_ckpt.storage import (
 )
 from lightning_moe_ckpt.tiers import Holding, HostTier, Markers, RankMemory, SegmentRing, _ring, _shm, shared_name
 from lightning_moe_ckpt.tiers._peer_receiver import ReplicaStore
-from lightning_moe_ckpt.tiers._shm import MemoryName, marker_files, marker_path, unfinished_path
+from lightning_moe_ckpt.tiers._shm import marker_files
 from tiers._segments import LAYOUT, RUN, Child, check, check_whole, generation, keep, leave_behind, readable, seal
 
 URL = "file:///run"

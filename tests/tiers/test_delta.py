@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from door import DeltaDecoder, EncodedDelta, encode_delta
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.tiers._delta import DeltaDecoder, EncodedDelta, encode_delta
 from lightning_moe_ckpt.tiers._delta_plan import index_of
 from lightning_moe_ckpt.tiers._peer_wire import compress, decompress
 

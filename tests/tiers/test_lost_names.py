@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from door import SharedFile
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.storage import RankMarker, SegmentEntry, segment_key
 from lightning_moe_ckpt.tiers import Markers, RankMemory, SegmentRing, shared_directory
 from lightning_moe_ckpt.tiers._peer_receiver import ReplicaStore
-from lightning_moe_ckpt.tiers._shm import SharedFile
 from tiers._segments import LAYOUT, RUN, Child, generation, keep, readable, seal
 
 SLOT = LAYOUT.nbytes

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from door import as_memoryview
 from torch import Tensor
 
-from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import FailureDomain, SealedSegment, place_replicas
 from lightning_moe_ckpt.tiers._delta_plan import _without

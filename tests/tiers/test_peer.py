@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from door import NotReplicated, Replication
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry, digest_of, segment_key
 from lightning_moe_ckpt.tiers import HostTier
-from lightning_moe_ckpt.tiers._peer_stream import NotReplicated, Replication
 
 from ._nodes import Cluster, Rank, cluster, run
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import xxhash
+from door import DeltaDecoder, NotReplicated, Pacer, Replication
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage import GenerationId, SegmentLayout, TensorSpec
-from lightning_moe_ckpt.tiers._delta import DeltaDecoder
-from lightning_moe_ckpt.tiers._peer_stream import NotReplicated, Pacer, ReplicaStream, Replication
+from lightning_moe_ckpt.tiers._peer_stream import ReplicaStream
 from lightning_moe_ckpt.tiers._peer_wire import _MAGIC, _NUM_FIELDS, MessageKind, Wire, compress, decompress
 
 from ._nodes import Cluster, Rank, cluster, run

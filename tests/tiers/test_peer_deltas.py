@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from door import EncodedDelta, NotReplicated, PeerWorker, Replication, as_memoryview, encode_delta
 from stored._segments import verify_records
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.native import AdamStep
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Deltas
-from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import (
     GenerationId,
     RankMarker,
@@ -41,10 +41,7 @@ from lightning_moe_ckpt.tiers import (
     shared_name,
 )
 from lightning_moe_ckpt.tiers import _peer_receiver as receiving
-from lightning_moe_ckpt.tiers._delta import EncodedDelta, encode_delta
-from lightning_moe_ckpt.tiers._peer_stream import NotReplicated, Replication
 from lightning_moe_ckpt.tiers._peer_wire import Message, MessageKind, Wire
-from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
 
 from ._nodes import Cluster, Rank, cluster, run
 from ._steps import Training, baseline

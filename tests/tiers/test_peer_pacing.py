@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
+from door import Pacer
 from hypothesis import given
 from hypothesis import strategies as st
-
-from lightning_moe_ckpt.tiers._peer_stream import Pacer
 
 
 def take_all(pacer: Pacer, nbytes: int, chunk: int) -> int:

@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from door import PeerWorker, Replication
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Chains
 from lightning_moe_ckpt.storage import GenerationId, SlotClass
 from lightning_moe_ckpt.tiers import Markers, SegmentRing, WriteRequest, shared_name
-from lightning_moe_ckpt.tiers._peer_stream import Replication
-from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
 
 from ._networks import INTERFACE, two_networks
 from ._nodes import Cluster, Rank, cluster, run

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from door import as_memoryview
 
 from lightning_moe_ckpt.errors import RingFull
-from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import GenerationId, RecordEntry, RecordRows, SegmentLayout, TensorSpec, digest_of
 from lightning_moe_ckpt.tiers import (
     HostTier,

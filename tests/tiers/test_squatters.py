@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from door import SharedFile, marker_path, unfinished_path
 
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import HostTier, RankMemory, shared_directory, shared_name
-from lightning_moe_ckpt.tiers._shm import SharedFile, marker_path, unfinished_path
 from tiers._segments import LAYOUT, RUN, generation, keep, leave_behind, readable
 
 SLOT = LAYOUT.nbytes

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import cast
 
 import torch.distributed as dist
+from door import PeerWorker, Replication
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported at run time only
 from typing_extensions import override
 
 from lightning_moe_ckpt.storage import Retention, RunStore, open_backend
 from lightning_moe_ckpt.tiers import HostTier, HostWorker, Markers, ObjectTier, PersistWorker, RankMemory
-from lightning_moe_ckpt.tiers._peer_stream import Replication
-from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
 
 from ._capture import TierHalves
 from ._contract import TierContract

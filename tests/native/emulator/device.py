@@ -20,11 +20,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from door import CompiledCudaTicket, Space, TorchDevice
 from torch import Tensor
 
 from lightning_moe_ckpt.native import Library, NativeError, _library
-from lightning_moe_ckpt.native._cuda import CompiledCudaTicket, TorchDevice
-from lightning_moe_ckpt.native._plan import Space
 from native.emulator.build import build
 
 LIBRARY_VARIABLE = "MOE_CKPT_EMULATED"
