@@ -1,7 +1,7 @@
 # Every target makes its own environment in .venv first. Needed beforehand: make, a C++ compiler, Python 3.10 or newer.
 #   make demo   train, kill a worker under three launchers, resume, compare bit by bit; writes out/demo/
 #   make quick  between two of those, a minute: lint of what changed, unit tests, 20 drawn runs that are killed
-#   make test   lint, types and every test but the long campaigns, in JOBS processes; ten minutes on two cores
+#   make test   lint, types and every test but the long campaigns, in JOBS processes; a quarter of an hour on two cores
 #   make soak   the long campaigns of kills, all examples of properties        make bench  throughput, recovery, storage, quality after faults; an hour
 #   make docs   the site, into build/site; built from docs/ and the docstrings, and nothing is downloaded
 #   make wheel  with both compiled parts, into dist/; needs nvcc, and runs with the drivers that its CUDA version runs with
@@ -12,7 +12,6 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
-JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -42,12 +41,16 @@ SANITIZED := -p no:cacheprovider --hypothesis-profile=sanitized -k 'not forked a
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
+# Each process takes ten seconds to begin.
+quick: JOBS ?= 2
 QUICK := $(addprefix tests/,policies recovery session planning snapshot journal process test_layering.py test_public_api.py campaign/test_configurations.py)
 quick: $(STAMP)
 	git diff --name-only --diff-filter=d HEAD -- '*.py' | xargs -r $(BIN)/ruff check --force-exclude
 	MOE_CKPT_ROWS=20 $(BIN)/pytest -q -n $(JOBS) --dist worksteal $(QUICK) $(PYTEST_ARGS)
 
 # mypy takes one core for a minute when its cache is empty, and pytest does not have two to do at every moment: side by side.
+# Three on two cores: for a tenth of the time tests wait for timers, servers and other processes.
+test: JOBS ?= 3
 test: style $(SERVERS)/.stamp
 	@mkdir -p build; $(TYPES) >build/types.log 2>&1 & types=$$!; \
 	$(BIN)/pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS); status=$$?; \

@@ -82,6 +82,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if campaigns[item]])
         items[:] = [item for item in items if not campaigns[item]]
         _draw_fewer(items)
+    # The longest first: at the end, one would wait for them alone.
+    items.sort(key=lambda item: not _has_several_processes(item))
+
+
+def _has_several_processes(item: pytest.Item) -> bool:
+    """Whether a test is one of those that take most: jobs of several ranks, stages, and what is built."""
+    return any(
+        name in item.path.as_posix() for name in ("/launch/", "stage", "pipeline", "test_packaging", "test_docs")
+    )
 
 
 def _draw_fewer(items: list[pytest.Item]) -> None:

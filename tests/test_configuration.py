@@ -245,29 +245,34 @@ def test_the_last_line_about_a_wrong_name_or_type_says_what_is_meant(
     assert said.endswith(last), said
 
 
-_ORDER = """
-import sys
-{imports}
-sys.argv = ["cli.py"]
-try:
-    LightningCLI(BoringModel, run=False, args=["--trainer.callbacks=lightning_moe_ckpt.callbacks.DenseChekpoint"])
-except SystemExit:
-    pass
+_ORDERS = """
+import os, sys
+import lightning.pytorch  # which takes longest, and neither of both
+
+assert not {"lightning.pytorch.cli", "lightning_moe_ckpt"} & sys.modules.keys()
+both = ["import lightning_moe_ckpt", "from lightning.pytorch.cli import LightningCLI"]
+for order in (both, both[::-1]):
+    if os.fork() == 0:
+        exec("\\n".join(order))
+        from lightning.pytorch.demos.boring_classes import BoringModel
+
+        sys.argv = ["cli.py"]
+        LightningCLI(BoringModel, run=False, args=["--trainer.callbacks=lightning_moe_ckpt.callbacks.DenseChekpoint"])
+    os.wait()
+    print("", "next", sep="\\n", file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("first", ["cli", "package"])
-def test_the_order_of_imports_does_not_matter(first: str) -> None:
-    """A cold process each: the package before LightningCLI's module, or behind it."""
-    imports = ["import lightning_moe_ckpt", "from lightning.pytorch.cli import LightningCLI"]
-    imports = [*(imports if first == "package" else imports[::-1])]
-    imports.append("from lightning.pytorch.demos.boring_classes import BoringModel")
-    program = _ORDER.format(imports="\n".join(imports))
+def test_the_order_of_imports_does_not_matter() -> None:
+    """A process each that has neither: the package before LightningCLI's module, or behind it."""
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, timeout=120, check=True, text=True, env=environment
+        [sys.executable, "-c", _ORDERS], capture_output=True, timeout=120, check=True, text=True, env=environment
     )
-    assert done.stderr.rstrip().endswith("there is no such class. Did you mean `DenseCheckpoint`?"), done.stderr[-500:]
+    *said, nothing = done.stderr.split("\nnext\n")
+    assert (len(said), nothing) == (2, "")
+    for each in said:
+        assert each.rstrip().endswith("there is no such class. Did you mean `DenseCheckpoint`?"), each[-500:]
 
 
 def test_without_jsonargparse_lightning_says_what_to_install() -> None:

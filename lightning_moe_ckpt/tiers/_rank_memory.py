@@ -313,7 +313,7 @@ class RankMemory:
 
     def _create_beside(self, slot_nbytes: int, num_slots: int, small: Sequence[SlotClass]) -> SegmentRing:
         """Create a ring under a name that is not in use."""
-        taken = {path.name for path in listing(self._directory)}  # by any process
+        taken = set(listing(self._directory))  # by any process
         for turn in itertools.count():
             name = shared_name(self._tag, self.rank, self._kind, turn=turn)
             if name not in taken:

@@ -39,7 +39,6 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -465,38 +464,38 @@ def unfinished_path(marker: Path) -> Path:
 
 def marker_paths(memory: Path) -> list[Path]:
     """Return the finished markers beside a memory file, in no order; one writable by others is named once."""
-    named = [(path, of) for path, of in _marker_names(memory.parent) if of == memory.name and path.suffix == ".done"]
-    return [path for path, _ in named if is_private_file(path, say=True)]
+    return [path for path in _markers_of(memory) if path.suffix == ".done" and is_private_file(path, say=True)]
 
 
 def marker_files(memory: Path) -> list[Path]:
     """Return all markers of this user beside a memory file, finished or not; they are removed with the file."""
-    return [path for path, of in _marker_names(memory.parent) if of == memory.name and is_own_file(path)]
+    return [path for path in _markers_of(memory) if is_own_file(path)]
 
 
 def memory_files(directory: Path, tag: str = "") -> list[tuple[Path, MemoryName]]:
     """Return the memory files that only this user may open, with names; any other of run `tag` is named once."""
-    named = [(path, MemoryName.parse(path.name)) for path in listing(directory)]
-    return [(path, name) for path, name in named if name is not None and is_private_file(path, say=name.tag == tag)]
+    named = [(directory / file, name) for file in listing(directory) if (name := MemoryName.parse(file)) is not None]
+    return [(path, name) for path, name in named if is_private_file(path, say=name.tag == tag)]
 
 
 def orphaned_markers(directory: Path) -> list[tuple[Path, MemoryName]]:
     """Return this user's markers, finished or not, without their memory file."""
-    there = {path.name for path in listing(directory)}
-    named = [(path, MemoryName.parse(of)) for path, of in _marker_names(directory) if of not in there]
+    there = set(listing(directory))
+    matches = [match for name in there if (match := _MARKER.fullmatch(name)) is not None and match[1] not in there]
+    named = [(directory / match[0], MemoryName.parse(match[1])) for match in matches]
     return [(path, name) for path, name in named if name is not None and is_own_file(path)]
 
 
-def _marker_names(directory: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the paths of markers, each with the name of its memory file."""
-    for path in listing(directory):
-        if (match := _MARKER.fullmatch(path.name)) is not None:
-            yield path, match[1]
+def _markers_of(memory: Path) -> list[Path]:
+    # A directory may hold what many runs have left, and is read for each memory file: most names are no paths.
+    names = [name for name in listing(memory.parent) if name.startswith(memory.name)]
+    return [memory.with_name(name) for name in names if (match := _MARKER.fullmatch(name)) and match[1] == memory.name]
 
 
-def listing(directory: Path) -> list[Path]:
-    """Return the entries of a directory; none if the directory was removed."""
+def listing(directory: Path) -> list[str]:
+    """Return the names in a directory; none if the directory was removed."""
     try:
-        return list(directory.iterdir())
+        with os.scandir(directory) as entries:
+            return [entry.name for entry in entries]
     except (FileNotFoundError, NotADirectoryError):
         return []

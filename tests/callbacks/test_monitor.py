@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from launcher import run_world
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -139,7 +140,7 @@ def fit(
                 **kwargs,
             },
         )
-        trainer.fit(model, loader(), None if isinstance(model, Dense) else loader())
+        trainer.fit(model, loader(), None if isinstance(model, tiny.ToZero) else loader())
     return model
 
 
@@ -435,25 +436,16 @@ def test_figures_of_all_ranks_come_with_the_same_collective(tmp_path: Path) -> N
     assert captured > 0
 
 
-class Dense(LightningModule):
-    """No experts at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(D, D)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(batch[0]).pow(2).mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
 def test_a_model_without_experts_has_the_figures_of_checkpoints_only(tmp_path: Path) -> None:
     """And without a logger the newest row can still be read."""
     monitor = ExpertLoadMonitor(every_n_steps=1)
-    fit(tmp_path, monitor, DenseCheckpoint(str(tmp_path / "run"), every_n_steps=1), model=Dense(), logger=False)
+    fit(
+        tmp_path,
+        monitor,
+        DenseCheckpoint(str(tmp_path / "run"), every_n_steps=1),
+        model=tiny.ToZero(nn.Linear(D, D)),
+        logger=False,
+    )
     assert monitor.latest["moe/window"] == 1
     assert monitor.latest["moe/gap_steps"] == monitor.latest["moe/rest_seconds/storage"] == 0  # too short to tell
     assert monitor.latest["moe/overhead/all"] >= monitor.latest["moe/overhead/storage"]

@@ -20,12 +20,13 @@ from pathlib import Path
 from select import select
 
 import pytest
+import tiny
 import torch
 from launcher import exit_after
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 
@@ -34,28 +35,25 @@ PATIENCE = 120.0
 """Seconds for both trainings."""
 
 
-class Killed(LightningModule):
+class Killed(tiny.ToZero):
     """Gets a SIGKILL in one of its steps, if it is told to."""
 
     def __init__(self, dies_at: int | None) -> None:
-        super().__init__()
-        self.linear, self.dies_at = nn.Linear(4, 2), dies_at
+        super().__init__(nn.Linear(4, 2))
+        self.dies_at = dies_at
 
+    @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if self.global_step == self.dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        return self.linear(batch[0]).pow(2).mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters())
+        return super().training_step(batch, batch_idx)
 
 
 def train(url: Path, bar: ProgressBar, dies_at: int | None, **length: int) -> None:
     seed_everything(1, verbose=False)
-    data = DataLoader(TensorDataset(torch.randn(NUM_BATCHES, 4)), batch_size=1, shuffle=True)
-    quiet = {"logger": False, "enable_model_summary": False, "accelerator": "cpu", "devices": 1}
+    data = tiny.rows(torch.randn(NUM_BATCHES, 4), shuffle=True)
     checkpoint = DenseCheckpoint(url, every_n_steps=2, overhead_target=None)
-    Trainer(**quiet, **length, callbacks=[bar, checkpoint]).fit(Killed(dies_at), data)  # type: ignore[arg-type]
+    tiny.fit(Killed(dies_at), data, bar, checkpoint, enable_progress_bar=True, **length)
 
 
 def shown(url: Path, kind: type[ProgressBar], length: dict[str, int]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
@@ -99,12 +100,10 @@ def fit(url: Path, data: Any, *, manual: bool = False, interrupted: int = 0, **o
         DenseCheckpoint(url, every_n_steps=2, overhead_target=None),
         *([Interrupts(interrupted)] if interrupted else []),
     ]
-    off: dict[str, Any] = dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary"], False)
-    with warnings.catch_warnings():
+    trainer = tiny.quiet_trainer(*callbacks, **options)
+    with warnings.catch_warnings(), pytest.raises(Ends) if interrupted else nullcontext():
         warnings.simplefilter("ignore")
-        trainer = Trainer(accelerator="cpu", devices=1, callbacks=callbacks, **off, **options)
-        with pytest.raises(Ends) if interrupted else nullcontext():
-            trainer.fit(Model(manual=manual), data)
+        trainer.fit(Model(manual=manual), data)
     return trainer
 
 

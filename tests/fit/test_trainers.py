@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -26,25 +27,17 @@ from lightning_moe_ckpt.journal import encode
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 
 
-class Net(LightningModule):
+class Net(tiny.ToZero):
     """Something to train, to validate and to test."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(batch[0]).pow(2).mean()
-        return loss
+        super().__init__(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("val", self.net(batch[0]).mean())
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("test", self.net(batch[0]).mean())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
 def loader() -> DataLoader[Any]:

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from door import CheckpointCallback
 from fit._seeming_device import SeemingDevice, Wait, seeming_device, waits_of_hooks
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
@@ -77,14 +77,10 @@ def fit(
     net = Net()
     if device is not None:
         device.put(itertools.chain(net.parameters(), net.buffers()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's advice about this tiny run
-        trainer = Trainer(
-            accelerator=accelerator, devices=1, max_steps=10, max_epochs=-1, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, gradient_clip_val=0.5, accumulate_grad_batches=2,
-            callbacks=[WaitForStorage(checkpoint, device), *others, checkpoint], plugins=[scaling()] if scaled else None,
-        )  # fmt: skip
-        trainer.fit(net, DataLoader(TensorDataset(torch.arange(64.0 * FEATURES).view(-1, FEATURES).sin()), 4))
+    callbacks = [WaitForStorage(checkpoint, device), *others, checkpoint]
+    options: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "accelerator": accelerator}
+    plugins = [scaling()] if scaled else None
+    tiny.fit(net, tiny.rows(tiny.waves(64, FEATURES), 4), *callbacks, max_steps=10, plugins=plugins, **options)
 
 
 @pytest.mark.parametrize(

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import logging
-import warnings
+from functools import partial
 from typing import Any
 
+import tiny
 import torch
 from door import CheckpointCallback
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
 
 from lightning_moe_ckpt.moe import MoELayer
 
 FEATURES = 4
+SGD: tiny.MakeOptimizer = partial(torch.optim.SGD, lr=0.05)
 
 
-class Small(LightningModule):
+class Small(tiny.ToZero):
     """Two layers, a buffer, and a number of its own in Lightning checkpoints."""
 
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(FEATURES, 3), nn.Linear(3, 1))
+    def __init__(self, optimizer: tiny.MakeOptimizer = tiny.LEARN) -> None:
+        super().__init__(nn.Linear(FEATURES, 3), nn.Linear(3, 1), optimizer=optimizer)
         self.register_buffer("scale", torch.tensor([0.5, 2.0]))
-        self.optimizer, self.seen = optimizer, 0
+        self.seen = 0
 
+    @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.seen += 1
-        loss: Tensor = self.net(batch[0]).pow(2).mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(self.parameters(), 0.05)
-        return torch.optim.AdamW(self.parameters(), 1e-2)
+        return super().training_step(batch, batch_idx)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["seen"] = self.seen
@@ -80,17 +76,5 @@ def train(
 ) -> Trainer:
     """Train for `steps` optimizer steps."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    x = torch.arange(4.0 * 6 * FEATURES).view(-1, FEATURES).sin()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's advice about this tiny run
-        trainer = Trainer(
-            **{"accelerator": "cpu", "devices": 1, **options},
-            max_steps=steps,
-            max_epochs=-1,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[Patient(checkpoint), *others, checkpoint],
-        )
-        trainer.fit(module, DataLoader(TensorDataset(x), batch_size=2))
-    return trainer
+    data = tiny.rows(tiny.waves(4 * 6, FEATURES), 2)
+    return tiny.fit(module, data, Patient(checkpoint), *others, checkpoint, max_steps=steps, **options)

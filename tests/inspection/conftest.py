@@ -12,7 +12,7 @@ from lightning.pytorch import seed_everything
 from torch import Tensor
 
 from inspection._partial import add_referring
-from inspection._runs import Small, SmallMoE, train
+from inspection._runs import SGD, Small, SmallMoE, train
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.strategy import MoEStrategy
 
@@ -37,7 +37,7 @@ def sparse_run(tmp_path_factory: pytest.TempPathFactory) -> str:
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a run with one generation and little in it, for tests that damage every byte."""
     root = tmp_path_factory.mktemp("tiny") / "run"
-    train(Small("sgd"), DenseCheckpoint(str(root), keep=1), steps=2)
+    train(Small(SGD), DenseCheckpoint(str(root), keep=1), steps=2)
     return root
 
 

@@ -21,7 +21,7 @@ import pytest
 from launcher import run_world
 
 from inspection._forge import Forged, sealed, sealed_text
-from inspection._runs import Small, train
+from inspection._runs import SGD, Small, train
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import CheckpointError
@@ -252,7 +252,7 @@ def resumed(root: Path) -> tuple[int, str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning_moe_ckpt").addHandler(handler)
     try:
-        train(Small("sgd"), DenseCheckpoint(str(root), keep=2), steps=5)
+        train(Small(SGD), DenseCheckpoint(str(root), keep=2), steps=5)
     except CheckpointError as error:
         return 1, f"{error} {said}"
     return 0, str(said)
@@ -287,8 +287,8 @@ def test_a_journal_that_cannot_be_read_costs_its_generation(
 ) -> None:
     """Every digest vouches for it: all ranks find out together, before anything is put back, and use an older one."""
     root = tmp_path / "run"
-    train(Small("sgd"), DenseCheckpoint(str(root), every_n_steps=1, keep=3, overhead_target=None), steps=3)
+    train(Small(SGD), DenseCheckpoint(str(root), every_n_steps=1, keep=3, overhead_target=None), steps=3)
     Forged(root).put_journal(struct.pack("<QQ", len(text), 0) + text)
-    train(Small("sgd"), DenseCheckpoint(str(root), keep=3), steps=4)
+    train(Small(SGD), DenseCheckpoint(str(root), keep=3), steps=4)
     assert "cannot resume from step 3 (incarnation 1), rank 0: A journal of" in caplog.text
     assert "step 2 (incarnation 1) is resumed from, an older generation" in caplog.text
