@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import pty
@@ -31,8 +30,14 @@ from typing_extensions import override
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 
 NUM_BATCHES = 12
+LENGTHS: dict[type[ProgressBar], dict[str, int]] = {
+    TQDMProgressBar: {"max_epochs": 1},
+    RichProgressBar: {"max_steps": 10},
+}
+NEXT = "\f"
+"""Behind what is shown with each bar."""
 PATIENCE = 120.0
-"""Seconds for both trainings."""
+"""Seconds for all trainings."""
 
 
 class Killed(tiny.ToZero):
@@ -56,15 +61,16 @@ def train(url: Path, bar: ProgressBar, dies_at: int | None, **length: int) -> No
     tiny.fit(Killed(dies_at), data, bar, checkpoint, enable_progress_bar=True, **length)
 
 
-def shown(url: Path, kind: type[ProgressBar], length: dict[str, int]) -> str:
-    """What two trainings, of which the first is killed, write to their terminal of 200 columns.
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[type[ProgressBar], str]:
+    """What two trainings with each bar, of which the first is killed, write to their terminal of 200 columns.
 
     They descend from a new process: this one has threads, whose locks nobody would release in its fork.
     """
     terminal, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, __file__, str(url), kind.__name__, json.dumps(length)],
+        [sys.executable, __file__, str(tmp_path_factory.mktemp("bars"))],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -78,28 +84,26 @@ def shown(url: Path, kind: type[ProgressBar], length: dict[str, int]) -> str:
             while select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 said += os.read(terminal, 2**16)
             pytest.fail(f"no end after {PATIENCE} s; this is what was shown: {said.decode()}")
-        return said.decode()
+        return dict(zip(LENGTHS, said.decode().split(NEXT), strict=False))
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # and those that it has forked
         process.wait()
         os.close(terminal)
 
 
-@pytest.mark.parametrize(
-    ("kind", "length"), [(TQDMProgressBar, {"max_epochs": 1}), (RichProgressBar, {"max_steps": 10})]
-)
+@pytest.mark.parametrize("kind", LENGTHS)
 def test_lines_stand_above_the_bar_and_it_knows_the_epoch_it_resumes_in(
-    kind: type[ProgressBar], length: dict[str, int], tmp_path: Path
+    kind: type[ProgressBar], shown: dict[type[ProgressBar], str]
 ) -> None:
     """A line begins where the cursor was sent to the beginning of one. The bar counts on from what is not trained again."""
-    said = shown(tmp_path, kind, length)
+    said = shown[kind]
     lines = [found.start() for found in re.finditer(r"step \d+ \(incarnation \d\) is durable", said)]
     assert lines
     for at in lines:
         assert re.search(r"(\r|\n|\x1b\[2K|\x1b\[1A)$", said[:at]), repr(said[at - 80 : at + 40])
     resumed = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said[said.index("resumes from step") :])
     (step,) = re.findall(r"resumes from step (\d+)", said)
-    total = length.get("max_steps", NUM_BATCHES)
+    total = LENGTHS[kind].get("max_steps", NUM_BATCHES)
     assert f" {step}/{total}" in resumed or kind is RichProgressBar, "which shows itself ten times a second"
     assert f" {total}/{total}" in resumed
     assert not re.search(r"[1-9]/\?", resumed)
@@ -109,9 +113,10 @@ if __name__ == "__main__":
     logging.basicConfig(format="%(message)s")
     logging.getLogger("lightning_moe_ckpt").setLevel(logging.INFO)
     warnings.simplefilter("ignore")
-    bars = {kind.__name__: kind for kind in (TQDMProgressBar, RichProgressBar)}
-    url, name, length = sys.argv[1:]
-    for dies_at in (7, None):
-        if os.fork() == 0:
-            exit_after(lambda: train(Path(url), bars[name](refresh_rate=1), dies_at, **json.loads(length)))  # noqa: B023
-        os.wait()
+    for kind, length in LENGTHS.items():
+        url = Path(sys.argv[1]) / kind.__name__
+        for dies_at in (7, None):
+            if os.fork() == 0:
+                exit_after(lambda: train(url, kind(refresh_rate=1), dies_at, **length))  # type: ignore[call-arg]  # noqa: B023
+            os.wait()
+        print(end=NEXT, flush=True)
