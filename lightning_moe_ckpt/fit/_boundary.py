@@ -7,6 +7,7 @@ and random state.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -24,7 +25,7 @@ from lightning_moe_ckpt.fit.loaders._random import NO_FETCHES, EpochMoments
 from lightning_moe_ckpt.fit.loggers import _metrics
 from lightning_moe_ckpt.fit.loops import _trainer
 from lightning_moe_ckpt.journal import RngState, differs
-from lightning_moe_ckpt.operators import groups_state, load_groups_state
+from lightning_moe_ckpt.operators import StateSchema, groups_state, load_groups_state
 
 log = rank_logger(__name__)
 
@@ -50,11 +51,13 @@ class BoundaryState:
         skip: tuple[type[Callback], ...],
         parts: Mapping[str, JournalPart],
         trained: Trained,
+        schema: StateSchema,
         settings: Settings,
         moved: MovedAttributes,
     ) -> None:
         self.trainer, self.module, self._skip, self._parts = trainer, module, skip, parts
         self.trained, self.settings, self.moved = trained, settings, moved
+        self._rest = partial(schema.rest, dict(module.named_parameters())) if schema.has_rest else None
         self.extras = Extras(trainer, module)
         self._attributes: dict[str, Any] | None = None  # of the newest taken boundary
         self._followed: Mapping[str, Any] = {}  # of the last followed boundary of the original run
@@ -66,6 +69,7 @@ class BoundaryState:
             "batches_done": trainer.fit_loop.epoch_loop.batch_progress.current.completed,
             "schedulers": [copied(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
             "param_groups": groups_state(trainer.optimizers[0]),
+            **({} if self._rest is None else {"optimizer": self._rest()}),
             "trained": self.trained.take(),
             **self._take_attributes(whole=whole),
             "precision": copied(_trainer.take_precision(trainer)),

@@ -38,6 +38,7 @@ from lightning_moe_ckpt.fit.loaders._random import MOMENTS, EpochMoments
 from lightning_moe_ckpt.fit.loops import _trainer
 from lightning_moe_ckpt.fit.loops._trainer import LoopProgress
 from lightning_moe_ckpt.journal import UNFIT, HeldGenerator, RngState, differs
+from lightning_moe_ckpt.operators import StateSchema
 
 log = rank_logger(__name__)
 
@@ -74,6 +75,7 @@ class BoundaryRecorder:
         skip_callbacks: callbacks without state in the journal (our own).
         parts: further state of a boundary, by name.
         trained: state of `requires_grad` and optimizer groups.
+        schema: says what the optimizer keeps beyond records.
         settings: settings of this start and of the stored run.
         layers: attributes recorded by one of the parts, as (name of a module, attribute).
         on_mismatch, among: see `DataRecord`.
@@ -88,6 +90,7 @@ class BoundaryRecorder:
         parts: Mapping[str, JournalPart],
         trained: Trained,
         *,
+        schema: StateSchema,
         settings: Settings,
         layers: Collection[tuple[str, str]] = (),
         on_mismatch: OnMismatch = "stop",
@@ -108,7 +111,13 @@ class BoundaryRecorder:
         """Original run's start half of the newest boundary if its step was replayed, until the next batch begins."""
         self._resumption: Resumption | None = None
         self._state = BoundaryState(
-            *(trainer, module), skip=skip_callbacks, parts=parts, trained=trained, settings=settings, moved=self._moved
+            *(trainer, module),
+            skip=skip_callbacks,
+            parts=parts,
+            trained=trained,
+            schema=schema,
+            settings=settings,
+            moved=self._moved,
         )
         facts = trainer, self._moved, self._state.extras, self._random, among
         self._data = DataRecord(*facts, on_mismatch=on_mismatch)

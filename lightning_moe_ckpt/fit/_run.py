@@ -97,6 +97,7 @@ class FitSession:
         self._settings = Settings(trainer, own_callbacks, on_change=on_change, logged=logged, replay=replay)
         self._recorder: BoundaryRecorder = BoundaryRecorder(
             *(trainer, module, own_callbacks, parts, trained),
+            schema=self.sessions.schema,
             settings=self._settings,
             layers=self._layers.attributes,
             on_mismatch=on_mismatch,

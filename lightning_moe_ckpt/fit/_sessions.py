@@ -156,12 +156,15 @@ class Sessions:
     def _open(self, repeats: Repeats | None) -> CheckpointSession:
         trainer, module, policy = self._trainer, self._trainer.lightning_module, self.policy
         dtype = _trainer.dtype_of_steps(trainer, module)
+        self.schema = StateSchema.of(
+            trainer.optimizers[0], in_parts=policy.cuts, mixed=not policy.exact, default_dtype=dtype
+        )
         self._groups = _trainer.groups_of(trainer.strategy)
         return CheckpointSession(
             self.config,
             policy=policy,
             module=module,
-            schema=StateSchema.of(trainer.optimizers[0], in_parts=policy.cuts, default_dtype=dtype),
+            schema=self.schema,
             groups=self._groups,
             autocast_dtype=_AUTOCAST.get(str(trainer.precision)),
             may_skip=_limits.may_leave_out(trainer, module, self._own),

@@ -368,7 +368,7 @@ class LightningCheckpoint:
         groups: list[dict[str, Any]] = start["param_groups"]
         ordered = [*self._module.param_groups, *start["trained"]["added"]]
         numbers = {name: number for number, name in enumerate(name for names in ordered for name in names)}
-        state: dict[int, dict[str, Tensor]] = {}
+        state: dict[int, dict[str, Any]] = {}
         for name, tensor in self._stored.optimizer().items():
             parameter, _, key = name.rpartition("/")
             if parameter not in numbers:
@@ -376,6 +376,7 @@ class LightningCheckpoint:
                     f"`{parameter}` has optimizer state and is in no group of parameters. Verify the generation."
                 )
             state.setdefault(numbers[parameter], {})[key] = tensor
+        self._add_rest(state, numbers, start.get("optimizer") or {})
         if len(groups) != len(ordered):
             raise Corrupt(
                 f"{len(groups)} groups of parameters have settings, {len(ordered)} are described. Verify the generation."
@@ -385,6 +386,19 @@ class LightningCheckpoint:
             for fields, names in zip(groups, ordered, strict=True)
         ]
         return {"state": dict(sorted(state.items())), "param_groups": described}
+
+    def _add_rest(self, state: dict[int, dict[str, Any]], numbers: Mapping[str, int], rest: Mapping[str, Any]) -> None:
+        """Add state that no records have, from rank 0's journal, in the optimizer's order of keys."""
+        for name, stored in (rest.get("state") or {}).items():
+            found = state.get(numbers[name], {})
+            whole = {key: stored["values"].get(key, found.get(key)) for key in stored["keys"]}
+            state[numbers[name]] = self._plain(f"the optimizer's state of `{name}`", whole)
+        if rest and self._commit.policy.get("expert_parallel") != 1:
+            self.notes.append(
+                "of the optimizer's state beyond records, rank 0's is there; other ranks' experts have theirs in the run"
+            )
+        if lost := [*(rest.get("inner") or ()), *(rest.get("attributes") or ())]:
+            self.notes.append(f"{', '.join(lost)} of the optimizer left out: its `state_dict` has no place for it")
 
     # -- what the module and the data module add
 

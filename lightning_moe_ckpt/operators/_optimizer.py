@@ -1,20 +1,21 @@
 """Access to an optimizer's state by parameter and key, and to the options of its parameter groups.
 
-The layout of the state is known before any state exists, so that space can be reserved. "No state yet" is a state of
-its own: capture records it, and restore drops the live state.
+The layout of the state is known before any state exists, so that space can be reserved: from a table, or from a copy of the
+optimizer that takes two steps. "No state yet" is a state of its own: capture records it, and restore drops the live state.
 
-An optimizer is supported if the update of an element depends on that element and on scalars only: then a slice of
-parameter and state, replayed alone, gives the same bits.
+Records have tensors of the parameter's shape, and scalar tensors. Other state of a class without a table, such as numbers,
+statistics of rows and histories, is in the journal, whole (`DiscoveredSchema.rest`).
+
+A policy that takes everything of one step supports any coupling. Others need an update that depends on the element and on scalars
+only: then a slice of parameter and state, replayed alone, gives the same bits.
 
 Source: `torch/optim/adam.py` and `sgd.py` (`_init_group`), unchanged from torch 2.6 to 2.13.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from operator import is_, methodcaller
@@ -23,28 +24,27 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from typing_extensions import override
 from xxhash import xxh3_128_hexdigest
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
+from lightning_moe_ckpt.operators._coupling import (
+    FoundLayout,
+    Group,
+    Reach,
+    StateEntry,
+    copied_state,
+    coupling_of,
+    inner_optimizers,
+    recorded_value,
+)
 
-Group = Mapping[str, Any]
-"""Options of a parameter group."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateEntry:
-    """One tensor of a parameter's optimizer state."""
-
-    key: str
-    dtype: torch.dtype
-    per_element: bool
-    """Whether the tensor has the parameter's shape; else it is one scalar for the whole parameter."""
-
+log = rank_logger(__name__)
 
 _IDENTITY = ("params", "param_names")
-_NOT_PROBED = {*_IDENTITY, "lr", "initial_lr", "weight_decay"}
-Layout = Callable[[Group, torch.dtype, torch.dtype], tuple[StateEntry, ...]]
-"""All entries that a parameter of a dtype can have with a group's options, and torch's default type where the optimizer steps."""
+Layout = Callable[[Group, Tensor, torch.dtype], tuple[StateEntry, ...]]
+"""All entries that a parameter can have with a group's options, and torch's default type where the optimizer steps."""
 
 
 @cache
@@ -54,19 +54,19 @@ def _adam_entries(dtype: torch.dtype, step_dtype: torch.dtype, amsgrad: bool) ->
     return (StateEntry("step", step_dtype, per_element=False), *moments)
 
 
-def _adam(group: Group, dtype: torch.dtype, default: torch.dtype) -> tuple[StateEntry, ...]:
+def _adam(group: Group, param: Tensor, default: torch.dtype) -> tuple[StateEntry, ...]:
     """Return the step count and the moments of Adam and AdamW: single, foreach and fused, with or without amsgrad."""
     # Same as torch.optim.optimizer._get_scalar_dtype, which is private.
     wide = not group.get("fused") and default is torch.float64
-    return _adam_entries(dtype, torch.float64 if wide else torch.float32, bool(group.get("amsgrad")))
+    return _adam_entries(param.dtype, torch.float64 if wide else torch.float32, bool(group.get("amsgrad")))
 
 
-def _sgd(group: Group, dtype: torch.dtype, _default: torch.dtype) -> tuple[StateEntry, ...]:
+def _sgd(group: Group, param: Tensor, _default: torch.dtype) -> tuple[StateEntry, ...]:
     """Return the momentum buffer, if there is momentum.
 
     Before the first step there is no buffer. That differs from a zero buffer: the first step ignores dampening.
     """
-    momentum = StateEntry("momentum_buffer", dtype, per_element=True)
+    momentum = StateEntry("momentum_buffer", param.dtype, per_element=True)
     return (momentum,) if group.get("momentum", 0) != 0 else ()
 
 
@@ -79,13 +79,16 @@ _REFUSED_OPTIONS = {
 
 _REASONS = {
     "ZeroRedundancyOptimizer": "each parameter's state lives on one rank only",
-    "Adafactor": "its row and column statistics and its clipping are shared by all slices of a parameter",
-    "LBFGS": "its history runs over all parameters at once",
-    "Muon": "it orthogonalises whole matrices, so a slice cannot be updated alone",
-    "SparseAdam": "its state has the shape of sparse gradients",
     "DistributedOptimizer": "its flat shards cut through operators",
-    "Optimizer8bit": "its blocks of quantised state straddle slices",
 }
+
+
+_DOES = {
+    "matrix": "updates the elements of a matrix together",
+    "parameter": "updates the elements of a parameter together",
+    "global": "updates an element by others",
+}
+"""Words for a coupling wider than an element."""
 
 
 def register_optimizer(
@@ -113,62 +116,6 @@ def register_optimizer(
     _layouts[cls] = (lambda *facts: typed(layout(*facts))) if others else layout
 
 
-_PROBE_SHAPE = (3, 4)
-_PROBE_TURNS = 200
-"""So many steps with small gradients bring moments to where a large one is clipped by whoever clips updates."""
-
-
-def why_not_elementwise(optimizer: Optimizer) -> str:
-    """Return why the update of an element may depend on other elements, or an empty string if the trial shows no dependence.
-
-    Classes of torch are known. A copy of any other optimizer steps small tensors twice, and one element of the last gradient
-    differs: then no other element and no other tensor may differ. The optimizer, its state and all generators stay as they are.
-    """
-    if type(optimizer) in {Adam, AdamW, SGD}:
-        return ""
-    groups = {repr([(k, v) for k, v in each.items() if k not in _NOT_PROBED]): each for each in optimizer.param_groups}
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # of the CPU, where it runs: asking devices for theirs would initialise them
-        for group in groups.values():
-            try:
-                one, other = (_probed(optimizer, group, nudge=nudge) for nudge in (0.0, 1.0))
-            except Exception as error:  # noqa: BLE001  # whatever a stranger's class raises of tensors that it does not know
-                return f"it could not be tried on a small tensor ({type(error).__name__}: {error})"
-            reached = [int((a != b).sum()) for a, b in zip(one, other, strict=True)]
-            if reached[0] > 1 or any(reached[1:]):
-                return (
-                    f"of two small tensors, a gradient that differed in 1 element made {sum(reached)} elements differ, as a norm "
-                    "over a whole tensor does"
-                )
-    return ""
-
-
-def _probed(optimizer: Optimizer, group: Group, *, nudge: float) -> list[Tensor]:
-    """Return two tensors after steps of a copy of an optimizer with the options of one group."""
-    numbers = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(_PROBE_SHAPE, generator=numbers)) for _ in range(2)]
-    memo: dict[int, Any] = {id(p): params[0] for each in optimizer.param_groups for p in each["params"]}
-    copied = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if "hook" in name and isinstance(value, OrderedDict):
-            vars(copied)[name] = OrderedDict()
-        elif name not in {"state", "param_groups", "step"}:  # a scheduler binds `step` to the optimizer in use
-            vars(copied)[name] = copy.deepcopy(value, memo)
-    fields = {key: copy.deepcopy(value) for key, value in group.items() if key not in _IDENTITY}
-    if not fields.get("lr", 1.0):
-        fields["lr"] = 1e-3  # of a warm-up that begins at zero
-    copied.state, copied.param_groups = defaultdict(dict), [{"params": params, **fields}]
-    for turn in reversed(range(_PROBE_TURNS)):
-        for param in params:
-            param.grad = torch.randn(_PROBE_SHAPE, generator=numbers) * (1e-3 if turn else 1.0)
-        if not turn:
-            assert params[0].grad is not None
-            params[0].grad[0, 0] += nudge
-        type(optimizer).step(copied, lambda: 0.0)  # some recipes take the closure for granted
-    return [param.detach() for param in params]
-
-
 class StateSchema:
     """Layout of and access to one optimizer's state. Make it with `StateSchema.of`."""
 
@@ -180,39 +127,77 @@ class StateSchema:
 
     @classmethod
     def of(
-        cls, optimizer: Optimizer, *, in_parts: bool = False, default_dtype: torch.dtype | None = None
+        cls,
+        optimizer: Optimizer,
+        *,
+        in_parts: bool = False,
+        mixed: bool = False,
+        default_dtype: torch.dtype | None = None,
     ) -> StateSchema:
         """Return the schema of a torch optimizer.
 
         Args:
-            optimizer: of a known or registered class.
-            in_parts: whether parts of a tensor may be restored from different steps; a registered class is tried then.
+            optimizer: of any class; the state of one without a table is found out with a copy.
+            in_parts: whether parts of a tensor may be restored from different steps; classes without a table are tried then.
+            mixed: whether training may go on from parts of different steps.
             default_dtype: torch's default type where the optimizer steps; `None` for what it is now.
 
         Raises:
-            UnsupportedOptimizer: its state cannot be captured exactly slice by slice; the message says why.
+            UnsupportedOptimizer: its state cannot be captured exactly; the message says why.
         """
-        schema = cls(optimizer, _layout_of(optimizer), default_dtype or torch.get_default_dtype())
+        layout, default = _layout_of(optimizer), default_dtype or torch.get_default_dtype()
+        if layout is not None:
+            schema = cls(optimizer, layout, default)
+        else:
+            schema = DiscoveredSchema(optimizer, default, in_parts=in_parts, mixed=mixed)
         if in_parts:
             schema.expect_elementwise()
         return schema
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether the optimizer may keep state without a place in records."""
+        return False
+
     def expect_elementwise(self) -> None:
         """Require that the optimizer updates each element alone, so that parts of a parameter can be restored from different steps.
 
+        Classes of torch in the table are known; all others are tried.
+
         Raises:
-            UnsupportedOptimizer: a registered class updates elements by others, or it could not be tried.
+            UnsupportedOptimizer: the class updates elements by others, or it could not be tried.
         """
-        if why := why_not_elementwise(self.optimizer):
-            raise UnsupportedOptimizer(
-                f"`{type(self.optimizer).__qualname__}` was registered as a class that updates each element alone, and does not: {why}. "
-                "A part of a tensor cannot be restored without the rest of it. Use `DenseCheckpoint`, which takes everything at once."
+        cls = type(self.optimizer)
+        if cls in {Adam, AdamW, SGD}:
+            return
+        declared = cls in _layouts
+        try:
+            reach = coupling_of(self.optimizer)
+        except Exception as error:  # noqa: BLE001  # whatever a stranger's class raises of tensors that it does not know
+            reach = Reach("global", f"it could not be tried on small tensors ({type(error).__name__}: {error})")
+        if reach.coupling != "element":
+            said = (
+                "was registered as a class that updates each element alone, and does not"
+                if declared
+                else _DOES[reach.coupling]
             )
+            raise UnsupportedOptimizer(
+                f"`{cls.__qualname__}` {said}: {reach.shown}. A part of a tensor cannot be restored without the rest of it. "
+                "Use `DenseCheckpoint`, which takes everything at once."
+            )
+        log.info("`%s`: each element alone, found by trying", cls.__qualname__, alike=True)
+
+    def rest(self, params: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return copies of all state without a place in records, in types of the journal; empty if there is none."""
+        return {}
+
+    def load_rest(self, rest: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
+        """Restore a result of `rest`; call behind `ensure_state` and `drop_state`. No other state beyond records stays."""
 
     def entries(self, param: Tensor) -> tuple[StateEntry, ...]:
         """Return all state entries that `param` can have, in a fixed order; none if it is in no group."""
         group = self._group(param)
-        return () if group is None else self._layout(group, param.dtype, self._default)
+        return () if group is None else self._layout(group, param, self._default)
 
     def adam_group(self, param: Tensor) -> Group | None:
         """Return the options of the group of `param` if the optimizer is torch's Adam or AdamW, else `None`.
@@ -275,11 +260,11 @@ class StateSchema:
         group = self._group(param)
         if group is None or self.has_state(param):
             return
-        device = param.device if group.get("fused") else torch.device("cpu")
+        fused = group.get("fused")
         created = {
             entry.key: torch.zeros_like(param.detach(), dtype=entry.dtype, memory_format=torch.preserve_format)
             if entry.per_element
-            else torch.zeros((), dtype=entry.dtype, device=device)
+            else torch.zeros((), dtype=entry.dtype, device=param.device if fused or entry.on_device else "cpu")
             for entry in self.entries(param)
         }
         if created:
@@ -294,7 +279,7 @@ class StateSchema:
         lines = [type(self.optimizer).__qualname__]
         for group in self.optimizer.param_groups:
             lines.append(f"group of {len(group['params'])}")
-            lines += [str(self._layout(group, param.dtype, self._default)) for param in group["params"]]
+            lines += [str(self._layout(group, param, self._default)) for param in group["params"]]
         return xxh3_128_hexdigest("\n".join(lines).encode())
 
     def _group(self, param: Tensor) -> Group | None:
@@ -305,6 +290,142 @@ class StateSchema:
             self._groups = {id(p): group for group in groups for p in group["params"]}
             self._grouped = found
         return self._groups.get(id(param))
+
+
+class DiscoveredSchema(StateSchema):
+    """Schema of an optimizer whose class is in no table. Make it with `StateSchema.of`.
+
+    Args:
+        optimizer, default_dtype, mixed: see `StateSchema.of`.
+        in_parts: as there; whole tensors of other shapes are refused then, when they appear.
+    """
+
+    def __init__(self, optimizer: Optimizer, default_dtype: torch.dtype, *, in_parts: bool, mixed: bool) -> None:
+        self._found, self._in_parts = FoundLayout(optimizer), in_parts
+        super().__init__(optimizer, self._found, default_dtype)
+        self._nothing: StateWatch | None = None
+        """Watch over the state, made when records had all of it."""
+        name, others = type(optimizer).__qualname__, sorted({*self._found.others, *self._found.attributes})
+        kept = f", of it whole {', '.join(others)}" if others else ""
+        if others and mixed:
+            raise UnsupportedOptimizer(
+                f"`{name}` keeps {', '.join(others)} beside tensors of the parameter's shape, of which experts of different steps would "
+                "need different ones. Use `SparseCheckpoint` or `DenseCheckpoint`, which restore one step."
+            )
+        log.info("`%s`: state found by trying%s", name, kept, alike=True)
+
+    @property
+    @override
+    def has_rest(self) -> bool:
+        return True
+
+    @override
+    def expect_elementwise(self) -> None:
+        if inner := inner_optimizers(self.optimizer):
+            raise UnsupportedOptimizer(
+                f"`{type(self.optimizer).__qualname__}` keeps state in another optimizer, `{next(iter(inner))}`, which cannot be taken "
+                "in parts. Use `DenseCheckpoint`, which takes everything at once."
+            )
+        super().expect_elementwise()
+
+    @override
+    def has_state(self, param: Tensor) -> bool:
+        state = self.optimizer.state.get(param) or {}
+        whole = {key for key, value in state.items() if isinstance(value, Tensor) and value.numel() > 1}
+        if self._in_parts and not whole.issubset(self._recorded(param)):
+            raise UnsupportedOptimizer(
+                f"`{type(self.optimizer).__qualname__}` keeps {sorted(state)} for a parameter instead of "
+                f"{sorted(entry.key for entry in self.entries(param))}, which is what a copy kept; parts of it cannot be restored."
+            )
+        return bool(self._recorded(param))
+
+    @override
+    def get_state(self, param: Tensor, key: str) -> Tensor | None:
+        entry = next((each for each in self.entries(param) if each.key == key), None)
+        return None if entry is None else recorded_value(entry, self.optimizer.state.get(param, {}).get(key), param)
+
+    @override
+    def watch(self, params: Iterable[Tensor]) -> StateWatch:
+        return MixedWatch(self.optimizer, params)
+
+    @override
+    def rest(self, params: Mapping[str, Tensor]) -> dict[str, Any]:
+        optimizer = self.optimizer
+        if self._nothing is not None and self._nothing.holds:
+            return {"state": {}, "inner": {}, "attributes": {}}
+        inner = {
+            name: {"state": _states(each, params), "groups": groups_state(each)}
+            for name, each in inner_optimizers(optimizer).items()
+        }
+        attributes = {name: copied_state(vars(optimizer)[name]) for name in self._found.attributes}
+        states = _states(optimizer, params, self._recorded)
+        self._nothing = None if states or inner or attributes else self.watch(params.values())
+        return {"state": states, "inner": inner, "attributes": attributes}
+
+    @override
+    def load_rest(self, rest: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
+        if not rest:
+            return
+        _load_states(self.optimizer, rest["state"], params, self._recorded)
+        for name, each in inner_optimizers(self.optimizer).items():
+            _load_states(each, rest["inner"][name]["state"], params, lambda _: ())
+            load_groups_state(each, rest["inner"][name]["groups"])
+        for name, value in rest["attributes"].items():
+            setattr(self.optimizer, name, copied_state(value))
+
+    def _recorded(self, param: Tensor) -> Collection[str]:
+        """Return the keys of a parameter's state that its record has: all entries or none."""
+        state, entries = self.optimizer.state.get(param), self.entries(param)
+        if state and all(recorded_value(entry, state.get(entry.key), param) is not None for entry in entries):
+            return [entry.key for entry in entries]
+        return ()
+
+
+def _states(
+    optimizer: Optimizer, params: Mapping[str, Tensor], recorded: Callable[[Tensor], Collection[str]] = lambda _: ()
+) -> dict[str, Any]:
+    """Return copies of the states beyond records, and all keys in order, by parameter; leave out states with nothing beyond."""
+    states: dict[str, Any] = {}
+    for fqn, param in params.items():
+        state = optimizer.state.get(param)
+        if state:
+            keys, known = list(state), recorded(param)
+            if keys != list(known):
+                values = {key: copied_state(value) for key, value in state.items() if key not in known}
+                moved = [key for key, value in values.items() if _device_of(value) not in {None, "cpu"}]
+                states[fqn] = {"keys": keys, "values": values, "on_device": moved}
+    return states
+
+
+def _load_states(
+    optimizer: Optimizer,
+    states: Mapping[str, Any],
+    params: Mapping[str, Tensor],
+    recorded: Callable[[Tensor], Collection[str]],
+) -> None:
+    """Replace states by stored values and by the tensors that records have filled."""
+    for fqn, param in params.items():
+        live = optimizer.state.get(param) or {}
+        known = recorded(param)
+        stored = states.get(fqn, {"keys": known, "values": {}, "on_device": ()})
+        values, moved = stored["values"], stored["on_device"]
+        state = {
+            key: copied_state(values[key], param.device if key in moved else None) if key in values else live[key]
+            for key in stored["keys"]
+            if key in values or key in live
+        }
+        if state:
+            optimizer.state[param] = state
+        else:
+            optimizer.state.pop(param, None)
+
+
+def _device_of(value: object) -> str | None:
+    """Return the type of the device of the first tensor in a value; `None` without one."""
+    if isinstance(value, Tensor):
+        return value.device.type
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return next((found for item in items if (found := _device_of(item))), None)
 
 
 _VALUES = methodcaller("values")
@@ -338,37 +459,43 @@ class StateWatch:
         )
 
 
+class MixedWatch(StateWatch):
+    """Watch over state with values that are no tensors."""
+
+    @property
+    @override
+    def tensors(self) -> list[Tensor]:
+        return [value for value in self._values if isinstance(value, Tensor)]
+
+
 def _same(found: Collection[object], known: Collection[object]) -> bool:
     return len(found) == len(known) and all(map(is_, found, known))
 
 
-def _layout_of(optimizer: Optimizer) -> Layout:
-    """Return the layout registered for exactly this optimizer class.
+def _layout_of(optimizer: Optimizer) -> Layout | None:
+    """Return the layout registered for exactly this optimizer class; `None` if it has to be found out.
 
     Raises:
-        UnsupportedOptimizer: the class has no layout, or an option prevents exact capture; the message says why.
+        UnsupportedOptimizer: state is distributed among ranks, or an option prevents exact capture; the message says why.
     """
     cls = type(optimizer)
-    layout = _layouts.get(cls)
-    if layout is None:
-        known = (_REASONS[base.__name__] for base in cls.__mro__ if base.__name__ in _REASONS)
-        reason = next(known, "it is not known whether its state can be captured slice by slice")
-        raise UnsupportedOptimizer(
-            f"`{cls.__qualname__}` cannot be captured exactly: {reason}. Use Adam, AdamW or SGD; a subclass that keeps "
-            "their state as it is can be added with `register_optimizer(cls, like=...)`."
-        )
     for i, group in enumerate(optimizer.param_groups):
         for option, reason in _REFUSED_OPTIONS.items():
             if group.get(option):
                 raise UnsupportedOptimizer(
                     f"`{cls.__qualname__}`, group {i}, cannot be captured exactly: `{option}=True`: {reason}."
                 )
-    return layout
+    distributed = next((_REASONS[base.__name__] for base in cls.__mro__ if base.__name__ in _REASONS), None)
+    if cls not in _layouts and distributed is not None:
+        raise UnsupportedOptimizer(
+            f"`{cls.__qualname__}` cannot be captured exactly: {distributed}. Use an optimizer that keeps all state on each rank."
+        )
+    return _layouts.get(cls)
 
 
 def groups_state(optimizer: Optimizer) -> list[dict[str, object]]:
     """Return all fields except the parameters, one mapping per group; tensors are copied."""
-    return [{k: _copy(v) for k, v in group.items() if k not in _IDENTITY} for group in optimizer.param_groups]
+    return [{k: copied_state(v) for k, v in group.items() if k not in _IDENTITY} for group in optimizer.param_groups]
 
 
 def load_groups_state(optimizer: Optimizer, state: Sequence[dict[str, object]]) -> None:
@@ -385,14 +512,6 @@ def load_groups_state(optimizer: Optimizer, state: Sequence[dict[str, object]]) 
             group[key] = _restore(group.get(key), value)
 
 
-def _copy(value: object) -> object:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if type(value) is tuple:
-        return tuple(_copy(item) for item in value)
-    return [_copy(item) for item in value] if type(value) is list else value
-
-
 def _restore(live: object, value: object) -> object:
     if (
         isinstance(live, Tensor)
@@ -403,4 +522,4 @@ def _restore(live: object, value: object) -> object:
         with torch.no_grad():
             live.copy_(value)
         return live
-    return _copy(value)
+    return copied_state(value)

@@ -29,7 +29,7 @@ from typing_extensions import Self, override
 from lightning_moe_ckpt.errors import UnknownLayout
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-_FROZEN_DTYPES = (*_DTYPES, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
+STORED_DTYPES = (*_DTYPES, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
 """Types of parameters that do not train, such as quantised weights."""
 _MAX_NAMED = 8
 
@@ -133,7 +133,7 @@ def _refusal(param: nn.Parameter) -> str | None:
 def _layout_refusal(param: nn.Parameter) -> str | None:
     if param.layout is not torch.strided:
         return f"has layout {param.layout}; only strided tensors are supported"
-    if param.dtype not in (_DTYPES if param.requires_grad else _FROZEN_DTYPES):
+    if param.dtype not in (_DTYPES if param.requires_grad else STORED_DTYPES):
         return f"has dtype {param.dtype} (quantised or complex); supported are float32, float64, bfloat16, float16, float8_e4m3fn, float8_e5m2"
     if not param.is_contiguous():
         return "is not contiguous (channels_last?); make it so with `.contiguous()` before fit"

@@ -203,6 +203,7 @@ class Replay:
             for writer in self.groups.ranks("expert_data" if region == "expert_data" else "stage"):
                 self._load_region(layout, segment, region, writer, shared)
         self._load_scalars(scalars or {})
+        self._view.schema.load_rest(self.journals[self._newest]["start"].get("optimizer", {}), self._view.params)
         fqns = dict.fromkeys(shard.slice.fqn for region in layout.shards.values() for shard in region)
         params = [self._view.params[fqn] for fqn in fqns]
         self._loaded = [*params, *self._view.states(fqns)]

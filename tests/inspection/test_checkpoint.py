@@ -240,9 +240,29 @@ class Late(LightningModule):
         return torch.optim.AdamW(self.first.parameters(), 1e-2)
 
 
-def test_groups_that_were_added_while_training_are_exported(tmp_path: Path) -> None:
-    """Their parameters follow those of the groups that were configured, as in the optimizer's own state."""
-    module = Late()
+class Counting(torch.optim.SGD):
+    """Keeps numbers, `None` and a tensor of a shape of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state.update(calls=state.get("calls", 0) + 1, mean=param.detach().mean(-1), best=None)
+        return loss
+
+
+class Other(Late):
+    """Its optimizer is in no table."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Counting(self.first.parameters(), 1e-2, momentum=0.9)
+
+
+@pytest.mark.parametrize("kind", [Late, Other])
+def test_groups_that_were_added_while_training_are_exported(kind: type[Late], tmp_path: Path) -> None:
+    """Their parameters follow those of the groups that were configured, as in the optimizer's own state, whatever that keeps."""
+    module = kind()
     trainer = Trainer(
         accelerator="cpu",
         max_steps=5,

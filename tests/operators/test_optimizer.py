@@ -229,16 +229,21 @@ def test_state_beyond_the_schema_is_refused() -> None:
         schema.get_state(param, "exp_avg")
 
 
+def _keep(optimizer: Optimizer, closure: Any = None) -> None:
+    """Keep what no journal stores."""
+    for param in optimizer.param_groups[0]["params"]:
+        optimizer.state[param]["made"] = object()
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (torch.optim.Adafactor, "shared by all slices"),
-        (torch.optim.LBFGS, "all parameters at once"),
-        (torch.optim.RMSprop, "not known"),
-        (type("MyAdam", (AdamW,), {}), "register_optimizer"),
-        (lambda p: AdamW(p, capturable=True), "group 0.*capturable"),
         (lambda p: AdamW([{"params": p, "differentiable": True}]), "differentiable"),
         (lambda p: SGD(p, differentiable=True), "differentiable"),
+        (lambda p: AdamW(p, capturable=True), "group 0.*capturable"),
+        (lambda p: torch.optim.RMSprop(p, capturable=True), "group 0.*capturable"),
+        (type("Ends", (torch.optim.RMSprop,), {"__del__": lambda _: None}), "could not be tried.*finaliser"),
+        (type("Keeps", (torch.optim.RMSprop,), {"step": _keep}), "state.*is not a type that can be stored"),
     ],
 )
 def test_what_cannot_be_sliced_exactly_is_refused_with_the_reason(make: Make, reason: str) -> None:

@@ -1,17 +1,19 @@
-"""A registered class is tried before a policy that restores parts of tensors relies on it."""
+"""What an optimizer keeps, and how far an element's update reaches, is found by trying, and leaves no trace."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from lightning_moe_ckpt.errors import UnsupportedOptimizer
 from lightning_moe_ckpt.operators import StateSchema, register_optimizer
-from lightning_moe_ckpt.operators._optimizer import why_not_elementwise
+from lightning_moe_ckpt.operators._coupling import Coupling, coupling_of, first_states, shape_tried
 
 
 class ByHand(Optimizer):
@@ -75,6 +77,35 @@ class NeedsLoss(ByHand):
         return super().step(closure()["loss"])
 
 
+class Noisy(ByHand):
+    """Draws for each parameter: what it draws for one depends on how many others have gradients."""
+
+    def scaled(self, param: Tensor, update: Tensor) -> Tensor:
+        return update + 1e-3 * torch.rand_like(update)
+
+
+class Uneven(ByHand):
+    """Other bits at every call."""
+
+    def scaled(self, param: Tensor, update: Tensor) -> Tensor:
+        return update * random.SystemRandom().random()
+
+
+class Sharp(ByHand):
+    """Asks for gradients again at weights that the norm of all gradients moves."""
+
+    def step(self, closure: Any = None) -> Any:
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        total = torch.stack([param.grad.norm() for param in params]).norm()
+        before = [param.detach().clone() for param in params]
+        for param in params:
+            param.data.add_(param.grad / total)
+        closure()
+        for param, old in zip(params, before, strict=True):
+            param.data.copy_(old)
+        super().step()
+
+
 class Sgd(SGD):
     """Of other name only."""
 
@@ -97,14 +128,15 @@ def test_what_updates_each_element_alone_is_accepted(cls: type[Optimizer]) -> No
         *(v.clone() for s in optimizer.state.values() for v in s.values() if v is not None),
     ]
     random = torch.get_rng_state()
-    assert why_not_elementwise(optimizer) == ""
+    assert coupling_of(optimizer).coupling == "element"
+    assert first_states(optimizer).by_kind
     after = [*params, *(v for s in optimizer.state.values() for v in s.values() if v is not None)]
     assert all(map(torch.equal, before, after))
     assert torch.equal(torch.get_rng_state(), random)
     assert getattr(optimizer, "steps", {"made": 1}) == {"made": 1}
 
 
-@pytest.mark.parametrize("cls", [Lamb, ClipsUpdates, ByRow, ClipsAll, NeedsLoss])
+@pytest.mark.parametrize("cls", [Lamb, ClipsUpdates, ByRow, ClipsAll, NeedsLoss, Noisy, Uneven, Sharp])
 def test_what_does_not_is_refused_by_name(cls: type[Optimizer]) -> None:
     """Whether an element reaches its row, its tensor or all of them; and what cannot be tried at all."""
     register_optimizer(cls, like=AdamW)
@@ -122,3 +154,66 @@ def test_groups_need_not_have_the_options_of_torch() -> None:
     assert [entry.key for entry in schema.entries(params[0])] == ["step", "exp_avg", "exp_avg_sq"]
     assert schema.adam_group(params[0]) is None
     assert schema.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("make", "coupling"),
+    [
+        *((make, "element") for make in (RMSprop, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adagrad)),
+        *(
+            (make, "element")
+            for make in (torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD, torch.optim.Rprop)
+        ),
+        (torch.optim.Muon, "matrix"),
+        (torch.optim.Adafactor, "parameter"),
+        (Lamb, "parameter"),
+        (Sharp, "global"),
+        (torch.optim.LBFGS, "global"),
+    ],
+)
+def test_the_coupling_of_a_class_is_found(make: Callable[..., Optimizer], coupling: Coupling) -> None:
+    """As far as copies of stacks, matrices and vectors show it."""
+    shapes = [(6, 5)] * 2 if make is torch.optim.Muon else [(3, 4, 5), (6, 5), (7,), (1,), ()]
+    reach = coupling_of(make([nn.Parameter(torch.randn(shape)) for shape in shapes]))
+    assert reach.coupling == coupling
+    assert bool(reach.shown) == (coupling != "element")
+
+
+def test_thousands_of_experts_are_as_soon_tried_as_a_few() -> None:
+    """Kinds of parameters count, and copies are small."""
+    params = [nn.Parameter(torch.zeros(2, 3)) for _ in range(4096)]
+    trials = first_states(RMSprop(params)).by_kind
+    assert len(trials) == 1
+    assert [shape_tried(shape) for shape in [(4096, 1024, 4096), (50_000, 768), (33,)]] == [
+        (2, 128, 128),
+        (128, 128),
+        (33,),
+    ]
+
+
+def test_numbers_none_and_whole_tensors_come_back_as_they_were() -> None:
+    """Beside records: in the order of the optimizer's own keys, and nothing else stays."""
+
+    class Odd(SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    state = self.state[param]
+                    state.update(calls=state.get("calls", 0) + 1, best=None, mean=param.clone(), rows=param.sum(-1))
+
+    params = {name: nn.Parameter(torch.randn(3, 4)) for name in "ab"}
+    optimizer = Odd(params.values(), lr=0.1)
+    schema = StateSchema.of(optimizer)
+    assert [entry.key for entry in schema.entries(params["a"])] == ["mean"]
+    optimizer.step()
+    rest = schema.rest(params)
+    kept = {name: dict(optimizer.state[param]) for name, param in params.items()}
+    optimizer.step()
+    optimizer.state[params["a"]]["new"] = 1
+    schema.load_rest(rest, params)
+    for name, param in params.items():
+        state = optimizer.state[param]
+        assert list(state) == ["calls", "best", "mean", "rows"]
+        assert (state["calls"], state["best"]) == (1, None)
+        assert torch.equal(state["rows"], kept[name]["rows"])

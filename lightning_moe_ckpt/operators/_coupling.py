@@ -1,0 +1,501 @@
+"""Try a copy of an optimizer on copies of parameters: the state that it keeps, and how far the update of an element reaches.
+
+The copy steps copies of each kind of parameter with made-up gradients. Some copies have the parameters' sizes, as far as sizes
+matter to quantised and factored states. Others are tiny and step 200 times, until a large gradient would be clipped by optimizers that
+clip updates. The last step is repeated with another gradient in one element, in one matrix and in one parameter, and without
+one parameter's gradient, as in a replay. The most distant other bit is the coupling. The optimizer, its parameters and all
+generators stay unchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_moe_ckpt.errors import UnsupportedOptimizer
+from lightning_moe_ckpt.journal import refusals
+from lightning_moe_ckpt.operators._parameters import STORED_DTYPES
+
+Coupling = Literal["element", "matrix", "parameter", "global"]
+"""Range on which an element's update depends: the element and scalars, its matrix (the last two dimensions), its parameter, or all."""
+
+Group = Mapping[str, Any]
+"""Options of a parameter group."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateEntry:
+    """One tensor of a parameter's optimizer state."""
+
+    key: str
+    dtype: torch.dtype
+    per_element: bool
+    """Whether the tensor has the parameter's shape; else it is one scalar for the whole parameter."""
+    on_device: bool = field(default=False, repr=False)  # the text is part of fingerprints
+    """Whether a scalar is on the parameter's device, and not on the CPU."""
+
+
+_REACHES: tuple[Coupling, ...] = ("element", "matrix", "parameter", "global")
+_IDENTITY = ("params", "param_names")
+_NOT_TRIED = {*_IDENTITY, "lr", "initial_lr", "weight_decay"}
+_LR = 1e-3
+"""Learning rate of a copy whose own is zero, as at the start of a warm-up."""
+_SIDE, _NUMEL = 128, 2**15
+"""Limits of copied sizes: above the least sizes of factored (128) and of quantised states (4,096 elements)."""
+_TINY = 4
+_LONG, _SHORT = 200, 3
+"""Steps before the repeated one. 200 with small gradients bring moments to where a large one is clipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Coupling of an optimizer."""
+
+    coupling: Coupling
+    shown: str = ""
+    """Two elements that showed it; empty for `element`."""
+
+
+class Kind(NamedTuple):
+    """Parameters of equal options, type and device, and of equal size where sizes matter: an optimizer treats them alike."""
+
+    options: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def options_of(group: Mapping[str, Any]) -> str:
+    """Return a group's options in words, without rates: rates change."""
+    return repr([(key, value) for key, value in group.items() if key not in _NOT_TRIED])
+
+
+def shape_tried(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the size of a parameter's copy: leading dimensions shrink first, the matrix last."""
+    sizes, first = list(shape), len(shape) - 2
+    for i in range(len(sizes)):
+        if math.prod(sizes) > _NUMEL:
+            sizes[i] = min(sizes[i], 2 if i < first else _SIDE)
+    return tuple(sizes)
+
+
+def _shape_tiny(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(min(size, _TINY - (i % 2)) for i, size in enumerate(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStates:
+    """State of a copied optimizer after two steps."""
+
+    by_kind: dict[Kind, tuple[nn.Parameter, dict[str, Any]]]
+    """A copied parameter of each kind, and its state."""
+    attributes: tuple[str, ...]
+    """Attributes of the optimizer changed by its steps."""
+
+
+def first_states(optimizer: Optimizer) -> FirstStates:
+    """Let a copy of an optimizer take two steps, with sparse gradients if the class refuses others.
+
+    Raises:
+        Exception: any, raised by the class because of copied parameters and gradients.
+        LookupError: it keeps state of something that is no parameter.
+    """
+    with _no_trace(optimizer):
+        try:
+            return _first_states(optimizer, lambda gradient: gradient)
+        except RuntimeError as error:
+            if "dense" not in str(error):
+                raise
+            return _first_states(optimizer, lambda gradient: gradient.to_sparse(1))
+
+
+def _first_states(optimizer: Optimizer, form: Callable[[Tensor], Tensor]) -> FirstStates:
+    trial = _Trial.of(optimizer, shape_tried, number=1, every=True)
+    twin, own = trial.optimizer, {"state", "param_groups", "defaults"}
+    before: dict[str, Any] = {}
+    for seed in range(2):
+        # What the first step alone sets, such as caches, is set by the first step of a new process.
+        kept = vars(twin).items() if seed else ()
+        before = {name: copy.deepcopy(value) for name, value in kept if name not in own and _is_plain(value)}
+        trial.step([form(gradient) for gradient in trial.gradients(seed)])
+    strangers = [key for key in twin.state if not any(key is param for param in trial.params)]
+    if strangers:
+        raise LookupError(f"it keeps state of {str(strangers[0])[:40]!r}, which is no parameter")
+    states = [dict(twin.state.get(param, {})) for param in trial.params]
+    changed = tuple(name for name, value in before.items() if not _same(value, vars(twin).get(name)))
+    return FirstStates(dict(zip(trial.kinds, zip(trial.params, states, strict=True), strict=True)), changed)
+
+
+def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers among an optimizer's attributes, if they keep their own state."""
+    held = {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}
+    return {name: value for name, value in held.items() if value.state is not optimizer.state}
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value is a number, text or tensor, or a list or dict of such values."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in {bool, int, float, str, Tensor}
+
+
+def coupling_of(optimizer: Optimizer) -> Reach:
+    """Return the widest coupling shown by copies of all kinds of parameters.
+
+    Raises:
+        Exception: any, raised by the class because of copied parameters and gradients.
+    """
+    found = Reach("element")
+    with _no_trace(optimizer):
+        for shape, steps in ((_shape_tiny, _LONG), (shape_tried, _SHORT)):
+            trial = _Trial.of(optimizer, shape, number=2, every=False)
+            for seed in range(steps):
+                trial.step([gradient * 1e-3 for gradient in trial.gradients(seed)])
+            for reach in trial.reaches(steps):
+                found = max(found, reach, key=lambda each: _REACHES.index(each.coupling))
+                if found.coupling == "global":
+                    return found
+    return found
+
+
+@contextmanager
+def _no_trace(optimizer: Optimizer) -> Iterator[None]:
+    """Restore generators behind the body. Devices without parameters are not asked: asking would initialise them."""
+    devices = {param.device for group in optimizer.param_groups for param in group["params"]}
+    others = random.getstate(), np.random.get_state()  # noqa: NPY002  # the global one, which optimizers may use
+    try:
+        with torch.random.fork_rng(devices=sorted(each.index for each in devices if each.type == "cuda")):
+            yield
+    finally:
+        random.setstate(others[0])
+        np.random.set_state(others[1])  # noqa: NPY002
+
+
+class FoundLayout:
+    """Entries of a class without a table, by kind of parameter; makes and tries another copy for kinds that come later."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._options: dict[int, tuple[Group, str]] = {}
+        """Groups, kept alive, with their options at the trial: steps may change options."""
+        self._entries: dict[Kind, tuple[StateEntry, ...]] = {}
+        self.others: set[str] = set()
+        """Keys of state without a place in records."""
+        self.attributes: tuple[str, ...] = ()
+        """Attributes of the optimizer changed by its steps."""
+        self._learn()
+
+    def __call__(self, group: Group, param: Tensor, _default: torch.dtype) -> tuple[StateEntry, ...]:
+        """Return the entries of a parameter in records."""
+        entries = self._find(group, param)
+        if entries is None:
+            with suppress(
+                UnsupportedOptimizer
+            ):  # all of its state is in the journal then, which says what it cannot store
+                self._learn()
+            entries = self._find(group, param)
+        return entries or ()
+
+    def _find(self, group: Group, param: Tensor) -> tuple[StateEntry, ...] | None:
+        known, options = self._options.get(id(group), (None, ""))
+        if known is not group:
+            return None
+        return self._entries.get(Kind(options, shape_tried(param.shape), param.dtype, param.device))
+
+    def _learn(self) -> None:
+        optimizer, name = self._optimizer, type(self._optimizer).__qualname__
+        try:
+            found = first_states(optimizer)
+        except Exception as error:  # whatever a stranger's class raises of tensors that it does not know
+            raise UnsupportedOptimizer(
+                f"`{name}` cannot be captured: it could not be tried on copies of parameters "
+                f"({type(error).__name__}: {error}), so that it is not known what it keeps."
+            ) from error
+        self._options = {id(group): (group, options_of(group)) for group in optimizer.param_groups}
+        self.attributes = found.attributes
+        for kind, (param, state) in found.by_kind.items():
+            self._entries[kind] = tuple(entry for key, value in state.items() if (entry := _entry(key, value, param)))
+            rest = state.keys() - {entry.key for entry in self._entries[kind]}
+            self.others |= rest
+            if refused := refusals({key: copied_state(state[key]) for key in rest}):
+                raise UnsupportedOptimizer(f"`{name}` cannot be captured exactly, by its state: {refused[0]}.")
+
+
+def _entry(key: str, value: object, param: Tensor) -> StateEntry | None:
+    """Return the entry of a state with a place in records; `None` for all other state."""
+    if type(value) not in {Tensor, nn.Parameter} or not isinstance(value, Tensor) or value.dtype not in STORED_DTYPES:
+        return None
+    if value.shape not in {param.shape, torch.Size()} or not value.is_contiguous():
+        return None
+    on_device = value.device == param.device and value.device.type != "cpu"
+    return StateEntry(key, value.dtype, per_element=value.ndim > 0, on_device=on_device)
+
+
+def recorded_value(entry: StateEntry, value: object, param: Tensor) -> Tensor | None:
+    """Return a value if its record has a place for it."""
+    fits = type(value) in {Tensor, nn.Parameter} and isinstance(value, Tensor) and value.dtype == entry.dtype
+    if not fits or not isinstance(value, Tensor) or value.shape != (param.shape if entry.per_element else ()):
+        return None
+    return value if value.is_contiguous() else None
+
+
+def copied_state(value: object, device: torch.device | None = None) -> Any:
+    """Copy tensors, also those in lists, tuples and dicts; to a device if one is given."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if device is None else value.detach().to(device, copy=True)
+    if type(value) is dict:
+        return {key: copied_state(item, device) for key, item in value.items()}
+    if type(value) is tuple:
+        return tuple(copied_state(item, device) for item in value)
+    return [copied_state(item, device) for item in value] if type(value) is list else value
+
+
+class _Trial:
+    """Copy of an optimizer over copied parameters, `number` of each kind, one behind the other."""
+
+    def __init__(self, optimizer: Optimizer, params: list[nn.Parameter], kinds: list[Kind]) -> None:
+        self.optimizer, self.params, self.kinds = optimizer, params, kinds
+
+    @classmethod
+    def of(
+        cls, optimizer: Optimizer, shape: Callable[[Sequence[int]], tuple[int, ...]], *, number: int, every: bool
+    ) -> _Trial:
+        """Copy an optimizer without its state. Unless `every`, two are copied of kinds that only differ in size."""
+        examples: dict[Kind, Tensor] = {}
+        members: list[list[Kind]] = []
+        for group in optimizer.param_groups:
+            options = options_of(group)
+            kinds = [Kind(options, shape(each.shape), each.dtype, each.device) for each in group["params"]]
+            members.append(kinds)
+            for kind, param in zip(kinds, group["params"], strict=True):
+                examples.setdefault(kind, param)
+        chosen = {kind: kind for kind in examples} if every else _ends(examples)
+        numbers = torch.Generator().manual_seed(0)
+        copies = {
+            kind: [_drawn(kind, examples[kind], numbers) for _ in range(number)]
+            for kind in dict.fromkeys(chosen.values())
+        }
+        memo: dict[int, Any] = {}
+        made: dict[str, dict[str, Any]] = {}
+        for group, kinds in zip(optimizer.param_groups, members, strict=True):
+            own = made.setdefault(options_of(group), {"params": [], **_fields(group)})
+            known = set(map(id, own["params"]))
+            for kind, param in zip(kinds, group["params"], strict=True):
+                copied = copies[chosen[kind]]
+                memo[id(param)] = copied[0]
+                if id(copied[0]) not in known:
+                    own["params"] += copied
+                    known.add(id(copied[0]))
+            memo[id(group)], memo[id(group["params"])] = own, own["params"]
+        memo[id(optimizer.param_groups)] = list(made.values())
+        begun = {id(examples[kind]): own for kind, own in copies.items()}
+        for each in (optimizer, *inner_optimizers(optimizer).values()):
+            memo[id(each.state)] = _begun(each, begun)
+        twin = _twin(optimizer, memo)
+        if callable(train := getattr(twin, "train", None)):
+            train()  # schedule-free ones refuse to step before
+        params = [param for own in copies.values() for param in own]
+        return cls(twin, params, [kind for kind in copies for _ in range(number)])
+
+    def gradients(self, seed: int) -> list[Tensor]:
+        """Return gradients of all parameters, about one in size."""
+        numbers = torch.Generator().manual_seed(seed)
+        return [torch.randn(each.shape, generator=numbers).to(each.device, each.dtype) for each in self.params]
+
+    def step(self, gradients: Sequence[Tensor | None]) -> None:
+        """Let the copy take a step."""
+        begin = [param.detach().clone() for param in self.params]
+
+        def closure() -> Tensor:
+            for param, gradient, first in zip(self.params, gradients, begin, strict=True):
+                # Who moves parameters before it asks again, as sharpness-aware ones do, gets other gradients.
+                moved = None if gradient is None or gradient.is_sparse else param.detach() - first
+                param.grad = gradient if gradient is None or moved is None else gradient + moved
+            return torch.ones(())
+
+        closure()
+        step: Any = type(self.optimizer).step
+        if getattr(step, "hooked", False):
+            step = step.__wrapped__  # torch's wrapper calls hooks of all optimizers, which count steps
+        step(self.optimizer, closure)
+
+    def reaches(self, seed: int) -> Iterator[Reach]:
+        """Yield the couplings that repeated steps with other gradients show."""
+        last: list[Tensor | None] = [*self.gradients(seed)]
+        usual = self._after(last, last)
+        if next(_differences(usual, self._after(last, last)), None) is not None:
+            yield Reach("global", "the same step of a copy gave other bits the second time")
+        for i in range(0, len(self.params), 2):
+            for what, gradient in _other_gradients(last[i]):
+                other = self._after([*last[:i], gradient, *last[i + 1 :]], last)
+                for j, element in _differences(usual, other):
+                    yield from self._judged(what, i, j, element)
+
+    def _after(self, gradients: Sequence[Tensor | None], usual: Sequence[Tensor | None]) -> list[dict[str, Any]]:
+        """Return parameters, states and options of a copy of the copy after two steps from here."""
+        memo: dict[int, Any] = {id(param): _clone(param) for param in self.params}
+        params = [memo[id(param)] for param in self.params]
+        again = _Trial(_twin(self.optimizer, memo), params, self.kinds)
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would also seed devices that are not in use
+        for device in {kind.device for kind in self.kinds if kind.device.type == "cuda"}:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(0)
+        for step in (gradients, usual):  # what is in states that cannot be looked into shows in the second
+            again.step(step)
+        groups = [{k: v for k, v in group.items() if k not in _IDENTITY} for group in again.optimizer.param_groups]
+        return [*({"": param, **again.optimizer.state.get(param, {})} for param in params), {"": groups}]
+
+    def _judged(self, what: str, i: int, j: int, element: tuple[int, ...]) -> Iterator[Reach]:
+        """Judge a difference in `element` of copy `j`, `()` for all of it, where the gradient of copy `i` was another one."""
+        shape = self.kinds[i].shape
+        first = (0,) * len(shape)
+        where = f"element {element}" if element else "what is kept of the whole parameter"
+        cause = f"{what} {first}" if what == _ELEMENT else what
+        if j >= len(self.params):
+            yield Reach("global", f"{cause} of a parameter of shape {shape} changed options of its group")
+        elif j != i:
+            whose = f"of another parameter, of shape {self.kinds[j].shape}"
+            yield Reach("global", f"{cause} of a parameter of shape {shape} changed {where} {whose}")
+        elif math.prod(shape) > 1 and (
+            (what == _ELEMENT and element != first) or (what == _MATRIX and element[:-2] != first[:-2])
+        ):
+            inside = what == _ELEMENT and len(element) > 1 and element[:-2] == first[:-2]
+            yield Reach("matrix" if inside else "parameter", f"{cause} of a parameter of shape {shape} changed {where}")
+
+
+_ELEMENT, _MATRIX = "another gradient in element", "another gradient in the first matrix"
+
+
+def _other_gradients(gradient: Tensor | None) -> Iterator[tuple[str, Tensor | None]]:
+    assert gradient is not None
+    one = gradient.clone()
+    one.view(-1)[:1] += 1.0
+    yield _ELEMENT, one
+    if gradient.ndim > 2 and gradient.numel():  # a stack
+        matrix = gradient.clone()
+        matrix.view(-1, *gradient.shape[-2:])[:1] *= -3.0
+        yield _MATRIX, matrix
+    yield "another gradient", gradient * -10.0
+    yield "no gradient", None
+
+
+def _differences(usual: list[dict[str, Any]], other: list[dict[str, Any]]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield the copies with other bits, each with its last different element, once for each of their tensors."""
+    for j, (before, after) in enumerate(zip(usual, other, strict=True)):
+        shape = getattr(before[""], "shape", None)
+        for key in before.keys() | after.keys():
+            a, b = before.get(key), after.get(key)
+            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape == shape and math.prod(shape) > 1:
+                unlike = torch.nonzero((_bits(a) != _bits(b)).any(-1))
+                if len(unlike):
+                    yield j, tuple(unlike[-1].tolist())
+            elif not _same(a, b):
+                yield j, ()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements as integers, with a last dimension for the parts of one."""
+    whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    units = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return whole.detach().contiguous().view(units[whole.element_size()]).view(*tensor.shape, -1)
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and (not a.numel() or torch.equal(_bits(a), _bits(b)))
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+def _ends(kinds: Mapping[Kind, object]) -> dict[Kind, Kind]:
+    """Choose the smallest and the largest of kinds with different sizes only, and let the largest stand for the rest."""
+    alike: dict[object, list[Kind]] = defaultdict(list)
+    for kind in kinds:
+        alike[kind.options, len(kind.shape), kind.dtype, kind.device].append(kind)
+    chosen: dict[Kind, Kind] = {}
+    for group in alike.values():
+        ordered = sorted(group, key=lambda kind: math.prod(kind.shape))
+        chosen |= dict.fromkeys(ordered, ordered[-1]) | {ordered[0]: ordered[0]}
+    return chosen
+
+
+def _drawn(kind: Kind, example: Tensor, numbers: torch.Generator) -> nn.Parameter:
+    """Return a parameter of some values, with the plain attributes of the original."""
+    dtype = torch.bfloat16 if kind.dtype.itemsize == 1 else kind.dtype  # torch computes with no smaller ones
+    made = nn.Parameter(torch.randn(kind.shape, generator=numbers).to(kind.device, dtype))
+    vars(made).update(vars(example))
+    return made
+
+
+def _clone(param: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(param.detach().clone())
+    vars(made).update(vars(param))
+    return made
+
+
+def _fields(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a group's options, with a rate."""
+    fields = {key: copy.deepcopy(value) for key, value in group.items() if key not in _IDENTITY}
+    rate = fields.get("lr", 1.0)
+    if isinstance(rate, Tensor):
+        fields["lr"] = torch.where(rate == 0, torch.full_like(rate, _LR), rate)
+    elif not rate:
+        fields["lr"] = _LR
+    return fields
+
+
+def _begun(optimizer: Optimizer, copies: Mapping[int, list[nn.Parameter]]) -> defaultdict[Any, Any]:
+    """Return state of copied parameters like the optimizer's state of the originals, if made of numbers and tensors of their shape.
+
+    Some optimizers make state in their constructor, and not in their first step.
+    """
+    state = defaultdict[Any, Any](dict)
+    for param, values in optimizer.state.items():
+        shapes = [value.shape for value in values.values() if isinstance(value, Tensor)] if values else [None]
+        if id(param) in copies and all(shape in {param.shape, torch.Size()} for shape in shapes):
+            for copied in copies[id(param)]:
+                part = tuple(map(slice, copied.shape))
+                state[copied] = {
+                    key: value[part].clone() if isinstance(value, Tensor) and value.ndim else copy.deepcopy(value)
+                    for key, value in values.items()
+                }
+    return state
+
+
+def _twin(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """Copy an optimizer with all its attributes and the optimizers among these, without hooks.
+
+    `deepcopy` is of no use: torch's optimizers leave their attributes out.
+
+    Raises:
+        TypeError: an attribute cannot be copied, or the class has a finaliser, and that may free memory that the optimizer still uses.
+    """
+    if hasattr(type(optimizer), "__del__"):
+        raise TypeError("it has a finaliser, which a copy would run")
+    twin = memo[id(optimizer)] = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name == "step":  # a scheduler binds it to the optimizer in use
+            continue
+        if "hook" in name and isinstance(value, OrderedDict):
+            vars(twin)[name] = OrderedDict()
+        elif isinstance(value, Optimizer) and id(value) not in memo:
+            vars(twin)[name] = _twin(value, memo)
+        else:
+            vars(twin)[name] = copy.deepcopy(value, memo)
+    return twin
