@@ -15,6 +15,7 @@ from door import HookPhase, Phase
 from campaign._drawn import Drawn
 from campaign._drawn_hooks import HOOKS, LATER
 from campaign._drawn_values import VALUES, Place
+from campaign._optimizers import TABLELESS
 from campaign._training import Checkpointing
 from lightning_moe_ckpt.testing import Kill
 
@@ -242,7 +243,18 @@ def _further(rng: random.Random, setup: Drawn) -> Drawn:
     changes["remembers"] = _remembers(setup)
     setup = replace(setup, **changes, checkpointing=_paced(rng, setup.checkpointing))
     setup = replace(setup, **_counts(random.Random(f"counts {setup!r}"), setup))
-    return replace(setup, changed=_changed(random.Random(repr(setup)), setup))
+    changed = _changed(random.Random(repr(setup)), setup)
+    return replace(setup, changed=changed, other=_other(random.Random(f"optimizer {setup!r}"), setup))
+
+
+def _other(rng: random.Random, setup: Drawn) -> str:
+    """In a tenth of the runs an optimizer in no table, as far as the policy takes it and nothing asks for options of its own."""
+    if setup.compiled or setup.one_cycle or "reads_state" in setup.hooks or setup.checkpointing is None:
+        return ""
+    policy = setup.checkpointing.policy
+    can = [*TABLELESS, *(["by_hand"] if policy in {"sparse", "dense", "differential"} else [])]
+    can += ["adafactor", "lamb"] if policy in {"dense", "differential"} else []
+    return rng.choice(can) if rng.random() < 0.1 else ""
 
 
 def _counts(rng: random.Random, setup: Drawn) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from typing_extensions import Self, override
 from campaign._data import VOCABULARY, Tokens
 from campaign._drawn_hooks import EDITS, Hook, with_hooks
 from campaign._drawn_values import Place, Remembering, Remembers, Stated
+from campaign._optimizers import make_other
 from campaign._training import Module, make_averaging, make_scheduler
 from campaign._variants import Item, Stream, Variant, VariantModule
 from lightning_moe_ckpt.data import SeededItems
@@ -103,6 +104,8 @@ class Drawn(Variant):
     counts: Counts = field(default="nothing", repr=False)
     early: bool = field(default=False, repr=False)
     """Whether Lightning makes the first iterator while optimizers are configured."""
+    other: str = field(default="", repr=False)
+    """Optimizer of `_optimizers.py`, in the place of all others."""
     changed: tuple[Changed, ...] = field(default=(), repr=False)
     """What lives with an odd number set otherwise."""
 
@@ -599,6 +602,8 @@ def _optimizer(setup: Drawn, parameters: list[torch.nn.Parameter]) -> torch.opti
     groups = [
         {"params": parameters[index :: setup.groups], "weight_decay": 0.05 * index} for index in range(setup.groups)
     ]
+    if setup.other:
+        return make_other(setup.other, groups)
     if setup.further_optimizer != "none":
         return _further_optimizer(setup, groups)
     if setup.optimizer == "sgd":

@@ -1,0 +1,152 @@
+"""Optimizers of the campaign beside Adam, AdamW and SGD: all of torch, those of packages that are installed, and a few by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Groups = list[dict[str, Any]]
+Make = Callable[[Groups], Optimizer]
+
+
+class ByHand(Optimizer):
+    """AdamW with a Python number for its steps, a `None`, and a count of its own."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
+        self.made = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        self.made += 1
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if not state:
+                        state |= {
+                            "best": None,
+                            "mean": torch.zeros_like(param),
+                            "steps": 0,
+                            "var": torch.zeros_like(param),
+                        }
+                    state["steps"] += 1
+                    state["mean"].lerp_(param.grad, 1 - beta1)
+                    state["var"].lerp_(param.grad.square(), 1 - beta2)
+                    unbiased = state["var"] / (1 - beta2 ** state["steps"])
+                    param.mul_(1 - group["lr"] * group["weight_decay"])
+                    param.add_(self.scaled(param, state["mean"] / (unbiased.sqrt() + 1e-8)), alpha=-group["lr"])
+        return loss
+
+    def scaled(self, param: Tensor, update: Tensor) -> Tensor:
+        return update
+
+
+class Lamb(ByHand):
+    """Each tensor's update by the tensor's norm."""
+
+    def scaled(self, param: Tensor, update: Tensor) -> Tensor:
+        scaled: Tensor = update * (param.norm() / (update.norm() + 1e-6)).clamp(max=10.0)
+        return scaled
+
+
+class LookingAhead(Optimizer):
+    """Moves slow weights, made with it, every second step of another optimizer."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups, self.steps = inner.param_groups, 0
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["slow"] = param.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inner.step(closure)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for param, state in self.state.items():
+                param.copy_(state["slow"].lerp_(param, 0.5))
+        return loss
+
+
+def _flat(make: Callable[..., Optimizer], **options: Any) -> Make:
+    """Of one group: some classes take no more."""
+    return lambda groups: make([param for group in groups for param in group["params"]], **options)
+
+
+def _of(make: Callable[..., Optimizer], **options: Any) -> Make:
+    return lambda groups: make(groups, **options)
+
+
+def _muon(groups: Groups) -> Optimizer:
+    """Of matrices alone, the only ones that it takes; the rest does not train."""
+    return torch.optim.Muon(
+        [{**group, "params": [p for p in group["params"] if p.ndim == 2]} for group in groups][:1], lr=0.01
+    )
+
+
+optim = torch.optim
+ELEMENT: dict[str, Make] = {
+    "rmsprop": _of(optim.RMSprop, lr=1e-3, centered=True, momentum=0.9),
+    "rmsprop_foreach": _of(optim.RMSprop, lr=1e-3, foreach=True),
+    "nadam": _of(optim.NAdam, lr=1e-3),
+    "radam": _of(optim.RAdam, lr=1e-3, decoupled_weight_decay=True),
+    "adagrad": _of(optim.Adagrad, lr=1e-2),
+    "adagrad_fused": _of(optim.Adagrad, lr=1e-2, fused=True),
+    "adadelta": _of(optim.Adadelta, maximize=True),
+    "adamax": _of(optim.Adamax, lr=1e-3),
+    "asgd": _of(optim.ASGD, lr=1e-2),
+    "rprop": _of(optim.Rprop, lr=1e-3),
+    "by_hand": _of(ByHand, lr=1e-3),
+}
+"""Each element alone: of every policy whose parts are of one state."""
+TABLELESS = ("rmsprop", "rmsprop_foreach", "nadam", "radam", "adagrad", "adadelta", "adamax", "asgd", "rprop")
+"""Classes of torch that every policy takes."""
+WIDER: dict[str, Make] = {
+    "adafactor": _of(optim.Adafactor, lr=1e-2),
+    "muon": _muon,
+    "lbfgs": _flat(optim.LBFGS, lr=0.1, max_iter=3, history_size=4),
+    "lamb": _of(Lamb, lr=1e-2),
+    "looking_ahead": lambda groups: LookingAhead(optim.AdamW(groups, lr=1e-2)),
+}
+"""For policies that take everything at once."""
+
+
+def _packaged(package: str, name: str, **options: Any) -> Make:
+    return lambda groups: getattr(import_module(package), name)(groups, **options)
+
+
+_PACKAGED: Mapping[str, tuple[str, Make]] = {
+    "lion": ("lion_pytorch", _packaged("lion_pytorch", "Lion", lr=1e-3)),
+    "schedule_free": ("schedulefree", _packaged("schedulefree", "AdamWScheduleFree", lr=1e-2, warmup_steps=3)),
+    "adan": ("pytorch_optimizer", _packaged("pytorch_optimizer", "Adan", lr=1e-3)),
+    "bnb_adamw": ("bitsandbytes", _packaged("bitsandbytes.optim", "AdamW", lr=1e-3)),
+}
+_PACKAGED_WIDER: Mapping[str, tuple[str, Make]] = {
+    "adamw_8bit": ("bitsandbytes", _packaged("bitsandbytes.optim", "AdamW8bit", lr=1e-3, min_8bit_size=64)),
+    "prodigy": ("prodigyopt", _packaged("prodigyopt", "Prodigy")),
+    "hf_adafactor": ("transformers", _packaged("transformers", "Adafactor", lr=1e-2, relative_step=False)),
+    "shampoo": ("pytorch_optimizer", _packaged("pytorch_optimizer", "Shampoo", lr=1e-3)),
+    "soap": ("pytorch_optimizer", _packaged("pytorch_optimizer", "SOAP", lr=1e-3)),
+}
+ELEMENT |= {name: make for name, (package, make) in _PACKAGED.items() if find_spec(package)}
+WIDER |= {name: make for name, (package, make) in _PACKAGED_WIDER.items() if find_spec(package)}
+
+
+def make_other(name: str, groups: Groups) -> Optimizer:
+    """Return the optimizer called so, ready to train."""
+    optimizer = {**ELEMENT, **WIDER}[name](groups)
+    train: Any = getattr(optimizer, "train", None)
+    if train is not None:  # schedule-free ones do not begin in this mode
+        train()
+    return optimizer

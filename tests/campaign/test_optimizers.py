@@ -1,0 +1,64 @@
+"""Any optimizer: what it keeps is found out by trying, and restored bit for bit after kills."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+from campaign._campaign import Campaigns
+from campaign._optimizers import ELEMENT, WIDER
+from campaign._training import Checkpointing, Setup
+from lightning_moe_ckpt.testing._kill import Kill
+
+DENSE = Setup(scheduler="none", checkpointing=Checkpointing(policy="dense"))
+KILLS = [Kill(phase="batch_end", step=4), Kill(phase="forward", step=7)]
+
+
+@pytest.mark.parametrize("optimizer", [*ELEMENT, *WIDER])
+def test_everything_at_once_is_exact_for_any_coupling(campaigns: Campaigns, optimizer: str) -> None:
+    """Tensors of any shape, numbers and `None`, in the optimizer's own order."""
+    clip = None if optimizer == "lbfgs" else DENSE.clip
+    campaigns.check(replace(DENSE, optimizer=optimizer, clip=clip), *KILLS)
+
+
+@pytest.mark.parametrize("optimizer", ELEMENT)
+@pytest.mark.parametrize("model", ["lists", "stacked"])
+def test_parts_are_exact_where_each_element_is_updated_alone(
+    campaigns: Campaigns, optimizer: str, model: Literal["lists", "stacked"]
+) -> None:
+    """Experts restored from different steps of a window, in tensors of their own and stacked in one."""
+    sparse = replace(DENSE, checkpointing=Checkpointing(policy="sparse", window=3))
+    campaigns.check(replace(sparse, optimizer=optimizer, model=model), *KILLS)
+
+
+@pytest.mark.parametrize("optimizer", ["rmsprop", "by_hand", "adafactor"])
+def test_differences_between_full_copies_are_exact_too(campaigns: Campaigns, optimizer: str) -> None:
+    """Of a class that is not Adam each difference is the whole state."""
+    differential = Checkpointing(policy="differential", every_n_steps=4, batch=2)
+    campaigns.check(replace(DENSE, optimizer=optimizer, checkpointing=differential), *KILLS)
+
+
+SPARSE = Checkpointing(policy="sparse", window=2)
+ELSEWHERE = {
+    "three ranks, number of steps": Setup(world_size=3, optimizer="by_hand", checkpointing=SPARSE),
+    "three ranks, statistics of rows": Setup(world_size=3, optimizer="adafactor", checkpointing=DENSE.checkpointing),
+    "experts of other ranks": Setup(
+        model="stacked",
+        options=(("num_experts", 6),),
+        world_size=3,
+        expert_parallel=3,
+        optimizer="by_hand",
+        checkpointing=SPARSE,
+    ),
+    "an fp16 scaler": Setup(precision="16-mixed", optimizer="radam", overflow_steps=(3,), checkpointing=SPARSE),
+    "accumulation": Setup(accumulate=2, batches=8, optimizer="by_hand", checkpointing=SPARSE),
+    "averages": Setup(averaged="ema", optimizer="rmsprop", checkpointing=SPARSE),
+}
+
+
+@pytest.mark.parametrize("setup", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_what_else_varies_makes_no_difference(campaigns: Campaigns, setup: Setup) -> None:
+    """Ranks, experts among ranks, skipped steps, accumulation and averages."""
+    campaigns.check(setup, *KILLS)
