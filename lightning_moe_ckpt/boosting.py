@@ -452,7 +452,7 @@ def reroute(logits_TE: Tensor, idx_TK: Tensor, debtors: Sequence[int], boost: fl
 
 
 def weights(logits_TE: Tensor, idx_TK: Tensor, formula: Formula) -> Tensor:
-    """Return the weights of the choices, float32 `[T, K]`, differentiable."""
+    """Return the choices' weights, float32 `[T, K]`, differentiable."""
     if formula == "chosen":
         return logits_TE.gather(1, idx_TK).float().softmax(dim=-1)
     chosen_TK = logits_TE.float().softmax(dim=-1).gather(1, idx_TK)

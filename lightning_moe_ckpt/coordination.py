@@ -36,7 +36,7 @@ _MAX_VALUE_NBYTES = 2**30
 
 _PROC = Path("/proc")
 _STATE, _STARTED = 0, 19
-"""Places in `/proc/<pid>/stat` behind the name of the program."""
+"""Places in `/proc/<pid>/stat` behind the program's name."""
 _PAUSE_SECONDS = 0.02
 
 VERSIONS = "versions"

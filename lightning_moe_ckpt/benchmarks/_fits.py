@@ -319,7 +319,7 @@ class TurnTaker(Generic[Result]):
     """A process that does `work` in turns, on one thread. It is forked at once, and has what this process has by then.
 
     Args:
-        work: takes a function to call at the end of every turn.
+        work: takes a function to call at every turn's end.
         timeout: limit for one turn.
     """
 
@@ -363,7 +363,7 @@ class TurnTaker(Generic[Result]):
             self._pipe.send_bytes(b"go")
 
     def end(self) -> Result:
-        """Wait for the end of the turn and return its result; raises as `take` does."""
+        """Wait for the turn's end and return its result; raises as `take` does."""
         try:
             if not self._pipe.poll(self._timeout.total_seconds()):
                 self._patience = timedelta(0)

@@ -277,7 +277,7 @@ class FailingJob:
                 os.kill(pid, signal.SIGKILL)
 
     def lines(self) -> list[list[Record]]:
-        """Return the lines of each rank."""
+        """Return each rank's lines."""
         paths = [self._folder / f"rank{rank}" for rank in range(self._num_ranks)]
         return [list(read_lines(path)) if path.exists() else [] for path in paths]
 

@@ -118,7 +118,7 @@ class _Fit:
     """Port at which the ranks meet."""
 
     def __call__(self, hand_over: HandOver[Turn]) -> None:
-        """Train, and call `hand_over` at the end of every turn."""
+        """Train, and call `hand_over` at every turn's end."""
         options, ranks = self.options, self.options.ranks
         own_memory(self.memory, lost=False)
         os.environ.update(elastic_environment(self.rank, ranks, self.port))
@@ -309,7 +309,7 @@ class OverheadFigure(StepCosts):
 def measure(
     options: SimpleNamespace, progress: Progress, keep: Callable[[list[OverheadFigure]], None] | None = None
 ) -> list[OverheadFigure]:
-    """Run the benchmark; `keep` gets the figures of the rounds so far, after each."""
+    """Run the benchmark; `keep` gets the rounds' figures so far, after each."""
     none, *variants = chosen_variants(options)
     pairs: dict[Variant, list[tuple[Turn, Turn]]] = {variant: [] for variant in variants}
     num_pairs = options.rounds * len(variants)

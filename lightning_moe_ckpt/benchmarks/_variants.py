@@ -72,7 +72,7 @@ class SavingEvery(Callback):
         self.seconds += time.perf_counter() - began
 
     def save(self, step: int, trainer: Trainer, module: LightningModule) -> int:
-        """Save the state after `step` and return its bytes, or 0 on a rank whose state another one saves."""
+        """Save the state after `step`. Return the bytes that this rank wrote; 0 if another rank saves its state."""
         raise NotImplementedError
 
 
@@ -300,7 +300,7 @@ def chosen_variants(options: SimpleNamespace) -> list[Variant]:
     """Return the variants to measure, training without checkpoints first.
 
     Raises:
-        ConfigurationError: `--variants` names something else, or a system that is not installed.
+        ConfigurationError: `--variants` names an unknown variant, or a system that is not installed.
     """
     usual = [VARIANTS[name] for name in _BROKEN_DOWN] if options.breakdown else _POLICIES
     peers = [

@@ -139,7 +139,7 @@ class BoundaryState:
             (part.follow if here else part.restore)(copied(start["parts"][name]))
 
     def restore_metrics(self, start: Start, _: Mapping[str, Any]) -> None:
-        """Restore logged values, after Lightning's reset at the start of a fit."""
+        """Restore logged values, after Lightning's reset at a fit's start."""
         metrics, mid_epoch = copied(start["metrics"]), not start["between_epochs"]
         _metrics.restore_metrics(self.trainer, self.module, metrics, mid_epoch=mid_epoch)
 
@@ -230,7 +230,7 @@ class Resumption:
         return not self._unplaced and not self.start["between_epochs"]
 
     def before_epoch(self) -> None:
-        """Restore what hooks at the start of the fit may have changed."""
+        """Restore what hooks at the fit's start may have changed."""
         self._data.load_again()
         self._watched.held.look()
         if not self._unplaced:

@@ -100,7 +100,7 @@ class WatchedData:
             self.random = capture_rng(self.generators.now(), self.held.now())
 
         self.close = _positions.before_iterator(trainer, begins)
-        """Function that undoes the change to the trainer, in `on_fit_start`."""
+        """Function to undo the change to the trainer, in `on_fit_start`."""
 
     def before(self, moved: MovedAttributes) -> dict[str, Any] | None:
         """Return data's attributes before that iterator was made, relative to `moved`; `None` without such an iterator."""

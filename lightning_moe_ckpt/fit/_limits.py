@@ -45,7 +45,7 @@ def gradients_are_seen(trainer: Trainer, module: LightningModule, skip: tuple[ty
     Args:
         trainer: trainer with the callbacks.
         module: the trained module.
-        skip: callbacks that are not the user's.
+        skip: callbacks not the user's.
     """
     hooks = ("on_after_backward", "on_before_optimizer_step")
     return any(is_overridden(hook, module) for hook in (*hooks, "configure_gradient_clipping")) or any(
@@ -58,7 +58,10 @@ def gradients_are_seen(trainer: Trainer, module: LightningModule, skip: tuple[ty
 
 
 def may_leave_out(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> bool:
-    """Return whether gradients may be omitted; `DistributedDataParallel` would wait for ever. Arguments as above."""
+    """Return whether gradients may be omitted, for which `DistributedDataParallel` would wait for ever.
+
+    Arguments as of `gradients_are_seen`.
+    """
     return not gradients_are_seen(trainer, module, skip) and not isinstance(trainer.model, DistributedDataParallel)
 
 

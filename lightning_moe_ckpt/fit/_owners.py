@@ -48,7 +48,7 @@ class MovedAttributes:
 
     Args:
         trainer, module: the run's trainer and module.
-        skip: callbacks that are not the user's.
+        skip: callbacks not the user's.
         kept: attributes recorded elsewhere, as (module, attribute).
         most_nbytes, untouched, speaks: see `Values`.
         carried: entries changed by earlier fits of this process, absent where a later process begins; extended here.

@@ -238,7 +238,7 @@ class BoundaryRecorder:
         return {**dict.fromkeys(MOMENTS), "epoch": random, "workers": self._watched.workers.end()}
 
     def hold_attributes(self) -> Callable[[], None]:
-        """Return a function that restores the present attributes of the user's objects, and deletes new ones."""
+        """Return a function to restore the present attributes of the user's objects, and deletes new ones."""
         return partial(self._moved.restore, self._moved.take(), forget_new=True)
 
     def generators(self) -> list[HeldGenerator]:

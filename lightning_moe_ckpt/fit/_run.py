@@ -176,7 +176,7 @@ class FitSession:
         return self._recorder.generators()
 
     def hold_attempt(self) -> Callable[[], None]:
-        """Return a function that restores the present state of layers, attributes and logs."""
+        """Return a function to restore the present state of layers, attributes and logs."""
         layers, attributes, logged = self._layers.take(), self._recorder.hold_attributes(), self._logs.hold()
 
         def put_back() -> None:

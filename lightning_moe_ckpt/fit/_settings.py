@@ -147,7 +147,7 @@ class Settings:
 
     Args:
         trainer: trainer with the settings.
-        own: callbacks that are not the user's.
+        own: callbacks not the user's.
         on_change: whose optimizer fields and scheduler arguments are used where they differ.
         logged: whether a replay trains on batches from the journal.
         replay: returns the replay under way, or `None`.
@@ -188,7 +188,7 @@ class Settings:
         self._settled = False
 
     def take(self) -> Written:
-        """Return the settings in force, for the journal of a boundary from which a run may resume."""
+        """Return the settings in force, for a boundary's journal from which a run may resume."""
         if self._written is None:
             self._written = written({**self._used, "schedulers": self._schedulers})
         return self._written

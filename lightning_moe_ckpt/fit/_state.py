@@ -315,7 +315,7 @@ def _put_in_order(entries: dict[Any, Any], first: Sequence[Any]) -> None:
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types by the bytes of an element."""
+"""Integer types by an element's bytes."""
 
 
 def _are_something(gradients: Sequence[Tensor]) -> list[bool]:

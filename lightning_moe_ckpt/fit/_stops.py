@@ -41,7 +41,7 @@ class Stops:
 
     Args:
         trainer: a trainer in `on_fit_start`, before Lightning installs its handlers.
-        grace: longest time from the signal to the end of the process.
+        grace: longest time from the signal to the process's end.
         any_rank: returns whether the flag is set on any rank; collective.
         before_exit: called even if the process has to be ended from outside the main thread.
     """

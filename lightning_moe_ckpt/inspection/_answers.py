@@ -219,7 +219,7 @@ def _kinds(markers: Iterable[RankMarker]) -> Row:
 
 
 def _operators(generation: GenerationId, markers: Sequence[RankMarker]) -> list[Row]:
-    """Return the records of each operator and their places, by name."""
+    """Return each operator's records and their places, by name."""
     rows: dict[str, Row] = {}
     for supplier, rank, step, record in _records(generation, markers):
         if not record.operator:

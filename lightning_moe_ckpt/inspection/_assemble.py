@@ -268,7 +268,7 @@ def constants_of(backend: Backend, policy: Mapping[str, object]) -> list[Segment
     """Return a generation's files with constants, each with the records that its plan takes from there.
 
     Raises:
-        Corrupt: the description of the files is damaged.
+        Corrupt: the files' description is damaged.
         KeyMissing: the description is gone.
     """
     wanted = set(json.loads(str(policy["plan"])).get("constants", ())) if CONSTANTS in policy else set()

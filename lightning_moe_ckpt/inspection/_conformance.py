@@ -93,7 +93,7 @@ def examine_url(
     Args:
         url: a path or URL. A run that it holds already is not changed.
         storage_options: as for the callback.
-        progress: called with the name of each check before it begins.
+        progress: called with each check's name before it begins.
 
     Raises:
         ConfigurationError: the URL cannot be opened.

@@ -39,7 +39,7 @@ ExportFormat = Literal["safetensors", "ckpt", "huggingface"]
 MAX_SHARD_NBYTES = 5 * 10**9
 
 VERSIONS = "lightning_moe_ckpt_versions"
-"""Key of an export's operators that have an older step, by name."""
+"""Key of an export's operators with an older step, by name."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -128,7 +128,7 @@ class Follower:
         self._events: dict[int, LogEvent] = {}
 
     def look(self, now: float | None = None) -> RunProgress:
-        """Read the log, the names in storage and the memory of this node. Raises `StorageError` if the medium failed."""
+        """Read the log, the names in storage and this node's memory. Raises `StorageError` if the medium failed."""
         now = time.time() if now is None else now
         self._events = self._view.events(self._events)
         generations = tuple(self._view.generations())

@@ -195,7 +195,7 @@ def _read_referenced(readings: Sequence[_Reading], files: _Files, view: RunView)
 
 
 def _named(marker: RankMarker, view: RunView) -> list[tuple[str, ReferencedEntry]]:
-    """Return the entries of a marker in older files that must exist, each with the reason."""
+    """Return a marker's entries in older files that must exist, each with the reason."""
     spares = [
         spare for spare in marker.spares if view.history is None or view.history.why_dead(spare.generation) is None
     ]

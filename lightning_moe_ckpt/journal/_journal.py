@@ -56,7 +56,7 @@ class JournalCapacity:
 
 
 def encode_journal(journal: Journal, capacity: int, on_host: Mapping[int, Tensor] | None = None) -> bytes:
-    """Encode a journal to bytes for the start of a record.
+    """Encode a journal to bytes for a record's start.
 
     Args:
         journal: the journal to encode.

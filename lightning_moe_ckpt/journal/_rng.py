@@ -71,7 +71,7 @@ def _tensors(state: RngState) -> list[Tensor]:
 
 
 def held_state(generator: HeldGenerator) -> Any:
-    """Return the state of a generator, in types that the journal stores."""
+    """Return a generator's state, in types that the journal stores."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -83,7 +83,7 @@ def held_state(generator: HeldGenerator) -> Any:
 
 @lru_cache(maxsize=4)
 def _python_state(version: int, words: tuple[int, ...], gauss: float | None) -> tuple[Any, ...]:
-    """Return the state of Python's generator as one array: 625 integers would cost the journal more than all else.
+    """Return the state of Python's generator with its words as one array: 625 integers would cost the journal more than all else.
 
     If nothing was drawn since the last call, which is usual, the same array is returned. Do not write to it.
     """

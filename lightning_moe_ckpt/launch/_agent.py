@@ -294,7 +294,7 @@ class SupervisingAgent(LocalElasticAgent):
 
     @property
     def _now(self) -> EventLog:
-        """The log of this round."""
+        """This round's log."""
         assert self._log is not None
         return self._log
 

@@ -4,7 +4,7 @@ The log lies in the store that the agent of the first node serves, so it survive
 next number of a counter, and a thread of every supervisor waits for the next number and hands events over. Decisions
 follow from the log alone; so two failures at once, on two nodes, are the same two incarnations for everybody.
 
-A failure leads to a new process for the dead rank, to new processes for all, or to the end of the job. A process that was
+A failure leads to a new process for the dead rank, to new processes for all, or to the job's end. A process that was
 killed is replaced. One that leaves by itself, with an exception, while others recover cannot recover, or was not made to:
 then all are started anew. One that leaves by itself at any other time may have met a broken device or a bug; a bug comes
 again. So it is replaced once; if no new step was passed when somebody leaves like that again, all are started anew, in case

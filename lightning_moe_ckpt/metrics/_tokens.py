@@ -5,7 +5,7 @@ split over updates and ranks.
 
 The other metrics take totals of the run that are already summed over ranks (`policies.TokenLedger` has them, and the
 journal of every generation has an accounting), and show the newest. So nothing is counted twice over ranks, and a
-resumed run continues the values of the run before it. Keyword arguments are those of `torchmetrics.Metric`.
+resumed run continues the run's values before it. Keyword arguments are those of `torchmetrics.Metric`.
 
 Sources: PEC (2024), Sec. 3.1, eq. 4; MOETION (2024), Sec. 4.1, eq. 6. Both divide by tokens as they were routed, before
 drops, and PEC by those of the whole training: drops count where layers show them, and what is to come where it is planned.
@@ -36,7 +36,7 @@ def load_skew(counts_E: Tensor) -> Tensor:
         counts_E: tokens per expert, integers, two experts or more.
 
     Returns:
-        float64 scalar on the device of the input; NaN without any token.
+        float64 scalar on the input's device; NaN without any token.
 
     Source: MoEvement (2026), Appendix D.
     """
@@ -106,7 +106,7 @@ class ExpertLoad(_Counts):
 class LoadSkew(_Counts):
     """Normalised Herfindahl-Hirschman index of all tokens seen, see `load_skew`; NaN before the first token.
 
-    The index of a period is not the mean of the indices of its parts, so the metric sums counts and takes the index of
+    A period's index is not the mean of the indices of its parts, so the metric sums counts and takes the index of
     the sum.
 
     Args:

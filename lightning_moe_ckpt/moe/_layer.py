@@ -195,7 +195,7 @@ class MoELayer(nn.Module):
         """Take `tokens_per_expert`: what experts processed, dropped slots excluded, not reduced over ranks.
 
         Returns:
-            int64 `[E]`, on the device of the tokens. Each training forward counts once, a forward that activation
+            int64 `[E]`, on the tokens' device. Each training forward counts once, a forward that activation
             checkpointing repeats does not, evaluation does not.
         """
         return self._counter.take(self._counter.processed)

@@ -382,7 +382,7 @@ def _values(seed: int, numel: int, dtype: torch.dtype) -> Tensor:
 Compress: TypeAlias = Callable[[Sequence[Tensor], GradientCompression], list[CompressedGradient]]
 KernelReplay: TypeAlias = Callable[[AdamState, Sequence[AdamStep]], None]
 Settle: TypeAlias = Callable[[timedelta], None]
-"""Function that waits for the work queued on a device, up to a limit."""
+"""Function to wait for the work queued on a device, up to a limit."""
 
 _COMPRESSION = GradientCompression(small_numel=2000, num_samples=1024)
 _MOMENTS = ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")

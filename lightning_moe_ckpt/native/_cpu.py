@@ -4,7 +4,7 @@ The first `submit` starts the thread, and again in a forked child, because threa
 enough: copies are bound by memory bandwidth, and a second thread would only take another core from training.
 
 The compiled engine takes one call per list, on a thread that never takes the GIL. A list that was not prepared, or that
-the library cannot arrange, such as a conversion known only to torch, goes to the thread of the twin in Python, behind
+the library cannot arrange, such as a conversion known only to torch, goes to the twin's thread in Python, behind
 all earlier lists.
 """
 
@@ -76,7 +76,7 @@ class CpuTicket(Ticket):
 
 
 class CpuCopyEngine(CopyEngine):
-    """Copy engine with one daemon thread, in the order of submission."""
+    """Copy engine by torch on one daemon thread, which copies lists in the order of submission."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[CpuTicket | None] | None = None

@@ -296,7 +296,7 @@ def copy_through(engine: CopyEngine, copies: Sequence[Copy]) -> None:
 
 
 def copy_failed(num_copies: int, cause: BaseException) -> CheckpointError:
-    """Return the error for copies that did not arrive; raise it `from cause`."""
+    """Return the error for copies that did not arrive; the caller raises it `from cause`."""
     return CheckpointError(
         f"A snapshot of {num_copies} slices failed: {cause}. The slot it was meant for must not be used; "
         "training itself is not affected."

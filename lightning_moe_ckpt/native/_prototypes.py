@@ -87,7 +87,7 @@ def plain(result: Any, *arguments: Any) -> Prototype:
 
 
 def fallible(*arguments: Any) -> Prototype:
-    """Declare a function that returns a negative `int` on failure and takes an `Error*` last."""
+    """Declare a function to return a negative `int` on failure and takes an `Error*` last."""
     return Prototype(c.c_int, arguments, can_fail=True)
 
 

@@ -38,7 +38,7 @@ log = rank_logger(__name__)
 
 _TIMED_OUT, _WITHOUT_LIMIT, _FENCE = 1, -1, -2
 _LONGEST_US = 60 * 10**6
-"""Longest wait in microseconds for copies at the end of a fit or of the process; copies take seconds at most."""
+"""Longest wait in microseconds for copies at a fit's end or of the process; copies take seconds at most."""
 _left: dict[int, list[CompiledTicket]] = {}
 """Tickets of engines that did not end, by handle; they keep memory alive that the device may still read."""
 
@@ -48,7 +48,7 @@ class Worker:
 
     Args:
         library: a loaded part.
-        arguments: arguments of the library's function that makes the engine.
+        arguments: arguments of the library's function to make the engine.
     """
 
     def __init__(self, library: Library, *arguments: int) -> None:

@@ -61,7 +61,7 @@ def discover(module: nn.Module, *, ep_size: int = 1, unknown: Literal["refuse", 
             must hold all of the block: with `ep_size` above 1 the block is refused in any case.
 
     Returns:
-        The operators of this rank, in a stable order.
+        This rank's operators, in a stable order.
 
     Raises:
         UnknownLayout: parameters could not be placed or cannot be captured slice by slice; the message names them.

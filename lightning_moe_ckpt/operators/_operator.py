@@ -131,7 +131,7 @@ def split(operator: Operator, max_nbytes: int, bytes_per_element: int | Callable
 
 
 def _take(piece: ParamSlice, start: int, room: int, most: int) -> int:
-    """Return the elements of the slice to take now: the rest if it fits, else whole rows, else what fits."""
+    """Return the slice's elements to take now: the rest if it fits, else whole rows, else what fits."""
     left = piece.stop - start
     if left <= room:
         return left

@@ -6,7 +6,7 @@ read here too: its children and own parameters, including what `named_children` 
 
 Under autocast an fp32 master is often only read through a cast; then storing the cast is exact and half the size. Which
 parameters these are depends on their use (a gate inside or outside autocast, an embedding that is added to something),
-not on the type of the module. So a probe watches every operation that reads a parameter: views are neutral, a cast to
+not on the module's type. So a probe watches every operation that reads a parameter: views are neutral, a cast to
 the autocast precision is evidence for, anything else is evidence against. Without any cast a parameter keeps its
 precision. A parameter is judged as a whole: one expert's use of a stacked tensor counts for all. Operations outside torch's
 dispatcher (a Triton kernel given a raw pointer) are not seen; a parameter read only there keeps its precision.

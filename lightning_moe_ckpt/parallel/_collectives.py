@@ -146,7 +146,7 @@ def global_grad_norm(
         device: device of the result if there is no gradient at all.
 
     Returns:
-        A scalar, on the device of the gradients. Without expert-parallel names and stages, the bits (and dtype) of
+        A scalar, on the gradients' device. Without expert-parallel names and stages, the bits (and dtype) of
         `torch.nn.utils.get_total_norm`; with them fp32.
     """
     present = [(name, grad) for name, grad in named_gradients if grad is not None]

@@ -140,7 +140,7 @@ class GroupAbort:
         return late
 
     def _knock(self) -> None:
-        """Connect to groups that are being made in the place of every peer, send the number that a peer sends, and leave."""
+        """Connect to groups that are being made in every peer's place, send the number that a peer sends, and leave."""
         for inode, (_, address) in listening().items():
             if inode in self._knocked:
                 continue

@@ -43,7 +43,7 @@ GroupName = Literal[
     "reduce",
     "replicate",
 ]
-"""`stage`: ranks that hold the same dense parameters, those in one pipeline stage. `pipeline`: one rank of each stage, which
+"""`stage`: ranks with the same dense parameters, those in one pipeline stage. `pipeline`: one rank of each stage, which
 hand activations to each other. `expert`: ranks of a stage that together hold all its experts once. `expert_data`: ranks
 that hold the same experts.
 `control`, `stage_control` and `pipeline_control`: all ranks, those of `stage` and those of `pipeline`, on gloo with CPU

@@ -243,7 +243,7 @@ class GradientReducer:
         self._write_back(self._agree(present))  # agrees while the last buckets are reduced
 
     def exchange_flags(self) -> dict[str, int]:
-        """Return the maximum over all ranks of flags that are not of a stage alone. Collective."""
+        """Return the maximum over all ranks of flags not of a stage alone. Collective."""
         own = torch.tensor([self.flags[name] for name in self._world_flags], dtype=torch.int32)
         dist.all_reduce(own, dist.ReduceOp.MAX, group=self._groups.groups["control"])
         return dict(zip(self._world_flags, own.tolist(), strict=True))

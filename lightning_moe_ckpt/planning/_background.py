@@ -32,7 +32,7 @@ from lightning_moe_ckpt.tiers import Mirroring
 
 
 class PlanMaker:
-    """Maker of plans, from a policy's inputs to the place of every byte; one plan at a time is made beside training.
+    """Maker of plans, from a policy's inputs to every byte's place; one plan at a time is made beside training.
 
     Args:
         policy: the checkpoint policy.

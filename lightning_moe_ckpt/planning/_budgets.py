@@ -189,7 +189,7 @@ class Budgets:
         return True
 
     def _nbytes(self, level: str) -> int:
-        """Return the budget of a level; a measured budget does not outgrow the ring, which is made once."""
+        """Return a level's budget; a measured budget does not outgrow the ring, which is made once."""
         given = self._config[level]
         if given != "auto":
             return given

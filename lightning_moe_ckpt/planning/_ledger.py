@@ -258,7 +258,7 @@ class LedgerKeeper(Counting):
 
     @override
     def completed(self, inputs: PlanInputs) -> PlanInputs:
-        """Return the inputs with the ledger, and with the experts that have a bad stored copy to be taken again."""
+        """Return the inputs with the ledger, and with the experts with a bad stored copy to be taken again."""
         return replace(
             inputs,
             index=self.ledger.generations,
@@ -391,7 +391,7 @@ class LedgerKeeper(Counting):
     def given(
         self, tier: str, generation: GenerationId, layout: WindowLayout, generations_kept: int | None = None
     ) -> None:
-        """Note that a tier begins to take the generation of this boundary."""
+        """Note that a tier begins to take this boundary's generation."""
         if tier in self._levels:
             selection = Selection.of_plan(layout.record.plan, self._view.operators)
             self.ledger = self.ledger.give(self._levels[tier], generation.step, selection, generations_kept)

@@ -313,7 +313,10 @@ class Planner:
         self._current = layout
 
     def forget_layout(self, *, regrouped: bool = True) -> None:
-        """Drop all plans, as the optimizer got parameters (`regrouped`), or constants changed; end planning if need be."""
+        """Drop all plans, since the optimizer got other parameters (`regrouped`), or constants changed.
+
+        A policy that is not exact takes no generation after the former, until training ends; an ERROR in the log says so.
+        """
         self._maker.forget()
         if self._policy.exact or not regrouped:
             self._current = None

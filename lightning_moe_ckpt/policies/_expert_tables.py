@@ -257,7 +257,7 @@ def jitter(index: int, most: int) -> int:
 
 
 def balanced(layers: Sequence[Urgency], positions: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[list[int]]:
-    """Return the experts of each layer.
+    """Return each layer's experts.
 
     Args:
         layers: available experts of each layer.

@@ -133,7 +133,7 @@ def popularity_per_capacity(counts_E: Tensor, capacity_E: Tensor) -> Tensor:
             capacity has no popularity.
 
     Returns:
-        float64 `[E]`, on the device of the counts.
+        float64 `[E]`, on the counts' device.
 
     Source: MoEvement (2026), Appendix B, "Capacity-Aware Ordering".
     """

@@ -1,4 +1,4 @@
-"""Tokens of every expert: in the live weights, in the copies of each level, and lost for good.
+"""Tokens of every expert: in the live weights, in each level's copies, and lost for good.
 
 A token counts once per expert it is routed to. `alive` counts the tokens that the live weights have learned from.
 Restoring an expert from an older copy puts `alive` back to the copy's count, and the difference is lost; so no token is
@@ -73,7 +73,7 @@ class TokenLedger:
     k: int | None = None
     """Experts per layer to storage, if the policy counts experts."""
     memory_k: int | None = None
-    """Experts per layer at the start of this incarnation, by which memory was made."""
+    """Experts per layer at this incarnation's start, by which memory was made."""
     generations: int = 0
     """Generations so far, the index of the next."""
     taken: Tensor

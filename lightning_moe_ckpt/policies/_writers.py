@@ -51,7 +51,7 @@ def assign_writers(
     Args:
         pieces: the same list in the same order on every holder.
         width: bytes per element of each parameter.
-        holders: ranks that hold the same bits of all these slices, ascending.
+        holders: ranks with the same bits of all these slices, ascending.
         split_nbytes: slices from this size on are cut into equal flat intervals, one per holder. Smaller ones go whole
             to the holder with fewest bytes, largest first.
 

@@ -4,9 +4,9 @@ Python walks all containers when a quarter more of them have survived than at th
 heap takes 200 to 300 ms for that (measured, 300,000 objects), on whichever thread happens to allocate, with the
 interpreter lock held. Capturing allocates little per step, but a run without checkpoints allocates next to nothing.
 
-`gc.freeze` acts on the whole process. It is undone at the end of the fit, and not done if other code has changed
+`gc.freeze` acts on the whole process. It is undone at the fit's end, and not done if other code has changed
 collections already. Frozen objects are still freed by reference counts; only cycles that become garbage later wait for
-the end of the fit. torchtitan and NVRx go further and collect by hand at chosen steps; that is left to the owner of the
+the fit's end. torchtitan and NVRx go further and collect by hand at chosen steps; that is left to the owner of the
 process.
 
 The one full collection comes before the first batch, where no step waits for it. What the first steps make is collected
@@ -53,7 +53,7 @@ class _Owner:
 
 
 class FrozenHeap:
-    """Leave objects that are alive at `freeze` out of collections until `thaw`.
+    """Leave objects alive at `freeze` out of collections until `thaw`.
 
     Nothing happens if collections are switched off or objects are frozen already, since other code decided that.
 

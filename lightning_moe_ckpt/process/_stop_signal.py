@@ -32,7 +32,7 @@ REPEAT_SECONDS = 1.0
 """Seconds within which a second signal counts as the first one: nested launchers deliver it several times."""
 
 _FORCED_SECONDS = 2.0
-"""Seconds from `on_late` to the end of the process."""
+"""Seconds from `on_late` to the process's end."""
 
 _CLOSE, _LOOK_AGAIN = 0, 255
 """Messages to the watching thread through the pipe; no signal has these numbers."""
@@ -42,7 +42,7 @@ class StopSignal:
     """Note SIGTERM, and end the process if the main thread cannot act on it.
 
     Args:
-        grace: longest time from the first signal to the end of the process.
+        grace: longest time from the first signal to the process's end.
         on_late: called by the watching thread when no boundary was reached in time.
         before_exit: called by the watching thread right before it ends the process.
     """

@@ -119,7 +119,7 @@ class RestoreAttempt:
         version: the version to bring.
         alive: versions that the run's log allows, sources for the experts of a partial generation.
         digests: this rank's marker digests in manifests, by version in storage.
-        allow_missing: whether to go on without experts that have no good copy.
+        allow_missing: whether to go on without experts with no good copy.
         message_nbytes: most bytes per message.
         num_stages: pipeline stages of consecutive ranks, each with its own token ledger.
     """

@@ -82,7 +82,7 @@ class RecordIndex:
         self._excluded: set[tuple[str, Version]] = set()
 
     def add(self, source: Version, entry: SegmentEntry, copies: Collection[Replica]) -> None:
-        """Add the records of a file.
+        """Add a file's records.
 
         Args:
             source: version of the records.

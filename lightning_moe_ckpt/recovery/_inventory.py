@@ -8,7 +8,7 @@ storage, and partial ones of which storage has older copies of some operators th
 too little: only the coordinator sees a commit at once, and only a writer sees that a later start has taken over. So an
 ending incarnation asks storage, for a moment.
 
-Source: TierCheck (2026), Fig. 5, for the sources of a resume.
+Source: TierCheck (2026), Fig. 5, for a resume's sources.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class Reader:
         return Stock(memory, items, seen)
 
     def marker(self, item: Item) -> RankMarker:
-        """Return the marker of a copy.
+        """Return a copy's marker.
 
         Raises:
             Corrupt: the marker is damaged, or belongs to another copy.

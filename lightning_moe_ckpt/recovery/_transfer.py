@@ -60,7 +60,7 @@ class Transport(Protocol):
         Not collective: a rank without messages need not call it. Sizes of sent and received messages must be equal.
 
         Returns:
-            Function that waits for all messages; until then the views stay untouched.
+            Function to wait for all messages; until then the views stay untouched.
         """
 
 

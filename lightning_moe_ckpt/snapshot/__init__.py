@@ -1,4 +1,4 @@
-"""Lay out the records of a plan in memory, and fill that memory from live state.
+"""Lay out a plan's records in memory, and fill that memory from live state.
 
 Internal: may change in any version.
 """

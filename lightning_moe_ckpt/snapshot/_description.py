@@ -154,7 +154,7 @@ def describe_adapters(module: nn.Module, names: Mapping[int, str]) -> list[dict[
 
     Returns:
         For each PEFT model: the prefix of its names; the adapter's name and `adapter_config.json`; stored names by name
-        in `adapter_model.safetensors`; the products that a merge adds to base weights; and the layers that are not such
+        in `adapter_model.safetensors`; the products that a merge adds to base weights; and the layers not such
         products.
     """
     peft: Any = sys.modules.get("peft")

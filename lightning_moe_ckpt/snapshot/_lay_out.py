@@ -89,7 +89,7 @@ def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -
 
 
 def own_dense_plan(view: StateView) -> PlanRecord:
-    """Return the plan that takes everything of this rank's pipeline stage."""
+    """Return the plan of everything of this rank's pipeline stage."""
     policy = DensePolicy()
     plan = policy.plan(PlanInputs(operators=view.operators))
     return PlanRecord.over(view.operators, plan=plan, config=policy.config())

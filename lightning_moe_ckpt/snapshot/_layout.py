@@ -414,7 +414,7 @@ class StepLayout:
 
 @dataclass(kw_only=True)
 class WindowLayout:
-    """Concrete plan: the place of every byte in every step."""
+    """Concrete plan: every byte's place in every step."""
 
     record: PlanRecord
     steps: list[StepLayout]
@@ -435,12 +435,12 @@ class WindowLayout:
 
     @cached_property
     def missing(self) -> frozenset[str]:
-        """Names of this rank's operators that are not in the durable files; storage takes them from older files."""
+        """Names of this rank's operators not in the durable files; storage takes them from older files."""
         return frozenset(self.steps[0].view.operators.names) - self._durable
 
     @cached_property
     def is_incomplete(self) -> bool:
-        """Whether any rank has such operators; equal on all ranks."""
+        """Whether the durable files lack an operator of some rank, see `missing`; equal on all ranks."""
         if self.record.stages:
             return self.record.is_incomplete
         return not self._durable.issuperset(all_names(self.steps[0].view.operators))

@@ -63,7 +63,7 @@ class RecordEntry:
     numel: int
     """Elements in the interval."""
     offset: int
-    """Bytes from the start of the file."""
+    """Bytes from the file's start."""
     nbytes: int
     digest: str
     """Digest of the file's bytes `[offset, offset + nbytes)`."""

@@ -193,7 +193,7 @@ def decode(data: bytes, form: Form[T], *, kind: str, where: str) -> T:
 
 
 def described_nbytes(head: bytes) -> int | None:
-    """Return the size of a file from its leading document, with the lines named there; `None` without one."""
+    """Return a file's size from its leading document, with the lines named there; `None` without one."""
     end = head.find(b"\n") + 1
     payload = head[_HEAD_NBYTES : max(end - 2, 0)]
     if _sealed(payload) != head[:end]:

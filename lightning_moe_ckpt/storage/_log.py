@@ -123,7 +123,7 @@ class History:
         return next((cut.nonce for cut in self.cuts if cut.incarnation == self.last_incarnation), "")
 
     def lineage(self, opened_ns: int) -> Lineage:
-        """Return what the newest incarnation stores of this history."""
+        """Return the past that the newest incarnation repeats in its markers and manifests; it began at `opened_ns`."""
         return Lineage(
             opened_ns=opened_ns,
             first_incarnation=self.first_incarnation,

@@ -130,12 +130,12 @@ def parse_snap_key(key: str) -> tuple[GenerationId, str] | None:
 
 
 def parse_data_name(name: str) -> int | None:
-    """Return the step of a segment from its key's last part; `None` for any other object."""
+    """Return a segment's step from its key's last part; `None` for any other object."""
     match = _DATA.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def parse_marker_name(name: str) -> int | None:
-    """Return the rank of a marker from its key's last part; `None` for any other object."""
+    """Return a marker's rank from its key's last part; `None` for any other object."""
     match = _MARKER.fullmatch(name)
     return int(match[1]) if match else None

@@ -353,7 +353,7 @@ def _read_all(file: int, nbytes: int) -> Iterator[bytes]:
 
 
 def _read_into(file: int, out: memoryview, start: int = 0) -> int:
-    """Fill `out` from byte `start` on; return the bytes read, fewer only at the end of the file."""
+    """Fill `out` from byte `start` on; return the bytes read, fewer only at the file's end."""
     rest, filled = out.cast("B") if out.nbytes else memoryview(bytearray()), 0
     while rest.nbytes:
         count = os.preadv(file, [rest[:_CHUNK_NBYTES]], start + filled)

@@ -51,7 +51,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def dtype_code(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in safetensors files and in markers, e.g. `BF16`.
+    """Return a dtype's name in safetensors files and in markers, e.g. `BF16`.
 
     Raises:
         ValueError: the format has no such type.
@@ -98,7 +98,7 @@ class Span(NamedTuple):
     """Place of a tensor in the file."""
 
     offset: int
-    """Bytes from the start of the file."""
+    """Bytes from the file's start."""
     nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -238,7 +238,7 @@ class SegmentLayout:
 
     @staticmethod
     def header_in(data: memoryview) -> bytes:
-        """Return the bytes of a segment before its first tensor. Raises `Corrupt` if they are no header."""
+        """Return a segment's bytes before its first tensor. Raises `Corrupt` if they are no header."""
         return bytes(data[: 8 + _header_nbytes(data)])
 
 
@@ -276,7 +276,7 @@ def _check(names: Sequence[str], distinct: _Distinct, metadata: Mapping[str, str
 
 
 class _Places(NamedTuple):
-    """Places of tensors in order; offsets count from the end of the header, in bytes."""
+    """Places of tensors in order; offsets count from the header's end, in bytes."""
 
     starts: _Ints
     sizes: _Ints

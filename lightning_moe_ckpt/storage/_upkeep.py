@@ -90,7 +90,7 @@ def collect_garbage(
         backend: where the run is stored; a job may be using it.
         retention: gives up generations first; `None` deletes only what the log has given up already.
         dry_run: report, but delete nothing.
-        check: reads the files of a generation and those it references; returns a defect, or `None`. Called for as many
+        check: reads a generation's files and those it references; returns a defect, or `None`. Called for as many
             of the newest generations as `retention` keeps, and for one more in place of each damaged one.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Take the steps of a trainer with pipeline stages; without stages, the user's own.
+"""Take a trainer's steps with pipeline stages; without stages, the user's own.
 
 Lightning runs `training_step`, sets gradients to zero, and runs backward. A schedule runs forward and backward of all
 micro-batches together, so the schedule is the step, gradients are zeroed before it, and `backward` only reduces.

@@ -359,7 +359,7 @@ class _Forward(nn.Module):
 
 
 class _WithAuxiliary(torch.autograd.Function):
-    """The identity on an output, whose backward gives a second loss the gradient of a loss."""
+    """The identity on a stage's output. Its backward also gives the auxiliary loss a gradient of 1, as a loss has it."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, auxiliary: Tensor) -> Tensor:

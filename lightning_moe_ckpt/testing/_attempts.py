@@ -67,7 +67,7 @@ class Seam:
     replacement: Any
 
     def apply(self) -> Callable[[], None]:
-        """Replace the attribute and return a function that undoes it. Raises `AttributeError` if the attribute does not exist."""
+        """Replace the attribute and return a function to undo it. Raises `AttributeError` if the attribute does not exist."""
         *path, name = self.attribute.split(".")
         owner = reduce(getattr, path, importlib.import_module(self.module))
         original = getattr(owner, name)

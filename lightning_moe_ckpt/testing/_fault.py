@@ -64,7 +64,7 @@ class Fault:
         seconds: seconds that it lasts, also over restarts; `None`: until `steps` are over. For `sigstop`: seconds after which the
             process continues; `None`: never.
         steps: optimizer steps that it lasts, within this process, since a job that cannot start makes none; `None`: until
-            `seconds` are over. With neither it lasts until the end of this process.
+            `seconds` are over. With neither it lasts until this process's end.
         latency: for `slow_storage`: seconds added to each call.
         bandwidth: for `slow_storage`: bytes per second of each call that writes or reads; `None` for no limit.
         probability: for `storage_errors`: share of the calls that fail; the same ones in every run that makes the same

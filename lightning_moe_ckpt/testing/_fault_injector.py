@@ -64,7 +64,7 @@ class FaultInjector(PhaseCallback):
     """Inject faults into training, to show that it survives. Put this callback first among the callbacks.
 
     Every fault is logged and recorded in `folder` before it happens, and does not happen again when the job restarts.
-    `python -m lightning_moe_ckpt.testing FOLDER` shows the results of a campaign.
+    `python -m lightning_moe_ckpt.testing FOLDER` shows a campaign's results.
 
     Args:
         faults: faults that each strike at a given place of training; `None` for none.
@@ -202,7 +202,7 @@ class _Campaign:
         self._thread.start()
 
     def reached(self, phase: FaultPhase) -> None:
-        """Strike the faults that are due at a phase of training."""
+        """Strike the faults due at a phase of training."""
         step = self._trainer.global_step
         if phase == "batch_end" and step != self._step:
             self._step = step

@@ -40,7 +40,7 @@ def record_folder(given: str | Path | None, default_root: str | Path) -> Path:
 
 
 class FaultRecord:
-    """Write the record of this rank, to a folder that is the same in every attempt, and that all nodes see if racks are to be lost.
+    """Write this rank's record, to a folder that is the same in every attempt, and that all nodes see if racks are to be lost.
 
     Raises:
         ConfigurationError: nothing can be written there.

@@ -46,7 +46,7 @@ class JsonLines:
 
 
 def read_lines(path: str | Path) -> list[Record]:
-    """Return the lines of a file, none if there is no file; a torn line is passed over."""
+    """Return a file's lines, none if there is no file; a torn line is passed over."""
     lines = list[Record]()
     text = Path(path).read_text(encoding="utf-8", errors="replace") if Path(path).exists() else ""
     for line in text.splitlines():
@@ -56,7 +56,7 @@ def read_lines(path: str | Path) -> list[Record]:
 
 
 class Recorder(Checkpoint):
-    """Write one line per batch and, at the end of training, the state of this rank. Changes nothing, draws no RNG.
+    """Write one line per batch and, at the end of training, this rank's state. Changes nothing, draws no RNG.
 
     A `Checkpoint`, so that Lightning runs it after the callbacks whose effects it records.
     """
@@ -267,5 +267,5 @@ def _deviation(line: Record, expected: Record | None) -> str:
 
 
 def _coordinates(line: Record) -> tuple[Any, ...]:
-    """Return the key of a line: kind, epoch, batch, step and batches seen."""
+    """Return a line's key: kind, epoch, batch, step and batches seen."""
     return line["kind"], line["epoch"], line["batch"], line["step"], line["seen"]

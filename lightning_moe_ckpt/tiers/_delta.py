@@ -226,7 +226,7 @@ class DeltaDecoder:
             self.drift = max(self.drift[0], param), max(self.drift[1], *moments)
 
     def _count(self, part: SteppedPart) -> int:
-        """Return the number of the step, and store it, except in an audit. Raises `Corrupt` if the one before is no whole number."""
+        """Return the step's number, and store it, except in an audit. Raises `Corrupt` if the one before is no whole number."""
         (source, destination), nbytes = part.step, part.step_dtype.itemsize
         before = self._base[source : source + nbytes].view(part.step_dtype)
         if not self.plan.whole:

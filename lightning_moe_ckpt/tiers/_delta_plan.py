@@ -115,7 +115,7 @@ class SegmentIndex:
 
 @lru_cache(_REMEMBERED)
 def index_of(header: bytes) -> SegmentIndex:
-    """Return the index of a segment with this header. Raises `Corrupt`."""
+    """Return a segment's index with this header. Raises `Corrupt`."""
     return SegmentIndex(header)
 
 

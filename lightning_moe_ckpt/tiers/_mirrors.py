@@ -230,7 +230,7 @@ class MirrorUse:
         """Bytes not sent of the generation under way, and generations refused in a row."""
 
     def run(self, segment: SealedSegment) -> Run | None:
-        """Return the run of a segment for holders to fill themselves; `None` if all is sent."""
+        """Return a segment's run for holders to fill themselves; `None` if all is sent."""
         return segment.mirrored if self._strikes < _STRIKES else None
 
     def begin(self) -> None:

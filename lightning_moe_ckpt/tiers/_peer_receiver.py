@@ -154,7 +154,7 @@ class ReplicaStore:
         """Publish the replica for restores: every segment is complete and has the marker's digest.
 
         Raises:
-            CheckpointError: something has removed the name of the memory.
+            CheckpointError: something has removed the memory's name.
             OSError: there is no room for the marker.
         """
         generation = self._generation

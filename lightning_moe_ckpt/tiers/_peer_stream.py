@@ -241,7 +241,7 @@ class ReplicaStream:
         """Ask every holder to fill a run of boundary `step`'s segment from the holder's own captures.
 
         Returns:
-            The reason of a refusal, after which the run must be sent; `None` if all have filled it.
+            A refusal's reason, after which the run must be sent; `None` if all have filled it.
 
         Raises:
             NotReplicated: no holder is left.
@@ -253,7 +253,7 @@ class ReplicaStream:
         """Ask whether every holder can rebuild the segment of boundary `step` from the generation `base`.
 
         Returns:
-            The reason of a refusal, after which the segment must be sent whole; `None` if the payload may be sent.
+            A refusal's reason, after which the segment must be sent whole; `None` if the payload may be sent.
 
         Raises:
             NotReplicated: no holder is left.

@@ -349,7 +349,7 @@ class RankMemory:
                 ring.close(unlink=True)
 
     def _remove_moved(self, generation: GenerationId) -> None:
-        """Remove memory of this run's ranks that are on other nodes now; once per process, since ranks move only
+        """Remove memory of this run's ranks on other nodes now; once per process, since ranks move only
         between starts.
 
         All ranks hold `generation` in memory of this kind, so a dead process's file with older generations only is not

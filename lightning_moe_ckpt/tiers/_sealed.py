@@ -103,7 +103,7 @@ class SealedSegment:
 
     @classmethod
     def of_file(cls, file: SealedFile) -> SealedSegment:
-        """Return the segment of a boundary with one file."""
+        """Return a boundary's segment with one file."""
         return cls(files=[file], view=file.view)
 
     @property

@@ -87,7 +87,7 @@ class Decision:
         return sorted({*self.failed, *self.going})
 
     def taken(self, stage: int) -> int:
-        """Return the steps taken by a surviving stage."""
+        """Return the number of steps that a surviving stage has taken."""
         return self.going.get(stage, self.step)
 
     def segment(self, stage: int) -> range:

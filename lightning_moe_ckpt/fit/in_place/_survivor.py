@@ -278,7 +278,7 @@ def tap_run(
     """Let `meet` run the meeting of all ranks behind `on_fit_start`, once, and `stage` the rest, sanity check included.
 
     Returns:
-        A function that undoes this.
+        A function to undo this.
     """
     connector = trainer._checkpoint_connector
     original, resume_end = trainer._run_stage, connector.resume_end

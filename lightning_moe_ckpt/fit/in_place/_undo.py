@@ -47,7 +47,7 @@ class StepUndo:
             *(held.restore, users.restore),
         ]
         self.incomplete = users.incomplete
-        """Whether the module has containers that are not looked into."""
+        """Whether the module has containers not looked into."""
         self._accesses, self._count = accesses, accesses.count
         self._names, self._weights = zip(*module.named_parameters(), strict=True)
         self._versions = versions(self._weights)
@@ -194,7 +194,7 @@ def _own_names() -> frozenset[str]:
 
 
 def hold(trainer: Trainer, module: LightningModule) -> Callable[[], None]:
-    """Return a function that undoes an attempt's changes in the trainer's loops, results and scaler, and in metrics."""
+    """Return a function to undo an attempt's changes in the trainer's loops, results and scaler, and in metrics."""
     metrics = hold_metrics(module)
     results = trainer.fit_loop.epoch_loop._results
     progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress

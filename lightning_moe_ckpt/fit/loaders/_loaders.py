@@ -1,4 +1,4 @@
-"""Find the position of a run in its data, and bring new loaders there."""
+"""Find a run's position in its data, and bring new loaders there."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def ask(trainer: Trainer, name: str) -> None:
 
 
 def before_iterator(trainer: Trainer, begins: Callable[[], None]) -> Callable[[], object]:
-    """Call `begins` before training's iterator is made; return a function that undoes this."""
+    """Call `begins` before training's iterator is made; return a function to undo this."""
     loop = trainer.fit_loop
     original = loop._load_combined_loader_states
 

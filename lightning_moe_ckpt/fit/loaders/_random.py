@@ -138,7 +138,7 @@ class _LoaderTap:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.begun: States | None = None
-        """Workers' state at the start of this epoch; `None` in the epoch in which they were made."""
+        """Workers' state at this epoch's start; `None` in the epoch in which they were made."""
         self._newest: States = {"seed": 0, "states": []}
         self._begins = False
         self._original = (loader.collate_fn, loader.worker_init_fn)

@@ -213,7 +213,7 @@ def gather_in_stage(state: Tensor, group: Any = None) -> list[Tensor]:
 
 
 def hold_metrics(module: LightningModule) -> Callable[[], None]:
-    """Return a function that restores the present states of a module's metrics, in the same objects.
+    """Return a function to restore the present states of a module's metrics, in the same objects.
 
     Lists are copied without their items: items are added, and never changed.
     """

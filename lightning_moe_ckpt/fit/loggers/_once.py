@@ -5,7 +5,7 @@ processes' rows. So the step journal names the run's folder; a resumed run goes 
 rows that it would write a second time. Existing rows come from steps that are trained again bit for bit, so their
 values are the same. This holds for `CSVLogger` and `TensorBoardLogger` on a local disk. Files are flushed after every
 row, by Lightning for the trainer's rows and here, before each boundary, for all others; a SIGKILL loses no flushed
-rows. Loggers that are not named here get rows of repeated steps a second time.
+rows. Loggers not named here get rows of repeated steps a second time.
 
 *Services.* The journal names the run of Weights & Biases or MLflow, like the folder of other loggers, and a resumed
 training goes on under that id. If Lightning has begun another run by then, to log hyperparameters, that run is left:
@@ -56,7 +56,7 @@ class LoggedOnce:
         logger.log_metrics = self._log_once
 
     def take(self) -> dict[str, Any]:
-        """Return the place of the rows, the newest step, and how often each key was logged under it."""
+        """Return the rows' place, the newest step, and how often each key was logged under it."""
         raise NotImplementedError
 
     def restore(self, taken: Mapping[str, Any]) -> None:
@@ -226,7 +226,7 @@ class MLFlowLog(RemoteLog):
 
 
 def remote_log(logger: Logger, *, owner: bool) -> RemoteLog | None:
-    """Return the log of a logger with a service; `None` for any other logger."""
+    """Return a logger's log with a service; `None` for any other logger."""
     if isinstance(logger, WandbLogger):
         return WandbLog(logger, owner=owner)
     return MLFlowLog(logger, owner=owner) if isinstance(logger, MLFlowLogger) else None

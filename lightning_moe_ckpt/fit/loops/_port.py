@@ -81,7 +81,7 @@ def tap_clipping(precision: Precision, clip: Callable[[Optimizer, int | float], 
     """Route clipping by norm through `clip`. Every plugin and algorithm ends in `clip_grad_by_norm`.
 
     Returns:
-        A function that removes the tap.
+        A function to remove the tap.
     """
     return tap(precision, "clip_grad_by_norm", clip)
 
@@ -92,7 +92,7 @@ def tap_zero_grad(trainer: Trainer, hold: Callable[[Callable[[], None] | None], 
     Uses `_AutomaticOptimization._make_zero_grad_fn`.
 
     Returns:
-        A function that removes the tap.
+        A function to remove the tap.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     original = loop._make_zero_grad_fn
@@ -120,7 +120,7 @@ def tap_found_inf(precision: Precision, combine: Callable[[Tensor], None], devic
     Uses `GradScaler._unscale_grads_`, shared by `unscale_` and the check for fused optimizers.
 
     Returns:
-        A function that removes the tap.
+        A function to remove the tap.
     """
     scaler = getattr(precision, "scaler", None)
     if scaler is None:
@@ -138,7 +138,7 @@ def tap_found_inf(precision: Precision, combine: Callable[[Tensor], None], devic
 
 
 def tap(owner: object, name: str, value: object) -> Callable[[], None]:
-    """Set an attribute on an instance, over a method of its class; return the function that restores what was there."""
+    """Set an attribute on an instance, over a method of its class; return the function to restore what was there."""
     before = vars(owner).get(name)
     setattr(owner, name, value)
 

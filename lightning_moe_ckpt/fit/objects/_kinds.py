@@ -90,7 +90,7 @@ class Node:
     Args:
         name: its name.
         each: the object.
-        left_out: names of attributes that are not the user's; `None` if no attributes are searched.
+        left_out: names of attributes not the user's; `None` if no attributes are searched.
         is_new: whether the object was made in training; otherwise its state at the first look is the reference.
     """
 

@@ -48,9 +48,9 @@ class Memento:
 
     Args:
         roots: objects at which the search begins.
-        shallow: objects with remembered attributes that are not searched further.
+        shallow: objects with remembered attributes not searched further.
         restored: tensors with values restored elsewhere.
-        apart: types of objects that are left alone.
+        apart: types of objects left alone.
         most_items: longest searched container; of longer containers only the items' identities are remembered.
         most_nbytes: largest copied tensor or array, in bytes.
     """

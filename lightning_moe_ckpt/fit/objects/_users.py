@@ -172,7 +172,7 @@ _OPAQUE = (
     *(str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType, Tensor, np.ndarray),
     *(Trainer, LightningModule, LightningDataModule, Callback, DataLoader, Optimizer),
 )
-"""Types that are not searched: they hold no generator, or are searched under a name of their own."""
+"""Types not searched: they hold no generator, or are searched under a name of their own."""
 
 
 def held_by(objects: Mapping[str, object]) -> dict[str, HeldGenerator]:

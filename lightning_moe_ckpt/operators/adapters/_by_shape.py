@@ -207,7 +207,7 @@ def find_block(root: nn.Module, experts_fqn: str, num_experts: int, index: Param
 
 
 def find_router_module(root: nn.Module, block_fqn: str, num_experts: int) -> str | None:
-    """Return the block's only module that emits one value per expert; `None` if there is none, or several."""
+    """Return the name of the block's only module that emits one value per expert; `None` if there is none, or several."""
     found = [name for name, _ in _router_modules(root.get_submodule(block_fqn), num_experts, experts="")]
     return join(block_fqn, found[0]) if len(found) == 1 else None
 

@@ -111,7 +111,7 @@ class TutelTap:
 
 
 def tutel_slots(block: Any, factors: Capacity) -> Callable[[int], int] | None:
-    """Return the slots of an expert of a layer like Tutel's by the tokens of this rank; `None` for another layer.
+    """Return the slots of an expert of a layer like Tutel's by this rank's tokens; `None` for another layer.
 
     Args:
         block: the layer.
