@@ -45,7 +45,7 @@ _LAST_SECONDS = 2.0
 
 
 class ReplayHooks(Callback):
-    """Restore random state and drop gradients of frozen parameters, before any other callback sees the model.
+    """Hooks that restore random state and drop gradients of frozen parameters, before any other callback sees the model.
 
     `begin` opens the run and loads the generation to resume from, in `on_fit_start`.
     """

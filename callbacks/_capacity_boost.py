@@ -92,7 +92,7 @@ class _Boost:
         return cls(layer, view, debts, base, factors=stored["factors"], term=stored["term"], **newer)
 
     def took(self, extra: Sequence[int], displaced: Sequence[int], kept: Sequence[int], room: Sequence[int]) -> None:
-        """Note what a step has done, over all ranks."""
+        """Note a step's effects, over all ranks."""
         self.extra, self.kept, self.room = extra, kept, room
         self.debts, self.displaced = self.debts.repay(extra), self.displaced + sum(displaced)
 
@@ -339,7 +339,7 @@ def _lost_by_layer(accounting: TokenLedger | None, found: OperatorSet) -> list[t
 
 
 def _over_ranks(measured: Sequence[Measured], trainer: Trainer) -> list[tuple[list[list[int]], list[float]]]:
-    """Return for each what all ranks have counted together, and the largest use of any of them, by one collective."""
+    """Return, for each, all ranks' counts together, and the largest use on any rank, by one collective."""
     device = trainer.strategy.root_device
     flat_RN = gather_over_ranks(torch.cat([part.to(device) for each in measured for part in each]), device)
     found = []

@@ -25,7 +25,7 @@ from lightning_moe_ckpt.policies import Budget, Deltas, DynamicK, PartialPolicy,
 
 
 class ExpertCheckpoint(CheckpointCallback):
-    """Base of callbacks whose restarts are not exact: it says in the logs what they have cost, and would cost now.
+    """Base of callbacks whose restarts are not exact: logs their cost so far, and the cost of a loss now.
 
     Beside an `ExpertLoadMonitor`, which logs the same and more, the callback logs none of these.
     """

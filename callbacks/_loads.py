@@ -83,7 +83,7 @@ class LayerLoads:
             self._probe.install()
 
     def judge(self) -> None:
-        """Leave out layers that the watched step shows to be counted wrongly. Call on all ranks, when gradients are complete."""
+        """Leave out layers with wrong counts in the watched step. Call on all ranks, when gradients are complete."""
         if not self._watching or self._probe.done:
             return
         failures = self._probe.check(lambda vector: sum_over_ranks(vector, self._device))

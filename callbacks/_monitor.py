@@ -235,7 +235,7 @@ class CheckpointFigures:
 
 
 def _overhead(found: Overhead) -> dict[str, float]:
-    """Return what checkpoints have cost so far, and what is done about it."""
+    """Return the cost of checkpoints so far, and the means taken against it."""
     return {
         "moe/overhead/all": found.share,
         "moe/overhead/recent": found.recent,

@@ -96,7 +96,7 @@ class TokenDeficits:
 
     @classmethod
     def none(cls, num_experts: int) -> TokenDeficits:
-        """Return the deficits of experts that have lost nothing."""
+        """Return the deficits of experts without losses."""
         return cls((0,) * num_experts, (0,) * num_experts, (0,) * num_experts)
 
     @property
@@ -140,7 +140,7 @@ class TokenDeficits:
 
 
 def faded_use(use_E: Sequence[float], now_E: Sequence[float]) -> list[float]:
-    """Return each expert's largest use so far, with older uses fading; `now_E` is a step's use."""
+    """Return each expert's largest use so far, with older uses fading; `now_E` is the use in one step."""
     return [max(USE_DECAY * before, now) for before, now in zip(use_E, now_E, strict=True)]
 
 
@@ -152,13 +152,12 @@ def boost_factors(
     Args:
         debt_E: tokens to make up for.
         boost: extra capacity of an expert in debt, 0.1 for a tenth.
-        use_E: largest used part of each expert's capacity without boost, on any rank; `None` before it is known, when
-            nobody gives.
+        use_E: largest used part of each expert's capacity without boost, on any rank; `None` while unknown, when nobody gives.
         room_E: tokens that each expert could have processed in the last step at that capacity.
 
     Returns:
-        `1 + boost` for experts in debt; for others 1 less their gift: a part of their unused capacity, so that no
-        expert drops a token unless its use grows.
+        `1 + boost` for experts in debt. For all others 1 less their gift, a part of their unused capacity: no expert drops a token
+            unless its use grows.
     """
     factors = [1 + boost if debt else 1.0 for debt in debt_E]
     if use_E is None or room_E is None:
@@ -239,7 +238,7 @@ class HookedMeter:
         self._sums += torch.stack([changed_E.clamp(min=0), (-changed_E).clamp(min=0), kept_E, room_E])
 
     def _add_kept(self, kept_BE: Tensor, demand_BE: Tensor, base_E: Tensor) -> None:
-        """Add the tokens that were kept of those that chose each expert, in sequences that have slots of their own."""
+        """Add, for each expert, the kept among the tokens that chose it, in sequences with slots of their own."""
         kept_BE, demand_BE = kept_BE.detach().double(), demand_BE.detach().double()
         changed_BE = kept_BE - torch.minimum(demand_BE, base_E.double())
         self._add(changed_BE.sum(dim=0), kept_BE.sum(dim=0), base_E.double() * kept_BE.shape[0])
@@ -285,7 +284,7 @@ class _DemandMeter(HookedMeter):
 
 
 def _slots_of(layer: MoELayerSpec, block: Any, module: nn.Module, base: Capacity) -> BaseSlots | None:
-    """Return the capacity without boost as the library itself works it out; `None` where that is not known."""
+    """Return the capacity without boost, as the library itself computes it; `None` if the formula is not known."""
     view = layer.live_capacity
     assert view is not None
     if callable(getattr(block, "capacity", None)):
@@ -304,7 +303,7 @@ def _asked(view: CapacityView, block: Any, module: nn.Module, base: Capacity, nu
 
 
 class _MaskMeter(HookedMeter):
-    """Meter for Switch routers: a mask `[B, S, E]` of tokens within capacity, per sequence, and the logits they are from."""
+    """Meter for Switch routers: their mask `[B, S, E]` of tokens within capacity, per sequence, and the logits before it."""
 
     def __init__(self, layer: MoELayerSpec, view: ExpertCapacity, module: nn.Module, base: Capacity) -> None:
         super().__init__(layer.num_experts)
@@ -335,7 +334,7 @@ def find_bias(layer: MoELayerSpec) -> BiasView | None:
 
 
 class Route(HookedMeter, ABC):
-    """Change one layer's routing and count the tokens that it moves, from construction to `remove`."""
+    """Change of one layer's routing, and count of the moved tokens, from construction to `remove`."""
 
     term: list[float] | None = None
     """Term that is added to the router's bias, by expert; `None` for routes without one."""
@@ -357,7 +356,7 @@ class Route(HookedMeter, ABC):
 
 
 class MarginRoute(Route):
-    """Route tokens that nearly chose an expert in debt to it."""
+    """Route to an expert in debt the tokens that nearly chose it."""
 
     def __init__(self, layer: MoELayerSpec, router: nn.Module, boost: float) -> None:
         super().__init__(layer.num_experts)
@@ -369,7 +368,7 @@ class MarginRoute(Route):
 
     @override
     def aim(self, debt_E: Sequence[int], extra_E: Sequence[int] = (), kept_E: Sequence[int] = ()) -> None:
-        """Set the experts that get more from now on. The counts of a step are not used, since the quota is exact."""
+        """Set the experts that get more from now on. A step's counts are not used, since the quota is exact."""
         self._debtors = tuple(expert for expert, debt in enumerate(debt_E) if debt)
 
     def _routed(self, router: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
@@ -426,12 +425,12 @@ def _choices(out: Any) -> Tensor:
 
 
 def reroute(logits_TE: Tensor, idx_TK: Tensor, debtors: Sequence[int], boost: float) -> Tensor:
-    """Return choices in which each debtor has `ceil(boost * n)` more tokens than the n that chose it, if there are enough.
+    """Return choices with `ceil(boost * n)` more tokens for each debtor than the n that chose it, as far as there are enough.
 
     Args:
         logits_TE: scores by which the router chooses; larger is better.
-        idx_TK: int64, the choices, best first. Only the last choice of a token is changed, and only once.
-        debtors: experts that get more tokens.
+        idx_TK: int64, the choices, best first. Only a token's last choice is changed, and only once.
+        debtors: experts to get more tokens.
         boost: additional tokens, as a fraction of n.
     """
     scores_TE = logits_TE.float().softmax(dim=-1)

@@ -80,8 +80,8 @@ def plain_table(*titles: str, right: Iterable[str] = (), wraps: str | None = Non
 def kind_of(commit: Commit) -> str:
     """Return the kind of a generation's content, whatever the callback.
 
-    The kind is `dense` if one segment per rank has everything, `differential` if differences lead there step by step, `partial`
-    if the generation references older files otherwise, else `sparse`.
+    `differential`: differences lead there step by step. `partial`: the generation references older files otherwise. `dense`: one
+    segment per rank has everything. Else `sparse`.
     """
     if is_differential(commit.policy):
         return "differential"
@@ -197,7 +197,7 @@ def describe(view: RunView, stored: StoredGeneration) -> Row:
 
 
 def _plan(text: object, where: str) -> Row:
-    """Return the facts of the stored plan that fit into a line."""
+    """Return the facts of the stored plan, each short enough for a line."""
     plan = json.loads(str(text)) if text is not None else {}
     config, dtypes = plan.get("config", {}), plan.get("compute_dtypes", {})
     if not isinstance(config, dict) or not isinstance(dtypes, dict):
@@ -320,7 +320,7 @@ def _kind_table(document: Row) -> Table:
 
 
 def _operator_table(document: Row) -> Table:
-    """Return the operators by name; kinds that none has, ages that all share, and the only rank have no column."""
+    """Return the operators by name. A kind without records, an age shared by all, and a single rank have no column."""
     rows = document["operators"]
     kinds = [kind for kind in ("full", "compute", "delta") if any(kind in row["kinds"] for row in rows)]
     ages = ["steps old"] if document["needs"] else []
@@ -351,7 +351,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _segment_tables(document: Row) -> list[Table]:
-    """Return the files, one table for each folder: the generation's own, then those that it references."""
+    """Return the files, one table for each folder: the generation's own, then the folders of referenced files."""
     tables: dict[str, Table] = {}
     for row in [*document["segments"], *document["referenced"]]:
         folder, _, name = row["key"].rpartition("/")
@@ -375,7 +375,7 @@ def repair_document(found: RepairedLog) -> dict[str, Any]:
 
 
 def repair_tables(found: RepairedLog) -> list[RenderableType]:
-    """Return a table with the generations that a restart would try, and the other generations."""
+    """Return a table of the generations that a restart would try, and of all others."""
     table = plain_table("step", "incarnation", "", "why", right=("step", "incarnation"), wraps="why")
     mended = "its manifest cannot be read; markers of all ranks say the same"
     rows = [(each, "usable", mended if each in found.mended else "") for each in found.usable]

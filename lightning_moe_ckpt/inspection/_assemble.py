@@ -67,10 +67,10 @@ class StoredTensor:
 
 
 class Assembler:
-    """Assembles the tensors of one generation that holds, or references, the full state of everything.
+    """Assembler for the tensors of one generation with, or with references to, the full state of everything.
 
     Args:
-        backend: where its segments are.
+        backend: storage with its segments.
         markers: of all ranks, in order; one segment each, or differences to one.
 
     Raises:
@@ -117,7 +117,7 @@ class Assembler:
     def take_older(self, error: Exception) -> bool:
         """Take the older copy of the operator that an error is about; return whether there is one.
 
-        The whole operator, weights and optimizer state, comes from one generation: parts that were read so far are read anew.
+        The whole operator, weights and optimizer state, comes from one generation, so parts read before are read anew.
         """
         operator, self._lost = self._lost, ""
         bad = self._sources.get(operator)

@@ -81,14 +81,14 @@ class ExportOptions:
 
 
 def export(backend: Backend, out: Path, options: ExportOptions | None = None, *, step: int | None = None) -> Export:
-    """Write a generation to `out`, with operators that it references as they were when they were stored last.
+    """Write a generation to `out`, with the last stored copies of the operators that it references.
 
     If the newest copy of an operator is bad, its previous stored copy is used, if there is one, and a warning names it.
 
     Args:
-        backend: backend that `open_backend` returned.
+        backend: result of `open_backend`.
         out: `*.safetensors`, `*.ckpt`, or a folder.
-        options: what to write; `None` for the defaults of `ExportOptions`.
+        options: contents and format; `None` for the defaults of `ExportOptions`.
         step: step of the generation; `None` for the newest that a restart would try.
 
     Raises:
@@ -128,7 +128,7 @@ class _Job:
         return state_dict_names(self.tensors.stored, self.module, leave_out=options.leave_out, ties=options.ties)
 
     def write(self, chosen: ExportFormat) -> Export:
-        """Write the chosen format. Raises `Corrupt` if bytes that it needs are damaged."""
+        """Write the chosen format. Raises `Corrupt` if bytes needed for it are damaged."""
         done = Export(step=self.commit.generation.step, incarnation=self.commit.generation.incarnation, format=chosen)
         files = {"safetensors": self.safetensors, "ckpt": self.checkpoint, "huggingface": self.folder}[chosen](done)
         done.files = {str(path): path.stat().st_size for path in files}
@@ -328,9 +328,9 @@ class LightningCheckpoint:
         """Remarks on the result for the user."""
 
     def content(self, tensors: Mapping[str, Tensor], *, weights_only: bool) -> dict[str, Any]:
-        """Return the content that Lightning would have saved with this `state_dict`.
+        """Return the content of Lightning's own checkpoint with this `state_dict`.
 
-        With `weights_only` without optimizer, schedulers and callbacks, which only training needs.
+        With `weights_only`, without optimizer, schedulers and callbacks, which only training needs.
         """
         extra, start = self._extra(), decode_journal(self._stored.journal()).get("start", {})
         content = {

@@ -216,7 +216,7 @@ def _speed(axes: Any, axis: _Axis) -> None:
 
 
 def _advancing(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples that say something of speed: entries of the log that follow in the same step do not, nor one behind the last."""
+    """Return the samples that tell the speed: not log entries that follow in the same step, nor one behind the last."""
     found: list[Sample] = []
     for sample in samples:
         last = found[-1] if found else None

@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(kw_only=True, slots=True)
 class Incarnation:
-    """One start of the job, as far as the log tells."""
+    """One start of the job, as far as the log knows."""
 
     number: int
     opened: float | None
@@ -200,7 +200,7 @@ def _in_memory(memory: Sequence[Leftover]) -> list[NewestStep]:
 
 
 def _in_storage(generations: Sequence[StoredGeneration], now: float) -> list[NewestStep]:
-    """Return each rank's newest marker, and of rank -1 the newest manifest that a restart would try."""
+    """Return each rank's newest marker and, under rank -1, the newest manifest that a restart would try."""
     newest: dict[int, NewestStep] = {}
     for generation in reversed(generations):
         if generation.dead is not None:
@@ -306,7 +306,7 @@ def _silence(now: float, incarnations: Sequence[Incarnation], places: Sequence[N
 
 
 def by_rank(places: Sequence[NewestStep]) -> dict[int, dict[str, NewestStep]]:
-    """Return places by rank, then by tier; of several in a tier the newest."""
+    """Return places by rank, then by tier; the newest of several in a tier."""
     found: dict[int, dict[str, NewestStep]] = defaultdict(dict)
     for place in places:
         known = found[place.rank].get(place.tier)

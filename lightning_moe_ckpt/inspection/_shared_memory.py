@@ -59,12 +59,12 @@ class Leftover:
 
 
 def answer(*, tag: str | None, clear: bool, force: bool, dry_run: bool) -> Answer:
-    """List, and clear if asked to, the files that runs have in this node's shared memory.
+    """List, and clear if asked to, the files of runs in this node's shared memory.
 
     Args:
-        tag: name of the run whose memory is meant; `None` for all runs.
-        clear: remove files that no process holds.
-        force: remove also files that a process holds.
+        tag: name of the run in memory; `None` for all runs.
+        clear: remove files without a process.
+        force: also remove files held by a process.
         dry_run: only list the files that would be removed.
     """
     directory = shared_directory()
@@ -173,7 +173,7 @@ def _paths_of(process: Path) -> Iterator[str]:
 
 
 def _locked_by(path: Path) -> int | None:
-    """Return the process that has locked a file, 0 if it is of another container; `None` if none has."""
+    """Return the process that has locked a file; 0 for a process in another container; `None` without a lock."""
     try:
         descriptor = open_shared(path)
     except OSError:  # another user's

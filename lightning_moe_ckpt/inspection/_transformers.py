@@ -92,12 +92,13 @@ def plan_shards(sizes: Mapping[str, int], max_nbytes: int) -> dict[str, list[str
 def write_folder(
     out: Path, model: HuggingFaceEntry, names: Mapping[str, str], tensors: Tensors, *, max_shard_nbytes: int
 ) -> list[Path]:
-    """Write weights, their index if there are several files, and configurations to an existing folder; one file's tensors at a time.
+    """Write weights, their index if there are several files, and configurations to an existing folder, one file's tensors at a
+    time.
 
     `names` are those of `model_names`.
 
     Returns:
-        The files. The configuration comes last: a folder that has it is complete.
+        The files. The configuration comes last: a folder with a configuration is complete.
     """
     stored = tensors.stored
     sizes = {name: stored[names[name]].nbytes for name in names}
@@ -168,7 +169,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 
 class Adapter:
-    """An adapter, from its description by `describe_adapters`, and the weights of its base with the adapter's sums."""
+    """Adapter, by its description from `describe_adapters`, and its base's weights with the adapter's sums."""
 
     def __init__(self, described: Mapping[str, Any], tensors: Assembler) -> None:
         self.name, self.config = str(described["adapter"]), str(described["config"])
@@ -186,10 +187,10 @@ class Adapter:
         return None
 
     def base_names(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Return the names that the base has without PEFT, each with its stored name, from the names within PEFT.
+        """Return the base's names without PEFT, each with its stored name, from the names within PEFT.
 
         Raises:
-            ConfigurationError: some of what was trained is no sum with weights of the base.
+            ConfigurationError: a trained tensor is no sum with weights of the base.
         """
         if self._others:
             raise ConfigurationError(

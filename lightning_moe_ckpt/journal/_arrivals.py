@@ -78,10 +78,7 @@ class Arrivals:
 
 
 def held(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a copy of dicts, lists, tuples and sets within each other, with the same leaves.
-
-    Append tensors to a list.
-    """
+    """Return a copy of nested dicts, lists, tuples and sets, with the same leaves; append their tensors to the list `tensors`."""
     if isinstance(value, Tensor | Unread):
         tensors.append(value if isinstance(value, Tensor) else value.tensor)
     if isinstance(value, Tensor | Unread | Constant):
@@ -97,10 +94,7 @@ def held(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _sent(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies under way, in one piece of page-locked memory.
-
-    To make it anew can wait for the device, and sizes repeat.
-    """
+    """Start copies of tensors, into one piece of page-locked memory. The memory is kept, since making it can wait for the device."""
     begins = list(accumulate((-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors), initial=0))
     memory_U8 = _page_locked(begins[-1])
     places = [memory_U8[begin : begin + tensor.nbytes] for tensor, begin in zip(tensors, begins, strict=False)]

@@ -120,17 +120,14 @@ def refusals(value: object) -> list[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unread:
-    """Number in a tensor of one element.
-
-    It is stored as a number, but not read before: reading waits for the device.
-    """
+    """Number in a one-element tensor, stored as a number and not read before: reading waits for the device."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Written:
-    """Value without tensors and arrays of which the text is there."""
+    """Value without tensors and arrays whose text is made already."""
 
     text: str
 
@@ -148,10 +145,7 @@ def written(value: object) -> Written:
 
 
 class Constant(dict[str, Any]):
-    """Dict of plain values and tensors on the CPU that nobody changes any more.
-
-    It is encoded once, wherever it appears.
-    """
+    """Dict of plain values and tensors on the CPU that nobody changes any more. It is encoded once, wherever it appears."""
 
     __slots__ = ("arrays", "texts")
 
@@ -306,7 +300,7 @@ class _Encoder:
 
 
 class _Outline(_Encoder):
-    """Encode a part of values to come: where its arrays will lie is not known."""
+    """Encoder for a part of values to come: the places of their arrays are not known yet."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -44,11 +44,11 @@ _BY_TEXT: dict[type, Callable[[str], Any]] = {
 
 
 class Missing(Exception):
-    """A description refers to what this process does not have."""
+    """A description refers to an object that this process does not have."""
 
 
 def fixed(value: Any) -> Text | None:
-    """Describe a value that cannot change and has no parts; `None` of any other."""
+    """Return the description of an immutable value without parts; `None` for any other value."""
     kind, name = type(value), name_of(type(value))
     text: Text = None
     if isinstance(value, np.generic) and not refusals(value):

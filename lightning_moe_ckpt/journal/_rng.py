@@ -32,12 +32,12 @@ def capture_rng(
     held: Mapping[str, HeldGenerator] | None = None,
     last: RngState | None = None,
 ) -> RngState:
-    """Return copies of the state of all generators of this process.
+    """Return copies of all generators' states in this process.
 
     Args:
-        generators: generators of loaders, by a name that is the same in every process of the run.
-        held: generators of other objects, by such a name.
-        last: an earlier result; it is returned again if nothing was drawn since.
+        generators: generators of loaders, by names that are the same in every process of the run.
+        held: generators of other objects, by such names.
+        last: an earlier result, returned again if nothing was drawn since.
     """
     state: RngState = Constant(
         torch=torch.get_rng_state(),
@@ -54,7 +54,7 @@ def capture_rng(
 
 
 def _is_same(last: RngState, state: RngState) -> bool:
-    """Return whether two states are equal in every bit; those of other objects' generators are not compared."""
+    """Return whether two states are equal in every bit, apart from generators of other objects, which are not compared."""
     return (
         last.keys() == state.keys()
         and not (last["held"] or state["held"])
@@ -108,10 +108,10 @@ def _mersenne_state(key: bytes, pos: int, has_gauss: int, gauss: str) -> dict[st
 
 
 class _Watched:
-    """State of one of the two global generators, read anew only if memory that holds it has changed.
+    """State of one of the two global generators, read anew only if its memory has changed.
 
-    Reading takes 20 to 40 us, comparing memory 1 to 4, and most steps draw nothing. Equal memory is equal state: every
-    reading looks for what it has read there, and memory that does not hold it is not relied upon.
+    Reading takes 20 to 40 us, comparing memory 1 to 4, and most steps draw nothing. Equal memory is equal state: every reading
+    checks that the memory holds the state just read, and otherwise the memory is not relied upon.
     """
 
     def __init__(self) -> None:
@@ -201,12 +201,12 @@ def restore_rng(
     generators: Mapping[str, torch.Generator] | None = None,
     held: Mapping[str, HeldGenerator] | None = None,
 ) -> list[str]:
-    """Restore every generator of which `state` has a part.
+    """Restore every generator with a part in `state`.
 
-    A rank that moved to another local device takes the state of its old device along.
+    A rank that moved to another local device takes the old device's state along.
 
     Returns:
-        Names in `generators` or `held` that were captured and are not there now, or are of another kind.
+        Names in `generators` or `held` that were captured, and now are missing or of another kind.
     """
     if "python" in state:
         random.setstate(_python_words(*state["python"]))
@@ -221,7 +221,7 @@ def restore_rng(
 
 
 def restore_held(generator: HeldGenerator | None, state: Any) -> bool:
-    """Restore a generator; return whether it was there, in the same kind."""
+    """Restore a generator; return whether it is still there, and of the same kind."""
     if isinstance(generator, torch.Generator) and isinstance(state, Tensor):
         generator.set_state(state)
     elif isinstance(generator, np.random.Generator) and _kind(state) == type(generator.bit_generator).__name__:

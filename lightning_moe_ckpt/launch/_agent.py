@@ -124,7 +124,7 @@ class SupervisingAgent(LocalElasticAgent):
         self._gone = ""
 
     def _tell_waiting(self, met: threading.Event) -> None:
-        """Say for whom this node waits, and for how long by now."""
+        """Log for whom this node waits, and for how long so far."""
         began, pause = time.monotonic(), _TELL_SECONDS
         whom = f"{self._gone} to come back" if self._gone else "other nodes"
         if self._gone:
@@ -196,7 +196,7 @@ class SupervisingAgent(LocalElasticAgent):
     # -- rounds: from the start of all ranks to their end
 
     def _begin_round(self, worker_group: WorkerGroup) -> None:
-        """Begin a log that all nodes agree on, with an incarnation that was not there before."""
+        """Begin a log agreed by all nodes, with a new incarnation."""
         group = cast("Any", worker_group)  # torch declares some of it as None
         store, host, port = group.store, str(group.master_addr), int(group.master_port)
         key = "moe_ckpt/round"
@@ -404,7 +404,7 @@ class SupervisingAgent(LocalElasticAgent):
             self._now.append("restart", why=f"ranks did not come together within {options.recover_seconds:g} s")
 
     def _look_for_silence(self, running: list[Member]) -> None:
-        """Report a failure if all ranks of all nodes are silent, or one for as long as a recovery may take.
+        """Report a failure if all ranks of all nodes are silent, or one rank for as long as a recovery may take.
 
         A rank between two steps may take its time, and other ranks wait for it within their step, so silence of some ranks is no
         hang. The hung rank is found afterwards: a rank that arrives when told of the failure does not hang.

@@ -49,10 +49,10 @@ class EventLog:
     """One log, from the start of all ranks to their end.
 
     Args:
-        connect: makes a connection to the store; one is for appending, one for the thread that waits.
+        connect: makes a connection to the store: one for appending, one for the waiting thread.
         prefix: prefix of the log's keys.
-        take: called with each event by a thread of its own. After an event of `LAST_EVENTS` the thread ends; `lost` says
-            that the store is gone.
+        take: called with each event by a thread of its own. The thread ends after an event of `LAST_EVENTS`; the event `lost`
+            means that the store is gone.
     """
 
     def __init__(self, connect: Callable[[], Store], prefix: str, take: Callable[[JobEvent], None]) -> None:
@@ -117,15 +117,15 @@ class EventLog:
 
 
 class NodeWatch:
-    """Watches whether the supervisor of the next node lives: each supervisor counts up, and looks at the next one's count.
+    """Watch over the next node's supervisor: each supervisor counts up, and looks at the next one's count.
 
-    Ranks of a supervisor that was killed are not replaced: nobody starts processes there. Torch's rendezvous finds out,
-    too, but its nodes ask it only when they meet.
+    Ranks of a killed supervisor are not replaced: nobody starts processes there. Torch's rendezvous finds out too, but nodes ask
+    it only when they meet.
 
     Args:
         log: log of this round.
         node: this node's number.
-        num_nodes: count of nodes.
+        num_nodes: number of nodes.
         name: this node's name, for messages.
         patience: seconds of silence after which a supervisor is gone.
     """
@@ -187,7 +187,7 @@ class FailureRate:
 
 
 class Judge:
-    """Decides about the failures of one job, as one supervisor sees them."""
+    """Decisions about one job's failures, as one supervisor sees them."""
 
     def __init__(self, rate: FailureRate) -> None:
         self._rate = rate
@@ -206,7 +206,7 @@ class Judge:
         return len(self._failures) > self._rate.most
 
     def judge(self, exit_code: int, *, formed: bool, recovering: bool, step: int) -> Sequel:
-        """Return what follows from the end of one process.
+        """Return the consequence of one process's end.
 
         Args:
             exit_code: negative for a signal.

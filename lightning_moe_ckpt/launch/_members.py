@@ -77,7 +77,7 @@ class Member:
                 self.connection.send(encode(message), socket.MSG_DONTWAIT)
 
     def place(self, environment: dict[str, str], incarnation: int) -> None:
-        """Send the process its place, for which it waits since it connected."""
+        """Send the process its place; the process has waited for it since connecting."""
         if self.connection is not None:
             with suppress(OSError):
                 socket.send_fds(self.connection, [HELLO], [self.heartbeat.descriptor])
@@ -259,7 +259,7 @@ OpenFiles = dict[str, tuple[BinaryIO | None, bool]]
 
 
 class Label:
-    """Prefix and files of one process's lines; those of a spare change when it gets a place."""
+    """Prefix and files for one process's lines; a spare gets others with its place."""
 
     def __init__(self, text: str, files: OpenFiles | None = None) -> None:
         self.set(text, files)

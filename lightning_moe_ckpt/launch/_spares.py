@@ -101,7 +101,7 @@ class Spares:
         return member.pid in self._taken
 
     def exited(self, pid: int) -> None:
-        """Note that a spare has ended before it was needed. If it left by itself, its script does not wait: no more are started."""
+        """Note the end of a spare before it was needed. If it left by itself, its script does not wait: no more are started."""
         member = self._waiting.pop(pid, None)
         if member is None:
             return
@@ -127,7 +127,7 @@ class Spares:
 
 
 def close_streams(handler: Any) -> None:
-    """Close this process's ends of a child's pipes, which torch's handler keeps open until it ends the child."""
+    """Close this process's ends of a child's pipes, which torch's handler would keep open until the child's end."""
     for stream in (handler._stdout, handler._stderr):  # noqa: SLF001  # torch has no public way
         if stream is not None:
             stream.close()

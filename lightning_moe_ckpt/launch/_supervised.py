@@ -210,15 +210,15 @@ class Supervised:
     def beat(self, step: int) -> None:
         """Note that the main thread has come to `step`, such as `trainer.global_step`.
 
-        From then on, until the next `pause` or `rejoin`, too long a silence is taken for a hang. A process that leaves with an
-        exception is only replaced if steps were passed since the last failure.
+        From then until the next `pause` or `rejoin`, too long a silence counts as a hang. A process that leaves with an exception
+        is only replaced if steps were passed since the last failure.
         """
         self._heartbeat.beat(step)
 
     def pause(self, *, aborted: bool = False) -> None:
         """Note that no beats follow for any time: during validation, saving, the user's own code.
 
-        An `aborted` step is no measure of how long steps take, since it may have waited for a hung rank.
+        An `aborted` step is no measure of a step's length, since it may have waited for a hung rank.
         """
         self._heartbeat.pause(aborted=aborted)
 
@@ -308,10 +308,10 @@ class Beats(NamedTuple):
 
 
 class Heartbeat:
-    """A page of memory in which the main thread of a rank counts its steps; to write it needs no system call.
+    """Page of memory in which a rank's main thread counts its steps; writing there needs no system call.
 
     Args:
-        descriptor: descriptor of the page, which this object then owns; without one, a new page is made.
+        descriptor: descriptor of the page, owned by this object from then on; without one, a new page is made.
     """
 
     _LAYOUT = struct.Struct("<qqdqq")

@@ -105,7 +105,7 @@ def run(
 
 
 def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bool) -> SupervisingAgent:
-    """Do what torch's `launch_agent` does, which knows one agent only."""
+    """Do the work of torch's `launch_agent`, which knows one agent only."""
     # Ranks must find the store in the agent: the one that would serve it otherwise is a rank, and may die.
     os.environ.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
     parse: Any = parse_args
@@ -167,10 +167,11 @@ def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bo
 
 
 def _met(meet: Callable[[], T], where: str, limit: float, *, tell_seconds: float = _TELL_SECONDS) -> T:
-    """Return what `meet` returns, from a thread: torch waits for ever, and without signals, where a stranger takes its connection.
+    """Return the result of `meet`, from a thread: torch waits for ever, and without signals, where a stranger takes its
+    connection.
 
     Raises:
-        CheckpointError: what listens there does not answer in `limit` seconds.
+        CheckpointError: the listener there does not answer in `limit` seconds.
     """
     began, met = time.monotonic(), Future[T]()
 
@@ -191,20 +192,20 @@ def _met(meet: Callable[[], T], where: str, limit: float, *, tell_seconds: float
 
 
 def _sentence_of(error: Exception) -> str:
-    """Return the first line of an error of torch, whose messages have stacks in them, and of its cause, and what to do."""
+    """Return the first lines of an error of torch and of its cause, since torch's messages have stacks in them, and the remedy."""
     said = [str(each).strip().partition("\n")[0].rstrip(".") for each in (error, error.__cause__) if each is not None]
     network = isinstance(error, (RendezvousError, DistNetworkError))
     return ". ".join([*said, _OTHER_PORT] if network else said[:1])
 
 
 def _given(torchrun: Sequence[str]) -> set[str]:
-    """Return the options that are given, here or in variables that torchrun reads: `PET_NNODES` and so on."""
+    """Return the options in effect, from the command line or from variables that torchrun reads: `PET_NNODES` and so on."""
     of_environment = {name[4:].lower().replace("_", "-") for name in os.environ if name.startswith("PET_")}
     return {option.partition("=")[0] for option in torchrun} | {f"--{name}" for name in of_environment}
 
 
 def _rendezvous(given: set[str]) -> list[str]:
-    """Return what torchrun adds by itself: a place to meet for one node, or the kind of meeting that was meant."""
+    """Return torchrun's own additions: a place to meet for one node, or the intended kind of meeting."""
     if "--rdzv-backend" in given and "--standalone" not in given:
         return []
     if "--standalone" in given or not given & {"--rdzv-endpoint", "--master-addr", "--master-port", "--node-rank"}:

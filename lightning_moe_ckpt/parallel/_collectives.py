@@ -48,9 +48,9 @@ def ordered_all_reduce(
     Args:
         flat: contiguous, one-dimensional; the same length on every rank. A multiple of the group size saves a copy.
         group: the ranks to sum over; not `None`, which torch takes for the whole world.
-        divisor: applied to the sum before it is rounded to the dtype of `flat`.
-        scratch: memory of the dtype of `flat`, at least as long rounded up to a multiple of the group size; saves
-            fresh pages for every call, which cost as much as the transfer on CPU.
+        divisor: applied to the sum before rounding to the dtype of `flat`.
+        scratch: memory of the same dtype, at least as long as `flat` rounded up to a multiple of the group size; saves fresh
+            pages for every call, which cost as much as the transfer on CPU.
 
     Returns:
         `flat`, equal in bits on all ranks.
@@ -105,11 +105,11 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 class OrderedHookState:
-    """State of `ordered_hook`: a process group of its own and the lane that runs beside the backward pass.
+    """State of `ordered_hook`: its own process group, and the lane beside the backward pass.
 
     Args:
-        group: all ranks of the DDP module, used by nothing else: DDP has collectives of its own in flight. By default
-            a new group over all ranks, so every rank must construct the state.
+        group: all ranks of the DDP module, used by nothing else, since DDP has collectives under way. By default a new group
+            over all ranks, so every rank must construct the state.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -135,19 +135,19 @@ def global_grad_norm(
     norm_type: float = 2.0,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return the norm of the whole model's gradients, over all stages, after their reduction. Collective.
+    """Return the gradient norm of the whole model, over all stages, after reduction. Collective.
 
     Args:
         named_gradients: gradients in the same order of names on all ranks of a stage; `None` means no gradient.
-        expert_parallel: names that stand for different experts on each expert-parallel rank. Equal on all ranks of a stage;
-            a name without a gradient on this rank counts as zero.
+        expert_parallel: names with different experts on each expert-parallel rank. Equal on all ranks of a stage; a name
+            without a gradient on this rank counts as zero.
         groups: this rank's groups.
         norm_type: as in `torch.nn.utils.clip_grad_norm_`, infinity included.
         device: device of the result if there is no gradient at all.
 
     Returns:
-        A scalar, on the gradients' device. Without expert-parallel names and stages, the bits (and dtype) of
-        `torch.nn.utils.get_total_norm`; with them fp32.
+        A scalar, on the gradients' device. Without expert-parallel names and stages, the bits and dtype of
+            `torch.nn.utils.get_total_norm`; otherwise fp32.
     """
     present = [(name, grad) for name, grad in named_gradients if grad is not None]
     device = present[0][1].device if present else device or torch.device("cpu")
@@ -197,9 +197,9 @@ def broadcast_tensors(
 
     Args:
         tensors: tensors of any dtypes and devices.
-        group: the ranks that take part.
+        group: the participating ranks.
         src: global rank of the source, a member of `group`.
-        message_nbytes: most bytes that are gathered into one message; a larger tensor is sent alone.
+        message_nbytes: most bytes gathered into one message; a larger tensor is sent alone.
     """
     is_source = dist.get_rank() == src
     with torch.no_grad():
@@ -255,15 +255,15 @@ class CollectiveQueue:
         return type(self), ()
 
     def submit(self, work: Work, device: torch.device, after: Iterable[torch.cuda.Stream] = ()) -> Future[Tensor]:
-        """Queue `work`, which reads and writes memory that the caller leaves alone until the future is done.
+        """Queue `work`. The caller leaves the memory that `work` reads and writes alone until the future is done.
 
         Args:
             work: function to run.
-            device: device of its memory.
-            after: streams that have written to that memory, besides the current one.
+            device: device of that memory.
+            after: streams that have written there, besides the current one.
 
         Returns:
-            A future of the result. Its `wait` raises what `work` raised.
+            A future of the result. Its `wait` raises the exception of `work`.
         """
         if device.type == "cuda":
             return self._enqueue_on_stream(work, device, after)

@@ -41,7 +41,7 @@ def expert_parallel_modules(root: nn.Module) -> Iterator[tuple[str, ExpertParall
 
 
 def expert_parallel_fqns(root: nn.Module) -> set[str]:
-    """Return the names, as in `root.named_parameters()`, of parameters that hold one rank's part of the experts."""
+    """Return the names, as in `root.named_parameters()`, of parameters with one rank's part of the experts."""
     sharded = {id(p) for _, module in expert_parallel_modules(root) for _, p in module.expert_parallel_parameters()}
     return {fqn for fqn, parameter in root.named_parameters(remove_duplicate=False) if id(parameter) in sharded}
 

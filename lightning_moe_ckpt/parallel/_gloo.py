@@ -74,8 +74,8 @@ _UNCONNECTED, _LISTENING = 7, 10
 class GroupAbort:
     """Context for making process groups, and the means to break them.
 
-    Enter it once, in the thread that makes the groups; open the store's connection inside too, so that waiting for a
-    peer's address can be broken. Other sockets that this process opens meanwhile are taken for the groups' own.
+    Enter it once, in the thread that makes the groups. Open the store's connection inside too: then waiting for a peer's
+    address can be broken. Other sockets that this process opens meanwhile count as the groups' own.
 
     Args:
         world_size: ranks of the largest group.
@@ -109,9 +109,9 @@ class GroupAbort:
             dist.distributed_c10d._world.group_count = 0  # noqa: SLF001  # torch has no public way
 
     def abort(self) -> None:
-        """Make operations of the groups raise, now and from now on. Called from any thread but that of the context.
+        """Make operations of the groups raise, now and from now on. Called from any thread but the context's.
 
-        Returns when the groups' connections are shut down. While groups are being made, it returns when making them has raised.
+        Returns when the groups' connections are shut down; while groups are being made, when making them has raised.
         """
         with self._lock:
             if self._aborted:
@@ -127,20 +127,20 @@ class GroupAbort:
         _abort_nccl()
 
     def close(self, groups: Iterable[dist.ProcessGroup | None]) -> None:
-        """Call before `groups` are destroyed: groups of abandoned operations are kept until the operations return, or the process ends."""
+        """Keep the groups of abandoned operations until these return, or the process ends. Call before `groups` are destroyed."""
         if self._left:
             _kept.append((self._left, list(groups)))
         _kept[:] = [each for each in _kept if not all(work.is_completed() for work in each[0])]
 
     def leave(self, work: dist.Work) -> bool:
-        """Return whether to abandon an operation that has not returned `_LEAVE_SECONDS` after the abort, and note it if so."""
+        """Return whether to abandon an operation, and note it: it has not returned within `_LEAVE_SECONDS` after the abort."""
         late = time.monotonic() - self._aborted_at > _LEAVE_SECONDS
         if late:
             self._left.append(work)
         return late
 
     def _knock(self) -> None:
-        """Connect to groups that are being made in every peer's place, send the number that a peer sends, and leave."""
+        """Connect to groups under way in the place of every peer, send a peer's number, and leave."""
         for inode, (_, address) in listening().items():
             if inode in self._knocked:
                 continue
@@ -256,10 +256,10 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 @contextmanager
 def closed_listeners(*, open_ports: Collection[int] = ()) -> Iterator[None]:
-    """Close the listening sockets of every gloo group that is made in this context, on this rank.
+    """Close the listening sockets of every gloo group made in this context, on this rank.
 
     Args:
-        open_ports: ports that stay open, such as that of a store, which ranks join later.
+        open_ports: ports that stay open, such as a store's, which ranks join later.
     """
     before = set(listening())
     yield

@@ -182,7 +182,7 @@ def build_groups(
 
 
 def check_ep_size(ep_size: int, world_size: int, *, num_stages: int = 1) -> None:
-    """Raise `ConfigurationError` unless the ranks of a world can form stages, in which `ep_size` ranks share the experts."""
+    """Raise `ConfigurationError` unless the world can form stages in which `ep_size` ranks share the experts."""
     if num_stages < 1 or world_size % num_stages:
         raise ConfigurationError(
             f"`pipeline_parallel={num_stages}` does not divide the {world_size} processes of this run. "
@@ -197,10 +197,10 @@ def check_ep_size(ep_size: int, world_size: int, *, num_stages: int = 1) -> None
 
 
 class _Maker:
-    """Makes this rank's groups; all ranks take part in making each.
+    """Maker of this rank's groups; all ranks take part in making each group.
 
     Args:
-        rank: this one.
+        rank: this rank.
         everyone: places of all ranks.
         timeout: limit for one collective of a group.
     """
@@ -209,11 +209,11 @@ class _Maker:
         self._rank, self._everyone, self._timeout = rank, everyone, timeout
 
     def part(self, name: GroupName) -> dist.ProcessGroup:
-        """Return the group, which is that of the world if it has all ranks."""
+        """Return a group; the world's own group if all ranks are in it."""
         return _world() if len(self._everyone[0].ranks(name)) == len(self._everyone) else self.own(name)
 
     def own(self, name: GroupName, backend: str | None = None) -> dist.ProcessGroup:
-        """Return a group that nothing else uses."""
+        """Return a group for a single purpose: nothing else uses it."""
         partition = list(dict.fromkeys(tuple(each.ranks(name)) for each in self._everyone))
         if len(partition) == 1:
             return self._new(None, backend)
@@ -251,8 +251,7 @@ def shares_agent_store() -> bool:
 def restart_is_likely(error: BaseException) -> bool:
     """Whether the job will probably restart at once after `error` on this rank.
 
-    A restart is likely if torchrun has restarts left, or if a collective failed: then another process died, and launchers
-    restart such jobs.
+    Either torchrun has restarts left, or a collective failed: then another process died, and launchers restart such jobs.
     """
     return restarts_left() or is_of_collective(error)
 

@@ -144,23 +144,23 @@ class _Gradient:
 
 
 class GradientReducer:
-    """Averages gradients over ranks during backward.
+    """Average of gradients over ranks during backward.
 
-    Call `prepare(sync=...)` before each backward and `finish()` after it. The gradients are reduced after `finish`.
-    The reducer needs memory for a second copy of the gradients and for one bucket.
+    Call `prepare(sync=...)` before each backward and `finish()` after it. Gradients are reduced once `finish` returns. The
+    reducer needs memory for a second copy of the gradients and for one bucket.
 
     Args:
-        named_parameters: all parameters, in the same order on every rank of the stage; only those that require a gradient
-            on some rank are reduced. A parameter that requires one later, on all ranks, is reduced from then on.
+        named_parameters: all parameters, in the same order on every rank of the stage. A parameter is reduced if it requires
+            a gradient on some rank; if it requires one later, on all ranks, it is reduced from then on.
         groups: this rank's groups; in a world of one nothing is reduced.
         is_expert_parallel: parameter names whose experts differ between the ranks of an `expert` group.
         bucket_nbytes: bytes per message.
-        mode: `"ordered"`: bits depend on the ranks' values only. `"allreduce"`: the backend's own all-reduce over
-            the same static, zero-filled buckets; faster on some networks, with bits that change with `bucket_nbytes`,
-            the set of parameters and the backend's choice of algorithm.
-        flags: integers, by name, whose maximum over all ranks each reduction exchanges; with pipeline stages over those of the
-            stage, and `exchange_flags` over all.
-        stage_flags: integers, by name, whose maximum over the stage's ranks it exchanges.
+        mode: `"ordered"`: bits depend on the ranks' values only. `"allreduce"`: the backend's own all-reduce over the same
+            static, zero-filled buckets; faster on some networks, with bits that change with `bucket_nbytes`, the set of
+            parameters and the backend's choice of algorithm.
+        flags: integers by name. Each reduction exchanges their maximum over all ranks; with pipeline stages over the stage,
+            and `exchange_flags` over all.
+        stage_flags: integers by name, with their maximum over the stage's ranks only.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class GradientReducer:
         self._write_back(self._agree(present))  # agrees while the last buckets are reduced
 
     def exchange_flags(self) -> dict[str, int]:
-        """Return the maximum over all ranks of flags not of a stage alone. Collective."""
+        """Return the maximum over all ranks of the flags that concern more than one stage. Collective."""
         own = torch.tensor([self.flags[name] for name in self._world_flags], dtype=torch.int32)
         dist.all_reduce(own, dist.ReduceOp.MAX, group=self._groups.groups["control"])
         return dict(zip(self._world_flags, own.tolist(), strict=True))
@@ -350,9 +350,9 @@ class GradientReducer:
     def _agree(self, present: Mapping[str, bool]) -> dict[str, bool]:
         """Return which gradients exist on any rank that shares the parameter, and set `agreed`. Collective.
 
-        The exchange is a maximum over the stage's ranks of a vector of integers: one element per replicated parameter,
-        one per sharded parameter and expert-parallel rank (the same name means different experts there), one per flag.
-        Stages then exchange the flags that all ranks share. It runs on the host, which needs the result: a gradient is
+        The exchange is a maximum over the stage's ranks of a vector of integers, with an element per replicated parameter,
+        per flag, and per sharded parameter and expert-parallel rank (the same name means different experts there). Stages
+        then exchange the flags shared by all ranks. The exchange runs on the host, which needs the result: a gradient is
         `None` or not.
         """
         first, num_own = len(self._replicated), len(self._own_experts)

@@ -49,7 +49,7 @@ class LiveBorder(Protocol):
         """Begin to send copies on the host."""
 
     def settle(self) -> None:
-        """Wait until the other side has received all tensors sent."""
+        """Wait until the other side has received all sent tensors."""
 
     def receive(self) -> list[Tensor]:
         """Return the next tensors of the other side."""
@@ -67,7 +67,7 @@ class Mode(Enum):
 
 
 class Diverged(CheckpointError):
-    """A stage that repeats steps gives other tensors or asks other questions than before: other stages cannot go on with it."""
+    """A stage that repeats steps gives other tensors, or asks other questions, than before: other stages cannot go on with it."""
 
 
 @dataclass(slots=True)
@@ -89,14 +89,14 @@ class Crossings:
 
 @dataclass(slots=True)
 class _Given:
-    """Source of one repeated step: answers, tensors that come in, and digests of tensors that are to go out."""
+    """Source of one repeated step: answers, incoming tensors, and the digests expected of outgoing tensors."""
 
     answers: deque[list[Any]]
     inputs: dict[str, deque[list[Tensor]]]
     outputs: dict[str, deque[list[int]]]
 
     def copy(self) -> _Given:
-        """Return a copy that is used up by itself."""
+        """Return an independent copy: using one up leaves the other whole."""
         return _Given(
             self.answers.copy(),
             {name: tensor.copy() for name, tensor in self.inputs.items()},
@@ -105,10 +105,10 @@ class _Given:
 
 
 class UpstreamLog:
-    """One rank's log, and the source of steps while its stage repeats them.
+    """One rank's log of crossings, and the source of steps while its stage repeats them.
 
     Args:
-        limit_nbytes: limit of the log's bytes; the caller of `keep` has to see to it.
+        limit_nbytes: limit of the log in bytes; the caller of `keep` enforces it.
     """
 
     def __init__(self, limit_nbytes: int = 2**30) -> None:
@@ -185,7 +185,9 @@ class UpstreamLog:
         self.mode = Mode.SILENT
 
     def answer(self, kind: str, ask: Callable[[], T]) -> T:
-        """Return an answer that all ranks of the pipeline get: the former answer in a repeated step, else that of `ask`, which is kept."""
+        """Return an answer for all ranks of the pipeline: the former one in a repeated step, otherwise the result of `ask`,
+        which is kept.
+        """
         if self._from is not None:
             value: T = self._next(kind)
         else:
@@ -196,7 +198,7 @@ class UpstreamLog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep no crossings in the context, which a stage that repeats steps does not enter again."""
+        """Keep no crossings in this context; a stage that repeats steps does not enter it again."""
         now, self._now = self._now, None
         try:
             yield
@@ -204,12 +206,14 @@ class UpstreamLog:
             self._now = now
 
     def complete(self, kind: str, value: Any) -> None:
-        """Keep an answer that other ranks have got, unless this rank has one of that kind."""
+        """Keep an answer received by other ranks, unless this rank has an answer of this kind."""
         if self._now is not None and all(answer[0] != kind for answer in self._now.answers):
             self._now.answers.append([kind, value])
 
     def sent(self, direction: Direction, tensors: Iterable[Tensor]) -> None:
-        """Keep copies of tensors sent. In a repeated step, note their digests too, which `require_exact` compares with the former ones."""
+        """Keep copies of sent tensors. In a repeated step, also note their digests, for `require_exact` to compare with the
+        former ones.
+        """
         if self._now is None or not (sent := list(tensors)):
             return
         copies = list(map(self._copies.take, sent))
@@ -248,7 +252,7 @@ class UpstreamLog:
         return all(step in self._steps for step in range(first, last))
 
     def given_for(self, step: int) -> list[Any]:
-        """Return this rank's part of the source of a repeated step: answers, copies of tensors sent, digests of tensors received."""
+        """Return this rank's part of a repeated step's source: answers, copies of sent tensors, digests of received tensors."""
         self._copies.wait()
         kept = self._steps[step]
         return [kept.answers, kept.sent, {way: [each.tolist() for each in seen] for way, seen in kept.seen.items()}]
@@ -260,11 +264,11 @@ class UpstreamLog:
 
         Args:
             first: first step to repeat.
-            answers: answers of each step, as `given_for` of any rank of the pipeline returned them.
-            before: result of `given_for` for each step, from the rank in the stage before; `None` for the first stage, and where the
-                stage before repeats steps too.
-            behind: result of `given_for` from the rank in the stage behind; `None` for the last stage, and where the stage behind
-                repeats steps too.
+            answers: answers of each step, from `given_for` on any rank of the pipeline.
+            before: results of `given_for` for each step, from the rank in the stage before; `None` for the first stage, and
+                if the stage before repeats steps too.
+            behind: results of `given_for` from the rank in the stage behind; `None` for the last stage, and if the stage
+                behind repeats steps too.
         """
         self.silence()
         empty: list[list[Any]] = [[[], {"down": [], "up": []}, {"down": [], "up": []}]] * len(answers)
@@ -281,7 +285,7 @@ class UpstreamLog:
         self._out_of = {name: each for name, each in (("down", behind), ("up", before)) if each is not None}
 
     def take(self, direction: Direction) -> list[Tensor]:
-        """Return the next tensors of a repeated step that came from this direction. Raises `Diverged` if there are no more."""
+        """Return the next tensors of a repeated step from this direction. Raises `Diverged` if there are no more."""
         assert self._from is not None
         if (border := self._into.get(direction)) is not None:
             tensors = border.receive()
@@ -293,7 +297,9 @@ class UpstreamLog:
         return [tensor.clone() for tensor in tensors]
 
     def require_exact(self) -> None:
-        """Raise `Diverged` if a repeated step was not as before. Called at a commit, because digests wait for the device here."""
+        """Raise `Diverged` if a repeated step was not as before. Called at a commit, because reading digests waits for the
+        device.
+        """
         unchecked, self._unchecked = self._unchecked, []
         for direction, digest, expected in unchecked:
             if digest.tolist() != expected:
@@ -329,7 +335,7 @@ class UpstreamLog:
             self._now.answers.append(passed)
 
     def settle(self) -> None:
-        """Wait until neighbours have the repeated step's tensors, and note crossings that did not come again."""
+        """Wait until neighbours have the repeated step's tensors, and note crossings that are missing in the repetition."""
         if self._from is None:
             return
         for border in self._out_of.values():
@@ -355,7 +361,7 @@ _ROW = 1024
 
 
 class HostCopies:
-    """Makes copies on the host; from a device into pinned memory, on a stream beside its computation."""
+    """Copies on the host; from a device into pinned memory, on a stream beside its computation."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -381,9 +387,11 @@ class HostCopies:
 
 
 def digest_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return digests of types, shapes and every bit of tensors on one device: int64 `[n]`, there, the same on every kind of device.
+    """Return digests of types, shapes and every bit of tensors on one device: int64 `[n]`, there; alike on every kind of
+    device.
 
-    A digest is the sum of all words, each times an odd number of its place, modulo 2**64. So a change of one word changes it.
+    A digest is the sum of all words, each times an odd number by its place, modulo 2**64. So a change of one word changes
+    the digest.
     """
     return torch.stack([_digest(tensor.detach()) for tensor in tensors])
 

@@ -50,7 +50,7 @@ _TERM = 100.0
 
 
 class AdapterContract:
-    """Tests for the operators and token counts of a model, which is built anew for every test with the same seed."""
+    """Tests for a model's operators and token counts. Every test builds the model anew with the same seed."""
 
     def make_model(self) -> nn.Module:
         """Return a small model with at least one MoE layer that `discover` finds."""
@@ -63,7 +63,7 @@ class AdapterContract:
     def processed(self, model: nn.Module, seeds: Sequence[int]) -> Mapping[str, Sequence[int]] | None:
         """Return the tokens per expert over these batches, by layer; `None` lets the contract find them out.
 
-        It is needed if counts are taken before drops, or if a layer's output does not have one row per token.
+        Override it if counts are taken before drops, or if a layer's output does not have one row per token.
         """
         return None
 
@@ -86,7 +86,7 @@ class AdapterContract:
         assert named <= {name for name, _ in model.named_buffers()}
 
     def test_every_operator_comes_back_bit_for_bit(self, model: nn.Module, operators: OperatorSet) -> None:
-        """Restoring an operator's weights and optimizer state changes no other one, and training goes on as before."""
+        """Restoring one operator's weights and optimizer state changes no other operator, and training goes on as before."""
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self._train(model, optimizer, steps=2)
         taken = OperatorCopies(model, operators, StateSchema.of(optimizer))
@@ -106,7 +106,7 @@ class AdapterContract:
         assert not differ, f"training from what was restored ends with others of {differ}"
 
     def test_what_is_frozen_leaves_other_gradients_alone(self, model: nn.Module, operators: OperatorSet) -> None:
-        """Replay freezes operators; gradients of those that are active must not change."""
+        """Replay freezes operators; gradients of active operators must not change."""
         trained = [param for param in model.parameters() if param.requires_grad]
 
         def as_user() -> None:
@@ -276,7 +276,7 @@ _Call = tuple[tuple[Any, ...], Mapping[str, Any], Tensor]
 
 
 class BlockCalls:
-    """Record how the MoE blocks of a model in training mode are called, until removed, and call them again in the same way."""
+    """Record of all calls of a model's MoE blocks in training mode, until removed; repeats them in the same way."""
 
     def __init__(self, model: nn.Module, layers: Sequence[MoELayerSpec]) -> None:
         self._model = model
@@ -371,7 +371,9 @@ class OperatorCopies:
                 layer.extra.set(self._model, self._extra[layer.fqn])
 
     def equal(self, name: str, *, own: bool = False) -> bool:
-        """Return whether one operator is bitwise equal to its copy; `own` leaves out the step count that experts in one tensor share."""
+        """Return whether one operator is bitwise equal to its copy; `own` leaves out the step count, which experts in one tensor
+        share.
+        """
         pairs = zip(self._fields[name], self._taken[name], strict=True)
         return all(equal(self._view.live(field), value) for field, value in pairs if field.per_element or not own)
 

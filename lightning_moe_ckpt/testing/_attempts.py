@@ -59,7 +59,7 @@ DETECTION_DELAY = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seam:
-    """A replacement put into every process of an attempt, to show the failures without the original."""
+    """Replacement in every process of an attempt, to show the failures without the original."""
 
     module: str
     attribute: str
@@ -77,7 +77,7 @@ class Seam:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """Facts that a user's fit function gets about the attempt it runs in."""
+    """Facts about the running attempt, for a user's fit function."""
 
     index: int
     rank: int
@@ -101,7 +101,7 @@ class Attempt:
         return attempt_path(self.workdir, self.index, self.rank, "end")
 
     def callbacks(self, *own: Callback) -> list[Callback]:
-        """Return callbacks for the Trainer: the user's, between those that kill and record. Call it once per attempt."""
+        """Return callbacks for the Trainer: the user's, between the callbacks that kill and record. Call it once per attempt."""
         recorder = Recorder(self.records, self.end)
         if self.kill is None:
             return [*own, recorder]
@@ -124,7 +124,7 @@ Outcome = Literal["finished", "killed", "stopped"]
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptResult:
-    """Result of one attempt. The state of its ranks stays in files until it is read."""
+    """Result of one attempt. Its ranks' state stays in files until read."""
 
     index: int
     outcome: Outcome
@@ -140,7 +140,7 @@ class AttemptResult:
         return [line for line in lines if kind is None or line["kind"] == kind]
 
     def steps(self, rank: int = 0) -> list[int]:
-        """Return `global_step` after each batch this attempt trained on."""
+        """Return `global_step` after each trained batch of this attempt."""
         return [line["step"] for line in self.records(rank, "train")]
 
     def end(self, rank: int = 0) -> dict[str, Any]:
@@ -184,23 +184,23 @@ def run_attempts(
     faults: Path | None = None,
     max_attempts: int = 100,
 ) -> list[AttemptResult]:
-    """Run one attempt per kill, then one that must finish.
+    """Run one attempt per kill, then a last attempt that must finish.
 
-    With a `FaultInjector` in `fit` there is nothing to script here: name its folder, and attempts that it ends are followed
-    by others until one finishes.
+    With a `FaultInjector` in `fit` nothing is scripted here: name its folder. Attempts ended by the injector are followed by
+    others until one finishes.
 
     Args:
-        fit: function that runs in every rank process; its result must be JSON.
+        fit: function to run in every rank process; its result must be JSON.
         url: place for every attempt's checkpoints.
         workdir: folder for records, logs and ends, of this call only.
-        world_size: processes per attempt. More than one get the environment torchrun would set.
-        kills: the scripted end of each attempt; `None` scripts none, so that attempt must finish.
-        timeout: seconds per attempt, after which its threads are dumped to its log and it is killed.
-        seams: replacements that every process applies.
+        world_size: processes per attempt. With more than one, each gets torchrun's environment.
+        kills: the scripted end of each attempt; `None` scripts none, so the attempt must finish.
+        timeout: seconds per attempt; then its threads are dumped to its log, and it is killed.
+        seams: replacements in every process.
         must_strike: whether outliving a scripted kill is a failure; else the campaign ends there.
         first_index: number of the first attempt, which decides about its seed.
         faults: folder of the `FaultInjector` that ends attempts.
-        max_attempts: how many attempts it may take until one finishes.
+        max_attempts: most attempts until one finishes.
 
     Raises:
         AttemptFailed: an attempt did not end as scripted.
@@ -307,7 +307,7 @@ class _RunningAttempt:
         time.sleep(0.5)  # the dump is written by a signal handler of the other process
 
     def _kill_all(self) -> None:
-        """SIGKILL every rank with its process group, so that no loader worker outlives it, and reap."""
+        """SIGKILL every rank with its process group, so that no loader worker outlives its rank, and reap."""
         self._reap(os.WNOHANG)
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError):
@@ -327,7 +327,7 @@ class _RunningAttempt:
         return any(line["kind"] == "killed" for line in read_lines(self._attempts[rank].records))
 
     def _fatal_faults(self) -> int:
-        """Count the faults that end an attempt in an injector's records so far."""
+        """Count the attempt-ending faults in an injector's records so far."""
         if self._script.faults is None:
             return 0
         lines = chain.from_iterable(own for _, own in read_ranks(self._script.faults))
@@ -350,7 +350,7 @@ def _fork_rank(script: _Script, attempt: Attempt, port: int) -> int:
 
 
 def _run_rank(script: _Script, attempt: Attempt, port: int) -> NoReturn:
-    """Run a rank process from begin to end. It leaves by `os._exit`: the parent's exit handlers are not ours to run."""
+    """Run a rank process from begin to end. The process leaves by `os._exit`: the parent's exit handlers must not run in it."""
     code = 1
     try:
         _set_up_process(attempt, port)
@@ -370,7 +370,7 @@ def _run_rank(script: _Script, attempt: Attempt, port: int) -> NoReturn:
 
 
 def _set_up_process(attempt: Attempt, port: int) -> None:
-    """Give this process its own group, output file, signal handlers and environment, and as torchrun does one thread."""
+    """Give this process its own group, output file, signal handlers and environment, and one thread, as torchrun does."""
     compute_alone()
     os.setpgid(0, 0)
     log_file = os.open(attempt.end.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -387,7 +387,7 @@ def _set_up_process(attempt: Attempt, port: int) -> None:
 
 
 def elastic_environment(rank: int, world_size: int, port: int, restarts: int = 0) -> dict[str, str]:
-    """Return torchrun's environment; nothing for a single process, which starts as plain `python train.py` would."""
+    """Return torchrun's environment; empty for a single process, which starts like plain `python train.py`."""
     if world_size == 1:
         return {}
     return {
@@ -408,7 +408,7 @@ def elastic_environment(rank: int, world_size: int, port: int, restarts: int = 0
 
 
 def free_port() -> int:
-    """Return a port nobody listens on, below the range from which the kernel draws the ports of outgoing connections."""
+    """Return a port without a listener, below the range from which the kernel draws the ports of outgoing connections."""
     draw = random.SystemRandom()
     while True:
         port = draw.randrange(20_000, 30_000)
@@ -428,14 +428,14 @@ def assert_same_end(
 ) -> None:
     """Raise unless the last attempt of `results` ended bitwise like that of `reference`, and all attempts trained on the same.
 
-    Compares, on every rank: parameters, buffers, optimizer state and groups, schedulers, precision plugin, RNG, progress,
-    what fit returned; and for every batch of every attempt its loss, data and learning rates. A step's batches must all
+    Compared on every rank: parameters, buffers, optimizer state and groups, schedulers, precision plugin, RNG, progress, and the
+    result of the fit function; and for every batch of every attempt its loss, data and learning rates. Every batch of a step must
     have been seen.
 
     Args:
         reference: the fault-free run.
         results: the attempts to compare.
-        repeats_may_differ: kinds of lines that only the first attempt to see them has to see right.
+        repeats_may_differ: kinds of lines for which only the first attempt to see them has to be right.
 
     Raises:
         AssertionError: lists every difference.

@@ -30,13 +30,13 @@ class BackendContract:
         raise NotImplementedError
 
     def make_paced_backend(self, tmp_path: Path, bandwidth: int) -> Backend:
-        """Return one whose writes are limited to `bandwidth` bytes per second. Unless overridden, tests of the limit are skipped."""
+        """Return a backend that writes at most `bandwidth` bytes per second. Unless overridden, tests of the limit are skipped."""
         pytest.skip("no backend with a cap on its bandwidth")
 
     def break_listings(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
         """Let the medium fail in every listing behind its first `after` answers: entries, folders or pages.
 
-        `monkeypatch` undoes it. Unless overridden, the test that calls this is skipped.
+        `monkeypatch` undoes it. Unless overridden, the test of broken listings is skipped.
         """
         pytest.skip("no way to make this medium fail in the middle of a listing")
 
@@ -173,7 +173,7 @@ class BackendContract:
     def test_a_listing_that_fails_midway_is_not_a_shorter_one(
         self, backend: Backend, monkeypatch: pytest.MonkeyPatch, after: int
     ) -> None:
-        """Nor is a store that cannot be reached an empty one: who asks may try again, or must stop."""
+        """Nor is an unreachable store an empty one: the caller may try again, or must stop."""
         keys = ["_log/0", "snap/1/a", "snap/1/b", "snap/2/c"]
         for key in keys:
             backend.put(key, b"x")
@@ -216,7 +216,7 @@ class BackendContract:
         assert backend.list("") == []
 
     def test_writes_stay_below_the_bandwidth(self, tmp_path: Path) -> None:
-        """The limit holds over several objects and threads, and objects have the bytes that were given."""
+        """The limit holds over several objects and threads, and objects have the given bytes."""
         bandwidth, sizes = 16 * 2**20, (6 * 2**20, 5 * 2**20 + 1, 3, 4 * 2**20)
         with closing(self.make_paced_backend(tmp_path, bandwidth)) as backend:
             bodies = {f"dir/{number}": os.urandom(nbytes) for number, nbytes in enumerate(sizes)}
@@ -229,7 +229,7 @@ class BackendContract:
         assert seconds >= (sum(sizes) - max(sizes)) / bandwidth
 
     def test_a_write_that_waits_for_bandwidth_holds_up_nobody(self, tmp_path: Path) -> None:
-        """Other threads read and list meanwhile. Closing ends the write at once, and none of its bytes are visible."""
+        """Other threads read and list meanwhile. Closing ends the waiting write at once, and none of its bytes are visible."""
         backend = self.make_paced_backend(tmp_path, 1)
         backend.create("small", b"x")
         backend.put("first", b"takes the place of the next hour" * 200)
@@ -246,7 +246,7 @@ class BackendContract:
 
 
 def _creator(backend: Backend, key: str) -> Callable[[int], bool]:
-    """Return a function that creates `key` with a number as its object, and returns whether that worked."""
+    """Return a function to create `key` with a number as its object; the function returns whether it succeeded."""
 
     def create(number: int) -> bool:
         try:

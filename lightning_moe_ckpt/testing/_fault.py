@@ -127,7 +127,7 @@ class Fault:
             raise ConfigurationError(f"{self} needs `nbytes`: the most it may take from everybody on this machine.")
 
     def given(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults."""
+        """Return the fields with other values than their defaults."""
         defaults = {each.name: each.default for each in fields(self) if each.default is not MISSING}
         return {name: getattr(self, name) for name, default in defaults.items() if getattr(self, name) != default}
 
@@ -164,18 +164,17 @@ def fail_at(
 
 @dataclass(frozen=True, kw_only=True)
 class RandomFaults:
-    """Faults that come with a mean time between them, on random ranks.
+    """Faults with a mean time between them, on random ranks.
 
     Args:
         mtbf: mean time between failures of the whole job, in `unit`.
-        unit: `seconds`: of training, added up over all starts; a fault strikes at that moment, whatever the process
-            does. `steps`: optimizer steps of the run; a fault strikes in one of `phases`, at exactly the same place in
-            every run.
+        unit: `seconds`: of training, added up over all starts; a fault strikes at that moment, whatever the process does. `steps`:
+            optimizer steps of the run; a fault strikes in one of `phases`, at exactly the same place in every run.
         seed: decides about times, ranks, kinds and phases.
-        kinds: what may happen, each as likely; name one twice to have it twice as often. `rank` other than `all`,
-            `step` and `phase` are drawn.
-        phases: where faults may strike if `unit` is `steps`.
-        most: how many faults there are in all; `None`: no end.
+        kinds: possible kinds, all equally likely; name one twice to have it twice as often. `rank` other than `all`, `step` and
+            `phase` are drawn.
+        phases: places of faults if `unit` is `steps`.
+        most: number of faults in all; `None` for no end.
     """
 
     mtbf: float
@@ -228,7 +227,7 @@ class RandomFaults:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledFault:
-    """A fault under the name by which it is known over restarts."""
+    """A fault with the name by which it is known over restarts."""
 
     name: str
     fault: Fault
@@ -237,7 +236,7 @@ class ScheduledFault:
 
 
 class Schedule:
-    """Faults of a script and of a random campaign for one rank, less those that have struck, whose names are in `fired`."""
+    """Faults of a script and of a random campaign for one rank, without those named in `fired`, which have struck already."""
 
     def __init__(
         self,
@@ -264,7 +263,7 @@ class Schedule:
         """Faults whose place may come, or was not reached."""
 
     def take(self, phase: FaultPhase, step: int) -> list[ScheduledFault]:
-        """Return the faults that strike now that training, or a generation, is at `phase` of `step`. From any thread."""
+        """Return the faults to strike now, as training, or a generation, is at `phase` of `step`. From any thread."""
         with self._lock:
             while self._next is not None and self._next.fault.step <= step:
                 if self._concerns(self._next):
@@ -276,7 +275,7 @@ class Schedule:
             return due
 
     def timed(self) -> Iterator[ScheduledFault]:
-        """Return the faults that strike at a time, in order; for one thread."""
+        """Yield the faults due at a time, in order; for one thread."""
         return (each for each in self._timed if self._concerns(each))
 
     def wait_for_hook(self, scheduled: ScheduledFault) -> None:

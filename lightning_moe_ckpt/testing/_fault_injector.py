@@ -61,17 +61,17 @@ _one_stop = threading.Lock()
 
 
 class FaultInjector(PhaseCallback):
-    """Inject faults into training, to show that it survives. Put this callback first among the callbacks.
+    """Inject faults into training, to show that training survives them. Put this callback first among the callbacks.
 
-    Every fault is logged and recorded in `folder` before it happens, and does not happen again when the job restarts.
-    `python -m lightning_moe_ckpt.testing FOLDER` shows a campaign's results.
+    Every fault is logged and recorded in `folder` before it happens, and does not happen again after a restart of the job. `python
+    -m lightning_moe_ckpt.testing FOLDER` shows a campaign's results.
 
     Args:
-        faults: faults that each strike at a given place of training; `None` for none.
+        faults: faults at given places of training; `None` for none.
         random: faults at random times, with a mean time between them; `None` for none.
-        folder: folder of the ranks' records, the same in every start of the job, on a file system that all nodes
-            share if nodes or racks are to be lost. The default is the environment variable `MOE_CKPT_FAULTS`, else
-            `moe-ckpt-faults` in the Trainer's `default_root_dir`. Remove the folder to have all faults happen again.
+        folder: folder of the ranks' records, the same in every start of the job; on a file system of all nodes if nodes or racks
+            are to be lost. The default is the environment variable `MOE_CKPT_FAULTS`, else `moe-ckpt-faults` in the Trainer's
+            `default_root_dir`. Remove the folder to have all faults happen again.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
 
 
 class Effects:
-    """Carry out faults, and end those that last for a time; the storage and memory of `checkpoints` are damaged."""
+    """Means to carry out faults, and to end those with a duration. Storage and memory of `checkpoints` are damaged."""
 
     def __init__(self, record: FaultRecord, checkpoints: CheckpointCallback | None) -> None:
         self._record, self._checkpoints = record, checkpoints
@@ -282,7 +282,7 @@ class Effects:
     def join(self) -> Record:
         """Return the line by which other ranks can end this process and its node.
 
-        Its `files` are patterns of the run's files in this node's shared memory: this rank's rings, and replicas for others.
+        Its `files` are patterns for the run's files in this node's shared memory: this rank's rings, and replicas for other ranks.
         """
         domain, own = this_domain(), os.getpid()
         tag, files = None if self._checkpoints is None else self._checkpoints.memory_tag, list[str]()
@@ -332,7 +332,7 @@ class Effects:
         return flip_memory_bit(shared_directory(), tag, fault.at_rest, rank, draws)
 
     def _lost(self, fault: Fault) -> list[Record]:
-        """Return the lines of the processes that are lost, as they joined last."""
+        """Return the lines of the lost processes, as they joined last."""
         joins = ([line for line in lines if line["event"] == "join"] for _, lines in read_ranks(self._record.folder))
         everybody = [own[-1] for own in joins if own]
         if fault.rank == "all":
@@ -407,9 +407,10 @@ class Effects:
 
 
 def stop(seconds: float | None) -> None:
-    """SIGSTOP this process; returns when it goes on: after `seconds`, by a helper process, or, for `None`, when others send SIGCONT.
+    """SIGSTOP this process. Returns once it goes on: after `seconds`, by a helper process, or, for `None`, when others send
+    SIGCONT.
 
-    Stops in several threads come one after the other, each for as long as it should.
+    Stops in several threads come one after the other, each for its full time.
     """
     own = os.getpid()
     with _one_stop:
@@ -420,7 +421,7 @@ def stop(seconds: float | None) -> None:
 
 
 def _leader_of(lost: Sequence[Record], node: str) -> int:
-    """Return the rank that ends its node."""
+    """Return the rank in charge of ending its node."""
     return min(int(member["rank"]) for member in lost if member["node"] == node)
 
 

@@ -70,7 +70,7 @@ class StorageFaults:
     """Faults around every call of this process's storage.
 
     Args:
-        active: faults of storage that go on now.
+        active: present faults of storage.
         reached: called before every call that is a phase, with the step of its generation.
     """
 
@@ -120,7 +120,7 @@ class StorageFaults:
 
 
 def phase_of(call: StorageCall) -> tuple[FaultPhase, int] | None:
-    """Return a call's phase, and its generation's step; `None` for a call that is no phase."""
+    """Return a call's phase, and its generation's step; `None` for any other call."""
     parsed = parse_snap_key(call.key)
     if parsed is None or not (call.writes or call.verb == "delete"):
         return None
@@ -133,7 +133,7 @@ def phase_of(call: StorageCall) -> tuple[FaultPhase, int] | None:
 
 
 def flip_stored_bit(url: str, storage_options: Mapping[str, object] | None, rank: int, draws: random.Random) -> str:
-    """Turn a bit in a segment of `rank` in the newest generation at `url`.
+    """Flip a bit in a segment of `rank` in the newest generation at `url`.
 
     Returns:
         Text for the log; also if there is nothing to damage yet.
@@ -156,12 +156,12 @@ def flip_stored_bit(url: str, storage_options: Mapping[str, object] | None, rank
 
 
 def flip_memory_bit(directory: Path, tag: str, kind: MemoryKind, rank: int, draws: random.Random) -> str:
-    """Turn a bit in the newest whole generation in a memory file with this tag.
+    """Flip a bit in the newest whole generation in a memory file with this tag.
 
     Args:
         directory: shared memory of this node.
-        tag: name of the run at its place.
-        kind: `ring`: what `rank` captured itself; `replica`: what this node keeps for any other.
+        tag: tag of the run at its place.
+        kind: `ring`: captures of `rank` itself; `replica`: this node's copies for any other rank.
         rank: number of this process.
         draws: generator for the choice of file and bit.
 
@@ -197,9 +197,9 @@ def _copies(directory: Path, tag: str) -> Iterator[tuple[Path, MemoryName, Memor
 
 
 class TakenMemory:
-    """Take the free memory of a tmpfs, in a file without a name, which ends with the process at the latest.
+    """The free memory of a tmpfs, taken by a file without a name, which ends with the process at the latest.
 
-    `most_nbytes` is a limit for the sake of others on this machine.
+    `most_nbytes` is a limit for the sake of other users of this machine.
     """
 
     def __init__(self, directory: Path, most_nbytes: int) -> None:

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
 
 
 def stop_for(pid: int, seconds: float) -> None:
-    """Stop process `pid`, which started this one, and let it go on `seconds` after it stands still."""
+    """Stop process `pid`, the parent of this one, and let it go on `seconds` after it stands still."""
     process = os.pidfd_open(pid)
     if os.getppid() != pid:
         return  # it has ended, and `pid` may be another by now
@@ -52,9 +52,9 @@ def lose_node(
 
     Args:
         processes: id and start time of each, see `start_time`.
-        files: patterns of names, each in a directory that is given with it.
-        ready: file to make when everything stands still and nothing is left.
-        others: such files from other nodes, to wait for.
+        files: patterns of names, each with its directory.
+        ready: file to make once everything stands still and nothing is left.
+        others: such files of other nodes, to wait for.
         record: file of JSON lines to append to.
         patience: seconds to wait for other nodes.
     """
@@ -115,7 +115,7 @@ def state_of(pid: int) -> str:
 
 
 def start_time(pid: int) -> int:
-    """Return when a process began, in ticks since the machine did, -1 if it is gone. With the id it names one process for ever."""
+    """Return a process's start in ticks since the machine's; -1 if the process is gone. With the id it names one process for ever."""
     fields = _stat(pid)
     return int(fields[19]) if fields else -1
 

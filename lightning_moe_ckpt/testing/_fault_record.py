@@ -40,7 +40,7 @@ def record_folder(given: str | Path | None, default_root: str | Path) -> Path:
 
 
 class FaultRecord:
-    """Write this rank's record, to a folder that is the same in every attempt, and that all nodes see if racks are to be lost.
+    """Writer of this rank's record, to a folder that is the same in every attempt, and on all nodes if racks are to be lost.
 
     Raises:
         ConfigurationError: nothing can be written there.
@@ -62,7 +62,7 @@ class FaultRecord:
             ) from error
 
     def write(self, event: Event, *, sync: bool = False, **values: Any) -> None:
-        """Append a line; with `sync` it is on the medium when this returns."""
+        """Append a line; with `sync` the line is on the medium on return."""
         self._lines.write({"event": event, "time": time.time(), "rank": self.rank, **values}, sync=sync)
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ def read_ranks(folder: Path) -> Iterator[tuple[int, list[Record]]]:
 
 
 def fired(folder: Path) -> set[str]:
-    """Return the names of the faults that have struck, on any rank."""
+    """Return the names of faults that have struck, on any rank."""
     return {line["name"] for _, lines in read_ranks(folder) for line in lines if line["event"] == "fault"}
 
 
@@ -156,7 +156,7 @@ class FaultSummary:
 
 
 def summarize_faults(folder: str | Path) -> FaultSummary:
-    """Read the records that a `FaultInjector` left in its folder; steps are taken from the lowest rank there.
+    """Read the records of a `FaultInjector` in its folder; steps are those of the lowest rank there.
 
     Raises:
         ConfigurationError: there is no record.
@@ -220,7 +220,7 @@ def _tallies(faults: Sequence[Record], attempts: Sequence[_Attempt]) -> Iterator
 
 
 def _loss(attempt: _Attempt, later: Sequence[_Attempt]) -> tuple[bool, int, float]:
-    """Return whether training went on after an attempt, its steps that were trained again, and seconds until it went on."""
+    """Return whether training went on after an attempt, the number of its steps that were trained again, and seconds until then."""
     for following in later:
         if following.first_step_time is not None:
             again = len(attempt.steps.keys() & following.steps.keys())

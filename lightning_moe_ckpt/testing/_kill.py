@@ -52,7 +52,7 @@ class PhaseCallback(Callback):
         """Ends the watch over forward."""
 
     def reached(self, trainer: Trainer, phase: HookPhase) -> None:
-        """Act on a phase that training has reached; `trainer.global_step` has its value of that hook."""
+        """Act on a phase of training; `trainer.global_step` has its value of that hook."""
         raise NotImplementedError
 
     def watch_forward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -198,7 +198,7 @@ def strike(write_record: Callable[[dict[str, Any]], None], kill: Kill) -> None:
 
 
 def settle(trainer: Trainer, seconds: float) -> None:
-    """Let checkpoint callbacks store what they have begun. Raises `TimeoutError` if they have not within `seconds`."""
+    """Let checkpoint callbacks store everything under way. Raises `TimeoutError` if they have not within `seconds`."""
     for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
         wait = getattr(callback, "wait_committed", None)
         if wait is not None and not wait(seconds):
@@ -206,7 +206,7 @@ def settle(trainer: Trainer, seconds: float) -> None:
 
 
 class Killer(PhaseCallback):
-    """Die in the hooks that run before those of the other callbacks; `LatePhase(killer)` dies after them."""
+    """Die in hooks before those of the other callbacks; `LatePhase(killer)` dies after them."""
 
     def __init__(self, kill: Kill, strike: Strike) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class Killer(PhaseCallback):
 
 
 class StorageKiller:
-    """Count the operations of every backend opened in this process and die at the scripted one."""
+    """Count the operations of every backend opened in this process, and die at the scripted operation."""
 
     def __init__(self, kill: Kill, strike: Strike) -> None:
         self._kill = kill
@@ -267,7 +267,7 @@ class StorageKiller:
         self._installed = ExitStack()
 
     def install(self) -> None:
-        """Watch the backends that are opened from here on, for the rest of this process."""
+        """Watch all backends opened from here on, for the rest of this process."""
         self._installed.enter_context(wrapping_backends(lambda backend: WrappedBackend(backend, self.around)))
 
     def around(self, call: StorageCall, operation: Callable[[], T]) -> T:

@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 
 class JsonLines:
-    """A file of JSON objects, open for appending; a line that a dying machine left torn is ended."""
+    """File of JSON objects, one a line, open for appending. If a dying machine left a torn line, the constructor ends that line."""
 
     def __init__(self, path: str | Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -35,7 +35,7 @@ class JsonLines:
             os.write(self._file, b"\n")
 
     def write(self, line: Record, *, sync: bool = False) -> None:
-        """Append a line, which outlives a SIGKILL; with `sync` it is on the medium when this returns."""
+        """Append a line, which outlives a SIGKILL; with `sync` the line is on the medium on return."""
         os.write(self._file, (json.dumps(line) + "\n").encode())
         if sync:
             os.fsync(self._file)
@@ -116,7 +116,7 @@ class Recorder(Checkpoint):
 
 
 def bits(value: Any) -> str | None:
-    """Return the exact bits of a scalar, or of the loss that a step returned, as text; `None` stays `None`."""
+    """Return the exact bits of a scalar, or of a step's loss, as text; `None` stays `None`."""
     if isinstance(value, Mapping):
         value = value.get("loss")  # a step that returns `None` leaves an empty one
     if value is None:
@@ -154,7 +154,7 @@ def _leaves(batch: Any) -> Iterator[Tensor]:
 
 
 def capture_end(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-    """Return all state a resumed run must reproduce: keys are paths, values tensors or plain scalars."""
+    """Return all state to be reproduced by a resumed run: keys are paths, values tensors or plain scalars."""
     names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
     end: dict[str, Any] = {}  # on the host, so that whoever reads it needs no device
     for name, parameter in pl_module.named_parameters():
@@ -181,7 +181,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
 
 
 def rng_states() -> dict[str, Any]:
-    """Return the state of every generator a training step may draw from."""
+    """Return the state of every generator from which a training step may draw."""
     name, keys, *rest = np.random.get_state()  # noqa: NPY002  # user code draws from the legacy generator
     version, internal, gauss = random.getstate()
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -235,7 +235,7 @@ def record_differences(
     known: Sequence[Record] | None = None,
     repeats_may_differ: Collection[str] = (),
 ) -> list[str]:
-    """Return a line per batch that some attempt saw differently, and per line of `reference` that no attempt saw.
+    """Return a line per batch seen differently by some attempt, and per line of `reference` seen by none.
 
     Args:
         reference: lines of the fault-free run.
