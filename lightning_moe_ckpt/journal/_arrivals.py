@@ -94,7 +94,9 @@ def held(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _sent(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Start copies of tensors, into one piece of page-locked memory. The memory is kept, since making it can wait for the device."""
+    """Start copies of tensors, into one piece of page-locked memory. Torch keeps such memory by size, and sizes repeat: making new
+    memory can wait for the device.
+    """
     begins = list(accumulate((-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors), initial=0))
     memory_U8 = _page_locked(begins[-1])
     places = [memory_U8[begin : begin + tensor.nbytes] for tensor, begin in zip(tensors, begins, strict=False)]

@@ -32,7 +32,7 @@ log = rank_logger(__name__)
 
 
 class TokenCounts:
-    """Accumulates one layer's tokens, probabilities or capacity per expert, on the device where they arise.
+    """Sums of one layer's tokens, probabilities or capacity per expert, on the device where they arise.
 
     Args:
         num_experts: E, over all ranks.
@@ -61,11 +61,11 @@ class TokenCounts:
         self._on(sums_E.device)[: self.num_experts].add_(sums_E)
 
     def follow(self, running_E: Tensor) -> None:
-        """Remember the current value of the layer's own running count. The count itself is never changed."""
+        """Remember the present value of the layer's own running count, which is never changed."""
         self._seen = running_E.detach().clone()
 
     def add_running(self, running_E: Tensor) -> None:
-        """Add the increase of a running count since the last call, or all of it if the count was reset meanwhile."""
+        """Add the increase of a running count since the last call; the whole count if it was reset meanwhile."""
         seen, now = self._seen.to(running_E.device), running_E.detach().clone()
         self._on(now.device)[: self.num_experts].add_(torch.where(now >= seen, now - seen, now))
         self._seen = now
@@ -95,7 +95,7 @@ class TokenCounts:
 
 
 class CountTap(Protocol):
-    """A way to count one layer's tokens. Holds names only; each call gets the model."""
+    """Way to count one layer's tokens. Holds names only; each call gets the model."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
         """Register hooks that add to `counts`."""
@@ -165,7 +165,7 @@ class RowsTap(_HookTap):
 
 @dataclass(frozen=True)
 class MaskTap(_HookTap):
-    """Counts where a router's output is positive: a mask, or scores that are zero for experts not chosen."""
+    """Counts the positive values in a router's output: a mask, or scores with zeros for experts not chosen."""
 
     router: str
     """Name of a module that emits `[..., E]`, alone or in a tuple."""
@@ -247,7 +247,7 @@ class DemandTap(_HookTap):
 
 @dataclass(frozen=True)
 class ChoiceTap(_HookTap):
-    """Counts the expert indices that a router emits; an index outside `[0, E)` marks a dropped token."""
+    """Counts the expert indices from a router; an index outside `[0, E)` marks a dropped token."""
 
     router: str
     """Name of the module."""
@@ -326,7 +326,7 @@ class ProbabilityTap(_HookTap):
 
 @dataclass(frozen=True)
 class CapacityTap(_HookTap):
-    """Sums the tokens that each expert could take: the layer's `capacity`, or all tokens if none is dropped."""
+    """Sums the tokens that each expert could take: the layer's `capacity`, or all tokens in a layer without drops."""
 
     module: str
     """Name of a module whose input has one row per token, `[..., D]`. Its method `capacity(num_tokens)`, if any,
@@ -349,8 +349,8 @@ def find_score(values_TE: Tensor, emitted: Sequence[Tensor]) -> str:
 
     Args:
         values_TE: one value per expert; logits or probabilities.
-        emitted: all outputs of the router. If they include weights and indices of the chosen experts `[T, K]`, the
-            function that explains the weights is returned.
+        emitted: all outputs of the router. If weights and indices `[T, K]` of the chosen experts are among them, the result is the
+            function that explains the weights.
     """
     if bool((values_TE >= 0).all()) and torch.allclose(values_TE.sum(-1), values_TE.new_ones(()), atol=1e-2):
         return "none"

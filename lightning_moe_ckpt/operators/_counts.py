@@ -38,11 +38,11 @@ Measure = Literal["tokens", "probabilities", "capacity"]
 
 
 class LoadCounter:
-    """Counts the tokens that this rank sends to each expert.
+    """Count of the tokens that this rank sends to each expert.
 
     The vector of counts has one entry per expert of each layer, also for experts on other ranks, in the order of
-    `OperatorSet.layers`; `OperatorSet.count_offsets` says where each layer begins. Its sum over the ranks that see
-    different tokens is the same everywhere.
+    `OperatorSet.layers`; `OperatorSet.count_offsets` has each layer's begin. Its sum over ranks with different tokens is the same
+    everywhere.
 
     Args:
         operators: operators of `module`.
@@ -141,7 +141,7 @@ class CountFailure:
 
 
 class CountProbe:
-    """Watches the layers of a model until a step has shown whether their tokens are counted correctly.
+    """Watch over a model's layers until a step has shown whether their tokens are counted correctly.
 
     Call `install` before a batch, and `check` after backward, before the optimizer steps and gradients are cleared. All
     micro-batches of a step lie in between. The probe changes no value and draws no random number.
@@ -170,7 +170,7 @@ class CountProbe:
             self._handles = [handle for probe in self._layers for handle in probe.install()]
 
     def check(self, total: Callable[[Tensor], Tensor] | None = None) -> list[CountFailure]:
-        """Judge every layer that tokens have passed since `install`. Waits for the device.
+        """Judge every layer with tokens since `install`. Waits for the device.
 
         Args:
             total: sums an int64 vector on the CPU over all ranks, and is called once on each; `None` for one rank.
@@ -228,7 +228,7 @@ def prove_counts(module: nn.Module, step: Callable[[], object], operators: Opera
 
 
 class _Watched(TokenCounts):
-    """Token counts that also count indices outside the experts."""
+    """Token counts with a count of indices outside the experts."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__(num_experts)

@@ -57,11 +57,11 @@ def discover(module: nn.Module, *, ep_size: int = 1, unknown: Literal["refuse", 
     Args:
         module: the model as it will train, with its parameters in place.
         ep_size: ranks that together hold all experts of an expert-parallel layer once.
-        unknown: treatment of a block that looks like experts and fits no rule. `dense` takes the block whole, so every rank
-            must hold all of the block: with `ep_size` above 1 the block is refused in any case.
+        unknown: treatment of a block that looks like experts and fits no rule. `dense` takes the block whole, so every rank must
+            hold all of the block: with `ep_size` above 1 the block is refused in any case.
 
     Returns:
-        This rank's operators, in a stable order.
+        The operators of this rank, in a stable order.
 
     Raises:
         UnknownLayout: parameters could not be placed or cannot be captured slice by slice; the message names them.
@@ -173,7 +173,7 @@ def _suspects(
 
 
 def _undescribed(module: nn.Module, described: set[str]) -> list[str]:
-    """Return innermost modules with a number of experts that have no described block around or inside them."""
+    """Return innermost modules with a number of experts, but without a described block around or inside them."""
     around = {outer for fqn in described for outer in _ancestors(fqn)}
     say = [fqn for fqn, child in module.named_modules() if _num_experts(child) > 1]
     outer = {path for fqn in say for path in _ancestors(fqn) if path != fqn}
@@ -351,7 +351,7 @@ class _DenseGroups:
         return join(prefix, child) in self._live
 
     def _open_only_children(self, owners: set[str]) -> None:
-        """Open a wrapper's only child, so that `self.model` of a LightningModule is not one giant operator."""
+        """Open a wrapper's only child: otherwise a LightningModule's `self.model` would be one giant operator."""
         prefix = ""
         while prefix not in self._containers and prefix not in owners:
             children = [name for name in child_slots(self._modules[prefix]) if self._has(prefix, name)]

@@ -67,7 +67,7 @@ class ParamSlice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
-    """The unit that can be captured alone."""
+    """Smallest unit of capture: a part of the model with all of its optimizer state."""
 
     name: str
     """Unique and stable, e.g. `blocks.0.moe/expert.3`, `blocks.0.moe/router`, `blocks.0`."""
@@ -195,12 +195,12 @@ class MoELayerSpec:
 
 
 def whole_slice(fqn: str, param: nn.Parameter) -> ParamSlice:
-    """Return the slice of a whole parameter, which every holder has in full."""
+    """Return the slice of a whole parameter, held in full by every holder."""
     return ParamSlice(fqn=fqn, start=0, stop=param.numel(), global_shape=tuple(param.shape), global_start=0)
 
 
 def whole_slices(params: Mapping[int, Mapping[str, nn.Parameter]]) -> dict[int, tuple[ParamSlice, ...]]:
-    """Return the slices of parameters that belong to one expert each, given by global expert index and live name."""
+    """Return the slices of parameters with one expert each, given by global expert index and live name."""
     return {expert: tuple(whole_slice(fqn, p) for fqn, p in own.items()) for expert, own in params.items()}
 
 
@@ -358,8 +358,8 @@ class OperatorSet:
     def fingerprint(self) -> str:
         """Return a digest of names, global shapes and dtypes. Equal on all ranks, at any expert parallelism.
 
-        Two models with the same fingerprint can exchange records. Expert parameters enter by layer, without names that
-        contain the expert's index.
+        Two models with the same fingerprint can exchange records. Expert parameters enter by layer, without the expert's index in
+        their names.
         """
         return self.identity
 

@@ -317,7 +317,7 @@ class ExtraState(Protocol):
 
 @dataclass(frozen=True)
 class AttributeState:
-    """State in plain attributes of modules. `get` leaves out an absent attribute, and `set` removes it again."""
+    """State in plain attributes of modules. `get` leaves an absent attribute out, and `set` removes the attribute again."""
 
     places: tuple[tuple[str, str], ...]
     """(name of a module, attribute)."""
@@ -328,7 +328,7 @@ class AttributeState:
         return {key: getattr(owner, name) for key, (owner, name) in found.items() if hasattr(owner, name)}
 
     def set(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """Write in place into tensors that fit, so that other references see the values; else assign."""
+        """Write in place into tensors of the same form, so that other references see the values; assign all other values."""
         for fqn, name in self.places:
             owner, key = module.get_submodule(fqn), f"{fqn}.{name}"
             live = getattr(owner, name, None)

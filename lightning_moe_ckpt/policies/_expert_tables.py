@@ -95,7 +95,7 @@ class ExpertTable(ExpertLayout):
             raise ValueError(f"`ExpertTable(layer={self.layer!r})` needs {self.num_experts} entries in every row.")
 
     def due_age(self, level: str, ages: Sequence[int], expert: int, respite: int) -> int:
-        """Return the age by which an expert's turn comes; experts that a level may drop get `respite` generations more.
+        """Return the age by which an expert's turn comes; an expert that a level may drop gets `respite` generations more.
 
         Args:
             level: level of the copies.
@@ -234,8 +234,8 @@ def overdue(ages: Sequence[int], costs: Sequence[int], *, limit: int, rate: Frac
     """Return how many of the oldest experts must be taken now so that none gets older than `limit`.
 
     Args:
-        ages: of experts that compete for the same places, oldest first.
-        costs: part of a generation that each expert takes.
+        ages: ages of experts in competition for the same places, oldest first.
+        costs: each expert's part of a generation.
         limit: the largest age at which an expert may be taken.
         rate: capacity of each later generation.
     """
@@ -257,7 +257,7 @@ def jitter(index: int, most: int) -> int:
 
 
 def balanced(layers: Sequence[Urgency], positions: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[list[int]]:
-    """Return each layer's experts.
+    """Return the chosen experts, by layer.
 
     Args:
         layers: available experts of each layer.
@@ -325,7 +325,7 @@ class _Choice:
             position = origin
 
     def _leaving(self, position: int) -> Iterator[tuple[int, int | None, int]]:
-        """Yield experts that could give way to `position`: its own, or those of positions that give one more."""
+        """Yield experts that could make room at `position`: its own, or those of positions with one more than an equal part."""
         full = {position}
         if self._given[position] == self._least:
             full |= {each for each in self._all if self._given[each] > self._least}

@@ -75,8 +75,8 @@ _SPARE = 2
 def next_k(k: int, *, last_k: int, plt: float, last_loss: float, plt_budget: float, num_experts: int) -> int:
     """Return K after a recovery, and from then on as training goes on.
 
-    K is the smallest of `k`, `2 k`, `4 k` and so on with which another fault as costly as the last (less in proportion,
-    as K grows, and free with all experts) would leave PLT within the budget. A fault doubles K once at most.
+    K is the smallest of `k`, `2 k`, `4 k` and so on with which another fault as costly as the last (less in proportion, as K
+    grows, and free with all experts) would leave PLT within the budget. A fault doubles K once at most.
 
     Args:
         k: requested experts per layer.
@@ -296,7 +296,7 @@ class PartialPolicy(ExpertPolicy):
         return memory, balanced([ranked(i, 1, (), memory[i]) for i in layers], positions, to_storage)
 
     def _late_of_all(self, now: _Turn, tables: Sequence[ExpertTable], limit: int) -> set[tuple[int, int]]:
-        """Return the `(layer, expert)` that would get too old, as far as layer or position has room."""
+        """Return the `(layer, expert)` about to get too old, as far as layer or position has room."""
         wait, rounds = max(map(self._wait, tables)), max(map(self._round, tables))
         respite = max(0, STARVED * rounds + _SPARE + wait - limit) if self.age_limit is None else 0
         ages = [
@@ -399,12 +399,12 @@ class _Turn:
 
 
 def spread(number: int, rooms: Sequence[int], *, start: int) -> list[int]:
-    """Return the experts that each position gives: equally many, to one, as far as positions have room.
+    """Return the number of experts from each position: equally many, give or take one, as far as positions have room.
 
     Args:
         number: experts to take in all, if there are as many.
-        rooms: most experts that each position can give.
-        start: the position, modulo their number, that gives one more first.
+        rooms: most experts of each position.
+        start: the position, modulo their number, from which on positions give one more.
     """
     given = [0] * len(rooms)
     left, turn = min(number, sum(rooms)), start % len(rooms)
@@ -425,7 +425,7 @@ def _alike(tables: Sequence[ExpertTable]) -> list[list[int]]:
 
 
 def _urgency(late: Sequence[int], due: Collection[int], then: SortKey) -> SortKey:
-    """Return a key: too old experts, oldest first; then experts due in storage; then the rest by `then`."""
+    """Return a sort key: experts that are too old, oldest first; then experts due in storage; then the rest by `then`."""
     place = {expert: i - len(late) for i, expert in enumerate(late)}
     return lambda expert: (place.get(expert, 0), expert not in due, *then(expert))
 

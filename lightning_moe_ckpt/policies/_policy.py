@@ -112,7 +112,7 @@ class PlanInputs:
 
 
 class Policy(ABC):
-    """Contract of a policy. The defaults fit a policy that takes everything in each generation."""
+    """Contract of a policy. The defaults fit a policy of dense generations, each with everything."""
 
     kind: ClassVar[str]
     """Name of the policy in markers."""
@@ -193,7 +193,7 @@ class Policy(ABC):
         return ledger
 
     def after_count(self, ledger: TokenLedger) -> TokenLedger:
-        """Return the ledger after more tokens were counted; called before every generation."""
+        """Return the ledger to go on with after more tokens were counted; called before every generation."""
         return ledger
 
 
@@ -254,7 +254,7 @@ class ExpertPolicy(PeriodicPolicy):
         """
 
     def in_force(self, inputs: PlanInputs) -> ExpertPolicy:
-        """Return the policy that chooses now: with settings changed by the run, beyond its arguments."""
+        """Return the policy that chooses now: with settings changed by the run, beyond the user's arguments."""
         return self
 
     @override

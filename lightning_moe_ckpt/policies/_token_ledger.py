@@ -210,7 +210,7 @@ class TokenLedger:
         return moementary_lost_tokens(self.lost, self.processed, self.num_experts, dropped_L=self.dropped)
 
     def share(self, tokens_E: Tensor) -> float:
-        """Return tokens as a part of all routed in the training: the share of PLT that losing them adds."""
+        """Return tokens as a part of all tokens routed in the training: the increase of PLT if they are lost."""
         from lightning_moe_ckpt.metrics import portion_of_lost_tokens  # as above
 
         return portion_of_lost_tokens(tokens_E, self.processed, dropped=self.dropped, progress=self.progress)
@@ -225,8 +225,7 @@ class TokenLedger:
         return self.alive - self.saved[level].expected()[0]
 
     def tokens_at(self, expert: int, step: int) -> int | None:
-        """Return the tokens in the copy of `expert` (place over all layers) from boundary `step`; `None` if no level
-        has it.
+        """Return the tokens in the copy of `expert` (place over all layers) from boundary `step`; `None` if no level has the copy.
 
         Otherwise that generation's journal has the tokens, as `alive`.
         """

@@ -279,7 +279,7 @@ def _fill(full: Ints, room: int) -> npt.NDArray[np.bool_]:
 
 
 def _cheapest_late(full_N: Ints, compute_N: Ints) -> Ints:
-    """Return the items' indices, most COMPUTE per FULL first: these items cost most while they wait for a slot."""
+    """Return the items' indices, most COMPUTE per FULL first: waiting for a slot costs most for these items."""
     return np.argsort(-compute_N / np.maximum(full_N, 1), kind="stable")
 
 
@@ -332,7 +332,7 @@ def assign_positions(plan: Plan, operators: OperatorSet, counts: Counts, *, by: 
 
 
 def all_names(operators: OperatorSet) -> list[str]:
-    """Return the operator names of all ranks, from this rank's: each rank holds as many experts, cut alike."""
+    """Return the operator names of all ranks, from this rank's: each rank has as many experts, cut alike."""
     layers = {
         layer.fqn: (layer, {expert: k for k, expert in enumerate(layer.local_expert_ids)}) for layer in operators.layers
     }

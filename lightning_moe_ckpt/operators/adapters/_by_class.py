@@ -81,9 +81,9 @@ def describe_deepspeed(fqn: str, block: nn.Module, index: ParameterIndex) -> MoE
 
 
 def _read_gate(out: tuple[Any, ...]) -> Demand:
-    """Return the demand before dropping, which is the last output of a `TopKGate`, and the capacity.
+    """Return the demand before dropping, the last output of a `TopKGate`, and the capacity.
 
-    The second output is the capacity where routes are sparse, and combine weights `[S, E, C]` where they are not.
+    The second output is the capacity if routes are sparse, else combine weights `[S, E, C]`.
     """
     second = out[1]
     return out[-1], second.shape[-1] if isinstance(second, Tensor) and second.ndim > 1 else second
@@ -287,7 +287,7 @@ def describe_torchtitan(fqn: str, block: nn.Module, index: ParameterIndex) -> Mo
 
 
 def _first_present(module: nn.Module, names: Iterable[str]) -> str | None:
-    """Return the first of these attributes that the module has, and that is not `None`."""
+    """Return the first of these attributes with a value in the module; `None` without any."""
     return next((name for name in names if getattr(module, name, None) is not None), None)
 
 
@@ -295,7 +295,7 @@ def _first_present(module: nn.Module, names: Iterable[str]) -> str | None:
 
 
 def describe_llama4(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:
-    """Describe Llama 4: every expert runs on every token, scaled by a score that is zero for tokens that did not choose the expert."""
+    """Describe Llama 4: every expert runs on every token, scaled by a score, which is zero unless the token chose the expert."""
     experts, router = index.under(join(fqn, "experts")), join(fqn, "router")
     num_experts = next(iter(experts.values())).shape[0]
     ids = tuple(range(num_experts))
@@ -386,7 +386,7 @@ def unregister_adapter(cls: type[nn.Module]) -> None:
 
 
 def find_adapter(module: nn.Module) -> AdapterFactory | None:
-    """Return the factory registered for the module's class or its nearest base, else the one of its library."""
+    """Return the factory registered for the module's class or its nearest base, otherwise the factory for its library."""
     bases = type(module).__mro__
     registered = (_factories[base] for base in bases if base in _factories)
     names = ((base.__module__.partition(".")[0], base.__name__) for base in bases)

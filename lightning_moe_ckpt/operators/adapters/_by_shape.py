@@ -139,7 +139,7 @@ def _find_bias(root: nn.Module, block_fqn: str, num_experts: int) -> BiasView | 
 
 
 def _find_extra(root: nn.Module, block_fqn: str) -> AttributeState | None:
-    """Return the plain attributes of a block and its router that training depends on."""
+    """Return the plain attributes of a block and its router on which training depends."""
     places = [(fqn, name) for fqn, module in _near(root, block_fqn) for name in _EXTRA if _is_plain(module, name)]
     return AttributeState(tuple(places)) if places else None
 
@@ -240,12 +240,12 @@ def find_router_beside(fqn: str, num_experts: int, index: ParameterIndex) -> tup
 
 
 def is_shared(fqn: str) -> bool:
-    """Whether a module is an expert that every token visits; its wrapper may carry the name."""
+    """Whether a module is an expert for every token; its wrapper may carry the name."""
     return any("shared" in part.lower() for part in fqn.split(".")[-2:])
 
 
 def find_top_k(*modules: nn.Module) -> int | None:
-    """Return the experts per token from the first of `modules` that has one of the usual attributes."""
+    """Return the experts per token, from the first of `modules` with one of the usual attributes."""
     for module in modules:
         for attribute in ("top_k", "num_experts_per_tok", "moe_top_k"):
             value = getattr(module, attribute, None)

@@ -69,10 +69,10 @@ def describe_tutel(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELaye
 
 @dataclass(frozen=True)
 class TutelTap:
-    """Adds up one share of what a layer dispatched.
+    """Sum of one share of a layer's dispatched tokens.
 
-    `dispatch_count` is the demand of this rank's tokens, before dropping. With prioritised routing it is wrong, so the
-    choices that newer versions keep beside it are counted. The rows that experts are given show the capacity.
+    `dispatch_count` is the demand of this rank's tokens, before dropping. With prioritised routing it is wrong, so the choices are
+    counted, which newer versions keep beside it. The rows given to experts show the capacity.
     """
 
     layer: str
@@ -111,11 +111,11 @@ class TutelTap:
 
 
 def tutel_slots(block: Any, factors: Capacity) -> Callable[[int], int] | None:
-    """Return the slots of an expert of a layer like Tutel's by this rank's tokens; `None` for another layer.
+    """Return, by the tokens of this rank, the slots of an expert in a layer like Tutel's; `None` for another layer.
 
     Args:
         block: the layer.
-        factors: capacity factor of each gate. Which one a forward takes is not known; of several the largest counts.
+        factors: capacity factor of each gate. A forward's gate is not known; of several factors the largest counts.
 
     Source: Tutel (commit 82af7aa), `impls/fast_dispatch.py`, lines 182-199.
     """
@@ -172,7 +172,7 @@ def _cut(
 
 
 def _numbered(experts: nn.Module, num_local: int) -> list[str]:
-    """Return the names within `experts` of the modules that hold one expert each; none if there is no list of them."""
+    """Return the names within `experts` of modules with one expert each; none without a list of experts."""
     for name, child in experts.named_modules():
         if isinstance(child, nn.ModuleList) and len(child) == num_local:
             return [f"{name}.{i}" if name else str(i) for i in range(num_local)]
@@ -188,7 +188,7 @@ def _is_flat(layer: Any, name: str, param: nn.Parameter) -> bool:
 
 
 def _piece(fqn: str, param: nn.Parameter, place: int, global_place: int, places: int, *, among: int = 1) -> ParamSlice:
-    """Return the part at `place` of `among` equal ones; over all ranks it is part `global_place` of `places`."""
+    """Return part `place` of `among` equal parts; over all ranks it is part `global_place` of `places`."""
     numel, shape = param.numel() // among, param.shape or (1,)
     return ParamSlice(
         fqn=fqn,
