@@ -197,7 +197,7 @@ def describe(view: RunView, stored: StoredGeneration) -> Row:
 
 
 def _plan(text: object, where: str) -> Row:
-    """Return the facts of the stored plan, each short enough for a line."""
+    """Return the facts of the stored plan, each short enough for a line. Raises `Corrupt` if the text is no plan."""
     plan = json.loads(str(text)) if text is not None else {}
     config, dtypes = plan.get("config", {}), plan.get("compute_dtypes", {})
     if not isinstance(config, dict) or not isinstance(dtypes, dict):

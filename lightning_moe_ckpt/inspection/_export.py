@@ -218,7 +218,7 @@ def state_dict_names(
 
 
 def _format(out: Path, options: ExportOptions) -> ExportFormat:
-    """Return the format: the given one, or by the ending of `out`."""
+    """Return the format: the given one, or by the ending of `out`. Raises `ConfigurationError` for an unknown ending."""
     if options.format is not None:
         return options.format
     endings: dict[str, ExportFormat] = {".safetensors": "safetensors", ".ckpt": "ckpt", "": "huggingface"}
@@ -233,7 +233,7 @@ def _format(out: Path, options: ExportOptions) -> ExportFormat:
 
 
 def _check_target(out: Path, chosen: ExportFormat, options: ExportOptions) -> None:
-    """Raise, before anything is read, if `out` cannot be written."""
+    """Raise `ConfigurationError`, before anything is read, if `out` cannot be written or does not suit the options."""
     if options.optimizer and chosen != "safetensors":
         raise ConfigurationError(
             "`--optimizer` writes a file beside a .safetensors file. A .ckpt holds the optimizer's state in any case, a "
@@ -262,7 +262,7 @@ def _optimizer_file(out: Path) -> Path:
 
 
 def _module_of(markers: Sequence[RankMarker]) -> ModuleEntry:
-    """Return the module's description from rank 0's marker."""
+    """Return the module's description from rank 0's marker. Raises `ConfigurationError` if the marker has none."""
     if (module := markers[0].module) is not None:
         return module.read()
     raise ConfigurationError(
@@ -364,7 +364,7 @@ class LightningCheckpoint:
         }
 
     def _optimizer(self, start: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the optimizer's `state_dict`: parameters by number, in the order of its groups."""
+        """Return the optimizer's `state_dict`: parameters by number, in its groups' order. Raises `Corrupt` if these do not fit."""
         groups: list[dict[str, Any]] = start["param_groups"]
         ordered = [*self._module.param_groups, *start["trained"]["added"]]
         numbers = {name: number for number, name in enumerate(name for names in ordered for name in names)}

@@ -151,7 +151,7 @@ def save_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str,
 
 
 def write_whole(path: Path, save: Callable[[Path], None]) -> None:
-    """Write to a temporary name and rename, so that a file under its own name is complete; its rights follow the umask."""
+    """Write to a temporary name and rename: a named file is complete. Rights follow the umask. Raises `ConfigurationError`."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         temporary.touch()  # as the umask has it; safetensors makes files that only this user reads

@@ -84,7 +84,7 @@ def all_to_all_rows(x_ND: Tensor, send: list[int], receive: list[int], group: di
 
 
 def exchange_counts(kept_E: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the number of rows for each expert of this rank, by source rank. Shape `[R, e]`, int64."""
+    """Return the number of rows for each expert of this rank, by source rank. Shape `[R, e]`, int64. Collective over `group`."""
     if group is None:
         return kept_E.view(1, -1)
     arriving = torch.empty_like(kept_E)

@@ -312,7 +312,7 @@ class OperatorSet:
         return sum(layer.num_experts for layer in self.layers)
 
     def loads(self, counts: Tensor | Sequence[int]) -> dict[str, int]:
-        """Return the tokens of each expert operator on this rank.
+        """Return the tokens of each expert operator on this rank. Raises `ValueError` for counts of another length.
 
         Args:
             counts: tokens over all layers and experts, from `LoadCounter.read_and_reset`.

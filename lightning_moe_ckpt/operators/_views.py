@@ -118,7 +118,7 @@ class AttributeCapacity:
         return tuple(attrgetter(path)(root) for path in self.attributes)
 
     def set(self, module: nn.Module, value: Capacity) -> None:
-        """Set each attribute."""
+        """Set each attribute. Raises `ConfigurationError` for another number of values, or a value that the layer cannot take."""
         root = module.get_submodule(self.module)
         if not isinstance(value, tuple) or len(value) != len(self.attributes):
             raise ConfigurationError(
@@ -178,7 +178,9 @@ class ExpertCapacity:
         return value if value is None or isinstance(value, int | float) else tuple(value)
 
     def set(self, module: nn.Module, value: Capacity) -> None:
-        """Set a number as it is, a tuple in the library's form."""
+        """Set a number as it is, a tuple in the library's form. Raises `ConfigurationError` unless every expert gets more than
+        zero.
+        """
         owner = module.get_submodule(self.module)
         live: object = value
         if isinstance(value, tuple):
@@ -196,7 +198,7 @@ class ExpertCapacity:
         return isinstance(value, tuple) or _number(value) != 0
 
     def scaled(self, value: Capacity, factor_E: Sequence[float]) -> Capacity:
-        """Return a tuple; integers count tokens and are rounded up."""
+        """Return a tuple; integers count tokens and are rounded up. Raises `ValueError` unless there is one factor per expert."""
         if len(factor_E) != self.num_experts:
             raise ValueError(f"`scaled` got {len(factor_E)} factors for {self.num_experts} experts.")
         if set(factor_E) == {1} or (not isinstance(value, tuple) and _number(value) == 0):

@@ -69,7 +69,7 @@ def ordered_all_reduce(
 def plain_all_reduce(
     flat: Tensor, group: dist.ProcessGroup, *, divisor: int = 1, scratch: Tensor | None = None
 ) -> Tensor:
-    """Sum like `ordered_all_reduce`, by the backend's all-reduce: faster, but bits depend on the layout of `flat`."""
+    """Sum like `ordered_all_reduce`, by the backend's all-reduce: faster, but bits depend on the layout of `flat`. Collective."""
     dist.all_reduce(flat, group=group)
     return flat.div_(divisor) if divisor != 1 else flat
 

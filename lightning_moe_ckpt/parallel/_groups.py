@@ -301,7 +301,7 @@ def init_fresh_process_group(backend: str, *, rank: int, world_size: int, timeou
 
 
 def _serve(shared: Store, host: str, world_size: int, timeout: timedelta) -> Store:
-    """Start a store and answer questions for its address until all ranks have joined."""
+    """Start a store, and answer questions for its address until all ranks have joined. Raises `CheckpointError` after `timeout`."""
     store = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
     address, answered = f"{host}:{store.port}", set[str]()
     give_up = time.monotonic() + timeout.total_seconds()

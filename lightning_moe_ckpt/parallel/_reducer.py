@@ -124,7 +124,7 @@ class _Gradient:
     hook: RemovableHandle | None = field(default=None, repr=False)
 
     def fill(self) -> None:
-        """Copy the gradient into `flat`, or zeros; call before its buckets are launched."""
+        """Copy the gradient into `flat`, or zeros; call before its buckets are launched. Raises `ConfigurationError` if sparse."""
         grad = self.parameter.grad
         if grad is None:
             self.flat.zero_()

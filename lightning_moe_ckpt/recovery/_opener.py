@@ -179,7 +179,7 @@ class RunOpener:
             self.store = RunStore.join(self._backend, run_id=run_id)
 
     def _open_incarnation(self, resumed: GenerationId | None, search: Search, *, foreign: bool) -> bool:
-        """Return whether the incarnation was opened; if not, the log moved meanwhile and a new search is due."""
+        """Return whether the incarnation was opened; if not, the log has moved, and a new search is due. Collective."""
 
         def open_incarnation() -> object:
             incarnation = self.store.open_incarnation(resumed, volatile=search.volatile, foreign=foreign)

@@ -164,7 +164,7 @@ class Constants:
                 self._take_up(store.read_constants(resumed), store, load=load)
 
     def _store(self, store: RunStore, own: GenerationId, exchange: Exchange) -> None:
-        """Store the constants equal on all ranks. If storage fails there are none: generations have everything."""
+        """Store the constants equal on all ranks. If storage fails there are none: generations have everything. Collective."""
         self._digests = digests = digested(self._params)
         if len(set(exchange.gather_values(digest_of(repr(digests).encode())))) > 1:
             rows = cast("list[dict[str, str]]", exchange.gather_values(digests))

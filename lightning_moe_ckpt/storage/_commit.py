@@ -109,7 +109,9 @@ class Coordination:
     """Generations with a manifest, readable or not, in the last listing."""
 
     def refresh(self) -> None:
-        """Read other processes' entries; after `open` they only mean that this process is fenced."""
+        """Read other processes' entries; after `open` they only mean that this process is fenced. Raises `Fenced` if another run
+        began.
+        """
         if self.incarnation is not None:
             self.catch_up()
             return

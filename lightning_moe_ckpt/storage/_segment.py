@@ -350,7 +350,7 @@ def _split_header(data: memoryview) -> dict[str, object]:
 
 
 def _rebuild(table: dict[str, object]) -> SegmentLayout:
-    """Lay out the tensors that a header names. The caller compares the new header with the original."""
+    """Lay out the tensors named by a header. The caller compares the new header with the original. Raises `Corrupt`."""
     try:
         metadata = _string_map(table.pop(_METADATA))
         if metadata.pop(_FORMAT_KEY) != _FORMAT:

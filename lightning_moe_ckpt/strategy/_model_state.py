@@ -147,7 +147,7 @@ def _runs_over(value: Any, experts: int) -> bool:
 def _exchange_outlines(
     states: Mapping[int, Mapping[str, Any]], parameters: Mapping[int, Tensor], groups: ParallelGroups
 ) -> dict[int, dict[str, Any]]:
-    """Return every parameter's entries on any rank: an empty tensor for stacked entries, else the value."""
+    """Return every parameter's entries on any rank: an empty tensor for stacked entries, else the value. Collective."""
     outline = {
         idx: {
             key: value.new_empty(value.shape, device="meta") if _runs_over(value, len(parameters[idx])) else value

@@ -178,7 +178,9 @@ class Pipeline:
         return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), target
 
     def _runner(self, inputs: Sequence[Tensor], *, training: bool) -> _Runner:
-        """Return the schedule for batches like these; the first batch decides on the shapes of activations."""
+        """Return the schedule for such batches, whose shapes the first decides. Raises `ConfigurationError` if they change in
+        training.
+        """
         said = _border(inputs)
         known = self._borders.get(training)
         if known is not None and known[1] == said:

@@ -103,7 +103,7 @@ def stand_out(module: LightningModule) -> None:
 
 
 def build_stage(module: LightningModule, groups: ParallelGroups) -> None:
-    """Make this rank's stage part of the module, once; averaging callbacks may ask before Lightning does."""
+    """Make this rank's stage part of the module, once: averaging callbacks may ask before Lightning. Raises `ConfigurationError`."""
     known = _built.get(module)
     if known is not None and known[:2] == (groups.stage, groups.num_stages):
         return
@@ -164,7 +164,7 @@ def _never_called(batch: Any, batch_idx: int) -> None:
 
 
 def first_dimensions(inputs: Any) -> Iterator[int]:
-    """Yield the lengths along which a stage's inputs are cut."""
+    """Yield the lengths along which a stage's inputs are cut. Raises `ConfigurationError` if an input has no dimension."""
     for each in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
         if not isinstance(each, Tensor) or each.ndim == 0:
             raise ConfigurationError(

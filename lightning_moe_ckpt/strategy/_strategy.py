@@ -467,7 +467,7 @@ class MoEStrategy(PipelinedStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's part of a checkpoint with all experts and stages."""
+        """Load this rank's part of a whole checkpoint. Raises `ConfigurationError` if it lacks parameters of Tutel's experts."""
         state = checkpoint["state_dict"]
         if self.pipeline_parallel > 1:
             own = self._module.state_dict().keys()

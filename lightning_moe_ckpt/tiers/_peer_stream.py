@@ -338,7 +338,7 @@ class ReplicaStream:
         return True
 
     def _hear(self, wanted: MessageKind) -> tuple[dict[int, str], list[tuple[int, ...]]]:
-        """Receive one answer per holder: reasons of refusals by rank, and the numbers in the other answers."""
+        """Receive one answer per holder. Return the reasons of refusals by rank, and the numbers in the other answers."""
         refused, answers = {}, []
         for wire in self._active:
             with self._losing(wire):

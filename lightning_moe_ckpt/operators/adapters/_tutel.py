@@ -152,7 +152,7 @@ def _refuse_broken(fqn: str, layer: nn.Module) -> None:
 def _cut(
     fqn: str, layer: Any, index: ParameterIndex, ids: Sequence[int], num_experts: int
 ) -> dict[int, tuple[ParamSlice, ...]]:
-    """Return each expert's slices: rows of stacked tensors, intervals of flat ones, or parameters of listed modules."""
+    """Return each expert's slices: rows of stacks, intervals of flat tensors, or listed modules. Raises `UnknownLayout`."""
     prefix = f"{fqn}.experts" if fqn else "experts"
     modules = _numbered(layer.experts, len(ids))
     slices: dict[int, list[ParamSlice]] = {expert: [] for expert in ids}
