@@ -59,7 +59,7 @@ def run(
         module: whether the script is a module's name.
         spares: processes of this node that wait for a place.
         spare_at: `strategy` or `imports`, up to where they run.
-        max_failures: more of them end the job.
+        max_failures: most failures, as a number or like `10 per 1h`; more end the job.
         recover_timeout: seconds from a failure until training goes on; then all ranks are started anew.
         hang_timeout: least silence in seconds within a step that counts as a hang.
 

@@ -111,7 +111,7 @@ class TutelTap:
 
 
 def tutel_slots(block: Any, factors: Capacity) -> Callable[[int], int] | None:
-    """Return, by the tokens of this rank, the slots of an expert in a layer like Tutel's; `None` for another layer.
+    """Return a function from this rank's tokens to an expert's slots, for a layer like Tutel's; `None` for another layer.
 
     Args:
         block: the layer.
