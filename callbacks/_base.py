@@ -347,7 +347,7 @@ _OWN = (CheckpointCallback, ReplayHooks)
 
 
 def checkpoint_of(trainer: Trainer) -> CheckpointCallback | None:
-    """Return the trainer's checkpoint callback, if it has one."""
+    """Return the trainer's checkpoint callback; `None` without."""
     return next((callback for callback in callbacks_of(trainer) if isinstance(callback, CheckpointCallback)), None)
 
 

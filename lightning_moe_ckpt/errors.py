@@ -59,11 +59,11 @@ class IdentityMismatch(ConfigurationError):
 
 
 class OtherData(CheckpointError, RuntimeError):
-    """A resumed run got another batch than the original run; raised before it trains on it, and nothing stored has changed."""
+    """A resumed run got another batch than the original run. Raised before the run trains on that batch; nothing stored has changed."""
 
 
 class CodecError(ConfigurationError, TypeError):
-    """A value cannot be stored in the journal exactly; the message says where it sits and what it is."""
+    """A value cannot be stored in the journal exactly; the message gives its place and type."""
 
 
 class RingFull(CheckpointError, RuntimeError):

@@ -343,7 +343,7 @@ class TurnTaker(Generic[Result]):
         self.kill()
 
     def kill(self) -> None:
-        """End it by SIGKILL, and wait until it is gone."""
+        """End the process by SIGKILL, and wait for its end."""
         self._process.kill()
         self._process.join()
 

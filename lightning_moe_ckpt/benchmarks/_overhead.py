@@ -88,7 +88,7 @@ class StepCosts:
     """Training-thread time in checkpoint hooks, mean, waits included."""
     generations_complete: int
     generations_committed: int
-    """Storage is given the newest complete generation whenever it has finished one."""
+    """Whenever storage has finished a generation, it is given the newest complete generation."""
     hooks: dict[str, Cost] = field(default_factory=dict)
     """Mean cost per step by hook, with `--breakdown`."""
     threads: dict[str, float] = field(default_factory=dict)

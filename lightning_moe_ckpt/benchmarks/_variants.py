@@ -183,7 +183,7 @@ class DlroverCheckpoint(SavingEvery):
 
 
 class LmResiliencyCheckpoint(SavingEvery):
-    """lm-resiliency's in-memory checkpoint, one rank without replicas; it copies until the next optimizer step."""
+    """lm-resiliency's in-memory checkpoint on a single rank, without replicas; copies until the next optimizer step."""
 
     _keeper: Any = None
 

@@ -112,7 +112,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
 
 def refusals(value: object) -> list[str]:
-    """Return what `encode` refuses in `value`, one line each with place and type; empty if it can be stored."""
+    """Return the parts of `value` that `encode` refuses, a line each with place and type; empty if `value` can be stored."""
     encoder = _Encoder(collect=True)
     encoder.node(value)
     return encoder.refused

@@ -102,7 +102,7 @@ def _numpy_state() -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def _mersenne_state(key: bytes, pos: int, has_gauss: int, gauss: str) -> dict[str, Any]:
-    """Return numpy's state; like Python's, it is the same object while nothing is drawn. Do not write to it."""
+    """Return numpy's state: like Python's, the same object while nothing is drawn. Do not write to this object."""
     words = {"key": np.frombuffer(key, np.uint32), "pos": pos}
     return {"bit_generator": "MT19937", "state": words, "has_gauss": has_gauss, "gauss": float.fromhex(gauss)}
 
@@ -119,7 +119,7 @@ class _Watched:
         self._state: Any = None
 
     def state(self) -> Any:
-        """Return the state. While nothing is drawn, it is the same object; do not write to it."""
+        """Return the state: the same object while nothing is drawn. Do not write to this object."""
         seen = self._look()
         if not seen or seen != self._seen:
             self._state = self._read()

@@ -275,7 +275,7 @@ _UNTOUCHED = 0xA5
 
 
 class CheckFailed(CheckpointError, RuntimeError):
-    """A function gave other bytes than its twin. The device check catches it and reports it."""
+    """A function gave other bytes than its twin. The device check catches and reports this error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -74,7 +74,7 @@ def cpu() -> Library | None:
 
 
 def cuda() -> Library | None:
-    """Return the CUDA part; `None` without it or without a device for it."""
+    """Return the CUDA part; `None` without the part, or without a device."""
     return status("cuda").library
 
 

@@ -276,7 +276,7 @@ class CollectiveQueue:
         return future
 
     def close(self) -> None:
-        """End the worker after its queued work; abandon it if it hangs."""
+        """End the worker after its queued work; abandon a worker that hangs."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(timeout=5)

@@ -314,7 +314,7 @@ class GradientReducer:
     # -- one reduction -----------------------------------------------------------------------------------------------
 
     def _watch(self, gradient: _Gradient) -> None:
-        """Hook a parameter once; a frozen one cannot be hooked before it is thawed."""
+        """Hook a parameter once; a frozen parameter cannot be hooked before its thaw."""
         if gradient.hook is None and gradient.parameter.requires_grad:
             gradient.hook = gradient.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda _: self._on_gradient(gradient) if self._armed else None

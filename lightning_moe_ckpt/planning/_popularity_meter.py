@@ -152,7 +152,7 @@ class PopularityMeter(CaptureOrder):
         return self._value_E
 
     def restore_measure(self, state: Mapping[str, Any]) -> bool:
-        """Go on from a state; return `False` if it has another measure, and keep the own one."""
+        """Go on from a state; for a state of another measure return `False`, and keep the own state."""
         if state["measure"] != self._measure:
             return False
         self._value_E, self._held, self._coming = state["value"].clone(), [], []

@@ -150,7 +150,7 @@ class _Run:
         return self.records[-1].end - self.start
 
     def takes(self, record: Wanted, place: Place) -> bool:
-        """Add a record if it is the next one in this copy; return whether it was added."""
+        """Add a record if it comes next in this copy; return whether it was added."""
         here = (self.place.copy, self.place.entry.key, self.place.offset - self.start)
         near = 0 <= record.start - self.records[-1].end < FILLER_NBYTES
         if near and here == (place.copy, place.entry.key, place.offset - record.start):

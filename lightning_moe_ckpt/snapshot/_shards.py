@@ -127,7 +127,7 @@ class ShardTable:
 
     @classmethod
     def joined(cls, tables: Sequence[ShardTable]) -> ShardTable:
-        """Return one table with the tensors of all tables, one behind the other."""
+        """Return a single table with the tensors of all tables, in their order."""
         if len(tables) == 1:
             return tables[0]
         joined = cls([])

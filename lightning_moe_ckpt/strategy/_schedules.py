@@ -334,7 +334,7 @@ class _Stage(PipelineStage):
 
 
 class _Forward(nn.Module):
-    """Module that torch runs as a stage. It is part of no model, so it changes no names."""
+    """Module that torch runs as a stage; part of no model, so that no name changes."""
 
     def __init__(
         self,

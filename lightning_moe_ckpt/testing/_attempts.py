@@ -277,7 +277,7 @@ class _RunningAttempt:
         )
 
     def _wait(self, deadline: float) -> None:
-        """Wait until all ranks have ended, or one of them badly: then the others get a moment, as under torchrun."""
+        """Wait until all ranks have ended, or a rank has ended badly: then all other ranks get a moment, as under torchrun."""
         while len(self._codes) < len(self._pids):
             self._reap(os.WNOHANG)
             if any(self._codes.values()) and not self._asked_to_stop:

@@ -335,7 +335,7 @@ class ObjectTier:
         ]
 
     def read_marker(self, holding: Holding) -> RankMarker:
-        """Return the marker. Raises `Corrupt` unless it has the manifest's digest, `KeyMissing` if it is gone."""
+        """Return the marker. Raises `Corrupt` if its digest is not the manifest's, `KeyMissing` if the marker is gone."""
         commit = self._commits.get(holding.generation)
         if commit is None:
             raise KeyMissing(f"{self._store.url}: no commit of {holding}.")

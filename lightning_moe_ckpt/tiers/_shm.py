@@ -463,7 +463,7 @@ def unfinished_path(marker: Path) -> Path:
 
 
 def marker_paths(memory: Path) -> list[Path]:
-    """Return the finished markers beside a memory file, in no order; one writable by others is named once."""
+    """Return the finished markers beside a memory file, in no order; a marker that other users may write is named once."""
     return [path for path in _markers_of(memory) if path.suffix == ".done" and is_private_file(path, say=True)]
 
 
