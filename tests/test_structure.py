@@ -523,6 +523,7 @@ class StartEvents(StepEvents):
             sys.setprofile(None)
 
 
+@pytest.mark.usefixtures("shared_memory")  # what other runs have left there is looked at
 @pytest.mark.parametrize("start", MAX_START)
 def test_a_start_takes_few_calls_per_operator(start: str, tmp_path: Path) -> None:
     """From the start of a fit to the end of its second step, when there is a plan; of a restart to the end of its replay. Built-in functions count.
