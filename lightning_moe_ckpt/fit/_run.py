@@ -50,7 +50,9 @@ class _Phase(Enum):
 
 
 class FitSession:
-    """Forward one trainer's hooks to the recorder of boundaries and to the process's `CheckpointSession`.
+    """Own one trainer's hooks: what users' objects say goes to `BoundaryRecorder`, tensors to `CheckpointSession`.
+
+    `Sessions` owns the `CheckpointSession` in force, which owns plans and tiers; below, `CaptureSession` owns windows.
 
     Args:
         config: where checkpoints live and how to resume.
@@ -86,11 +88,11 @@ class FitSession:
         self.sessions = Sessions(trainer, trained, config=config, policy=policy, own_callbacks=own_callbacks)
         """The checkpoint session in force, and how this rank takes part in checkpoints of all."""
         self.clock = self.session.clock
-        warn_if_short(trainer, self.session.least_steps)
+        warn_if_short(trainer, self.session.job.least_steps)
         self._logs, self._files = LogFolders(trainer), CheckpointFiles(trainer)
         compared, original = lambda: self._recorder.compares_batch, self._original_batches
         self._batches = BatchLog(trainer, batches, keep=policy.replays, original=original, compared=compared)
-        self._layers, findings = LayerState(module, self.session.layers), Findings(trainer, module)
+        self._layers, findings = LayerState(module, self.session.job.operators.layers), Findings(trainer, module)
         parts: dict[str, JournalPart] = {"files": self._files, "logs": self._logs, "batches": self._batches}
         parts |= {"layers": self._layers, "findings": findings}
         replay, logged = lambda: self.session.repeats.replay, batches == "log"
@@ -367,17 +369,21 @@ class FitSession:
     @clocked
     def before_zero_grad(self) -> None:
         """Wait until captures have read the gradients that are about to be zeroed."""
-        self.sessions.now.fence_gradients(seal=not self.trained.may_begin)
+        session = self.sessions.now
+        session.fence_gradients()
+        if not self.trained.may_begin:
+            session.begin_seal()
 
     @clocked
     def before_backward(self) -> None:
         """Give up this boundary if the coming step begins with gradients that it lacks; later boundaries store them."""
-        self.trained.may_begin, why_not = False, ""
+        self.trained.may_begin, session = False, self.sessions.now
+        session.fence_gradients()
         if found := self.trained.left_over():
             told = len(found), found[0]
             log.info("%d parameters, first `%s`, keep gradients from step to step: they are stored", *told)
-            why_not = f"the gradient of `{found[0]}` was not known to be kept from step to step"
-        self.session.fence_gradients(why_not=why_not)
+            session.give_up(f"the gradient of `{found[0]}` was not known to be kept from step to step")
+        session.begin_seal()
 
     @clocked
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

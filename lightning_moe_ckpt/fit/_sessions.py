@@ -21,7 +21,8 @@ from lightning_moe_ckpt.fit._stops import say_who_is_gone
 from lightning_moe_ckpt.fit.loops import _trainer
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.policies import Policy
-from lightning_moe_ckpt.session import CheckpointSession, Repeats, Report
+from lightning_moe_ckpt.recovery import Repeats
+from lightning_moe_ckpt.session import CheckpointSession, Report, SessionJob
 from lightning_moe_ckpt.tiers import SessionConfig
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -160,17 +161,17 @@ class Sessions:
             trainer.optimizers[0], in_parts=policy.cuts, mixed=not policy.exact, default_dtype=dtype
         )
         self._groups = _trainer.groups_of(trainer.strategy)
-        return CheckpointSession(
-            self.config,
+        job = SessionJob(
+            config=self.config,
             policy=policy,
             module=module,
             schema=self.schema,
             groups=self._groups,
             autocast_dtype=_AUTOCAST.get(str(trainer.precision)),
-            may_skip=_limits.may_leave_out(trainer, module, self._own),
             compiled=_trainer.is_compiled(module),
+            may_skip=_limits.may_leave_out(trainer, module, self._own),
             extra=_trainer.checkpoint_extra(trainer, module),
             averages=averages_of(trainer),
             as_user=lambda start: self._trained.restore(start["trained"]),
-            repeats=repeats,
         )
+        return CheckpointSession(job, repeats)

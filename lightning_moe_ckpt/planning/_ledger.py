@@ -376,7 +376,7 @@ class LedgerKeeper(Counting):
         self.ledger = self._policy.after_restart(ledger, lost_E)
         self._processed_E, self._counted_at = ledger.processed, outcome["step"]
 
-    # -- as TierWatcher has it
+    # -- generations in tiers, on all ranks alike
 
     @property
     @override
@@ -391,7 +391,7 @@ class LedgerKeeper(Counting):
     def given(
         self, tier: str, generation: GenerationId, layout: WindowLayout, generations_kept: int | None = None
     ) -> None:
-        """Note that a tier begins to take this boundary's generation."""
+        """Note that a tier begins to take this boundary's generation, and keeps the newest `generations_kept`."""
         if tier in self._levels:
             selection = Selection.of_plan(layout.record.plan, self._view.operators)
             self.ledger = self.ledger.give(self._levels[tier], generation.step, selection, generations_kept)

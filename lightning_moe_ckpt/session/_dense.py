@@ -7,20 +7,19 @@ buffer, freed once stored: the ring is sized for windows, and does not exist at 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, CodecError
 from lightning_moe_ckpt.journal import UNFIT, Journal, JournalOverflow, encode
-from lightning_moe_ckpt.native import CopyEngine, Preparation
-from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.process import StallMeter
-from lightning_moe_ckpt.snapshot import BoundaryCapture, SegmentWriter, StateView, WindowLayout, dense_layout
-from lightning_moe_ckpt.storage import BadCopies, GenerationId
+from lightning_moe_ckpt.native import Preparation
+from lightning_moe_ckpt.planning import Planner
+from lightning_moe_ckpt.session._job import SessionJob
+from lightning_moe_ckpt.snapshot import BoundaryCapture, SegmentWriter, WindowLayout, dense_layout
+from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import PersistWorker, WriteRequest
 
 log = rank_logger(__name__)
@@ -32,21 +31,6 @@ _T = TypeVar("_T")
 _Captured: TypeAlias = tuple[WindowLayout, BoundaryCapture]
 
 _NOT_TAKEN = "a checkpoint was not taken; training goes on: step %d as a whole: %s"
-
-
-class JournalSource(Protocol):
-    """Entries that the planner adds to journals and to markers."""
-
-    @property
-    def journal_nbytes(self) -> int:
-        """Least capacity of a journal record, in bytes."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the planner's entries for this boundary's outcome."""
-
-    @property
-    def bad_copies(self) -> BadCopies:
-        """Copies in storage that generations no longer name; the same on all ranks."""
 
 
 class DenseTurns:
@@ -69,28 +53,20 @@ class DenseTurns:
 
 
 class DenseCapture:
-    """Take dense generations of one incarnation; `worker` belongs to the tier that gets them."""
+    """Take dense generations of one incarnation; `worker` belongs to the tier that gets them, `plans` adds entries to
+    journals and markers.
+    """
 
     def __init__(
-        self,
-        *,
-        name: Callable[[int], GenerationId],
-        view: StateView,
-        groups: ParallelGroups,
-        exchange: Exchange,
-        engine: CopyEngine,
-        worker: PersistWorker,
-        stalls: StallMeter,
-        journal: JournalSource,
+        self, job: SessionJob, *, name: Callable[[int], GenerationId], worker: PersistWorker, plans: Planner
     ) -> None:
-        self._name, self._view, self._groups, self._exchange = name, view, groups, exchange
-        self._engine, self._worker, self._stalls, self._journal = engine, worker, stalls, journal
+        self._job, self._name, self._worker, self._plans = job, name, worker, plans
         self._held: _Captured | None = None
         self._holds = False
 
     def hold(self, step: int, start: Journal) -> None:
         """Capture the whole state for `write`. Later hooks may add one entry to `start`: `end`."""
-        with self._stalls.measure("dense"):
+        with self._job.stalls.measure("dense"):
             self._held, self._holds = self._tried(self._captured, step, start), True
 
     def write(self, step: int, start: Journal, *, timeout: float) -> GenerationId | None:
@@ -104,14 +80,14 @@ class DenseCapture:
         Returns:
             The generation if it is durable on all ranks, else `None`.
         """
-        with self._stalls.measure("dense"):
+        with self._job.stalls.measure("dense"):
             captured = self._held if self._holds else self._tried(self._captured, step, start)
             self._held, self._holds = None, False
             generation = None if captured is None else self._tried(self._submit, captured, start)
             self._worker.drain(timeout)
             # No rank trains on, or leaves, before the coordinator has committed.
             held = generation is not None and self._worker.holds(generation)
-            return generation if self._exchange.all_agree(held) else None
+            return generation if self._job.exchange.all_agree(held) else None
 
     def begin(self, step: int, start: Journal) -> None:
         """Capture the whole state, to be stored while training goes on; wait for the copies, since passes may change
@@ -123,7 +99,7 @@ class DenseCapture:
             step: the boundary at which the next batch begins.
             start: the journal's start half.
         """
-        with self._stalls.measure("dense"):
+        with self._job.stalls.measure("dense"):
             captured = self._tried(self._captured, step, start)
             if captured is not None:
                 self._tried(self._submit, captured, start)
@@ -136,14 +112,16 @@ class DenseCapture:
             return None
 
     def _captured(self, step: int, start: Journal) -> _Captured:
-        journal = {"outcome": {"step": step, "losses": [], **self._journal.state()}, "start": start}
+        journal = {"outcome": {"step": step, "losses": [], **self._plans.state()}, "start": start}
         # A stop's journal lacks later moments and the last hooks' results; a resuming run reserves room for both.
-        layout = dense_layout(self._view, self._groups, max(3 * len(encode(journal)), self._journal.journal_nbytes))
+        layout = dense_layout(
+            self._job.view, self._job.groups, max(3 * len(encode(journal)), self._plans.journal_nbytes)
+        )
         (written,) = layout.steps
-        writer = SegmentWriter(written, _memory(written.files_nbytes), self._engine)
+        writer = SegmentWriter(written, _memory(written.files_nbytes), self._job.engine)
         capture = BoundaryCapture(writer, step, journal["outcome"])
         capture.take_rest(start, disturbed=False)
-        self._engine.fence(capture.ticket)  # hooks and passes may change weights
+        self._job.engine.fence(capture.ticket)  # hooks and passes may change weights
         return layout, capture
 
     def _submit(self, captured: _Captured, start: Journal) -> GenerationId:
@@ -164,7 +142,7 @@ class DenseCapture:
                 plan_hash=layout.record.plan_hash,
                 plan_json=layout.record.to_json(),
                 num_segments=1,
-                bad=self._journal.bad_copies,
+                bad=self._plans.bad_copies,
             )
         )
         self._worker.add(generation, segment)

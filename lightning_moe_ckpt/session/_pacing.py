@@ -28,7 +28,7 @@ import time
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from typing import Protocol
@@ -107,21 +107,21 @@ class Costs:
 class Overhead:
     """Cost of checkpoints on this rank, as shares of training's time; steps of a replay do not count."""
 
-    target: float | None
+    target: float | None = None
     """`overhead_target`."""
-    hooks: float
+    hooks: float = 0.0
     """Share of the training thread in hooks, from the first step on."""
-    tiers: dict[str, float]
+    tiers: dict[str, float] = field(default_factory=dict)
     """Measured share by which steps were longer while each tier worked; `host` stands for copies to memory."""
-    recent: float
+    recent: float = 0.0
     """Share of hooks and tiers in the second half of training so far."""
-    gap_steps: int
+    gap_steps: int = 0
     """Least steps from one window's start to the next now; 0 for no limit."""
-    rest_seconds: dict[str, float]
+    rest_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds that each tier now rests between generations."""
-    start_seconds: float
+    start_seconds: float = 0.0
     """Seconds in hooks from the start of the fit to the first batch."""
-    end_seconds: float
+    end_seconds: float = 0.0
     """Seconds that the end of the fit waited until everything was durable."""
 
     @property

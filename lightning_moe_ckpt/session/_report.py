@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -16,11 +16,7 @@ from lightning_moe_ckpt.session._pacing import Overhead
 from lightning_moe_ckpt.tiers import DeltaFigures, RedundancyFigures
 
 if TYPE_CHECKING:
-    from lightning_moe_ckpt.recovery import RestoreSource
-    from lightning_moe_ckpt.session._capture import CaptureSession
-    from lightning_moe_ckpt.session._tiers import Tiers
-
-T = TypeVar("T")
+    from lightning_moe_ckpt.session._opening import OpenRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,17 +94,7 @@ class Report:
     @classmethod
     def empty(cls) -> Report:
         """Return the report of a fit that ended before it began."""
-        overhead = Overhead(
-            target=None,
-            hooks=0.0,
-            tiers={},
-            recent=0.0,
-            gap_steps=0,
-            rest_seconds={},
-            start_seconds=0.0,
-            end_seconds=0.0,
-        )
-        values: dict[str, Any] = {"int": 0, "float": 0.0, "tuple[str, ...]": (), "Overhead": overhead}
+        values: dict[str, Any] = {"int": 0, "float": 0.0, "tuple[str, ...]": (), "Overhead": Overhead()}
         wanted = {field.name: str(field.type) for field in fields(cls) if field.default is MISSING}
         zeros: dict[str, Any] = {k: {} if t.startswith("dict") else values.get(t) for k, t in wanted.items()}
         return cls(**zeros, began=False)
@@ -211,62 +197,27 @@ class Durations:
         return time.perf_counter() - self.began[0], self._clock.seconds - self.began[1]
 
 
-def capture_figures(capture: CaptureSession | None) -> dict[str, Any]:
-    """Return the figures of captures; zeros if `capture` is `None`, before the run is open."""
-    taken = capture.segments_captured if capture is not None else 0
+def run_figures(run: OpenRun) -> dict[str, Any]:
+    """Return the figures of captures, tiers and the restore."""
+    capture, tiers, storage, found, layout = run.capture, run.tiers, run.storage, run.found, run.capture.memory.layout
     return {
-        "window": len(capture.layout.steps) if capture is not None and capture.layout is not None else 0,
-        "window_position": capture.window_position if capture is not None else 0,
-        "nbytes_per_step": capture.nbytes_captured / taken if capture is not None and taken else 0.0,
-        "nbytes_captured": capture.nbytes_captured if capture is not None else 0,
-        "generations_complete": capture.generations_complete if capture is not None else 0,
-        "windows_skipped": capture.windows_skipped if capture is not None else 0,
-        "windows_missed": capture.missed_windows.in_a_row if capture is not None else 0,
-    }
-
-
-def tier_figures(tiers: Tiers, found: RestoreSource | None) -> dict[str, Any]:
-    """Return the figures of tiers, among them generations of an earlier incarnation that this one resumed from."""
-    return {
+        "window": len(layout.steps) if layout is not None else 0,
+        "window_position": len(capture.window.segments) if capture.window is not None else 0,
+        "nbytes_per_step": capture.nbytes_captured / max(1, capture.segments_captured),
+        "nbytes_captured": capture.nbytes_captured,
+        "nbytes_persisted": storage.nbytes_complete,
+        "generations_complete": capture.generations_complete,
+        "generations_committed": storage.num_complete,
+        "windows_skipped": capture.windows_skipped,
+        "windows_missed": capture.missed_windows.in_a_row,
         "reserved_nbytes": tiers.reserved(),
         "generations": (found.tiers if found is not None else {}) | tiers.newest(),
         "generations_skipped": tiers.skipped(),
         "generations_failed": tiers.failed(),
         "redundancy": next((each.redundancy for each in tiers.workers if each.redundancy is not None), None),
         "deltas": next((worker.deltas for worker in tiers.workers if worker.deltas is not None), None),
-    }
-
-
-def log_figures(tiers: Tiers, capture: CaptureSession | None, durations: Durations) -> dict[str, object]:
-    """Return figures for the run's log, as JSON values; called on the storage thread during training.
-
-    Args:
-        tiers: tiers of this incarnation.
-        capture: its captures, if the run is open.
-        durations: its durations.
-    """
-    seconds, hooks = durations.training()
-    return {
-        "seconds": round(seconds, 3),
-        "overhead_seconds": round(hooks, 4),
-        "newest": tiers.newest(),
-        "skipped": tiers.skipped(),
-        "failed": tiers.failed(),
-        "nbytes_captured": 0 if capture is None else capture.nbytes_captured,
-    }
-
-
-def found_figures(found: RestoreSource | None) -> dict[str, Any]:
-    """Return figures of the restore; `None` stands for a fresh start."""
-    return {
         "resumed_from": found.generation.step if found is not None else None,
         "restored_from": found.restored_from if found is not None else {},
         "missing_experts": tuple(found.chosen.missing) if found is not None else (),
         "replay_steps": len(found.segments) - 1 if found is not None else 0,
     }
-
-
-def expect(part: T | None) -> T:
-    """Return `part`, which exists once `begin` was called."""
-    assert part is not None
-    return part

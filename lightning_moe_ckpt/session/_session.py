@@ -8,48 +8,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-import torch
 from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange, Neighbours
 from lightning_moe_ckpt.journal import UNFIT, Journal, encode
-from lightning_moe_ckpt.native import Bubbles, create_engine
-from lightning_moe_ckpt.operators import StateSchema, discover
-from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.native import Bubbles
 from lightning_moe_ckpt.planning import Planner
-from lightning_moe_ckpt.policies import Policy
-from lightning_moe_ckpt.process import FrozenHeap, HookClock, StallMeter, collections_paused
-from lightning_moe_ckpt.recovery import RestoreSource, ResumeRequest, RunOpener, follow_found, is_superseded, load_found
-from lightning_moe_ckpt.session._chain import Capture, capture_session
-from lightning_moe_ckpt.session._dense import DenseCapture, DenseTurns
-from lightning_moe_ckpt.session._repeats import Repeats
+from lightning_moe_ckpt.process import FrozenHeap, HookClock, collections_paused
+from lightning_moe_ckpt.recovery import Repeats, RestoreSource, follow_found, load_found
+from lightning_moe_ckpt.session._dense import DenseTurns
+from lightning_moe_ckpt.session._job import SessionJob
+from lightning_moe_ckpt.session._opening import OpenRun, open_run
 from lightning_moe_ckpt.session._report import (
     Durations,
     Report,
-    capture_figures,
-    expect,
-    found_figures,
-    log_figures,
-    tier_figures,
+    run_figures,
 )
-from lightning_moe_ckpt.session._tiers import Tiers, build_on_stored, make_ring, report_failures
-from lightning_moe_ckpt.snapshot import Averages, Copies, Identity, StateView, WindowLayout, describe_stages, log_plan
-from lightning_moe_ckpt.tiers import (
-    STORAGE,
-    HostWorker,
-    Markers,
-    PersistWorker,
-    RankMemory,
-    Rings,
-    SessionConfig,
-    claim_memory,
-    join_peers,
-)
+from lightning_moe_ckpt.session._tiers import build_on_stored, report_failures
+from lightning_moe_ckpt.snapshot import Copies, WindowLayout, log_plan
+from lightning_moe_ckpt.tiers import STORAGE
 
 log = rank_logger(__name__)
 
@@ -57,67 +38,47 @@ _MEASURED_JOURNALS = 2
 """Steps whose journals are measured, captured or not, to reserve room in the first plan."""
 
 
-class CheckpointSession:
-    """Checkpointing of one `fit`.
+@dataclass(kw_only=True)
+class _Progress:
+    """Training's progress in this incarnation."""
 
-    With `may_skip`, `requires_grad` may be toggled in replay, unless a compiler (`compiled`) makes other programs, with
-    other rounding, for watched or frozen modules. `extra` holds the trainer's entries for exports; entries that cannot
-    be stored are left out. `averages` are the module's averages kept by callbacks. `repeats` belongs to an earlier
+    steps: int = 0
+    """Optimizer steps taken here, replayed ones included."""
+    at: int | None = None
+    """Newest boundary."""
+    outcome: Journal = field(default_factory=dict)
+    """Outcome half of the newest boundary's journal."""
+    last_window: int | None = None
+    """First boundary of the newest window."""
+    last_step: int | None = None
+    """Planned last step, if any."""
+
+
+class CheckpointSession:
+    """Own everything that checkpoints one `fit` between two formations of groups: run, tiers, plans, replay and capture.
+
+    Above, `FitSession` turns hooks of a trainer into one call each; below, `CaptureSession` takes windows while this
+    session decides when, and `Sealing` carries each boundary from its copies to the tiers. `repeats` belongs to an earlier
     session, in the midst of whose replay this session is opened.
     """
 
+    _run: OpenRun
+    """Parts that exist from `begin` on."""
+    is_open = False
+    """Whether `begin` has opened the run."""
+
     @collections_paused()
-    def __init__(
-        self,
-        config: SessionConfig,
-        *,
-        policy: Policy,
-        module: torch.nn.Module,
-        schema: StateSchema,
-        groups: ParallelGroups,
-        autocast_dtype: torch.dtype | None,
-        may_skip: bool,
-        compiled: bool = False,
-        extra: Mapping[str, object] | None = None,
-        averages: Averages | None = None,
-        as_user: Callable[[Journal], None] = lambda _: None,
-        repeats: Repeats | None = None,
-    ) -> None:
-        self._as_user = as_user
-        self._extra, self._autocast_dtype, self._may_skip = dict(extra or {}), autocast_dtype, may_skip and not compiled
-        self._config, self._policy, self._groups = config, policy, groups
-        unknown: Literal["dense", "refuse"] = "dense" if policy.exact else "refuse"  # exact: everything, whatever it is
-        self._operators = discover(module, ep_size=groups.ep_size, unknown=unknown)
-        self._view = StateView(module, self._operators, schema, {}, averages)
-        self._exchange = Exchange(groups)
-        self._copies = Copies(self._view, groups, self._exchange)
+    def __init__(self, job: SessionJob, repeats: Repeats | None = None) -> None:
+        self.job, self._copies = job, Copies(job.view, job.groups, job.exchange)
         self._planner = Planner(
-            policy,
-            *(self._view, groups, self._exchange, module),
-            autocast_dtype=autocast_dtype,
-            may_probe=not compiled,
+            *(job.policy, job.view, job.groups, job.exchange, job.module),
+            autocast_dtype=job.autocast_dtype,
+            may_probe=not job.compiled,
         )
-        self.layers, self.least_steps = self._operators.layers, policy.least_steps(len(self._view.operators))
-        device = next(iter(self._view.params.values())).device
-        self._stalls, self.clock, self._heap = StallMeter(device), HookClock(), FrozenHeap(wanted=config.freeze_heap)
-        self._runs: RunOpener | None = None
-        self._storage: PersistWorker | None = None
-        self._memory: RankMemory | None = None
-        self._rings: Rings | None = None
-        self._dense: DenseCapture | None = None
-        self._turns = DenseTurns(config.dense_every_n_steps)
-        self._tiers = Tiers([])
-        self._capture: Capture | None = None
-        self._engine = create_engine(device)
-        self.bubbles = Bubbles(self._engine, device)
-        self._found: RestoreSource | None = None
+        self.clock, self._heap = HookClock(), FrozenHeap(wanted=job.config.freeze_heap)
+        self._turns, self.bubbles = DenseTurns(job.config.dense_every_n_steps), Bubbles(job.engine, job.device)
         self.repeats = Repeats() if repeats is None else repeats
-        self._steps = 0
-        self._outcome: Journal = {}
-        self._durations = Durations(self.clock)
-        self._last_window: int | None = None
-        self._at: int | None = None
-        self._last_step: int | None = None
+        self._progress, self._durations = _Progress(), Durations(self.clock)
 
     # -- start
 
@@ -126,115 +87,40 @@ class CheckpointSession:
 
         With `stay` the live state, of a later step, is kept, and nothing is loaded.
         """
-        started = time.perf_counter()
+        started, job = time.perf_counter(), self.job
         with self._heap.keeping():
-            start = self._begin(stay=stay)
+            self._run = run = open_run(job, self._planner, load=not stay)
+            self.is_open, self._planner, found = True, run.planner, run.found
+            if job.exchange.is_coordinator:
+                run.opener.store.tell(self._figures)
+            if not job.policy.exact and found is not None:
+                build_on_stored(run.opener.store, job.exchange, run.tiers, run.storage, found)
+            self._planner.begin()
+            start = None if found is None else found.start
+            if found is not None and stay:
+                layout = self._take_up(found, *follow_found(found, job.view, job.groups, job.exchange))
+                self.repeats.go_on(layout, job.groups, job.engine)
+            elif found is not None:
+                start = self._load(found, started)
         if start is None:
             self._heap.sweep()
         self._durations.start = time.perf_counter() - started
         return start
 
-    def _begin(self, *, stay: bool) -> Journal | None:
-        started = time.perf_counter()
-        view, ops, groups = self._view, self._operators, self._groups
-        identity = Identity.of_job(ops, view.schema, groups, self._autocast_dtype, self._exchange)
-        self._runs = RunOpener(
-            self._config.url, self._config.storage_options, self._exchange, groups, bandwidth=self._config.bandwidth
+    def _load(self, found: RestoreSource, started: float) -> Journal:
+        job = self.job
+        layout, replay = load_found(
+            *(found, job.view, job.groups, job.exchange, job.engine),
+            may_skip=job.may_skip and not job.compiled,
+            as_user=job.as_user,
         )
-        job = ResumeRequest(
-            identity=identity, view=view, groups=groups, may_lack_experts=self._policy.allow_missing_experts
-        )
-        self._found = found = self._runs.open(resume=self._config.resume, job=job)
-        resumed = None if found is None else found.policy
-        self._planner = self._planner.settle(self._runs.store, self._runs.name(0), resumed, load=not stay)
-        self._join_tiers(identity)
-        self._capture = capture_session(
-            *(self._policy.chains, view),
-            name=self._runs.name,
-            exchange=self._exchange,
-            engine=self._engine,
-            tiers=self._tiers,
-            stalls=self._stalls,
-            make_ring=partial(make_ring, expect(self._rings), self._tiers, self._planner, self.least_steps),
-            renew_ring=expect(self._rings).renew,
-            plans=self._planner,
-        )
-        self._planner.begin()
-        if found is None:
-            return None
-        if stay:
-            layout = self._take_up(found, *follow_found(found, view, groups, self._exchange))
-            self.repeats.go_on(layout, groups, self._engine)
-            return found.start
-        start = self._load(found)
+        self.repeats.begin(replay, self._take_up(found, layout, replay.journals[0]["outcome"]))
         self._durations.restore = time.perf_counter() - started
         log.info(
             "resumes from %s, plan %s, at step %d in %.2f s; dense after %d replayed steps",
             *(found.generation, xxh3_128_hexdigest(found.policy["plan"].encode())[:8], found.first_step),
             *(self._durations.restore, len(found.segments) - 1),
         )
-        return start
-
-    def _join_tiers(self, identity: Identity) -> None:
-        """Make one worker per tier, in the same order on all ranks."""
-        is_first, runs, view = self._exchange.is_coordinator, expect(self._runs), self._view
-        markers = Markers(
-            run_id=runs.run_id,
-            rank=self._groups.rank,
-            world_size=self._groups.world_size,
-            policy={"policy": self._policy.kind, **identity.policy(), **self._planner.constants.policy},
-            module=describe_stages(view.module, view.schema, self._extra, self._exchange, self._groups),
-            lineage=runs.store.lineage,
-        )
-        resumed = self._found.generation if self._found is not None else None
-        with self._exchange.raise_together():
-            older = not self._policy.exact or self._policy.chains is not None
-            self._memory = claim_memory(
-                runs.claim, markers.rank, resumed, dense_nbytes=self._planner.sizes.dense_nbytes, older=older
-            )
-        self._rings = Rings(self._memory, self._engine)
-        if is_first:
-            runs.store.tell(self._figures)
-        in_turns = () if self._policy.exact else self._operators
-        self._storage = PersistWorker(
-            runs.store,
-            markers,
-            retention=self._config.retention,
-            commit_timeout=self._config.commit_timeout,
-            duplicated=[operator.name for operator in in_turns if operator.kind == "expert"],
-            on_complete=self._memory.saw if is_first else None,
-        )
-        self._dense = DenseCapture(
-            name=runs.name,
-            view=self._view,
-            groups=self._groups,
-            exchange=self._exchange,
-            engine=self._engine,
-            worker=self._storage,
-            stalls=self._stalls,
-            journal=self._planner,
-        )
-        peers = join_peers(
-            *(self._config, runs.claim, markers, self._exchange, self._groups),
-            dense_nbytes=self._planner.sizes.dense_nbytes,
-            resumed=resumed,
-            plan=self._planner,
-            device=next(iter(self._view.params.values())).device,
-        )
-        workers = [HostWorker(self._memory, markers), self._storage, *peers]
-        paced = None if self._policy.chains else self._config  # differences are taken at every step
-        self._tiers = Tiers(workers, watcher=self._planner.tokens, config=paced, speaks=is_first)
-        self._planner.joined(workers)
-        if not self._policy.exact and resumed is not None:
-            build_on_stored(runs.store, self._exchange, self._tiers, self._storage, self._found)
-
-    def _load(self, found: RestoreSource) -> Journal:
-        layout, replay = load_found(
-            *(found, self._view, self._groups, self._exchange, self._engine),
-            may_skip=self._may_skip,
-            as_user=self._as_user,
-        )
-        self.repeats.begin(replay, self._take_up(found, layout, replay.journals[0]["outcome"]))
         start: Journal = replay.journals[0]["start"]
         return start
 
@@ -245,19 +131,19 @@ class CheckpointSession:
         if self._planner.accepts(layout):
             # Windows follow the restored plan, so that capture can go on during replay.
             self._planner.adopt(layout)
-            expect(self._capture).use_layout(layout)
+            self._run.capture.memory.use(layout)
         self._planner.restore(outcome)
         return layout
 
     @property
     def run_id(self) -> str | None:
         """Name of the run, once it is open."""
-        return self._runs.run_id if self._runs is not None else None
+        return self._run.opener.run_id if self.is_open else None
 
     @property
     def memory_tag(self) -> str | None:
         """Tag of the run's shared memory, once the run is open."""
-        return self._runs.claim.tag if self._runs else None
+        return self._run.opener.claim.tag if self.is_open else None
 
     # -- replay
 
@@ -280,82 +166,88 @@ class CheckpointSession:
 
     def forward_begins(self, last_step: int | None = None) -> None:
         """Note that a batch runs forward and backward; `last_step` is the planned last step, if any."""
-        self._last_step = last_step
+        self._progress.last_step = last_step
         self._planner.forward_begins(replaying=self.replaying, last_step=last_step)
 
-    def fence_gradients(self, *, seal: bool = True, why_not: str = "") -> None:
-        """Wait for copies of gradients before zeroing; with `seal` complete the boundary, or spoil it (`why_not`)."""
-        capture = expect(self._capture)
-        capture.fence_gradients()
-        if seal:
-            capture.begin_seal(why_not)
+    def fence_gradients(self) -> None:
+        """Wait for copies of gradients; call before gradients are overwritten or freed."""
+        self._run.capture.fence_gradients()
+
+    def begin_seal(self) -> None:
+        """Begin to complete the newest boundary on a thread; call where training is about to run without Python."""
+        self._run.capture.sealing.begin()
+
+    def give_up(self, why_not: str) -> None:
+        """Give up the newest boundary, which does not count as a failure."""
+        self._run.capture.give_up(why_not)
 
     def fence(self) -> None:
         """Wait for copies of parameters; call before the optimizer overwrites them."""
         self._planner.forward_ends()
-        expect(self._capture).fence()
+        self._run.capture.fence()
 
     def regrouped(self) -> None:
         """Abort the window under way and plan anew, as parameters were added to the optimizer. Collective."""
-        expect(self._capture).forget_layout()
+        self._run.capture.forget_layout()
         self._planner.forget_layout()
 
     def _thaw(self, *, thoroughly: bool = False) -> bool:
         """Abort the window under way and plan anew if constants have changed; return whether any has. Collective."""
         if thawed := self._planner.thaw(thoroughly=thoroughly):
-            expect(self._capture).forget_layout()
+            self._run.capture.forget_layout()
         return thawed
 
     def boundary(self, step: int, outcome: Journal) -> None:
         """Capture the policy's part of boundary `step`; call right after an optimizer step."""
-        capture = expect(self._capture)
+        job, progress, tiers, capture = self.job, self._progress, self._run.tiers, self._run.capture
         capture.complete_seal()  # if no optimizer step has completed it
-        self._report_failures()
+        report_failures(tiers, capture.failures, job.config.url)
         # The first generation after a replay is complete where it ends: training catches up first.
         if capture.generations_complete == (2 if self.repeats.steps else 1):
-            with self._stalls.measure("heap"):
+            with job.stalls.measure("heap"):
                 self._heap.freeze()
-        self._steps, self._at, self._outcome = self._steps + 1, step, outcome
+        progress.steps, progress.at, progress.outcome = progress.steps + 1, step, outcome
         self._planner.stepped(step)
         hooks = None if self.replaying else self.clock.seconds
-        self._tiers.stepped(max(self.least_steps, self._planner.interval_steps), hooks, self.clock.validated)
+        tiers.stepped(max(job.least_steps, self._planner.interval_steps), hooks, self.clock.validated)
         if capture.window is None:
-            self._plan()
             use = self._use if self.repeats.replay is None else None
-            if capture.layout is None or not self._due(step) or self._thaw():
+            with self._heap.keeping(when=capture.memory.layout is None):
+                if use is not None and (layout := self._planner.first_layout()) is not None:
+                    use(layout)
+            if capture.memory.layout is None or not self._due(step) or self._thaw():
                 return
             if not capture.open_window(step, use, dense=self._turns.due(step, replaying=self.replaying)):
                 return
-            self._last_window = step
+            progress.last_window = step
             outcome = {**outcome, **self._planner.state()}
         capture.capture(step, outcome)
 
-    def _plan(self) -> None:
-        with self._heap.keeping(when=expect(self._capture).layout is None):
-            if self.repeats.replay is None and (layout := self._planner.first_layout()) is not None:
-                self._use(layout)
-
     def _use(self, layout: WindowLayout) -> None:
-        in_force = expect(self._capture).layout
-        if expect(self._capture).use_layout(layout):
+        capture = self._run.capture
+        in_force = capture.memory.layout
+        if capture.memory.use(layout):
             self._planner.adopt(layout)
             again = layout is in_force or (layout.record.plan.partial and not layout.reserve_nbytes)
             log_plan(layout, self._planner.sizes.dense_nbytes, again=again)
 
     def _due(self, step: int) -> bool:
-        if self.repeats.replay is not None and expect(self._capture).layout is not self.repeats.layout:
+        if self.repeats.replay is not None and self._run.capture.memory.layout is not self.repeats.layout:
             return False  # another plan could ask for the full state of an operator that is still frozen
-        soon = self._last_window is not None and step - self._last_window < self._tiers.governor.gap_steps
-        return not soon and self._policy.due(step, self._last_window, self._planner.interval_steps)
+        last = self._progress.last_window
+        soon = last is not None and step - last < self._run.tiers.governor.gap_steps
+        return not soon and self.job.policy.due(step, last, self._planner.interval_steps)
 
     def takes(self, step: int) -> bool:
         """Return whether the newest boundary, `step`, needs a call of `seal`."""
-        capture = expect(self._capture)
-        return self._steps < _MEASURED_JOURNALS or capture.window is not None or capture.whole_at == step
+        capture = self._run.capture
+        return self._progress.steps < _MEASURED_JOURNALS or capture.window is not None or capture.whole_at == step
 
     def within_window(self, step: int) -> bool:
         """Return whether the newest boundary, `step`, is in the middle of a window: no run will resume from it."""
-        return self._steps >= _MEASURED_JOURNALS and expect(self._capture).is_within(step)
+        window = self._run.capture.window
+        inside = window is not None and window.first < step < window.generation.step
+        return inside and self._progress.steps >= _MEASURED_JOURNALS
 
     def seal(self, start: Journal, *, step: int, disturbed: bool = False, room: Callable[[], int] = lambda: 0) -> None:
         """Complete the capture of boundary `step` as the next batch begins; a fresh run captures its boundary 0 here.
@@ -369,93 +261,99 @@ class CheckpointSession:
         Raises:
             ConfigurationError: a run begins with parameters that differ among ranks that should hold the same.
         """
-        capture = expect(self._capture)
+        run, capture, steps = self._run, self._run.capture, self._progress.steps
         first = self._durations.began is None
-        fresh = self._found is None and first
+        fresh = run.found is None and first
         if first:
             self._durations.first_batch()
-        if self._steps < _MEASURED_JOURNALS:
-            outcome = {**self._outcome, **self._planner.state()}
+        if steps < _MEASURED_JOURNALS:
+            outcome = {**self._progress.outcome, **self._planner.state()}
             self._planner.journal_needs(2 * len(encode({"outcome": outcome, "start": start})) + room())
-        if fresh or capture.whole_at == step or (self._found is None and self._steps == 1):
+        if fresh or capture.whole_at == step or (run.found is None and steps == 1):
             self._copies.compare(first=fresh)
         if fresh or capture.whole_at == step:
             self._thaw()
         elif capture.window is not None and self._planner.constants.edited():
             start = {**start, UNFIT: "a parameter that did not train has changed"}
         if fresh:  # training goes on: a crash before any generation exists is a fresh start
-            self._tiers.begin_first(STORAGE, expect(self._runs).name(step))
+            run.tiers.begin_first(STORAGE, run.opener.name(step))
         if fresh or capture.whole_at == step:
             with self._heap.keeping():
-                expect(self._dense).begin(step, start)
+                run.dense.begin(step, start)
         capture.seal(start, step=step, disturbed=disturbed)
 
     def hold(self, step: int, start: Journal) -> None:
         """Capture the last boundary for `end`, before hooks of the epoch's end; see `DenseCapture.hold`."""
-        expect(self._capture).abort_window()
-        if not self.replaying and (self._steps > 0 or self._found is None):
+        self._run.capture.abort_window()
+        if self._may_end:
             self._planner.collect()
             self._thaw(thoroughly=True)
-            expect(self._dense).hold(step, start)
+            self._run.dense.hold(step, start)
 
     def end(self, step: int, start: Journal) -> None:
         """Store a dense generation of the last boundary, after training ended normally."""
-        expect(self._capture).abort_window()
-        if not self.replaying and (self._steps > 0 or self._found is None):
+        self._run.capture.abort_window()
+        if self._may_end:
             self._copies.compare(first=False)
-            self.stop(step, start, timeout=self._config.commit_timeout.total_seconds())
-        self._report_failures()
+            self.stop(step, start, timeout=self.job.config.commit_timeout.total_seconds())
+        report_failures(self._run.tiers, self._run.capture.failures, self.job.config.url)
 
     @property
     def dense_possible(self) -> bool:
         """Whether this incarnation has taken steps and is dense; never in replay."""
-        return not self.replaying and self._steps > 0
+        return not self.replaying and self._progress.steps > 0
+
+    @property
+    def _may_end(self) -> bool:
+        """Whether the last boundary is worth a dense generation: a resumed one is stored already."""
+        return not self.replaying and (self._progress.steps > 0 or self._run.found is None)
 
     def stop(self, step: int, start: Journal, *, timeout: float) -> bool:
         """Store a dense generation of boundary `step`, where training stops; return if durable on all ranks. Collective.
 
         `start` is the boundary's start half; `timeout` seconds cover earlier generations under way, and then this.
         """
-        capture, storage, began = expect(self._capture), expect(self._storage), time.perf_counter()
-        capture.abort_window()
-        drained = self._exchange.all_agree(storage.drain(timeout))
-        capture.hear()  # the generation at hand names copies of the newest that storage has
+        run, exchange, began = self._run, self.job.exchange, time.perf_counter()
+        run.capture.abort_window()
+        drained = exchange.all_agree(run.storage.drain(timeout))
+        run.capture.hear()  # the generation at hand names copies of the newest that storage has
         # In the middle of the next step, storage may have this generation already: never replace its files.
-        committed = self.any_rank(self._exchange.is_coordinator and storage.holds(expect(self._runs).name(step)))
+        committed = self.any_rank(exchange.is_coordinator and run.storage.holds(run.opener.name(step)))
         saved = committed or (drained and self._write_dense(step, start, timeout=timeout + began - time.perf_counter()))
         self._durations.end = time.perf_counter() - began
         level, how = (logging.INFO, "is durable") if saved else (logging.ERROR, "was not stored")
         told = step, how, self._durations.end, timeout
         log.log(level, "the last step, %d, %s after %.2f s (limit: %.0f s)", *told, alike=saved)
-        self._report_failures()
+        report_failures(self._run.tiers, self._run.capture.failures, self.job.config.url)
         log.info("%s; %s", (report := self.report()).costs, report.overhead, alike=True)
         return saved
 
     def _write_dense(self, step: int, start: Journal, *, timeout: float) -> bool:
         self._planner.collect()
         self._thaw(thoroughly=True)
-        if (durable := expect(self._dense).write(step, start, timeout=timeout)) is not None:
-            self._tiers.complete_everywhere(STORAGE, durable)
+        if (durable := self._run.dense.write(step, start, timeout=timeout)) is not None:
+            self._run.tiers.complete_everywhere(STORAGE, durable)
         return durable is not None
 
     # -- end
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank. Collective."""
-        return [1] in self._exchange.gather([int(flag)])
+        return [1] in self.job.exchange.gather([int(flag)])
 
     def leave_nothing_behind(self) -> None:
         """Cut writes to storage short, and remove memory no restart needs; any thread, right before the process ends."""
-        if self._storage is not None:
-            self._storage.cut_short()
-        if self._memory_is_superseded():
-            self._tiers.unlink()
+        if self.is_open:
+            self._run.storage.cut_short()
+            if self._run.memory_is_superseded():
+                self._run.tiers.unlink()
 
     def drain(self, timeout: float) -> bool:
         """Wait `timeout` seconds for generations taken so far; return whether all are durable, or whole in memory."""
-        if self._capture is not None:
-            self._capture.complete_seal(wait=False)
-        return all(worker.drain(timeout) for worker in self._tiers.workers if not worker.paced)
+        if not self.is_open:
+            return True
+        self._run.capture.complete_seal(wait=False)
+        return all(worker.drain(timeout) for worker in self._run.tiers.workers if not worker.paced)
 
     def close(self, *, keep_memory: bool = False, keep_frozen: bool = False) -> None:
         """Release threads, hooks (`keep_frozen`: not of `repeats`), and memory superseded by storage (`keep_memory`: none)."""
@@ -463,95 +361,85 @@ class CheckpointSession:
         self._planner.close()
         if not keep_frozen:
             self.repeats.close()
-        if self._capture is not None:
-            self._capture.close()
-        self._tiers.close()
-        self._tiers.release(unlink=not keep_memory and self._memory_is_superseded(ask=True))
-        if self._memory is not None and not self._tiers.workers:  # another rank failed while tiers were joined
-            self._memory.close(unlink=False)
-        self._engine.close()
-        if self._runs is not None:
-            self._runs.close()
+        if self.is_open:
+            self._run.close(keep_memory=keep_memory)
+        self.job.engine.close()
 
     @property
     def has_generation(self) -> bool:
         """Whether some tier has a generation of this incarnation on every rank."""
-        return bool(self._tiers.everywhere)
+        return self.is_open and bool(self._run.tiers.everywhere)
 
     def _figures(self) -> dict[str, object]:
         """Return this incarnation's figures for the run's log; called on the storage thread."""
-        found = None if self._found is None else self._found.generation.step
-        told: dict[str, object] = {"step": self._at, "last_step": self._last_step, "resumed_from": found}
-        told |= {"steps": self._steps, "replayed": self.repeats.steps, "world_size": self._groups.world_size}
-        told["restore_seconds"] = round(self._durations.restore, 3)
-        return told | log_figures(self._tiers, self._capture, self._durations)
+        run, progress, (seconds, hooks) = self._run, self._progress, self._durations.training()
+        return {
+            "step": progress.at,
+            "last_step": progress.last_step,
+            "resumed_from": None if run.found is None else run.found.generation.step,
+            "steps": progress.steps,
+            "replayed": self.repeats.steps,
+            "world_size": self.job.groups.world_size,
+            "restore_seconds": round(self._durations.restore, 3),
+            "seconds": round(seconds, 3),
+            "overhead_seconds": round(hooks, 4),
+            "newest": run.tiers.newest(),
+            "skipped": run.tiers.skipped(),
+            "failed": run.tiers.failed(),
+            "nbytes_captured": run.capture.nbytes_captured,
+        }
 
     def neighbours(self) -> Neighbours:
         """Return the processes of all ranks. Collective."""
-        return Neighbours(self._exchange)
+        return Neighbours(self.job.exchange)
 
     @property
     def newest_step(self) -> int | None:
         """Boundary from which, or from a newer one, restarts go on; `None` without a generation on all ranks."""
-        held = [each.step for each in self._tiers.everywhere.values()]
-        return max([*held, *([self._found.generation.step] if self._found is not None else [])], default=None)
+        if not self.is_open:
+            return None
+        found, held = self._run.found, [each.step for each in self._run.tiers.everywhere.values()]
+        return max([*held, *([found.generation.step] if found is not None else [])], default=None)
 
     @property
     def horizon(self) -> int:
         """Step before which no restart begins; right after `begin`, the first step of this incarnation."""
-        newest, found, capture = self.newest_step, self._found, expect(self._capture)
+        newest, found, layout = self.newest_step, self._run.found, self._run.capture.memory.layout
         if found is not None and newest == found.generation.step:
             return found.first_step
-        return 0 if newest is None or capture.layout is None else max(0, newest + 1 - len(capture.layout.steps))
+        return 0 if newest is None or layout is None else max(0, newest + 1 - len(layout.steps))
 
     @property
     def most_steps_back(self) -> int | None:
         """Most steps since the horizon, which moves once a window is known complete; `None` before the first plan."""
-        layout = expect(self._capture).layout
-        apart = max(self.least_steps, self._planner.interval_steps, self._tiers.governor.gap_steps)
+        layout = self._run.capture.memory.layout
+        apart = max(self.job.least_steps, self._planner.interval_steps, self._run.tiers.governor.gap_steps)
         return None if layout is None else 2 * max(apart, len(layout.steps))
 
     @property
     def windows_missed(self) -> int:
         """Consecutive windows without a generation, once worth a warning; else 0."""
-        return 0 if self._capture is None else self._capture.missed_windows.worth_a_word
+        return self._run.capture.missed_windows.worth_a_word if self.is_open else 0
 
     def report(self) -> Report:
         """Return the figures so far."""
-        storage, durations = self._storage, self._durations
+        if not self.is_open:
+            return Report.empty()
+        durations, stalls = self._durations, self.job.stalls
         seconds, in_hooks = durations.training()
+        overhead = self._run.tiers.governor.overhead(start_seconds=durations.start, end_seconds=durations.end)
         return Report(
-            steps=self._steps,
-            **capture_figures(self._capture),
-            nbytes_persisted=storage.nbytes_complete if storage is not None else 0,
+            steps=self._progress.steps,
             dense_nbytes=self._planner.sizes.dense_nbytes,
-            stall_seconds=self._stalls.totals(),
-            device_stall_seconds=self._stalls.device_totals(),
+            stall_seconds=stalls.totals(),
+            device_stall_seconds=stalls.device_totals(),
             overhead_seconds=in_hooks,
             seconds=seconds,
-            generations_committed=storage.num_complete if storage is not None else 0,
-            **tier_figures(self._tiers, self._found),
-            **found_figures(self._found),
+            **run_figures(self._run),
             replayed_steps=self.repeats.steps,
             replay_mismatches=self.repeats.mismatches,
             restore_seconds=durations.restore,
-            overhead=self._tiers.governor.overhead(start_seconds=durations.start, end_seconds=durations.end),
+            overhead=overhead,
             lost=self._planner.loss_figures(),
             bubbles=self.bubbles.figures(),
         )
-
-    # -- private
-
-    def _memory_is_superseded(self, *, ask: bool = False) -> bool:
-        """Return whether no restart needs this rank's memory; `ask` storage, or go by generations known here."""
-        storage, found = self._storage, self._found
-        if self._memory is None or storage is None or self._runs is None:
-            return True
-        known = [self._tiers.everywhere.get(STORAGE), found.generation if found and found.committed else None]
-        if self._exchange.is_coordinator:
-            known.append(storage.newest)  # the coordinator committed it
-        stored = None if self._policy.exact else storage.marker_of
-        return is_superseded(self._memory, known, self._runs.store if ask else None, stored=stored)
-
-    def _report_failures(self) -> None:
-        report_failures(self._tiers, expect(self._capture).failures, self._config.url)

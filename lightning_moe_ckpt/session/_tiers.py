@@ -20,25 +20,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, Fenced
-from lightning_moe_ckpt.planning import Planner
+from lightning_moe_ckpt.planning import LedgerKeeper
 from lightning_moe_ckpt.recovery import RestoreSource
 from lightning_moe_ckpt.session._pacing import Governor, StepKind
 from lightning_moe_ckpt.session._window import TierLane, TiersVote, Window
 from lightning_moe_ckpt.snapshot import WindowLayout
-from lightning_moe_ckpt.storage import BadCopies, Commit, GenerationId, RankMarker, RunStore
+from lightning_moe_ckpt.storage import Commit, GenerationId, RankMarker, RunStore
 from lightning_moe_ckpt.tiers import (
-    PEER,
     STORAGE,
     Base,
     PersistWorker,
-    Rings,
-    SealedSegment,
     SegmentRing,
     SessionConfig,
     SkipCounter,
@@ -54,35 +49,6 @@ _BASES_IN_LINE = 2
 """Most generations under way in a tier as a base comes; beyond, the base and its differences pass the tier by."""
 
 
-class TierWatcher(Protocol):
-    """Observer of the generations in tiers, on all ranks alike."""
-
-    def given(
-        self, tier: str, generation: GenerationId, layout: WindowLayout, generations_kept: int | None = None
-    ) -> None:
-        """Note that a tier begins to take a generation, and keeps the newest `generations_kept`, if not `None`."""
-
-    def given_everything(self, tier: str, generation: GenerationId) -> None:
-        """Note that a tier begins to take a whole generation, captured for this tier alone."""
-
-    def complete_everywhere(self, tier: str, generation: GenerationId) -> None:
-        """Note that a tier has all of a generation on every rank."""
-
-    def given_up(self, tier: str, generation: GenerationId) -> None:
-        """Note that a tier will never have all of a given generation."""
-
-    def lost(self, tier: str) -> None:
-        """Note that some rank has lost everything a tier held."""
-
-    @property
-    def bad_copies(self) -> BadCopies:
-        """Copies in storage that later generations do not build on; the same on all ranks."""
-
-    @property
-    def all_have_copies(self) -> bool:
-        """Whether every operator has a good copy in storage; the same on all ranks."""
-
-
 class Tiers:
     """The workers of one incarnation, one per tier, in the same order on all ranks."""
 
@@ -90,7 +56,7 @@ class Tiers:
         self,
         workers: Sequence[TierWorker],
         *,
-        watcher: TierWatcher | None = None,
+        watcher: LedgerKeeper | None = None,
         config: SessionConfig | None = None,
         speaks: bool = False,
     ) -> None:
@@ -247,12 +213,6 @@ class Tiers:
     def want_gradients(self, window: Window) -> bool:
         """Return whether a tier that takes the window wants the gradients of its steps."""
         return any(worker.wants_gradients for worker in window.workers)
-
-    def add(self, window: Window, segment: SealedSegment) -> None:
-        """Hand a sealed segment to every tier that takes its window."""
-        self.governor.measured.note(StepKind.CAPTURED)
-        for worker in window.workers:
-            worker.add(segment.generation, segment)
 
     def abandon(self, window: Window) -> None:
         """Tell every tier that took a window that its generation will not be complete."""
@@ -457,17 +417,6 @@ def report_failures(tiers: Tiers, not_taken: list[str], url: str) -> None:
             f"{url}: a later start of this run has taken over, nothing of this process is stored any more. Stop this "
             "process, or give one of the two jobs another URL."
         )
-
-
-def make_ring(rings: Rings, tiers: Tiers, plans: Planner, least_steps: int, layout: WindowLayout) -> SegmentRing:
-    """Return a ring for a layout's windows, which no policy starts more often than every `least_steps`."""
-    window, kept = len(layout.steps), plans.kept(layout)
-    readers, busy = sum(worker.readers for worker in tiers.workers), least_steps <= window
-    kept["copies"] = 1 + any(worker.name == PEER for worker in tiers.workers)  # one completes other nodes' generations
-    ring = rings.make(layout.slot_nbytes, window, readers=readers, back_to_back=busy, **kept)
-    sizes = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in tiers.reserved().items())
-    log.info("shared memory: %s; of it journals %s", sizes, size_text(ring.num_slots * plans.journal_nbytes))
-    return ring
 
 
 def build_on_stored(

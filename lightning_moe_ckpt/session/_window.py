@@ -1,6 +1,13 @@
 """Windows: the votes of all ranks before a window begins, the window itself, and each tier's share of their generations.
 
 Votes are records with named fields, which one exchange carries as integers.
+
+Under TierCheck's policy a window is one boundary: a *base*, or a difference, the gradients that lead to it from the
+boundary before. A boundary is taken as a difference if all ranks took the boundary before, the newest optimizer step
+leads from there to here on all ranks, and the last base is not too long ago. Otherwise a base is taken, which needs
+nothing else. So no generation follows on a failed one.
+
+Source: TierCheck (2026), Sec. 3.2 and 3.4.
 """
 
 from __future__ import annotations
@@ -11,8 +18,14 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
+import torch
+
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
-from lightning_moe_ckpt.snapshot import WindowLayout
+from lightning_moe_ckpt.journal import Journal
+from lightning_moe_ckpt.policies import Chains
+from lightning_moe_ckpt.process import StallMeter
+from lightning_moe_ckpt.snapshot import DifferentialRecorder, StateView, WindowLayout, log_whole, repeatable
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import (
     SealedSegment,
@@ -21,6 +34,9 @@ from lightning_moe_ckpt.tiers import (
     TierWorker,
 )
 
+log = rank_logger(__name__)
+
+_DTYPES = {"lossless": torch.float32, "bf16": torch.bfloat16, "compressed": torch.uint8}
 _OUTSTANDING = 32
 """Most generations per tier that votes speak of; their bits fit into one integer of the exchange."""
 
@@ -210,3 +226,73 @@ class TierLane:
         self.given.append(generation)
         del self.given[:-_OUTSTANDING]
         self.skips.taken()
+
+
+class Chain:
+    """The newest base and the differences behind it.
+
+    Args:
+        chains: settings of the policy.
+        view: live state, which gets the gradients of each difference to be copied.
+        stalls: meter of waits.
+    """
+
+    def __init__(self, chains: Chains, view: StateView, stalls: StallMeter) -> None:
+        exact = chains.mode == "lossless"
+        view.repeatable, whole = repeatable(view, exact=exact)
+        view.difference_dtype = _DTYPES[chains.mode]
+        log_whole(whole, len(view.params))
+        if not exact:
+            log.warning(
+                "restarts are not exact: gradients are kept %s, and what is restored differs by what that leaves out from what "
+                "was trained. `DifferentialCheckpoint(mode='lossless')` keeps them as they are.",
+                "as bfloat16" if chains.mode == "bf16" else "compressed",
+            )
+        self._chains, self._stalls = chains, stalls
+        self.recorder = DifferentialRecorder(view, error_feedback=chains.error_feedback)
+        self._base = self._last = -1
+        """Steps of the newest base, and of the newest boundary that a difference may follow on; -1 without."""
+        self.reads_gradients = False
+        """Whether gradients of the newest boundary are being copied."""
+
+    def follows(self, step: int, *, new_plan: bool, lost: bool) -> bool:
+        """Return whether boundary `step` can be a difference on this rank; call once per boundary.
+
+        A base is due where a `new_plan` comes into force, and sooner where a tier has `lost` its chain.
+        """
+        after = step - self._base
+        due = new_plan or (lost and after >= self._chains.batch) or after >= self._chains.every_n_steps
+        return self.recorder.boundary() and self._last == step - 1 and not due
+
+    def begin(self, window: Window) -> None:
+        """Go on with a window that begins."""
+        self._last = window.first
+        if not window.is_link:
+            self._base = window.first
+        window.ends_batch = self._chains.ends_batch(window.first - self._base)
+
+    def capture(self, window: Window, outcome: Journal) -> Journal:
+        """Make gradients ready to be copied for a difference; return the journal's outcome half with their step's settings."""
+        self.reads_gradients = window.is_link
+        if not window.is_link:
+            self.recorder.based()
+            return outcome
+        if self._chains.mode == "compressed":
+            with self._stalls.measure_both("compression"):
+                self.recorder.compress(window.layout.steps[0])
+        return {**outcome, "consumed": self.recorder.settings()}
+
+    def take_whole(self, window: Window, layout: WindowLayout) -> None:
+        """Make a difference a base, in the layout of whole boundaries. On all ranks."""
+        self._base, window.is_link, window.layout = window.first, False, layout
+        self.recorder.based()
+        window.ring.whole(window.generation)
+
+    def release(self) -> bool:
+        """Let go of the copied gradients; return whether they are still as the step consumed them."""
+        self.reads_gradients = False
+        return self.recorder.release()
+
+    def abort(self) -> None:
+        """Follow no more on the newest boundary."""
+        self._last = -1

@@ -11,6 +11,7 @@ from lightning_moe_ckpt.snapshot._filling import REMEMBERED_PLANS as REMEMBERED_
 from lightning_moe_ckpt.snapshot._filling import BoundaryCapture as BoundaryCapture
 from lightning_moe_ckpt.snapshot._filling import BufferChanged as BufferChanged
 from lightning_moe_ckpt.snapshot._filling import SegmentWriter as SegmentWriter
+from lightning_moe_ckpt.snapshot._filling import StepCopies as StepCopies
 from lightning_moe_ckpt.snapshot._filling import WindowCopies as WindowCopies
 from lightning_moe_ckpt.snapshot._filling import columns_of as columns_of
 from lightning_moe_ckpt.snapshot._filling import versions as versions

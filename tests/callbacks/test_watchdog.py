@@ -344,11 +344,12 @@ def test_no_plan_of_before_new_parameters_holds_behind_them(tmp_path: Path) -> N
     class Adding(Callback):
         def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
             assert checkpoint._run is not None
-            capture = checkpoint._run.session._capture
+            session = checkpoint._run.session
+            memory = session._run.capture.memory if session.is_open else None
             if trainer.global_step == 9:
                 trainer.optimizers[0].add_param_group({"params": [pl_module.late]})
-            if capture is not None and capture.layout is not None:
-                names = {name for step in capture.layout.steps for name in step.durable.segment.spans}
+            if memory is not None and memory.layout is not None:
+                names = {name for step in memory.layout.steps for name in step.durable.segment.spans}
                 has_state.append("full/late/0+3/exp_avg" in names)
 
     fit(Adding(), checkpoint, net=Late())

@@ -61,7 +61,7 @@ def emulated_device(life: Attempt) -> Iterator[Emulator]:
         values.append(nbytes)
         return emulator.page_locked(nbytes)
 
-    Seam(module="lightning_moe_ckpt.session._session", attribute="create_engine", replacement=create).apply()
+    Seam(module="lightning_moe_ckpt.session._job", attribute="create_engine", replacement=create).apply()
     Seam(module="lightning_moe_ckpt.journal._arrivals", attribute="_page_locked", replacement=page_locked).apply()
     yield emulator
     # Later lives may find that training is finished.

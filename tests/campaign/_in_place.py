@@ -37,7 +37,7 @@ from lightning_moe_ckpt.testing._kill import LatePhase, PhaseCallback, send_sign
 
 CALLS: dict[str, tuple[str, str]] = {
     "open": ("lightning_moe_ckpt.recovery._opener", "RunOpener.open"),
-    "join_tiers": ("lightning_moe_ckpt.session._session", "CheckpointSession._join_tiers"),
+    "join_tiers": ("lightning_moe_ckpt.session._opening", "_joined"),
     "load": ("lightning_moe_ckpt.session._session", "CheckpointSession._load"),
     "resume": ("lightning_moe_ckpt.fit._recorder", "BoundaryRecorder.resume"),
     "fit_start": ("campaign._in_place", "Traces.on_fit_start"),
@@ -56,7 +56,7 @@ CALLS: dict[str, tuple[str, str]] = {
     "window": ("lightning_moe_ckpt.session._capture", "CaptureSession.open_window"),
     "capture": ("lightning_moe_ckpt.session._capture", "CaptureSession.capture"),
     "seal": ("lightning_moe_ckpt.session._capture", "CaptureSession.seal"),
-    "hand_over": ("lightning_moe_ckpt.session._capture", "CaptureSession._hand_over"),
+    "hand_over": ("lightning_moe_ckpt.session._sealing", "Sealing._hand_over"),
     "replayed": ("lightning_moe_ckpt.recovery._replay", "Replay.load"),
     "reduce": ("lightning_moe_ckpt.parallel._reducer", "GradientReducer._launch"),
     "agree": ("lightning_moe_ckpt.parallel._reducer", "GradientReducer._agree"),

@@ -55,7 +55,7 @@ class Ablation:
     """The run without the mechanism, where no seam but an option takes it away."""
 
 
-OUTCOME = partial(Seam, module="lightning_moe_ckpt.session._repeats", attribute="Repeats.outcome")
+OUTCOME = partial(Seam, module="lightning_moe_ckpt.recovery._replay", attribute="Repeats.outcome")
 ABLATIONS = {
     "norm": Ablation(
         setup=replace(SPARSE, clip=0.1),

@@ -87,7 +87,7 @@ class Watch(Callback):
         step = self._faults.step = trainer.global_step
         (callback,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
         assert callback._run is not None
-        for worker in callback._run.session._tiers.workers:
+        for worker in callback._run.session._run.tiers.workers:
             assert (worker.name == "storage" and step in self._without_storage) or worker.drain(PATIENCE), worker.name
         if step in REMOVED and trainer.global_rank == STRICKEN:
             self._faults.remove_names(self._memory)

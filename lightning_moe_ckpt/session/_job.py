@@ -1,0 +1,53 @@
+"""Hold what a session is given, and what it makes from that before it opens a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.journal import Journal
+from lightning_moe_ckpt.native import create_engine
+from lightning_moe_ckpt.operators import StateSchema, discover
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.policies import Policy
+from lightning_moe_ckpt.process import StallMeter, collections_paused
+from lightning_moe_ckpt.snapshot import Averages, StateView
+from lightning_moe_ckpt.tiers import SessionConfig
+
+
+@dataclass(kw_only=True, eq=False)
+class SessionJob:
+    """What one session checkpoints, for whom and with what; the same until the session ends."""
+
+    config: SessionConfig
+    policy: Policy
+    module: torch.nn.Module
+    schema: StateSchema
+    groups: ParallelGroups
+    autocast_dtype: torch.dtype | None
+    compiled: bool
+    """Whether a compiler makes other programs, with other rounding, for watched or frozen modules."""
+    may_skip: bool
+    """Whether `requires_grad` may be toggled in replay, unless `compiled`."""
+    extra: Mapping[str, object]
+    """The trainer's entries for exports; entries that cannot be stored are left out."""
+    averages: Averages | None
+    """The module's averages kept by callbacks."""
+    as_user: Callable[[Journal], None]
+    """See `Replay`."""
+
+    @collections_paused()
+    def __post_init__(self) -> None:
+        policy, groups = self.policy, self.groups
+        unknown: Literal["dense", "refuse"] = "dense" if policy.exact else "refuse"  # exact: everything, whatever it is
+        self.operators = discover(self.module, ep_size=groups.ep_size, unknown=unknown)
+        self.view = StateView(self.module, self.operators, self.schema, {}, self.averages)
+        self.exchange = Exchange(groups)
+        self.device = next(iter(self.view.params.values())).device
+        self.engine, self.stalls = create_engine(self.device), StallMeter(self.device)
+        self.least_steps = policy.least_steps(len(self.view.operators))
+        """Fewest steps from one window's start to the next, under any plan of the policy."""

@@ -1,0 +1,128 @@
+"""Open a run: find the generation to resume, and make all parts that capture and store the state of this incarnation."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from lightning_moe_ckpt.planning import Planner
+from lightning_moe_ckpt.recovery import RestoreSource, ResumeRequest, RunOpener, is_superseded
+from lightning_moe_ckpt.session._capture import CaptureSession
+from lightning_moe_ckpt.session._dense import DenseCapture
+from lightning_moe_ckpt.session._job import SessionJob
+from lightning_moe_ckpt.session._tiers import Tiers
+from lightning_moe_ckpt.snapshot import Identity, describe_stages
+from lightning_moe_ckpt.tiers import (
+    STORAGE,
+    HostWorker,
+    Markers,
+    PersistWorker,
+    RankMemory,
+    Rings,
+    claim_memory,
+    join_peers,
+)
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """Parts of a session that exist once its run is open."""
+
+    job: SessionJob
+    opener: RunOpener
+    found: RestoreSource | None
+    """The generation to resume; `None` for a fresh start."""
+    planner: Planner
+    memory: RankMemory
+    storage: PersistWorker
+    tiers: Tiers
+    dense: DenseCapture
+    capture: CaptureSession
+
+    def memory_is_superseded(self, *, ask: bool = False) -> bool:
+        """Return whether no restart needs this rank's memory; `ask` storage, or go by generations known here."""
+        found, storage = self.found, self.storage
+        known = [self.tiers.everywhere.get(STORAGE), found.generation if found and found.committed else None]
+        if self.job.exchange.is_coordinator:
+            known.append(storage.newest)  # the coordinator committed it
+        stored = None if self.job.policy.exact else storage.marker_of
+        return is_superseded(self.memory, known, self.opener.store if ask else None, stored=stored)
+
+    def close(self, *, keep_memory: bool) -> None:
+        """End all threads, and release the backend and memory, superseded memory for good unless `keep_memory`."""
+        self.capture.close()
+        self.tiers.close()
+        self.tiers.release(unlink=not keep_memory and self.memory_is_superseded(ask=True))
+        self.opener.close()
+
+
+def open_run(job: SessionJob, planner: Planner, *, load: bool) -> OpenRun:
+    """Open the run and make its parts, with one worker per tier, in the same order on all ranks. Collective.
+
+    Where constants change what trains, another planner takes the place of `planner`. `load` is that of `Planner.settle`.
+    """
+    config, policy, view, groups, exchange = job.config, job.policy, job.view, job.groups, job.exchange
+    identity = Identity.of_job(job.operators, view.schema, groups, job.autocast_dtype, exchange)
+    opener = RunOpener(config.url, config.storage_options, exchange, groups, bandwidth=config.bandwidth)
+    with ExitStack() as failed:
+        failed.callback(opener.close)
+        found = opener.open(
+            resume=config.resume,
+            job=ResumeRequest(
+                identity=identity, view=view, groups=groups, may_lack_experts=policy.allow_missing_experts
+            ),
+        )
+        resumed, stored = (None, None) if found is None else (found.generation, found.policy)
+        planner = planner.settle(opener.store, opener.name(0), stored, load=load)
+        markers = Markers(
+            run_id=opener.run_id,
+            rank=groups.rank,
+            world_size=groups.world_size,
+            policy={"policy": policy.kind, **identity.policy(), **planner.constants.policy},
+            module=describe_stages(view.module, view.schema, job.extra, exchange, groups),
+            lineage=opener.store.lineage,
+        )
+        with exchange.raise_together():
+            nbytes, older = planner.sizes.dense_nbytes, not policy.exact or policy.chains is not None
+            memory = claim_memory(opener.claim, groups.rank, resumed, dense_nbytes=nbytes, older=older)
+            failed.callback(memory.close, unlink=False)  # another rank may fail here, or while tiers are joined
+        run = _joined(job, opener, found, planner=planner, memory=memory, markers=markers)
+        failed.pop_all()
+    return run
+
+
+def _joined(
+    job: SessionJob,
+    opener: RunOpener,
+    found: RestoreSource | None,
+    *,
+    planner: Planner,
+    memory: RankMemory,
+    markers: Markers,
+) -> OpenRun:
+    """Make the tiers' workers, and all that captures for them."""
+    policy, is_first = job.policy, job.exchange.is_coordinator
+    storage = PersistWorker(
+        opener.store,
+        markers,
+        retention=job.config.retention,
+        commit_timeout=job.config.commit_timeout,
+        duplicated=[] if policy.exact else [each.name for each in job.operators if each.kind == "expert"],
+        on_complete=memory.saw if is_first else None,
+    )
+    peers = join_peers(
+        *(job.config, opener.claim, markers, job.exchange, job.groups),
+        dense_nbytes=planner.sizes.dense_nbytes,
+        resumed=None if found is None else found.generation,
+        plan=planner,
+        device=job.device,
+    )
+    workers = [HostWorker(memory, markers), storage, *peers]
+    paced = None if policy.chains else job.config  # differences are taken at every step
+    tiers = Tiers(workers, watcher=planner.tokens, config=paced, speaks=is_first)
+    planner.joined(workers)
+    return OpenRun(
+        *(job, opener, found, planner, memory, storage, tiers),
+        dense=DenseCapture(job, name=opener.name, worker=storage, plans=planner),
+        capture=CaptureSession(job, name=opener.name, tiers=tiers, plans=planner, rings=Rings(memory, job.engine)),
+    )
