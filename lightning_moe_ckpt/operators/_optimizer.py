@@ -301,7 +301,7 @@ class DiscoveredSchema(StateSchema):
     """
 
     def __init__(self, optimizer: Optimizer, default_dtype: torch.dtype, *, in_parts: bool, mixed: bool) -> None:
-        self._found, self._in_parts = FoundLayout(optimizer), in_parts
+        self._found, self._in_parts, self._mixed = FoundLayout(optimizer), in_parts, mixed
         super().__init__(optimizer, self._found, default_dtype)
         self._nothing: StateWatch | None = None
         """Watch over the state, made when records had all of it."""
@@ -325,6 +325,11 @@ class DiscoveredSchema(StateSchema):
             raise UnsupportedOptimizer(
                 f"`{type(self.optimizer).__qualname__}` keeps state in another optimizer, `{next(iter(inner))}`, which cannot be taken "
                 "in parts. Use `DenseCheckpoint`, which takes everything at once."
+            )
+        if not self._mixed and callable(getattr(self.optimizer, "eval", None)):
+            raise UnsupportedOptimizer(
+                f"`{type(self.optimizer).__qualname__}.eval` gives validation other weights by state that a repeated step may lack. Use "
+                "`DenseCheckpoint`, which repeats none without it."
             )
         super().expect_elementwise()
 

@@ -58,6 +58,30 @@ class Lamb(ByHand):
         return scaled
 
 
+class Sharp(Optimizer):
+    """Asks for gradients a second time, at weights that the norm of all gradients moves, and leaves the step to another optimizer."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        asked = torch.enable_grad()(closure)
+        loss = asked()
+        moved = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        norm = torch.stack([param.grad.norm() for param in moved]).norm() + 1e-12
+        for param in moved:
+            self.state[param]["old"] = param.clone()
+            param.add_(param.grad / norm, alpha=0.05)
+        asked()
+        for param in moved:
+            param.copy_(self.state[param]["old"])
+        self.inner.step()
+        return loss
+
+
 class LookingAhead(Optimizer):
     """Moves slow weights, made with it, every second step of another optimizer."""
 
@@ -117,6 +141,7 @@ WIDER: dict[str, Make] = {
     "muon": _muon,
     "lbfgs": _flat(optim.LBFGS, lr=0.1, max_iter=3, history_size=4),
     "lamb": _of(Lamb, lr=1e-2),
+    "sharp": _of(Sharp, lr=0.05),
     "looking_ahead": lambda groups: LookingAhead(optim.AdamW(groups, lr=1e-2)),
 }
 """For policies that take everything at once."""
@@ -128,12 +153,12 @@ def _packaged(package: str, name: str, **options: Any) -> Make:
 
 _PACKAGED: Mapping[str, tuple[str, Make]] = {
     "lion": ("lion_pytorch", _packaged("lion_pytorch", "Lion", lr=1e-3)),
-    "schedule_free": ("schedulefree", _packaged("schedulefree", "AdamWScheduleFree", lr=1e-2, warmup_steps=3)),
     "adan": ("pytorch_optimizer", _packaged("pytorch_optimizer", "Adan", lr=1e-3)),
     "bnb_adamw": ("bitsandbytes", _packaged("bitsandbytes.optim", "AdamW", lr=1e-3)),
 }
 _PACKAGED_WIDER: Mapping[str, tuple[str, Make]] = {
     "adamw_8bit": ("bitsandbytes", _packaged("bitsandbytes.optim", "AdamW8bit", lr=1e-3, min_8bit_size=64)),
+    "schedule_free": ("schedulefree", _packaged("schedulefree", "AdamWScheduleFree", lr=1e-2, warmup_steps=3)),
     "prodigy": ("prodigyopt", _packaged("prodigyopt", "Prodigy")),
     "hf_adafactor": ("transformers", _packaged("transformers", "Adafactor", lr=1e-2, relative_step=False)),
     "shampoo": ("pytorch_optimizer", _packaged("pytorch_optimizer", "Shampoo", lr=1e-3)),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import pytest
+import torch
 
 from campaign._campaign import Campaigns
 from campaign._optimizers import ELEMENT, WIDER
-from campaign._training import Checkpointing, Setup
+from campaign._training import Checkpointing, Module, Setup
+from lightning_moe_ckpt.testing._attempts import Attempt
 from lightning_moe_ckpt.testing._kill import Kill
 
 DENSE = Setup(scheduler="none", checkpointing=Checkpointing(policy="dense"))
@@ -62,3 +64,57 @@ ELSEWHERE = {
 def test_what_else_varies_makes_no_difference(campaigns: Campaigns, setup: Setup) -> None:
     """Ranks, experts among ranks, skipped steps, accumulation and averages."""
     campaigns.check(setup, *KILLS)
+
+
+class Switching(Module):
+    """Validates with the weights that its optimizer has for that."""
+
+    def on_validation_start(self) -> None:
+        optimizer: Any = self.trainer.optimizers[0]
+        optimizer.eval()
+
+    def on_validation_end(self) -> None:
+        optimizer: Any = self.trainer.optimizers[0]
+        optimizer.train()
+
+
+class Rare(Module):
+    """Trains an embedding by sparse gradients."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.table = next(each for each in self.modules() if isinstance(each, torch.nn.Embedding))
+        self.table.sparse = True
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam([self.table.weight], lr=1e-2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained(Setup):
+    """Another module trains."""
+
+    module: type[Module] = Module
+
+    def make_module(self, life: Attempt) -> Module:
+        return self.module(self, life)
+
+
+@pytest.mark.parametrize("policy", ["partial", "selective"])
+def test_experts_of_different_steps_go_on(campaigns: Campaigns, policy: Literal["partial", "selective"]) -> None:
+    """With the state that each had."""
+    checkpointing = Checkpointing(policy=policy, every_n_steps=2)
+    *_, last = campaigns.run(replace(DENSE, optimizer="nadam", model="stacked", checkpointing=checkpointing), *KILLS)
+    assert last.steps()[-1] == DENSE.steps
+
+
+@pytest.mark.skipif("schedule_free" not in WIDER, reason="needs the package")
+def test_modes_of_an_optimizer_give_validation_its_weights(campaigns: Campaigns) -> None:
+    """Each validation of a resumed run too."""
+    setup = Trained(module=Switching, optimizer="schedule_free", scheduler="none", checkpointing=DENSE.checkpointing)
+    campaigns.check(setup, *KILLS)
+
+
+def test_sparse_gradients_are_tried_where_dense_ones_are_refused(campaigns: Campaigns) -> None:
+    """As `SparseAdam` does."""
+    campaigns.check(Trained(module=Rare, scheduler="none", clip=None, checkpointing=DENSE.checkpointing), *KILLS)

@@ -217,3 +217,13 @@ def test_numbers_none_and_whole_tensors_come_back_as_they_were() -> None:
         assert list(state) == ["calls", "best", "mean", "rows"]
         assert (state["calls"], state["best"]) == (1, None)
         assert torch.equal(state["rows"], kept[name]["rows"])
+
+
+def test_weights_for_validation_are_not_for_replays() -> None:
+    """Their state may be missing in a repeated step; a policy that takes everything at once repeats none without it."""
+    switching = type("Switching", (RMSprop,), {"eval": lambda _: None, "train": lambda _: None})
+    optimizer = switching([nn.Parameter(torch.zeros(3))])
+    StateSchema.of(optimizer)
+    StateSchema.of(optimizer, in_parts=True, mixed=True)
+    with pytest.raises(UnsupportedOptimizer, match=r"Switching.eval.*Use `DenseCheckpoint`"):
+        StateSchema.of(optimizer, in_parts=True)
