@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ STAGES = "pipeline_parallel"
 
 Facts = dict[str, str]
 """Shape and type by parameter."""
+
+_UNRECORDED = "without a record here"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,7 @@ def live_optimizer(operators: OperatorSet, schema: StateSchema, params: Mapping[
 
 
 def stored_facts(markers: Sequence[RankMarker]) -> tuple[Facts, list[str]]:
-    """Return the parameters that a run's ranks stored, and the optimizer in words."""
+    """Return the parameters that a run's ranks stored, `_UNRECORDED` where these markers have names alone, and the optimizer."""
     facts: Facts = {}
     keys: set[str] = set()
     for record in (record for marker in markers for segment in marker.segments for record in segment.records):
@@ -139,17 +142,19 @@ def stored_facts(markers: Sequence[RankMarker]) -> tuple[Facts, list[str]]:
         elif record.kind == "full" and record.state_key != PRESENT and not is_average(record.state_key):
             keys.add(record.state_key)
     module: ModuleEntry | None = None if markers[0].module is None else markers[0].module.read()
-    sizes = [] if module is None else [len(names) for names in module.param_groups]
-    return facts, _optimizer_words("" if module is None else module.optimizer, sizes, sorted(keys))
+    groups = () if module is None else module.param_groups
+    words = _optimizer_words("" if module is None else module.optimizer, [*map(len, groups)], sorted(keys))
+    known = words if facts else words[:-1]  # differences alone have no state of the optimizer
+    return facts | {name: _UNRECORDED for name in chain.from_iterable(groups) if name and name not in facts}, known
 
 
 def model_differences(stored: tuple[Facts, list[str]], live: tuple[Facts, list[str]]) -> Iterator[str]:
     """Yield differences between the run's and this job's parameters and optimizer, a line each."""
     (was, optimizer_was), (now, optimizer_now) = stored, live
     lines = [*_name_differences(was, now)]
-    both = [name for name in was if name in now and was[name] != now[name]]
+    both = [name for name in was if name in now and was[name] not in {now[name], _UNRECORDED}]
     lines += [f"parameter `{name}`: {was[name]} in the run, {now[name]} now" for name in both]
-    changed = [pair for pair in zip(optimizer_was, optimizer_now, strict=True) if pair[0] != pair[1]]
+    changed = [pair for pair in zip(optimizer_was, optimizer_now, strict=False) if pair[0] != pair[1]]
     lines += [f"optimizer: {old} in the run, {new} now" for old, new in changed]
     yield from lines[:_MAX_NAMED]
     if len(lines) > _MAX_NAMED:

@@ -16,14 +16,19 @@ import fsspec
 import pytest
 import tiny
 import torch
-from door import CheckpointCallback
+from door import CheckpointCallback, checkpoint_of
 from fsspec.implementations.memory import MemoryFileSystem
 from launcher import run_world
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
+from lightning_moe_ckpt.callbacks import (
+    DenseCheckpoint,
+    DifferentialCheckpoint,
+    PartialExpertCheckpoint,
+    SparseCheckpoint,
+)
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced, IdentityMismatch, UnknownLayout
 from lightning_moe_ckpt.inspection import verify
 from lightning_moe_ckpt.moe import MoELayer
@@ -391,6 +396,39 @@ def test_what_differs_from_the_run_is_named(run: Path, changed: dict[str, Any], 
         assert "resume='never'" in str(caught.value)
     assert contents(run) == before
     assert len(whole(run)) == 2
+
+
+class Fails(Callback):
+    """Ends a fit before its last generation, which has everything."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        if trainer.global_step == 3:
+            checkpoint = checkpoint_of(trainer)
+            assert checkpoint is not None
+            assert checkpoint.wait_committed()
+            raise RuntimeError("enough")
+
+
+@pytest.mark.parametrize("policy", [DifferentialCheckpoint, PartialExpertCheckpoint])
+@pytest.mark.parametrize(
+    ("changed", "difference"),
+    [
+        ({"optimizer": sgd}, "one: optimizer: class AdamW in the run, class SGD now"),
+        ({"groups": 2}, "one: optimizer: groups of [9] parameters in the run, groups of [5, 4] parameters now"),
+        ({"layers": {"a": 3}}, "one: parameter `layers.b.weight`"),
+        ({"layers": {"a": 3, "b": 2, "c": 1}}, "one: parameter `layers.c.weight` ([1, 4] F32) of the model is not in"),
+    ],
+)
+def test_parameters_without_a_record_are_not_called_missing(
+    policy: Callable[..., CheckpointCallback], changed: dict[str, Any], difference: str, tmp_path: Path
+) -> None:
+    """Where the newest generation has differences, or a part of the experts, alone; what wrote it goes on."""
+    with pytest.raises(RuntimeError, match="enough"):
+        fit(policy(tmp_path / "run", overhead_target=None), Experts(), Fails(), steps=5)
+    with pytest.raises(IdentityMismatch) as caught:
+        fit(policy(tmp_path / "run"), Experts(**changed))
+    assert difference in str(caught.value)
+    fit(policy(tmp_path / "run"), Experts(), steps=5)
 
 
 def test_weights_can_be_carried_over_to_another_optimizer(run: Path, tmp_path: Path) -> None:
