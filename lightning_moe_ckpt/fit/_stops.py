@@ -242,8 +242,6 @@ def name_status(exception: BaseException, status: int) -> None:
         exception.code = status
 
 
-log = rank_logger(__name__)
-
 _LOOK_SECONDS = 1.0
 """Seconds that a process that broke its connections may take to be gone."""
 

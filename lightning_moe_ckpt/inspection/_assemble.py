@@ -20,16 +20,7 @@ from torch import Tensor
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
 from lightning_moe_ckpt.journal import decode_journal
-from lightning_moe_ckpt.recovery import (
-    Assembly,
-    Replicas,
-    Request,
-    Version,
-    Wanted,
-    folded,
-    stored,
-    stored_index,
-)
+from lightning_moe_ckpt.recovery import Assembly, Replicas, Request, Version, Wanted, folded, stored, stored_index
 from lightning_moe_ckpt.snapshot import STAGES, is_average
 from lightning_moe_ckpt.storage import (
     CONSTANTS,

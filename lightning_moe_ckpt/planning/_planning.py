@@ -32,20 +32,8 @@ from lightning_moe_ckpt.planning._ledger import Counting, LedgerKeeper, LossFigu
 from lightning_moe_ckpt.planning._popularity_meter import CaptureOrder, PopularityMeter, StepFollower
 from lightning_moe_ckpt.planning._sizes import OperatorSizes
 from lightning_moe_ckpt.planning._stages import StagePlans, require_plans
-from lightning_moe_ckpt.policies import (
-    MEMORY,
-    Audience,
-    Chains,
-    Deltas,
-    PlanInputs,
-    Policy,
-)
-from lightning_moe_ckpt.snapshot import (
-    Constants,
-    StateView,
-    WindowLayout,
-    why_no_deltas,
-)
+from lightning_moe_ckpt.policies import MEMORY, Audience, Chains, Deltas, PlanInputs, Policy
+from lightning_moe_ckpt.snapshot import Constants, StateView, WindowLayout, why_no_deltas
 from lightning_moe_ckpt.storage import BadCopies, GenerationId, RunStore
 from lightning_moe_ckpt.tiers import PEER, STORAGE, Mirroring, PeerRoom, TierWorker
 

@@ -27,15 +27,7 @@ from lightning_moe_ckpt.native import Column, Copy, CopyEngine, copy_through
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery._frozen import Frozen
-from lightning_moe_ckpt.snapshot import (
-    JOURNAL,
-    PRESENT,
-    REGIONS,
-    FileLayout,
-    ParameterShards,
-    WindowLayout,
-    versions,
-)
+from lightning_moe_ckpt.snapshot import JOURNAL, PRESENT, REGIONS, FileLayout, ParameterShards, WindowLayout, versions
 from lightning_moe_ckpt.storage import SegmentLayout
 
 log = rank_logger(__name__)

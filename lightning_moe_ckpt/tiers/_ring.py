@@ -40,14 +40,7 @@ from torch import Tensor
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import Corrupt, RingFull
-from lightning_moe_ckpt.storage import (
-    RING_HEADER_NBYTES,
-    GenerationId,
-    MemoryMarker,
-    RankMarker,
-    RingHeader,
-    SlotClass,
-)
+from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, MemoryMarker, RankMarker, RingHeader, SlotClass
 from lightning_moe_ckpt.tiers._ring_state import (
     PAGE_NBYTES,
     ExpertCopies,

@@ -290,8 +290,6 @@ def _counted(dataset: Any) -> dict[str, Any]:
     }
 
 
-log = rank_logger(__name__)
-
 _MOST = 1_000
 """Largest number of states kept per epoch; each takes several KB of every journal."""
 
