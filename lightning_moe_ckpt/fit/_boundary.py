@@ -237,6 +237,8 @@ class Resumption:
             self._random.restore(self.start["random"]["epoch"])
         self._state.restore("epoch", self.start)
         if not self._unplaced:
+            # Set by a callback in an epoch before; not earlier, see `resume_mid_epoch`.
+            self._trainer.accumulate_grad_batches = self.start["loops"]["settings"]["accumulate_grad_batches"]
             self._state.settings.begin(mid_epoch=False)
 
     def before_iter(self) -> bool:

@@ -83,7 +83,7 @@ class FitSession:
         refuse_unsupported(trainer, policy)
         self._trainer, self._module = trainer, module
         staged = getattr(trainer.strategy, "pipeline_parallel", 1) > 1
-        self.trained = trained = Trained(module, trainer.optimizers[0], staged=staged)
+        self.trained = trained = Trained(trainer, module, staged=staged)
         """The user's choice of trained parameters, and gradients that stay between steps."""
         self.sessions = Sessions(trainer, trained, config=config, policy=policy, own_callbacks=own_callbacks)
         """The checkpoint session in force, and how this rank takes part in checkpoints of all."""
@@ -330,7 +330,7 @@ class FitSession:
         if self.trained.awaited is not None:
             self.trained.restore_gradients()
         if start is not None and sessions.standing is not Standing.BROKEN:
-            self.trained.may_begin = self.trained.looks
+            self.trained.may_begin = True
             if sessions.standing is Standing.TOGETHER:
                 try:
                     session.seal(start, step=self._step, disturbed=disturbed, room=lambda: self._recorder.room)
@@ -369,6 +369,8 @@ class FitSession:
     @clocked
     def before_zero_grad(self) -> None:
         """Wait until captures have read the gradients that are about to be zeroed."""
+        if not self.trained.looks:
+            self.trained.may_begin = False
         session = self.sessions.now
         session.fence_gradients()
         if not self.trained.may_begin:
@@ -379,6 +381,8 @@ class FitSession:
         """Give up this boundary if the coming step begins with gradients that it lacks; later boundaries store them."""
         self.trained.may_begin, session = False, self.sessions.now
         session.fence_gradients()
+        if not self.trained.looks:
+            self.trained.not_zeroed()
         if found := self.trained.left_over():
             told = len(found), found[0]
             log.info("%d parameters, first `%s`, keep gradients from step to step: they are stored", *told)

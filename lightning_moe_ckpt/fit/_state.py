@@ -149,18 +149,36 @@ def copied(value: Any) -> Any:
     return value if kind in _ATOMS else copy.deepcopy(value)
 
 
+class _NewBuffers:
+    """Names of buffers that a module registers after `fit` has begun: no restart restores them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._known = module, {name for name, _ in module.named_buffers()}
+        self._owners = [each._buffers for each in module.modules()]
+        self._most = sum(map(len, self._owners))
+
+    def say(self) -> None:
+        if (now := sum(map(len, self._owners))) > self._most:
+            self._most = now
+            new = [name for name, _ in self._module.named_buffers() if name not in self._known]
+            log.warning(
+                "not restored after a restart: buffers %s. Register them before `fit`", ", ".join(new), alike=True
+            )
+
+
 class Trained:
     """Take and restore the user's choice of trained parameters: `requires_grad`, and groups added to the optimizer.
 
-    Usually no step uses the previous step's gradients. If the user zeroes in another way than Lightning's, it is
-    recorded which parameters have a gradient: the optimizer skips parameters without, but moves parameters with a zero
-    gradient. So are the gradients of parameters with which a step was once seen to begin, see `left_over`.
+    Usually no step uses the previous step's gradients. If the user zeroes in another way than Lightning's, or accumulates
+    otherwise within an epoch, it is recorded which parameters have a gradient: the optimizer skips parameters without, but
+    moves those with a zero gradient. So are gradients with which a step was once seen to begin, see `left_over`.
 
     The optimizer is as configured by the user, with the groups with which every process of the run begins. In a
     `staged` module, forward and backward are one call, and nothing can look in between.
     """
 
-    def __init__(self, module: LightningModule, optimizer: Optimizer, *, staged: bool) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, *, staged: bool) -> None:
+        self._strategy, optimizer = trainer.strategy, trainer.optimizers[0]
         self._params, self._optimizer = dict(module.named_parameters()), optimizer
         self._names = {id(param): name for name, param in self._params.items()}
         self._may_keep = (
@@ -168,7 +186,7 @@ class Trained:
             or not module.automatic_optimization
             or type(optimizer).zero_grad is not Optimizer.zero_grad
         )
-        self.looks = self._may_keep and not staged
+        self.looks, self._staged = self._may_keep and not staged, staged
         """Whether a step may begin with the previous step's gradients."""
         self._kept: set[str] = set()
         self._guessed: set[str] = set()
@@ -180,6 +198,7 @@ class Trained:
         self._owners, self._owned = [owner for owner, _, _ in owned], [param for _, _, param in owned]
         self._owned_names = [name for _, name, _ in owned]
         self._told = False
+        self._new_buffers = _NewBuffers(module)
         self._num_seen = len(optimizer.param_groups)
         self.may_begin = False
         """Whether the coming step may begin with gradients that the boundary at hand lacks."""
@@ -196,6 +215,10 @@ class Trained:
     def begin(self) -> None:
         """Include gradients left by an earlier fit, until it is known whether the first step begins with them."""
         self._guessed = set(self.left_over())
+
+    def not_zeroed(self) -> None:
+        """Look at gradients from here on, since a step has begun without a call that zeroes them."""
+        self._may_keep, self.looks = True, not self._staged
 
     def left_over(self) -> list[str]:
         """Return newly found parameters with a gradient at a step's begin; call before its first backward pass."""
@@ -263,6 +286,8 @@ class Trained:
         assert self.awaited is not None
         state, self.awaited = self.awaited["trained"], None
         self.restore_order(state)
+        if state.get("gradients"):
+            self.not_zeroed()
         for param, graded in zip(self._params.values(), state.get("gradients", b""), strict=False):
             if not graded:
                 param.grad = None
@@ -276,13 +301,16 @@ class Trained:
     def unfit(self) -> str:
         """Return why no restart could go on from here, which is logged once; empty if a restart can.
 
-        Replaced parameters are not part of the stored state, and a restart would have the old ones.
+        Replaced parameters, or another optimizer, are not part of the stored state, and a restart would have the old ones.
         """
+        self._new_buffers.say()
         groups = [group["params"] for group in self._optimizer.param_groups]
         now = list(chain.from_iterable(groups[: self._num_configured]))
         added = chain.from_iterable(groups[self._num_configured :])
+        replaced = self._strategy._optimizers != [self._optimizer]
         if (
-            len(now) == len(self._configured)
+            not replaced
+            and len(now) == len(self._configured)
             and all(map(is_, now, self._configured))
             and self._names.keys() >= set(map(id, added))
             and all(map(is_, map(dict.get, self._owners, self._owned_names), self._owned))
@@ -295,7 +323,8 @@ class Trained:
             self._names.get(id(param), name) for owner, name, param in places if owner.get(name) is not param
         ]
         why = (
-            "the module or its optimizer has other parameters than when `fit` began"
+            ("the trainer has another optimizer" if replaced else "the module or its optimizer has other parameters")
+            + " than when `fit` began"
             + (f": without {', '.join(f'`{name}`' for name in gone[:3])}" if gone else "")
             + ". What replaced or left them cannot be restored: change weights in place, stop training a parameter with "
             "`requires_grad_(False)`, and add only parameters that the module has before `fit`."

@@ -165,6 +165,8 @@ class StateView:
     def _like(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype], averages: Averages) -> StateView:
         view = StateView(self.module, operators, self.schema, compute_dtypes, averages)
         view.params = self.params  # also parameters that the module has replaced: their records are not captured
+        # A new process has no others, and would refuse records of them.
+        view._buffer_owners, view.buffer_names = self._buffer_owners, self.buffer_names
         view.gradient_dtype, view.dense_plan = self.gradient_dtype, self.dense_plan
         view.repeatable, view.consumed = self.repeatable, self.consumed
         view.difference_dtype = self.difference_dtype

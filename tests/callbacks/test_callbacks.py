@@ -476,7 +476,7 @@ def test_a_step_that_fetches_by_itself_is_refused_at_start(tmp_path: Path) -> No
         trainer.fit(Fetches())
 
 
-@pytest.mark.parametrize("how", ["in both", "in the module", "leaves"])
+@pytest.mark.parametrize("how", ["in both", "in the module", "leaves", "with its optimizer"])
 @pytest.mark.parametrize("policy", [DenseCheckpoint, DifferentialCheckpoint, SparseCheckpoint])
 def test_training_goes_on_without_checkpoints_when_a_parameter_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: Any, how: str
@@ -489,6 +489,9 @@ def test_training_goes_on_without_checkpoints_when_a_parameter_is_replaced(
             if trainer.global_step != 8:
                 return
             new = nn.Parameter(old.detach().clone())
+            if how == "with its optimizer":
+                trainer.optimizers = [torch.optim.Adam(pl_module.parameters())]
+                return
             if how != "leaves":
                 pl_module.get_submodule("net.0").weight = new
             if how != "in the module":
@@ -499,11 +502,31 @@ def test_training_goes_on_without_checkpoints_when_a_parameter_is_replaced(
     assert trained.global_step == 16
     told = [record.getMessage() for record in caplog.records if "goes on without checkpoints" in record.getMessage()]
     assert len(told) == 1
-    assert "without `net.0.weight`" in told[0]
+    assert ("without `net.0.weight`" in told[0]) != (how == "with its optimizer")
     again = policy(str(tmp_path), overhead_target=None)
     assert fit(again, steps=16).global_step == 16
     assert again.report.resumed_from is not None
     assert again.report.resumed_from < 8
+
+
+@pytest.mark.parametrize("begins", ["on_train_start", "on_before_zero_grad", "on_train_epoch_start"])
+@pytest.mark.parametrize("policy", [DenseCheckpoint, DifferentialCheckpoint, SparseCheckpoint])
+def test_a_buffer_registered_in_training_is_named_and_leaves_restarts_as_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: Any, begins: str
+) -> None:
+    """As by a module that makes a mask in its first forward pass: a new process has none before that."""
+
+    def register(self: Callback, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        pl_module.register_buffer("mask", torch.ones(3))
+
+    registers = type("Registers", (Callback,), {begins: register})
+    for steps in (8, 16):
+        caplog.clear()
+        again = policy(str(tmp_path), overhead_target=None)
+        assert fit(again, registers(), steps=steps).global_step == steps
+        told = [record.getMessage() for record in caplog.records if "buffers mask" in record.getMessage()]
+        assert len(told) == 1
+    assert again.report.resumed_from == 8
 
 
 @pytest.mark.parametrize("policy", [DenseCheckpoint, DifferentialCheckpoint, SparseCheckpoint])

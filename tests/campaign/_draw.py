@@ -238,7 +238,8 @@ def _further(rng: random.Random, setup: Drawn) -> Drawn:
         changes["precision"] = "64-true" if setup.model != "mixtral" else "32-true"  # torch groups no such matrices
     changes["tensorboard"] = setup.logger and rng.random() < 0.4
     grows = setup.accumulate == 1 and rng.random() < 0.08
-    changes["growing_accumulation"] = grows and "skips_rest" not in changes["hooks"]  # else it may never step again
+    # Else it may never step again.
+    changes["growing_accumulation"] = grows and not {"skips_rest", "accumulates"} & {*changes["hooks"]}
     changes["emulated"] = rng.random() < 0.1
     changes["remembers"] = _remembers(setup)
     setup = replace(setup, **changes, checkpointing=_paced(rng, setup.checkpointing))
@@ -319,6 +320,8 @@ def _hooks(rng: random.Random, setup: Drawn) -> Any:
     chosen = set(_some(rng, {hook: 0.06 for hook in HOOKS if hook not in LATER}))
     beside = random.Random(repr(setup))  # beside the others, whose seeds were chosen before
     chosen |= {hook for hook in LATER if beside.random() < 0.06}
+    if setup.accumulate > 1 or chosen & {"skips_rest", "stops"}:
+        chosen -= {"accumulates"}
     if setup.accumulate > 1 or setup.world_size > 1:
         chosen -= {"skips_rest", "stops"}
     if setup.world_size > 1 or setup.clip_algorithm == "value":

@@ -41,6 +41,7 @@ Hook = Literal[
     "edits_frozen",
     "counts_forwards",
     "replaces",
+    "accumulates",
 ]
 """See `HOOKS`."""
 
@@ -456,6 +457,16 @@ class Replaces(LightningModule):
                     setattr(owner, name, new)
 
 
+class Accumulates(LightningModule):
+    """Accumulates two batches from a step within an epoch on, and one again later: some steps begin with gradients."""
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if self.global_step in (5, 11):
+            self.trainer.accumulate_grad_batches = 2 if self.global_step == 5 else 1
+
+
 HOOKS: dict[Hook, type[LightningModule]] = {
     "skips_rest": SkipsRest,
     "stops": Stops,
@@ -484,10 +495,11 @@ HOOKS: dict[Hook, type[LightningModule]] = {
     "edits_frozen": EditsFrozen,
     "counts_forwards": CountsForwards,
     "replaces": Replaces,
+    "accumulates": Accumulates,
 }
 LATER: tuple[Hook, ...] = (
     *("renorms", "after_step", "fades_gradients", "keeps_some", "reads_state", "freezes", "unfreezes", "edits_frozen"),
-    *("counts_forwards", "replaces"),
+    *("counts_forwards", "replaces", "accumulates"),
 )
 """Drawn beside the others, in this order, so that a number means the same run but for them."""
 EDITS: frozenset[Hook] = frozenset({"edits"})

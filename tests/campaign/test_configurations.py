@@ -83,6 +83,10 @@ ONCE_FAILED = {
         8, "settle": 10.0}]}""",
     "a parameter replaced in the second epoch, of which nothing is stored": """{"setup": {"hooks": ["replaces"]}, "checkpointing":
         {"policy": "sparse", "window": 2}, "kills": [{"phase": "forward", "batches": 8, "settle": 10.0}]}""",
+    "batches that a step accumulates from within an epoch on, between epochs": """{"setup": {"hooks": ["accumulates"], "batches": 7,
+        "epochs": 3, "validate_every": null}, "checkpointing": {}, "kills": [{"phase": "batch_start", "batches": 8, "settle": 10.0}]}""",
+    "gradients with which a step begins since fewer were accumulated before": """{"setup": {"hooks": ["accumulates"], "batches": 9,
+        "validate_every": null}, "checkpointing": {"policy": "sparse"}, "kills": [{"phase": "forward", "batches": 9, "settle": 10.0}]}""",
 }
 """Lines of failures, by what was wrong."""
 
