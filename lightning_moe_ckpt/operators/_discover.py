@@ -37,12 +37,7 @@ from lightning_moe_ckpt.operators._operator import (
     whole_slice,
 )
 from lightning_moe_ckpt.operators._parameters import ParameterIndex, child_slots, join
-from lightning_moe_ckpt.operators.adapters import (
-    describe_module_list,
-    describe_own,
-    describe_stacked,
-    find_adapter,
-)
+from lightning_moe_ckpt.operators.adapters import describe_module_list, describe_own, describe_stacked, find_adapter
 
 log = rank_logger(__name__)
 

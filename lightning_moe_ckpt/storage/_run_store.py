@@ -21,11 +21,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.errors import (
-    Corrupt,
-    NoUsableGeneration,
-    StorageError,
-)
+from lightning_moe_ckpt.errors import Corrupt, NoUsableGeneration, StorageError
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._catalog import (
     Contents,
