@@ -152,7 +152,7 @@ def holds(read: Any, written: Any) -> bool:
         ("callbacks", PartialExpertCheckpoint, ["saved longest ago", "refuses to start a new one", "default: 0:00:25"]),
         ("callbacks", SelectiveExpertCheckpoint, ["while a step computes", "refuses to start a new one"]),
         ("callbacks", ExpertLoadMonitor, ["optimizer steps between two rows"]),
-        ("callbacks", FaultInjector, ["strike at a given place of training", "MOE_CKPT_FAULTS"]),
+        ("callbacks", FaultInjector, ["faults at given places of training", "MOE_CKPT_FAULTS"]),
         ("strategy", MoEStrategy, ["ranks that share one set of experts", "adds gradients in rank order"]),
     ],
 )

@@ -8,7 +8,7 @@
 // * Copy engines ignore priority, kernels do not: the stream has the highest, since packing takes microseconds and a
 //   low one would wait for a gap in training. Pacing is the worker's, see engine.hpp.
 // * A copy engine turns to another stream when this one has nothing queued: with a second chunk behind the first, a copy
-//   of 4 KiB waited for 5 to 9 ms on an H100, with one chunk of 32 MiB for the rest of that chunk.
+//   of 4 KiB waited for 5 to 9 ms on an H100, with one chunk of 16 MiB for the rest of that chunk.
 #include <cuda_runtime.h>
 
 #include <sys/prctl.h>

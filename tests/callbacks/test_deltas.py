@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_moe_ckpt.callbacks import SelectiveExpertCheckpoint
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.policies import Audience
-from lightning_moe_ckpt.session import _session
+from lightning_moe_ckpt.session import _opening
 from lightning_moe_ckpt.storage import RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import Gradients, Markers, SealedSegment, TierWorker
 
@@ -179,7 +179,7 @@ def fit(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: An
         mirrors.append(Mirror(markers, plan.peer_audiences))
         return mirrors
 
-    monkeypatch.setattr(_session, "join_peers", join)
+    monkeypatch.setattr(_opening, "join_peers", join)
     torch.manual_seed(3)
     module = Net(case)
     own = SelectiveExpertCheckpoint(folder / "run", local_budget=case.budget, remote_budget=case.budget, **options)

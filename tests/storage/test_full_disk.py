@@ -80,7 +80,7 @@ class Errors(logging.Handler):
 def train_on_full(disk: Path) -> dict[str, Any]:
     errors = Errors()
     logging.getLogger("lightning_moe_ckpt").addHandler(errors)
-    checkpoint = DenseCheckpoint(str(disk / "run"), every_n_steps=1, keep=2)
+    checkpoint = DenseCheckpoint(str(disk / "run"), every_n_steps=1, keep=2, overhead_target=None)
     filler = Filler(disk, checkpoint)
     fit(checkpoint, filler, steps=END)
     resumed = DenseCheckpoint(str(disk / "run"))
