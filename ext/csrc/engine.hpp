@@ -1,7 +1,8 @@
 // One worker thread that runs plans in the order in which they were submitted, a few chunks at a time.
 //
 // Pacing: copy engines ignore stream priority and run what is queued, so a copy of training waits behind everything
-// queued before it. The worker keeps at most `depth` chunks queued: nobody waits behind more than depth * chunk bytes.
+// queued before it. The worker keeps at most `depth` chunks queued. With one, nobody waits longer than a chunk takes; with
+// more, the device may go on with this stream for several.
 // `hurry` lifts that, and what the gate holds, for a ticket that somebody waits for. The interpreter lock is never taken here.
 //
 // A job is *submitted* when all its copies are queued with the device, and *done* when the bytes are at their
