@@ -202,9 +202,8 @@ class FoundLayout:
         """Return the entries of a parameter in records."""
         entries = self._find(group, param)
         if entries is None:
-            with suppress(
-                UnsupportedOptimizer
-            ):  # all of its state is in the journal then, which says what it cannot store
+            # If that fails, all of its state is in the journal, which says what it cannot store.
+            with suppress(UnsupportedOptimizer):
                 self._learn()
             entries = self._find(group, param)
         return entries or ()
