@@ -25,7 +25,7 @@ from lightning_moe_ckpt.operators._optimizer import StateSchema as StateSchema
 from lightning_moe_ckpt.operators._optimizer import StateWatch as StateWatch
 from lightning_moe_ckpt.operators._optimizer import groups_state as groups_state
 from lightning_moe_ckpt.operators._optimizer import load_groups_state as load_groups_state
-from lightning_moe_ckpt.operators._optimizer import register_optimizer as register_optimizer
+from lightning_moe_ckpt.operators._optimizer_classes import register_optimizer as register_optimizer
 from lightning_moe_ckpt.operators._parameters import ComputeDtypeProbe as ComputeDtypeProbe
 from lightning_moe_ckpt.operators._parameters import ParameterIndex as ParameterIndex
 from lightning_moe_ckpt.operators._views import AttributeCapacity as AttributeCapacity

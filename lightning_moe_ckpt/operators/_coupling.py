@@ -16,7 +16,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ class StateEntry:
     """Whether a scalar is on the parameter's device, and not on the CPU."""
 
 
-_REACHES: tuple[Coupling, ...] = ("element", "matrix", "parameter", "global")
+_REACHES: tuple[Coupling, ...] = get_args(Coupling)
 _IDENTITY = ("params", "param_names")
 _NOT_TRIED = {*_IDENTITY, "lr", "initial_lr", "weight_decay"}
 _LR = 1e-3
@@ -64,7 +64,12 @@ class Reach:
 
     coupling: Coupling
     shown: str = ""
-    """Two elements that showed it; empty for `element`."""
+    """Two elements or the reason that showed it; empty if nothing was wider than an element."""
+
+
+def wideness(reach: Reach) -> int:
+    """Return the place of a coupling in the order from `element` to `global`."""
+    return _REACHES.index(reach.coupling)
 
 
 class Kind(NamedTuple):
@@ -165,7 +170,7 @@ def coupling_of(optimizer: Optimizer) -> Reach:
             for seed in range(steps):
                 trial.step([gradient * 1e-3 for gradient in trial.gradients(seed)])
             for reach in trial.reaches(steps):
-                found = max(found, reach, key=lambda each: _REACHES.index(each.coupling))
+                found = max(found, reach, key=wideness)
                 if found.coupling == "global":
                     return found
     return found

@@ -8,22 +8,18 @@ statistics of rows and histories, is in the journal, whole (`DiscoveredSchema.re
 
 A policy that takes everything of one step supports any coupling. Others need an update that depends on the element and on scalars
 only: then a slice of parameter and state, replayed alone, gives the same bits.
-
-Source: `torch/optim/adam.py` and `sgd.py` (`_init_group`), unchanged from torch 2.6 to 2.13.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
 from itertools import chain
 from operator import is_, methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 from typing_extensions import override
 from xxhash import xxh3_128_hexdigest
 
@@ -32,56 +28,16 @@ from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
 from lightning_moe_ckpt.operators._coupling import (
     FoundLayout,
     Group,
-    Reach,
     StateEntry,
     copied_state,
-    coupling_of,
     inner_optimizers,
     recorded_value,
 )
+from lightning_moe_ckpt.operators._optimizer_classes import Layout, layout_of, reach_of
 
 log = rank_logger(__name__)
 
 _IDENTITY = ("params", "param_names")
-Layout = Callable[[Group, Tensor, torch.dtype], tuple[StateEntry, ...]]
-"""All entries that a parameter can have with a group's options, and torch's default type where the optimizer steps."""
-
-
-@cache
-def _adam_entries(dtype: torch.dtype, step_dtype: torch.dtype, amsgrad: bool) -> tuple[StateEntry, ...]:
-    keys = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
-    moments = (StateEntry(key, dtype, per_element=True) for key in keys)
-    return (StateEntry("step", step_dtype, per_element=False), *moments)
-
-
-def _adam(group: Group, param: Tensor, default: torch.dtype) -> tuple[StateEntry, ...]:
-    """Return the step count and the moments of Adam and AdamW: single, foreach and fused, with or without amsgrad."""
-    # Same as torch.optim.optimizer._get_scalar_dtype, which is private.
-    wide = not group.get("fused") and default is torch.float64
-    return _adam_entries(param.dtype, torch.float64 if wide else torch.float32, bool(group.get("amsgrad")))
-
-
-def _sgd(group: Group, param: Tensor, _default: torch.dtype) -> tuple[StateEntry, ...]:
-    """Return the momentum buffer, if there is momentum.
-
-    Before the first step there is no buffer. That differs from a zero buffer: the first step ignores dampening.
-    """
-    momentum = StateEntry("momentum_buffer", param.dtype, per_element=True)
-    return (momentum,) if group.get("momentum", 0) != 0 else ()
-
-
-_layouts: dict[type[Optimizer], Layout] = {Adam: _adam, AdamW: _adam, SGD: _sgd}
-
-_REFUSED_OPTIONS = {
-    "capturable": "a captured CUDA graph keeps the addresses of state that a restore may replace",
-    "differentiable": "the state is part of an autograd graph",
-}
-
-_REASONS = {
-    "ZeroRedundancyOptimizer": "each parameter's state lives on one rank only",
-    "DistributedOptimizer": "its flat shards cut through operators",
-}
-
 
 _DOES = {
     "matrix": "updates the elements of a matrix together",
@@ -89,31 +45,6 @@ _DOES = {
     "global": "updates an element by others",
 }
 """Words for a coupling wider than an element."""
-
-
-def register_optimizer(
-    cls: type[Optimizer], *, like: type[Optimizer], dtypes: Mapping[str, torch.dtype] | None = None
-) -> None:
-    """Support a class that keeps exactly the state of `like` and updates each element alone.
-
-    Args:
-        cls: the class; its own subclasses are not included.
-        like: `Adam`, `AdamW` or `SGD`, or a class registered before.
-        dtypes: types of state by key, where they are others than in `like`, e.g. moments in `torch.float8_e4m3fn`.
-
-    A run whose policy stores a model in parts tries at its start whether each element is updated alone.
-
-    Raises:
-        UnsupportedOptimizer: `like` is not supported itself.
-    """
-    if like not in _layouts:
-        raise UnsupportedOptimizer(
-            f"`register_optimizer(like={like.__qualname__})`: that class is not supported itself."
-        )
-    layout, others = _layouts[like], dict(dtypes or {})
-    # Once for all parameters alike, which share the list.
-    typed = cache(lambda found: tuple(replace(each, dtype=others.get(each.key, each.dtype)) for each in found))
-    _layouts[cls] = (lambda *facts: typed(layout(*facts))) if others else layout
 
 
 class StateSchema:
@@ -145,7 +76,7 @@ class StateSchema:
         Raises:
             UnsupportedOptimizer: its state cannot be captured exactly; the message says why.
         """
-        layout, default = _layout_of(optimizer), default_dtype or torch.get_default_dtype()
+        layout, default = layout_of(optimizer), default_dtype or torch.get_default_dtype()
         if layout is not None:
             schema = cls(optimizer, layout, default)
         else:
@@ -167,25 +98,12 @@ class StateSchema:
         Raises:
             UnsupportedOptimizer: the class updates elements by others, or it could not be tried.
         """
-        cls = type(self.optimizer)
-        if cls in {Adam, AdamW, SGD}:
-            return
-        declared = cls in _layouts
-        try:
-            reach = coupling_of(self.optimizer)
-        except Exception as error:  # noqa: BLE001  # whatever a stranger's class raises of tensors that it does not know
-            reach = Reach("global", f"it could not be tried on small tensors ({type(error).__name__}: {error})")
+        name, reach = type(self.optimizer).__qualname__, reach_of(self.optimizer)
         if reach.coupling != "element":
-            said = (
-                "was registered as a class that updates each element alone, and does not"
-                if declared
-                else _DOES[reach.coupling]
-            )
             raise UnsupportedOptimizer(
-                f"`{cls.__qualname__}` {said}: {reach.shown}. A part of a tensor cannot be restored without the rest of it. "
+                f"`{name}` {_DOES[reach.coupling]}: {reach.shown}. A part of a tensor cannot be restored without the rest of it. "
                 "Use `DenseCheckpoint`, which takes everything at once."
             )
-        log.info("`%s`: each element alone, found by trying", cls.__qualname__, alike=True)
 
     def rest(self, params: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return copies of all state without a place in records, in types of the journal; empty if there is none."""
@@ -475,27 +393,6 @@ class MixedWatch(StateWatch):
 
 def _same(found: Collection[object], known: Collection[object]) -> bool:
     return len(found) == len(known) and all(map(is_, found, known))
-
-
-def _layout_of(optimizer: Optimizer) -> Layout | None:
-    """Return the layout registered for exactly this optimizer class; `None` if it has to be found out.
-
-    Raises:
-        UnsupportedOptimizer: state is distributed among ranks, or an option prevents exact capture; the message says why.
-    """
-    cls = type(optimizer)
-    for i, group in enumerate(optimizer.param_groups):
-        for option, reason in _REFUSED_OPTIONS.items():
-            if group.get(option):
-                raise UnsupportedOptimizer(
-                    f"`{cls.__qualname__}`, group {i}, cannot be captured exactly: `{option}=True`: {reason}."
-                )
-    distributed = next((_REASONS[base.__name__] for base in cls.__mro__ if base.__name__ in _REASONS), None)
-    if cls not in _layouts and distributed is not None:
-        raise UnsupportedOptimizer(
-            f"`{cls.__qualname__}` cannot be captured exactly: {distributed}. Use an optimizer that keeps all state on each rank."
-        )
-    return _layouts.get(cls)
 
 
 def groups_state(optimizer: Optimizer) -> list[dict[str, object]]:

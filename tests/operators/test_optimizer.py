@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
 from lightning_moe_ckpt.operators import StateSchema, groups_state, load_groups_state, register_optimizer
-from lightning_moe_ckpt.operators import _optimizer as layouts
+from lightning_moe_ckpt.operators import _optimizer_classes as classes
 
 Make = Callable[[Any], Optimizer]
 
@@ -259,15 +259,40 @@ def test_a_partitioned_optimizer_is_refused() -> None:
         StateSchema.of(sharded([stacked(0)], {}))
 
 
-def test_a_subclass_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it keeps the state of its base as it is."""
-    monkeypatch.setattr(layouts, "_layouts", dict(layouts._layouts))
+@pytest.fixture
+def own_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten behind it."""
+    monkeypatch.setattr(classes, "_known", dict(classes._known))
+
+
+@pytest.mark.usefixtures("own_classes")
+def test_a_subclass_can_be_registered() -> None:
+    """If it keeps the state of its base as it is; from one whose state is found by trying there is nothing to take over."""
     sub = type("MyAdam", (AdamW,), {})
     register_optimizer(sub, like=AdamW)
     param = stacked(0)
     assert len(StateSchema.of(sub([param])).entries(param)) == 3
+    other = type("Other", (AdamW,), {})
     with pytest.raises(UnsupportedOptimizer, match="not supported itself"):
-        register_optimizer(sub, like=torch.optim.RMSprop)
+        register_optimizer(other, like=torch.optim.RMSprop)
+    register_optimizer(torch.optim.RMSprop, coupling="element")
+    with pytest.raises(UnsupportedOptimizer, match="not supported itself"):
+        register_optimizer(other, like=torch.optim.RMSprop)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "neither `like` nor `coupling`"),
+        ({"dtypes": {"exp_avg": torch.float8_e4m3fn}, "coupling": "element"}, "`dtypes`, which needs `like`"),
+        ({"coupling": "row"}, "'row'.*'element', 'matrix', 'parameter', 'global'"),
+    ],
+)
+@pytest.mark.usefixtures("own_classes")
+def test_a_registration_says_something(options: dict[str, Any], reason: str) -> None:
+    """And nothing that would be ignored."""
+    with pytest.raises(UnsupportedOptimizer, match=reason):
+        register_optimizer(type("MyAdam", (AdamW,), {}), **options)
 
 
 def test_the_fingerprint_changes_with_the_layout_only() -> None:

@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from lightning_moe_ckpt.errors import UnsupportedOptimizer
 from lightning_moe_ckpt.operators import StateSchema, register_optimizer
 from lightning_moe_ckpt.operators._coupling import Coupling, coupling_of, first_states, shape_tried
+from lightning_moe_ckpt.operators._optimizer_classes import reach_of
 
 
 class ByHand(Optimizer):
@@ -144,6 +145,27 @@ def test_what_does_not_is_refused_by_name(cls: type[Optimizer]) -> None:
     StateSchema.of(optimizer)  # everything at once is right
     with pytest.raises(UnsupportedOptimizer, match=f"{cls.__name__}.*Use `DenseCheckpoint`"):
         StateSchema.of(optimizer, in_parts=True)
+
+
+@pytest.mark.parametrize(("cls", "declared"), [(ByHand, "matrix"), (Lamb, "parameter"), (Noisy, "global")])
+def test_what_is_declared_holds_if_copies_show_no_more(cls: type[Optimizer], declared: Coupling) -> None:
+    """Also where it is wider than what they show: a wider cut is always right."""
+    other = type(cls.__name__, (cls,), {})
+    register_optimizer(other, coupling=declared)
+    optimizer, params = made(other)
+    assert reach_of(optimizer).coupling == declared
+    assert [entry.key for entry in StateSchema.of(optimizer).entries(params[0])] == ["step", "exp_avg", "exp_avg_sq"]
+
+
+@pytest.mark.parametrize(("cls", "declared"), [(Lamb, "element"), (Lamb, "matrix"), (Sharp, "parameter")])
+def test_copies_refute_what_is_declared(cls: type[Optimizer], declared: Coupling) -> None:
+    """With two elements that showed it."""
+    other: Any = type(cls.__name__, (cls,), {})
+    register_optimizer(other, like=AdamW, coupling=declared)
+    with pytest.raises(
+        UnsupportedOptimizer, match=f"{declared}.*another gradient in element.*changed.*Use `DenseCheck"
+    ):
+        reach_of(other([nn.Parameter(torch.randn(shape)) for shape in [(3, 4, 5), (6, 5)]]))
 
 
 def test_groups_need_not_have_the_options_of_torch() -> None:

@@ -200,6 +200,8 @@ def describe(fqn: str, module: nn.Module, index: extend.ParameterIndex) -> exten
 def register() -> None:
     extend.register_adapter(StackedMoE, describe)
     extend.register_optimizer(MyAdamW, like=torch.optim.AdamW)
+    extend.register_optimizer(MyAdamW, like=torch.optim.AdamW, coupling="parameter", dtypes={"exp_avg": torch.bfloat16})
+    extend.register_optimizer(MyAdamW, coupling="element")
 
 
 def hook(wrapped: DistributedDataParallel) -> None:

@@ -1,0 +1,184 @@
+"""Know classes of optimizers beforehand: the layout of their state, how far an update reaches, and options that are refused.
+
+Classes of torch in the table are believed, since tests try them as everything else is tried at start. What a caller registers is a
+claim: copies that show a wider coupling refute it.
+
+Source: `torch/optim/adam.py` and `sgd.py` (`_init_group`), unchanged from torch 2.6 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.errors import UnsupportedOptimizer
+from lightning_moe_ckpt.operators._coupling import Coupling, Group, Reach, StateEntry, coupling_of, wideness
+
+log = rank_logger(__name__)
+
+Layout = Callable[[Group, Tensor, torch.dtype], tuple[StateEntry, ...]]
+"""All entries that a parameter can have with a group's options, and torch's default type where the optimizer steps."""
+
+
+@cache
+def _adam_entries(dtype: torch.dtype, step_dtype: torch.dtype, amsgrad: bool) -> tuple[StateEntry, ...]:
+    keys = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
+    moments = (StateEntry(key, dtype, per_element=True) for key in keys)
+    return (StateEntry("step", step_dtype, per_element=False), *moments)
+
+
+def _adam(group: Group, param: Tensor, default: torch.dtype) -> tuple[StateEntry, ...]:
+    """Return the step count and the moments of Adam and AdamW: single, foreach and fused, with or without amsgrad."""
+    # Same as torch.optim.optimizer._get_scalar_dtype, which is private.
+    wide = not group.get("fused") and default is torch.float64
+    return _adam_entries(param.dtype, torch.float64 if wide else torch.float32, bool(group.get("amsgrad")))
+
+
+def _sgd(group: Group, param: Tensor, _default: torch.dtype) -> tuple[StateEntry, ...]:
+    """Return the momentum buffer, if there is momentum.
+
+    Before the first step there is no buffer. That differs from a zero buffer: the first step ignores dampening.
+    """
+    momentum = StateEntry("momentum_buffer", param.dtype, per_element=True)
+    return (momentum,) if group.get("momentum", 0) != 0 else ()
+
+
+class _Known(NamedTuple):
+    layout: Layout | None
+    """`None` if a copy has to show it."""
+    coupling: Coupling
+
+
+_TABLE: Mapping[type[Optimizer], _Known] = {
+    Adam: _Known(_adam, "element"),
+    AdamW: _Known(_adam, "element"),
+    SGD: _Known(_sgd, "element"),
+}
+_known = dict(_TABLE)
+"""The table, and what callers have registered."""
+
+_REFUSED_OPTIONS = {
+    "capturable": "a captured CUDA graph keeps the addresses of state that a restore may replace",
+    "differentiable": "the state is part of an autograd graph",
+}
+
+_REASONS = {
+    "ZeroRedundancyOptimizer": "each parameter's state lives on one rank only",
+    "DistributedOptimizer": "its flat shards cut through operators",
+}
+
+
+def register_optimizer(
+    cls: type[Optimizer],
+    *,
+    like: type[Optimizer] | None = None,
+    coupling: Coupling | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Declare what a class keeps, how far an element's update reaches, or both. No class has to be registered.
+
+    Args:
+        cls: the class; its own subclasses are not included.
+        like: `Adam`, `AdamW` or `SGD`, or a class registered with `like`, whose state the class keeps exactly; `None`: a copy of
+            the optimizer shows at start what it keeps.
+        coupling: on what an element's update depends: `"element"` (itself and scalars), `"matrix"` (the last two dimensions),
+            `"parameter"` or `"global"`; `None` for the coupling of `like`.
+        dtypes: types of state by key, where they are others than in `like`, e.g. moments in `torch.float8_e4m3fn`.
+
+    A run whose policy stores a model in parts tries copies at its start. If an update reaches farther than declared, it is refused,
+    with the elements that showed it. If it is declared to reach farther than copies show, the declaration holds.
+
+    Raises:
+        UnsupportedOptimizer: neither `like` nor `coupling` is given, `like` has no layout to copy, `dtypes` comes without `like`, or
+            there is no such coupling.
+    """
+    name, base = cls.__qualname__, _Known(None, "element") if like is None else _known.get(like)
+    if like is None and (coupling is None or dtypes):
+        given = "`dtypes`, which needs `like`" if dtypes else "neither `like` nor `coupling`"
+        raise UnsupportedOptimizer(
+            f"`register_optimizer({name})` is given {given}. Give the class whose state it keeps as `like`, or how far an update "
+            "reaches as `coupling`."
+        )
+    if like is not None and (base is None or base.layout is None):
+        raise UnsupportedOptimizer(
+            f"`register_optimizer(like={like.__qualname__})`: that class is not supported itself."
+        )
+    if coupling is not None and coupling not in get_args(Coupling):
+        raise UnsupportedOptimizer(
+            f"`register_optimizer(coupling={coupling!r})` must be one of {', '.join(map(repr, get_args(Coupling)))}."
+        )
+    assert base is not None
+    _known[cls] = _Known(_with_dtypes(base.layout, dtypes or {}), coupling or base.coupling)
+
+
+def _with_dtypes(layout: Layout | None, dtypes: Mapping[str, torch.dtype]) -> Layout | None:
+    if layout is None or not dtypes:
+        return layout
+    # Once for all parameters alike, which share the list.
+    typed = cache(lambda found: tuple(replace(each, dtype=dtypes.get(each.key, each.dtype)) for each in found))
+    return lambda *facts: typed(layout(*facts))
+
+
+def layout_of(optimizer: Optimizer) -> Layout | None:
+    """Return the layout registered for exactly this optimizer class; `None` if it has to be found out.
+
+    Raises:
+        UnsupportedOptimizer: state is distributed among ranks, or an option prevents exact capture; the message says why.
+    """
+    cls = type(optimizer)
+    for i, group in enumerate(optimizer.param_groups):
+        for option, reason in _REFUSED_OPTIONS.items():
+            if group.get(option):
+                raise UnsupportedOptimizer(
+                    f"`{cls.__qualname__}`, group {i}, cannot be captured exactly: `{option}=True`: {reason}."
+                )
+    distributed = next((_REASONS[base.__name__] for base in cls.__mro__ if base.__name__ in _REASONS), None)
+    if cls not in _known and distributed is not None:
+        raise UnsupportedOptimizer(
+            f"`{cls.__qualname__}` cannot be captured exactly: {distributed}. Use an optimizer that keeps all state on each rank."
+        )
+    return _known[cls].layout if cls in _known else None
+
+
+_IN_WORDS = {
+    "element": "each element alone",
+    "matrix": "each matrix alone",
+    "parameter": "each parameter alone",
+    "global": "all parameters together",
+}
+
+
+def reach_of(optimizer: Optimizer) -> Reach:
+    """Return how far an element's update reaches: what copies show, or what was registered if that is farther.
+
+    Classes of torch in the table are not tried, and what cannot be tried counts as `global`.
+
+    Raises:
+        UnsupportedOptimizer: copies show more than was registered.
+    """
+    cls, known = type(optimizer), _known.get(type(optimizer))
+    if cls in _TABLE:
+        return Reach("element")
+    declared = None if known is None else Reach(known.coupling, f"it was registered with `coupling={known.coupling!r}`")
+    if declared is not None and declared.coupling == "global":
+        return declared
+    try:
+        found = coupling_of(optimizer)
+    except Exception as error:  # noqa: BLE001  # whatever a stranger's class raises of tensors that it does not know
+        found = Reach("global", f"it could not be tried on small tensors ({type(error).__name__}: {error})")
+    reach = found if declared is None else max(declared, found, key=wideness)
+    if declared is not None and reach is found:
+        raise UnsupportedOptimizer(
+            f"`{cls.__qualname__}` was registered with `coupling={declared.coupling!r}`, and {found.shown}. Use `DenseCheckpoint`, "
+            f"which takes everything at once, or register what it does: `coupling={found.coupling!r}`."
+        )
+    how = "found by trying" if declared is None or declared.coupling == found.coupling else "as registered"
+    log.info("`%s`: %s, %s", cls.__qualname__, _IN_WORDS[reach.coupling], how, alike=True)
+    return reach
