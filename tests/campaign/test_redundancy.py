@@ -150,7 +150,7 @@ def test_partial_generations_are_as_new_as_promised_where_the_dense_part_is_not_
     found.require_accounting()
     sent, mirrored = taken(lives)
     print(f"{sent} bytes sent, {mirrored} taken from own state: {mirrored / (sent + mirrored):.1%}")
-    assert mirrored / (sent + mirrored) > 0.03
+    assert mirrored / (sent + mirrored) > 0.02  # experts once, and journals take most
 
 
 def train_followed(setup: Setup, machines: Machines, life: Attempt) -> Mapping[str, Any]:

@@ -86,8 +86,10 @@ def test_losses_are_scaled_where_they_are_computed(precision: str | None, plugin
     if plugins is not None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         more["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
-    found = train(2, strategy=STAGES, **more)
-    wanted = train(1, model=lambda: Staged(batch_size=BATCH // 2), accumulate_grad_batches=2, **more)
+    steps = 2 if precision == "bf16-true" else 12  # a third rounding of all weights sends a token to another expert
+    found = train(2, strategy=STAGES, limit_train_batches=steps, **more)
+    more |= {"accumulate_grad_batches": 2, "limit_train_batches": 2 * steps}
+    wanted = train(1, model=lambda: Staged(batch_size=BATCH // 2), **more)
     for name, parameter in whole(found, 2).items():
         torch.testing.assert_close(parameter, wanted[0].parameters[name], rtol=0.05, atol=0.02)
 
