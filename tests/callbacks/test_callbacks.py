@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from door import CheckpointCallback, MemoryName
+from door import CheckpointCallback, MemoryName, SharedFile
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.callbacks.spike import SpikeDetection
@@ -407,6 +407,23 @@ def test_a_journal_that_outgrows_its_record_costs_one_window(tmp_path: Path, cap
     growing, resumed = Growing(), SparseCheckpoint(str(tmp_path))
     fit(resumed, growing, steps=12)
     assert (resumed.report.resumed_from, len(growing.text)) == (11, 500_000)
+
+
+def test_without_room_for_a_larger_ring_the_smaller_one_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was given up to make room, which was not enough; where not even this has room at first, windows are skipped."""
+    checkpoint, calls, create = SparseCheckpoint(tmp_path, window=2), itertools.count(), SharedFile.create
+
+    def full_for_a_while(*args: Any, **options: Any) -> Any:
+        if next(calls) in {1, 2, 3}:
+            raise ConfigurationError("there is no room.")
+        return create(*args, **options)
+
+    monkeypatch.setattr(SharedFile, "create", full_for_a_while)
+    fit(checkpoint, Growing(), steps=15)
+    assert "takes its place" in caplog.text
+    assert checkpoint.report.windows_skipped > checkpoint.report.windows_missed == 0
 
 
 @pytest.mark.parametrize("window", [1, 2])

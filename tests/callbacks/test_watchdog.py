@@ -27,7 +27,7 @@ from lightning_moe_ckpt.callbacks import (
     Popularity,
     SparseCheckpoint,
 )
-from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, StorageError
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, RingFull, StorageError
 from lightning_moe_ckpt.policies import SparsePolicy
 from lightning_moe_ckpt.snapshot import BufferChanged, SegmentWriter
 from lightning_moe_ckpt.storage import RunStore
@@ -269,17 +269,25 @@ def test_windows_without_a_generation_are_an_error_wherever_somebody_looks(
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "fails",
-    [("take_local", BufferChanged("a buffer has grown")), ("recopy_changed", CheckpointError("a copy failed"))],
-    ids=["buffer", "copy"],
+    [
+        (SegmentWriter, "take_local", BufferChanged("a buffer has grown")),
+        (SegmentWriter, "recopy_changed", CheckpointError("a copy failed")),
+        (SegmentRing, "acquire", RingFull("no slot is free")),
+    ],
+    ids=["buffer", "copy", "slot"],
 )
 def test_a_window_that_gives_nothing_costs_no_generation_that_is_there(
-    policy: str, fails: tuple[str, Exception], tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+    policy: str,
+    fails: tuple[type, str, Exception],
+    tmp_path: Path,
+    shared_memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The newest one in memory stays until a newer one is there; storage gets it, if it was on its way."""
     make, window = POLICIES[policy]
     fault = Switch()
-    method, error = fails
-    monkeypatch.setattr(SegmentWriter, method, fault.failing(getattr(SegmentWriter, method), lambda: error))
+    owner, method, error = fails
+    monkeypatch.setattr(owner, method, fault.failing(getattr(owner, method), lambda: error))
     checkpoint = make(tmp_path)
     watch = Watch(checkpoint, fault)
     fit(watch, checkpoint)

@@ -190,6 +190,7 @@ def test_a_bad_file_costs_its_experts_one_turn(
         assert said is not None, logs(found)
         assert said[1] == str(promise.experts[name])
         assert int(said[2]) == lost[name]
+    assert re.search(r"is partial: \d+ experts \(.*; from storage: \d+\); \d+ tokens lost, PLT", logs(found))
     after = {at: markers for at, (_, markers) in stored(found.workdir).items() if at.incarnation > 1}
     assert after
     for markers in after.values():

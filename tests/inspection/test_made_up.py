@@ -100,15 +100,15 @@ def row(change: Callable[[list[Any]], object]) -> Callable[[Forged], str]:
     return forge
 
 
-def shape(*sizes: int) -> Callable[[Forged], str]:
-    """Of the first parameter, in the marker."""
+def first(said: str = "", **values: object) -> Callable[[Forged], str]:
+    """Of the first parameter, in the marker; a message has its name, or its record's with `said` behind."""
 
     def forge(run: Forged) -> str:
         names: list[str] = []
 
         def change(record: list[Any]) -> None:
-            assign(global_shape=list(sizes))(record)
-            names.append(record[3])
+            assign(**values)(record)
+            names.append(f"{record[0]} {said}" if said else record[3])
 
         row(change)(run)
         return names[0]
@@ -193,8 +193,9 @@ CASES: dict[str, Forge] = {
     "large junk as marker": lambda run: replaced(run.marker, lambda path: sparse(touched(path), 3 * MEMORY)),
     "large segment": lambda run: sparse(run.segment).parent.name,
     "large segment that is vouched for": large_segment,
-    "shape": shape(2**40, 2**20),
-    "shape without end": shape(*[2**62] * 64),
+    "shape": first(global_shape=[2**40, 2**20]),
+    "shape without end": first(global_shape=[2**62] * 64),
+    "place in the shape": first("ends at element", global_start=2**40),
     "number of elements": row(assign(numel=2**60)),
     "offset": row(assign(offset=2**60)),
     "size": row(assign(nbytes=2**60)),

@@ -262,6 +262,12 @@ def test_modules_cannot_tell_that_they_are_frozen(hooks: str) -> None:
         gradient = model.get_parameter(active.slices[0].fqn).grad
         assert gradient is not None
         found.append((graphs, [out.detach(), gradient.clone(), *met]))
+    frozen.fill_gradients()
+    frozen.drop_gradients()
+    left = {name for name, param in model.named_parameters() if param.grad is not None}
+    assert left == {piece.fqn for piece in active.slices}, "no other parameter takes a step"
+    frozen.give_back_gradients()
+    assert all(param.grad is not None for param in model.parameters())
     frozen.thaw()
     assert found[0][0] == found[1][0]
     assert len(found[0][1]) == len(found[1][1])

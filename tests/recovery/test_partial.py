@@ -8,7 +8,10 @@ from itertools import product
 
 import pytest
 
-from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, Commit, RankMarker, RunStore
+from lightning_moe_ckpt.operators import OperatorSet
+from lightning_moe_ckpt.recovery._attempt import RestorePlan
+from lightning_moe_ckpt.recovery._loading import note_recovery
+from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, Commit, GenerationId, RankMarker, RunStore
 from recovery._partial_world import EXPERTS, TAKEN, PartialWorld, Taken, experts_found
 from recovery.conftest import MakePartial
 from recovery.test_fallbacks import flip
@@ -55,6 +58,15 @@ def test_storage_alone_gives_what_it_took(make_partial: MakePartial) -> None:
     world = make_partial("a", "b", "c")
     committed(world, 0, 1, 2, 4)
     assert restored(world) == (4, [1, 0, 2, 4])
+
+
+def test_what_was_not_counted_is_noted_without_its_cost(caplog: pytest.LogCaptureFixture) -> None:
+    """A generation of a version that counted no tokens has nothing of them in its journal."""
+    at = GenerationId(step=4, incarnation=1, nonce="0123456789ab")
+    chosen = RestorePlan(generations={"expert": at}, shards={}, levels={"expert": frozenset({"memory"})})
+    with caplog.at_level(logging.INFO):
+        note_recovery(at, chosen, {}, {}, OperatorSet(operators=(), layers=(), dtypes={}))
+    assert "1 of 0 steps ago; from memory: 1); its tokens were not counted" in caplog.text
 
 
 def test_memory_of_surviving_nodes_gives_newer_experts_than_storage(make_partial: MakePartial) -> None:

@@ -113,9 +113,9 @@ def test_captures_that_cost_too_much_are_further_apart() -> None:
 
 @pytest.mark.parametrize(("busy", "slowdown"), [(20, 0.4), (3, 0.8), (200, 0.15)])
 def test_a_tier_that_slows_steps_down_rests(busy: int, slowdown: float) -> None:
-    """Until what it costs is within the target; without one it works all the time."""
+    """Until what it costs is within the target, of which hooks take most; without one it works all the time."""
     free = Rank(target=None, tiers=[Worker("storage", busy, slowdown)])
-    rank = Rank(tiers=[Worker("storage", busy, slowdown)])
+    rank = Rank(hooks=0.0009, tiers=[Worker("storage", busy, slowdown)])
     steps = max(4000, 100 * busy)
     assert train([free], steps)[0] > 2 * 0.03
     assert train([rank], steps)[0] < 0.036
@@ -163,6 +163,9 @@ def test_nothing_is_decided_before_there_is_enough_to_go_by() -> None:
     rank = Rank(capture=0.01, tiers=[Worker("storage", 10, 0.5)])
     train([rank], 17)
     assert (rank.governor.gap_steps, rank.governor.rest_seconds) == (0, {"storage": 0.0})
+    train([rank], 3)  # counted from the end of the first
+    train([rank], 2)
+    assert rank.governor.gap_steps > 0
 
 
 def test_windows_come_closer_again_when_they_cost_less() -> None:
@@ -211,7 +214,9 @@ def test_validation_is_no_cost_of_checkpoints() -> None:
         rank.step(captured=step % 4 == 0)
         if step % 4 == 0:
             rank.now += 5 * STEP
-    assert rank.governor.measured.costs(0.03).window < 0.1 * STEP
+    costs = rank.governor.measured.costs(0.03)
+    assert costs.window < 0.1 * STEP
+    assert costs.step == pytest.approx(STEP, rel=0.1)
     assert rank.governor.overhead(start_seconds=0.0, end_seconds=0.0).tiers["host"] < 0.01
 
 

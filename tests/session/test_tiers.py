@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -15,12 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typing_extensions import override
 
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.policies import Plan
+from lightning_moe_ckpt.session._capture import CaptureSession
+from lightning_moe_ckpt.session._pacing import Governor, StepKind
 from lightning_moe_ckpt.session._tiers import Tiers
 from lightning_moe_ckpt.session._window import Window
 from lightning_moe_ckpt.snapshot import PlanRecord, WindowLayout
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
-from lightning_moe_ckpt.tiers import Markers, SealedSegment, SegmentRing, TierWorker, WriteRequest
+from lightning_moe_ckpt.tiers import Markers, MissedWindows, SealedSegment, SegmentRing, TierWorker, WriteRequest
 
 
 @dataclass
@@ -270,6 +275,35 @@ def test_a_window_that_all_ranks_end_before_its_time_is_no_failure() -> None:
     assert [rank.host.given_up for rank in ranks] == [[2], [2]]
     assert [rank.host.recycled for rank in ranks] == [[1, 3], [1, 3]]
     assert [rank.tiers.failed() for rank in ranks] == [{"host": 0, "slow": 0}] * 2
+
+
+def test_after_a_window_that_some_ranks_could_not_take_none_offers_what_was_before() -> None:
+    """The others have dropped that for the window, and then the window."""
+    rank, session = Rank(), CaptureSession.__new__(CaptureSession)
+    window([rank], 1)
+    session._complete, session._tiers, session.missed_windows = rank.complete, rank.tiers, MissedWindows()
+    session._exchange = cast(Exchange, SimpleNamespace(world_size=2))
+    window([rank], 2)
+    session._ended = rank.complete
+    assert session._ended is not None
+    session._ended.spoiled = True
+    session._close_last_window([0])
+    assert session._complete is None
+
+
+def test_windows_are_paced_alike_by_the_costs_of_one_rank() -> None:
+    """Votes on tiers carry them."""
+    ranks = [Rank(), Rank()]
+    for rank, capture in zip(ranks, (0.0, 0.02), strict=True):
+        clock = itertools.count(0.0, 0.05).__next__
+        rank.tiers.governor = Governor(rank.tiers.workers, target=0.03, at_least=timedelta.max, clock=clock)
+        measured = rank.tiers.governor.measured
+        for step in range(60):
+            measured.captures.opened()
+            measured.note(StepKind(step % 2))
+            measured.stepped(hooks=capture * (step // 2))
+    vote(ranks)
+    assert ranks[0].tiers.governor.gap_steps == ranks[1].tiers.governor.gap_steps > 0
 
 
 def partial_window(ranks: list[Rank], step: int) -> bool:
