@@ -46,9 +46,9 @@ class LoggingModule(CountedModule):
 class Filed(Counted):
     """Files every few steps, and the best two by validation; rows of every step, and stopping that never comes."""
 
-    batches: int = 12
+    batches: int = 8
     epochs: int = 2
-    validate_every: int | None = 4
+    validate_every: int | None = 3
 
     @override
     def make_module(self, life: Attempt) -> Module:

@@ -77,7 +77,7 @@ class MeasuredModule(CountedModule):
 class Measured(Counted):
     """A run of two epochs with metrics, which a scheduler follows."""
 
-    batches: int = 12
+    batches: int = 9
     epochs: int = 2
     validate_every: int | None = 4
     scheduler: Any = "plateau"
@@ -100,7 +100,7 @@ TWO, FOUR = Measured(world_size=2), Measured(world_size=4)
 
 def deaths(last: int) -> list[Death]:
     """Before a commit, at it and behind it, the second time when the stage that measures is in its second epoch."""
-    return [death("after_backward", 0, nth=9), death("commit", last, nth=6), death("commit>", 0, nth=2)]
+    return [death("after_backward", 0, nth=6), death("commit", last, nth=6), death("commit>", 0, nth=2)]
 
 
 @pytest.mark.parametrize("setup", [TWO, pytest.param(FOUR, marks=pytest.mark.soak)], ids=["2x1x1", "2x2x1"])

@@ -95,11 +95,11 @@ class Counted(Pipelined):
     Between steps there is nothing else: behind its last step a rank would come to a validation, or to the end of an epoch.
     """
 
-    batches: int = 20
+    batches: int = 12
     epochs: int = 1
     validate_every: int | None = None
     checkpointing: Checkpointing | None = SPARSE
-    lists: int = 200
+    lists: int = 20
 
     @override
     def make_module(self, life: Attempt) -> Module:
@@ -161,7 +161,7 @@ def death(place: str, rank: int, *, nth: int = 3) -> Death:
 def chain(places: Sequence[str], ranks: Sequence[int]) -> list[Death]:
     """One after another, the first when there is a generation; some die again while they repeat steps."""
     pairs = enumerate(zip(places, ranks, strict=True))
-    return [death(place, rank, nth=(3 if index else 9) * OFTEN.get(place, 1)) for index, (place, rank) in pairs]
+    return [death(place, rank, nth=(3 if index else 6) * OFTEN.get(place, 1)) for index, (place, rank) in pairs]
 
 
 def check(
@@ -261,29 +261,23 @@ class Editing(Counted):
 
 
 FOUR_RANKS = {
-    "2x2x1": ["batch_start", "in_optimizer", "seal", "reduce"],
-    "2x1x2": ["agree", "in_backward", "commit>", "boundary"],
-    "4x1x1": ["forward", "commit", "after_batch_end", "reconcile>"],
+    "2x2x1": {"seal": 3, "reduce": 0},
+    "2x1x2": {"in_backward": 0, "commit>": 3},
+    "4x1x1, recomputes": {"forward": 1, "commit": 3},
 }
-"""Places of dying that need several ranks in a stage, or are spread over those topologies; two ranks are cheaper."""
+"""Places of dying, and the rank, that need several ranks in a stage, or are spread over those topologies; two ranks are cheaper."""
 
 
 def rows() -> list[Any]:
     """Every place once beside one of another stage, spread over ranks and topologies, which have habits of their own."""
     rest = [place for place in ALL_PLACES if all(place not in part for part in FOUR_RANKS.values())]
-    recomputing = replace(FOUR, options=(("recomputes", True),))
-    found = [
-        pytest.param(Editing(world_size=2, batches=42), chain(rest, ranks_of(len(rest), (1, 0))), id="2x1x1, edits"),
-        pytest.param(recomputing, chain(FOUR_RANKS["4x1x1"], (1, 3, 0, 2)), id="4x1x1, recomputes"),
-    ]
-    ranks = {"2x2x1": (3, 0, 2, 1), "2x1x2": (0, 3, 1, 2)}
-    return [
-        *found,
-        *(
-            pytest.param(replace(TOPOLOGIES[name], batches=24), chain(FOUR_RANKS[name], order), id=name)
-            for name, order in ranks.items()
-        ),
-    ]
+    editing, deaths = Editing(world_size=2, batches=56), chain(rest, ranks_of(len(rest), (1, 0)))
+    found = [pytest.param(editing, deaths, id="2x1x1, edits")]
+    for row, places in FOUR_RANKS.items():
+        name, _, option = row.partition(", ")
+        setup = replace(TOPOLOGIES[name], lists=200, options=((option, True),) if option else ())
+        found.append(pytest.param(setup, chain([*places], [*places.values()]), id=row))
+    return found
 
 
 def ranks_of(count: int, ranks: Sequence[int]) -> list[int]:
@@ -320,7 +314,7 @@ def test_a_stage_recovers_alone_from_everywhere(
 ) -> None:
     """Each rank dies there, one after another."""
     ranks = range(TOPOLOGIES[name].world_size)
-    check_alone(campaigns, TOPOLOGIES[name], chain([place] * len(ranks), ranks))
+    check_alone(campaigns, replace(TOPOLOGIES[name], batches=18), chain([place] * len(ranks), ranks))
     tally[name, place] += len(ranks)
 
 
@@ -387,7 +381,7 @@ def test_ranks_die_one_after_another(campaigns: Campaigns, seed: int) -> None:
     die_one_after_another(campaigns, draw, drawn_setup(draw))
 
 
-VALIDATED = replace(TWO, batches=12, epochs=2, validate_every=4)
+VALIDATED = replace(TWO, batches=8, epochs=2, validate_every=3)
 """A stage also repeats what it did in validations, and at the end of an epoch."""
 
 
@@ -412,7 +406,7 @@ def test_other_precisions_and_policies(campaigns: Campaigns, setup: Counted) -> 
     check_alone(campaigns, setup, chain(["after_backward", "clip", "before_optimizer_step"], [size, 0, size]))
 
 
-RECOMPUTING = replace(TWO, micro_batches=4, options=(("recomputes", True),))
+RECOMPUTING = replace(TWO, batches=16, micro_batches=4, options=(("recomputes", True),))
 
 
 @pytest.mark.parametrize(
@@ -484,7 +478,7 @@ class Clamping(Counted):
 )
 def test_it_can_be_turned_off(campaigns: Campaigns, setup: Counted, why: list[str], warns: str | None) -> None:
     """By the user, or since memory is not enough, or too much would have to be put back in every step, which is said."""
-    deaths = [death("forward", 1, nth=12)]
+    deaths = [death("forward", 1, nth=7)]
     lives = check_killed(
         campaigns, setup, fit=partial(train_and_die, setup, deaths, no_place), deaths=1, same_seed=True
     )
@@ -568,9 +562,9 @@ def test_a_stage_that_does_not_repeat_its_steps_exactly_is_found_out(
     campaigns: Campaigns, size: int, rank: int, asks: bool
 ) -> None:
     """By one of its ranks, which calls it off; everybody goes on in place, and so when that one is replaced, to the same end."""
-    setup, odd = Wavering(world_size=2 * size, asks=asks, batches=22), rank | 1
+    setup, odd = Wavering(world_size=2 * size, asks=asks), rank | 1
     nobody = Death(rank=0, at=Abort(place="nowhere"), survives=True)  # in the incarnation that is called off
-    deaths = [death("forward", rank, nth=9), nobody, death("forward", odd, nth=9)]
+    deaths = [death("forward", rank, nth=6), nobody, death("forward", odd, nth=4)]
     fit = partial(train_and_die, setup, deaths, no_place)
     lives = check_killed(campaigns, setup, fit=fit, deaths=2, same_seed=True)
     assert decisions(lives) == [f"[{rank // size}]", *["this run does not let a stage recover alone"] * 2]

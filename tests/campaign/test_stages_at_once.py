@@ -48,7 +48,7 @@ AT_ONCE = {
 def test_several_stages_of_four(campaigns: Campaigns, which: str) -> None:
     """Each but the first dies as the one before has been replaced; neighbours, between which the log is gone, are one segment."""
     (first, *others), found = AT_ONCE[which]
-    lives = check(campaigns, FOUR, [death("forward", first, nth=14), *(death("open", each, nth=1) for each in others)])
+    lives = check(campaigns, FOUR, [death("forward", first, nth=8), *(death("open", each, nth=1) for each in others)])
     assert decisions(lives)[0] == f"[{first}]"
     assert decisions(lives)[-1] == found
 
@@ -75,7 +75,7 @@ def test_another_stage_fails_meanwhile(campaigns: Campaigns, which: str, place: 
     """A stage apart does not begin again: it goes on with the step that it was in."""
     name, (first, *others), last, begin, going = MEANWHILE[which]
     setup = {**TOPOLOGIES, **THREE}[name]
-    deaths = [death("forward", first, nth=14), *(death("open", each, nth=1) for each in others)]
+    deaths = [death("forward", first, nth=8), *(death("open", each, nth=1) for each in others)]
     seen = death(place, first, nth=2 * OFTEN.get(place, 1))
     deaths.append(seen if last == first else replace(seen, survives=True, shots=(Shot(rank=last),)))
     lives = check(campaigns, setup, deaths)
