@@ -32,6 +32,7 @@ from lightning_moe_ckpt.inspection._transformers import (
     write_whole,
 )
 from lightning_moe_ckpt.journal import decode_journal
+from lightning_moe_ckpt.operators import by_parameter
 from lightning_moe_ckpt.snapshot import read_extra
 from lightning_moe_ckpt.storage import Backend, Commit, ModuleEntry, RankMarker, RunView
 
@@ -389,9 +390,9 @@ class LightningCheckpoint:
 
     def _add_rest(self, state: dict[int, dict[str, Any]], numbers: Mapping[str, int], rest: Mapping[str, Any]) -> None:
         """Add state that no records have, from rank 0's journal, in the optimizer's order of keys."""
-        for name, stored in (rest.get("state") or {}).items():
+        for name, (values, *_) in by_parameter(rest.get("state") or []).items():
             found = state.get(numbers[name], {})
-            whole = {key: stored["values"].get(key, found.get(key)) for key in stored["keys"]}
+            whole = {key: found.get(key) if value is ... else value for key, value in values.items()}
             state[numbers[name]] = self._plain(f"the optimizer's state of `{name}`", whole)
         if rest and self._commit.policy.get("expert_parallel") != 1:
             self.notes.append(

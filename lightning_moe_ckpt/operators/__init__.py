@@ -1,5 +1,6 @@
 """Find operators and slice parameters and optimizer state. Internal: may change in any version."""
 
+from lightning_moe_ckpt.operators._copies import by_parameter as by_parameter
 from lightning_moe_ckpt.operators._count_taps import AttributeTap as AttributeTap
 from lightning_moe_ckpt.operators._count_taps import CapacityTap as CapacityTap
 from lightning_moe_ckpt.operators._count_taps import CountTap as CountTap

@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
@@ -25,6 +25,15 @@ from torch.optim import Optimizer
 
 from lightning_moe_ckpt.errors import UnsupportedOptimizer
 from lightning_moe_ckpt.journal import refusals
+from lightning_moe_ckpt.operators._copies import (
+    copied_state,
+    inner_optimizers,
+    is_wrapper,
+    opened,
+    twin_of,
+    wrapper_name,
+    wrappings,
+)
 from lightning_moe_ckpt.operators._parameters import STORED_DTYPES
 
 Coupling = Literal["element", "matrix", "parameter", "global"]
@@ -54,6 +63,8 @@ _LR = 1e-3
 _SIDE, _NUMEL = 128, 2**15
 """Limits of copied sizes: above the least sizes of factored (128) and of quantised states (4,096 elements)."""
 _TINY = 4
+_HIDDEN = 12
+"""Steps until a copy made anew, without hidden state of the original, shows other bits."""
 _LONG, _SHORT = 200, 3
 """Steps before the repeated one. 200 with small gradients bring moments to where a large one is clipped."""
 
@@ -115,6 +126,7 @@ def first_states(optimizer: Optimizer) -> FirstStates:
     Raises:
         Exception: any, raised by the class because of copied parameters and gradients.
         LookupError: it keeps state of something that is no parameter.
+        UnsupportedOptimizer: it keeps state that a copy does not have.
     """
     with _no_trace(optimizer):
         try:
@@ -134,18 +146,17 @@ def _first_states(optimizer: Optimizer, form: Callable[[Tensor], Tensor]) -> Fir
         kept = vars(twin).items() if seed else ()
         before = {name: copy.deepcopy(value) for name, value in kept if name not in own and _is_plain(value)}
         trial.step([form(gradient) for gradient in trial.gradients(seed)])
+    if hasattr(type(optimizer), "__del__") and not trial.goes_on_alike(range(2, 2 + _HIDDEN)):
+        raise UnsupportedOptimizer(
+            f"`{type(optimizer).__qualname__}` cannot be captured: another one with the same state takes other steps, so that it keeps "
+            "state that nobody can see. Use an optimizer that keeps all of it in `state`."
+        )
     strangers = [key for key in twin.state if not any(key is param for param in trial.params)]
     if strangers:
         raise LookupError(f"it keeps state of {str(strangers[0])[:40]!r}, which is no parameter")
     states = [dict(twin.state.get(param, {})) for param in trial.params]
     changed = tuple(name for name, value in before.items() if not _same(value, vars(twin).get(name)))
     return FirstStates(dict(zip(trial.kinds, zip(trial.params, states, strict=True), strict=True)), changed)
-
-
-def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return the optimizers among an optimizer's attributes, if they keep their own state."""
-    held = {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}
-    return {name: value for name, value in held.items() if value.state is not optimizer.state}
 
 
 def _is_plain(value: object) -> bool:
@@ -201,6 +212,8 @@ class FoundLayout:
         """Keys of state without a place in records."""
         self.attributes: tuple[str, ...] = ()
         """Attributes of the optimizer changed by its steps."""
+        self.wrappers: dict[str, type] = {}
+        """Classes of tensors of other tensors in its state, by name."""
         self._learn()
 
     def __call__(self, group: Group, param: Tensor, _default: torch.dtype) -> tuple[StateEntry, ...]:
@@ -223,6 +236,8 @@ class FoundLayout:
         optimizer, name = self._optimizer, type(self._optimizer).__qualname__
         try:
             found = first_states(optimizer)
+        except UnsupportedOptimizer:
+            raise
         except Exception as error:  # whatever a stranger's class raises of tensors that it does not know
             raise UnsupportedOptimizer(
                 f"`{name}` cannot be captured: it could not be tried on copies of parameters "
@@ -230,11 +245,13 @@ class FoundLayout:
             ) from error
         self._options = {id(group): (group, options_of(group)) for group in optimizer.param_groups}
         self.attributes = found.attributes
-        for kind, (param, state) in found.by_kind.items():
+        for kind, (param, closed) in found.by_kind.items():
+            state, wrapped = opened(closed), wrappings(closed)
+            self.wrappers |= {wrapper_name(type(closed[key])): type(closed[key]) for key in wrapped}
             self._entries[kind] = tuple(entry for key, value in state.items() if (entry := _entry(key, value, param)))
             rest = state.keys() - {entry.key for entry in self._entries[kind]}
             self.others |= rest
-            if refused := refusals({key: copied_state(state[key]) for key in rest}):
+            if refused := refusals({key: copied_state(state[key]) for key in rest} | {"wrapped": wrapped}):
                 raise UnsupportedOptimizer(f"`{name}` cannot be captured exactly, by its state: {refused[0]}.")
 
 
@@ -254,17 +271,6 @@ def recorded_value(entry: StateEntry, value: object, param: Tensor) -> Tensor | 
     if not fits or not isinstance(value, Tensor) or value.shape != (param.shape if entry.per_element else ()):
         return None
     return value if value.is_contiguous() else None
-
-
-def copied_state(value: object, device: torch.device | None = None) -> Any:
-    """Copy tensors, also those in lists, tuples and dicts; to a device if one is given."""
-    if isinstance(value, Tensor):
-        return value.detach().clone() if device is None else value.detach().to(device, copy=True)
-    if type(value) is dict:
-        return {key: copied_state(item, device) for key, item in value.items()}
-    if type(value) is tuple:
-        return tuple(copied_state(item, device) for item in value)
-    return [copied_state(item, device) for item in value] if type(value) is list else value
 
 
 class _Trial:
@@ -308,7 +314,7 @@ class _Trial:
         begun = {id(examples[kind]): own for kind, own in copies.items()}
         for each in (optimizer, *inner_optimizers(optimizer).values()):
             memo[id(each.state)] = _begun(each, begun)
-        twin = _twin(optimizer, memo)
+        twin = twin_of(optimizer, memo)
         if callable(train := getattr(twin, "train", None)):
             train()  # schedule-free ones refuse to step before
         params = [param for own in copies.values() for param in own]
@@ -348,19 +354,36 @@ class _Trial:
                 for j, element in _differences(usual, other):
                     yield from self._judged(what, i, j, element)
 
-    def _after(self, gradients: Sequence[Tensor | None], usual: Sequence[Tensor | None]) -> list[dict[str, Any]]:
-        """Return parameters, states and options of a copy of the copy after two steps from here."""
+    def goes_on_alike(self, seeds: Iterable[int]) -> bool:
+        """Step, and return whether a copy from before takes the same steps."""
+        steps = [self.gradients(seed) for seed in seeds]
+        copied = self._after(*steps)
+        self._steps(steps)
+        return next(_differences(copied, self._shown()), None) is None
+
+    def _after(self, *steps: Sequence[Tensor | None]) -> list[dict[str, Any]]:
+        """Return parameters, states and options of a copy of the copy after these steps from here."""
         memo: dict[int, Any] = {id(param): _clone(param) for param in self.params}
+        values = [value for state in self.optimizer.state.values() for value in state.values()]
+        memo |= {id(value): copied_state(value) for value in values if is_wrapper(value)}
         params = [memo[id(param)] for param in self.params]
-        again = _Trial(_twin(self.optimizer, memo), params, self.kinds)
+        # What is in states that cannot be looked into shows in the second step.
+        again = _Trial(twin_of(self.optimizer, memo), params, self.kinds)
+        again._steps(steps)
+        return again._shown()
+
+    def _steps(self, steps: Iterable[Sequence[Tensor | None]]) -> None:
         torch.default_generator.manual_seed(0)  # `torch.manual_seed` would also seed devices that are not in use
         for device in {kind.device for kind in self.kinds if kind.device.type == "cuda"}:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(0)
-        for step in (gradients, usual):  # what is in states that cannot be looked into shows in the second
-            again.step(step)
-        groups = [{k: v for k, v in group.items() if k not in _IDENTITY} for group in again.optimizer.param_groups]
-        return [*({"": param, **again.optimizer.state.get(param, {})} for param in params), {"": groups}]
+        for gradients in steps:
+            self.step(gradients)
+
+    def _shown(self) -> list[dict[str, Any]]:
+        groups = [{k: v for k, v in group.items() if k not in _IDENTITY} for group in self.optimizer.param_groups]
+        states = [opened(self.optimizer.state.get(param, {})) for param in self.params]
+        return [*({"": param, **state} for param, state in zip(self.params, states, strict=True)), {"": groups}]
 
     def _judged(self, what: str, i: int, j: int, element: tuple[int, ...]) -> Iterator[Reach]:
         """Judge a difference in `element` of copy `j`, `()` for all of it, where the gradient of copy `i` was another one."""
@@ -471,7 +494,8 @@ def _begun(optimizer: Optimizer, copies: Mapping[int, list[nn.Parameter]]) -> de
     """
     state = defaultdict[Any, Any](dict)
     for param, values in optimizer.state.items():
-        shapes = [value.shape for value in values.values() if isinstance(value, Tensor)] if values else [None]
+        tensors = [value for value in values.values() if isinstance(value, Tensor)] if values else []
+        shapes = [None if is_wrapper(value) else value.shape for value in tensors] if values else [None]
         if id(param) in copies and all(shape in {param.shape, torch.Size()} for shape in shapes):
             for copied in copies[id(param)]:
                 part = tuple(map(slice, copied.shape))
@@ -480,26 +504,3 @@ def _begun(optimizer: Optimizer, copies: Mapping[int, list[nn.Parameter]]) -> de
                     for key, value in values.items()
                 }
     return state
-
-
-def _twin(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """Copy an optimizer with all its attributes and the optimizers among these, without hooks.
-
-    `deepcopy` is of no use: torch's optimizers leave their attributes out.
-
-    Raises:
-        TypeError: an attribute cannot be copied, or the class has a finaliser, and that may free memory that the optimizer still uses.
-    """
-    if hasattr(type(optimizer), "__del__"):
-        raise TypeError("it has a finaliser, which a copy would run")
-    twin = memo[id(optimizer)] = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if name == "step":  # a scheduler binds it to the optimizer in use
-            continue
-        if "hook" in name and isinstance(value, OrderedDict):
-            vars(twin)[name] = OrderedDict()
-        elif isinstance(value, Optimizer) and id(value) not in memo:
-            vars(twin)[name] = _twin(value, memo)
-        else:
-            vars(twin)[name] = copy.deepcopy(value, memo)
-    return twin

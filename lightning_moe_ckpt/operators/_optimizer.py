@@ -12,9 +12,9 @@ only: then a slice of parameter and state, replayed alone, gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import chain
-from operator import is_, methodcaller
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, compress
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -25,12 +25,18 @@ from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
+from lightning_moe_ckpt.operators._copies import (
+    Beyond,
+    copied_state,
+    inner_optimizers,
+    is_same,
+    opened,
+    put_back,
+)
 from lightning_moe_ckpt.operators._coupling import (
     FoundLayout,
     Group,
     StateEntry,
-    copied_state,
-    inner_optimizers,
     recorded_value,
 )
 from lightning_moe_ckpt.operators._optimizer_classes import Layout, layout_of, reach_of
@@ -221,8 +227,7 @@ class DiscoveredSchema(StateSchema):
     def __init__(self, optimizer: Optimizer, default_dtype: torch.dtype, *, in_parts: bool, mixed: bool) -> None:
         self._found, self._in_parts, self._mixed = FoundLayout(optimizer), in_parts, mixed
         super().__init__(optimizer, self._found, default_dtype)
-        self._nothing: StateWatch | None = None
-        """Watch over the state, made when records had all of it."""
+        self._beyond = Beyond(optimizer, self._recorded)
         name, others = type(optimizer).__qualname__, sorted({*self._found.others, *self._found.attributes})
         kept = f", of it whole {', '.join(others)}" if others else ""
         if others and mixed:
@@ -253,7 +258,7 @@ class DiscoveredSchema(StateSchema):
 
     @override
     def has_state(self, param: Tensor) -> bool:
-        state = self.optimizer.state.get(param) or {}
+        state = self._opened(param)
         whole = {key for key, value in state.items() if isinstance(value, Tensor) and value.numel() > 1}
         if self._in_parts and not whole.issubset(self._recorded(param)):
             raise UnsupportedOptimizer(
@@ -265,90 +270,43 @@ class DiscoveredSchema(StateSchema):
     @override
     def get_state(self, param: Tensor, key: str) -> Tensor | None:
         entry = next((each for each in self.entries(param) if each.key == key), None)
-        return None if entry is None else recorded_value(entry, self.optimizer.state.get(param, {}).get(key), param)
+        return None if entry is None else recorded_value(entry, self._opened(param).get(key), param)
 
     @override
     def watch(self, params: Iterable[Tensor]) -> StateWatch:
-        return MixedWatch(self.optimizer, params)
+        return MixedWatch(self.optimizer, params, wrappers=bool(self._found.wrappers))
 
     @override
     def rest(self, params: Mapping[str, Tensor]) -> dict[str, Any]:
-        optimizer = self.optimizer
-        if self._nothing is not None and self._nothing.holds:
-            return {"state": {}, "inner": {}, "attributes": {}}
         inner = {
-            name: {"state": _states(each, params), "groups": groups_state(each)}
-            for name, each in inner_optimizers(optimizer).items()
+            name: {"state": Beyond(each).take(params), "groups": groups_state(each)}
+            for name, each in inner_optimizers(self.optimizer).items()
         }
-        attributes = {name: copied_state(vars(optimizer)[name]) for name in self._found.attributes}
-        states = _states(optimizer, params, self._recorded)
-        self._nothing = None if states or inner or attributes else self.watch(params.values())
-        return {"state": states, "inner": inner, "attributes": attributes}
+        attributes = {name: copied_state(vars(self.optimizer)[name]) for name in self._found.attributes}
+        return {"state": self._beyond.take(params), "inner": inner, "attributes": attributes}
 
     @override
     def load_rest(self, rest: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
         if not rest:
             return
-        _load_states(self.optimizer, rest["state"], params, self._recorded)
+        wrappers = self._found.wrappers
+        put_back(self.optimizer, rest["state"], params, wrappers, self._recorded)
         for name, each in inner_optimizers(self.optimizer).items():
-            _load_states(each, rest["inner"][name]["state"], params, lambda _: ())
+            put_back(each, rest["inner"][name]["state"], params, wrappers)
             load_groups_state(each, rest["inner"][name]["groups"])
         for name, value in rest["attributes"].items():
             setattr(self.optimizer, name, copied_state(value))
 
+    def _opened(self, param: Tensor) -> Mapping[str, Any]:
+        state = self.optimizer.state.get(param) or {}
+        return opened(state) if self._found.wrappers else state
+
     def _recorded(self, param: Tensor) -> Collection[str]:
         """Return the keys of a parameter's state that its record has: all entries or none."""
-        state, entries = self.optimizer.state.get(param), self.entries(param)
+        state, entries = self._opened(param), self.entries(param)
         if state and all(recorded_value(entry, state.get(entry.key), param) is not None for entry in entries):
             return [entry.key for entry in entries]
         return ()
-
-
-def _states(
-    optimizer: Optimizer, params: Mapping[str, Tensor], recorded: Callable[[Tensor], Collection[str]] = lambda _: ()
-) -> dict[str, Any]:
-    """Return copies of the states beyond records, and all keys in order, by parameter; leave out states with nothing beyond."""
-    states: dict[str, Any] = {}
-    for fqn, param in params.items():
-        state = optimizer.state.get(param)
-        if state:
-            keys, known = list(state), recorded(param)
-            if keys != list(known):
-                values = {key: copied_state(value) for key, value in state.items() if key not in known}
-                moved = [key for key, value in values.items() if _device_of(value) not in {None, "cpu"}]
-                states[fqn] = {"keys": keys, "values": values, "on_device": moved}
-    return states
-
-
-def _load_states(
-    optimizer: Optimizer,
-    states: Mapping[str, Any],
-    params: Mapping[str, Tensor],
-    recorded: Callable[[Tensor], Collection[str]],
-) -> None:
-    """Replace states by stored values and by the tensors that records have filled."""
-    for fqn, param in params.items():
-        live = optimizer.state.get(param) or {}
-        known = recorded(param)
-        stored = states.get(fqn, {"keys": known, "values": {}, "on_device": ()})
-        values, moved = stored["values"], stored["on_device"]
-        state = {
-            key: copied_state(values[key], param.device if key in moved else None) if key in values else live[key]
-            for key in stored["keys"]
-            if key in values or key in live
-        }
-        if state:
-            optimizer.state[param] = state
-        else:
-            optimizer.state.pop(param, None)
-
-
-def _device_of(value: object) -> str | None:
-    """Return the type of the device of the first tensor in a value; `None` without one."""
-    if isinstance(value, Tensor):
-        return value.device.type
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return next((found for item in items if (found := _device_of(item))), None)
 
 
 _VALUES = methodcaller("values")
@@ -364,7 +322,10 @@ class StateWatch:
         self._optimizer, state = optimizer, optimizer.state
         self._keys, self._states = list(state), list(state.values())
         self._own = [state[param] for param in params if param in state]
-        self._values = list(chain.from_iterable(map(_VALUES, self._own)))
+        self._values = self._now()
+
+    def _now(self) -> list[Any]:
+        return list(chain.from_iterable(map(_VALUES, self._own)))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -375,24 +336,36 @@ class StateWatch:
     def holds(self) -> bool:
         """Return whether the tensors are still the same. New or lost state counts as a change, also of other parameters."""
         state = self._optimizer.state
-        return (
-            _same(state, self._keys)
-            and _same(state.values(), self._states)
-            and _same(list(chain.from_iterable(map(_VALUES, self._own))), self._values)
-        )
+        return is_same(state, self._keys) and is_same(state.values(), self._states) and self._is_same(self._now())
+
+    def _is_same(self, values: list[Any]) -> bool:
+        return is_same(values, self._values)
 
 
 class MixedWatch(StateWatch):
-    """Watch over state with values that are no tensors."""
+    """Watch over state with tensors of others, and with other values, free to change."""
+
+    def __init__(self, optimizer: Optimizer, params: Iterable[Tensor], *, wrappers: bool) -> None:
+        self._wrappers = wrappers
+        super().__init__(optimizer, params)
+        self._types = list(map(type, self._values))
+        self._are_tensors = [isinstance(value, Tensor) for value in self._values]
+        self._tensors: list[Tensor] = list(compress(self._values, self._are_tensors))
+
+    @override
+    def _now(self) -> list[Any]:
+        return list(chain.from_iterable(map(_VALUES, map(opened, self._own)))) if self._wrappers else super()._now()
 
     @property
     @override
     def tensors(self) -> list[Tensor]:
-        return [value for value in self._values if isinstance(value, Tensor)]
+        return self._tensors
 
-
-def _same(found: Collection[object], known: Collection[object]) -> bool:
-    return len(found) == len(known) and all(map(is_, found, known))
+    @override
+    def _is_same(self, values: list[Any]) -> bool:
+        return is_same(list(map(type, values)), self._types) and is_same(
+            list(compress(values, self._are_tensors)), self._tensors
+        )
 
 
 def groups_state(optimizer: Optimizer) -> list[dict[str, object]]:

@@ -195,6 +195,9 @@ def rng_states() -> dict[str, Any]:
 
 
 def _flat(prefix: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):  # made of others
+        names, context = value.__tensor_flatten__()
+        value = {"class": type(value), "context": context, **{name: getattr(value, name) for name in names}}
     if isinstance(value, Tensor):
         return {prefix: value.detach().cpu()}
     if not isinstance(value, (Mapping, list, tuple)):

@@ -229,6 +229,16 @@ def test_state_beyond_the_schema_is_refused() -> None:
         schema.get_state(param, "exp_avg")
 
 
+class Ends(torch.optim.RMSprop):
+    """Cannot be made anew, as a class with a finaliser has to be."""
+
+    def __init__(self, params: Any, *, secret: int) -> None:
+        super().__init__(params, lr=0.1 * secret)
+
+    def __del__(self) -> None:
+        pass
+
+
 def _keep(optimizer: Optimizer, closure: Any = None) -> None:
     """Keep what no journal stores."""
     for param in optimizer.param_groups[0]["params"]:
@@ -242,7 +252,7 @@ def _keep(optimizer: Optimizer, closure: Any = None) -> None:
         (lambda p: SGD(p, differentiable=True), "differentiable"),
         (lambda p: AdamW(p, capturable=True), "group 0.*capturable"),
         (lambda p: torch.optim.RMSprop(p, capturable=True), "group 0.*capturable"),
-        (type("Ends", (torch.optim.RMSprop,), {"__del__": lambda _: None}), "could not be tried.*finaliser"),
+        (lambda p: Ends(p, secret=1), "could not be tried.*secret"),
         (type("Keeps", (torch.optim.RMSprop,), {"step": _keep}), "state.*is not a type that can be stored"),
     ],
 )

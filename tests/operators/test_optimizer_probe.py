@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from lightning_moe_ckpt.errors import UnsupportedOptimizer
+from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
+from lightning_moe_ckpt.journal import decode, encode
 from lightning_moe_ckpt.operators import StateSchema, register_optimizer
 from lightning_moe_ckpt.operators._coupling import Coupling, coupling_of, first_states, shape_tried
 from lightning_moe_ckpt.operators._optimizer_classes import reach_of
@@ -249,3 +251,114 @@ def test_weights_for_validation_are_not_for_replays() -> None:
     StateSchema.of(optimizer, in_parts=True, mixed=True)
     with pytest.raises(UnsupportedOptimizer, match=r"Switching.eval.*Use `DenseCheckpoint`"):
         StateSchema.of(optimizer, in_parts=True)
+
+
+class Registered(ByHand):
+    """Keeps a number elsewhere, which it frees when it goes; `hides` says whether its steps change the number."""
+
+    elsewhere: ClassVar[dict[int, float]] = {}
+    numbers: ClassVar[Iterator[int]] = itertools.count()
+    hides = False
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.number = next(self.numbers)
+        self.elsewhere[self.number] = 1.0
+
+    def __del__(self) -> None:
+        del self.elsewhere[self.number]
+
+    def scaled(self, param: Tensor, update: Tensor) -> Tensor:
+        if self.hides:
+            self.elsewhere[self.number] *= 0.9
+        return update * self.elsewhere[self.number]
+
+
+def test_a_class_with_a_finaliser_is_made_anew() -> None:
+    """Nothing of the original is freed with a copy; what only the original has cannot be restored."""
+    optimizer, params = made(Registered)
+    StateSchema.of(optimizer, in_parts=True)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    hiding, _ = made(type("Hiding", (Registered,), {"hides": True}))
+    with pytest.raises(UnsupportedOptimizer, match=r"Hiding.*keeps state that nobody can see"):
+        StateSchema.of(hiding)
+
+
+class Pair(Tensor):
+    """Tensor of two others, of which torch knows no more."""
+
+    high: Tensor
+    low: Tensor
+
+    @classmethod
+    def of(cls, high: Tensor, low: Tensor) -> Any:
+        made: Any = Tensor._make_wrapper_subclass(cls, high.shape, dtype=high.dtype)
+        made.high, made.low = high, low
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["high", "low"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Any:
+        return Pair.of(inner["high"], inner["low"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(func)
+
+
+def test_tensors_of_tensors_are_put_together_again() -> None:
+    """As a class that a copy has kept; a file cannot name another one."""
+
+    class Paired(SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param]["pair"] = Pair.of(param.clone(), param.sum(0))
+
+    params = {"a": nn.Parameter(torch.randn(3, 4))}
+    optimizer = Paired(params.values(), lr=0.1)
+    schema = StateSchema.of(optimizer)
+    optimizer.step()
+    rest = decode(encode(schema.rest(params)))
+    low = optimizer.state[params["a"]]["pair"].low.clone()
+    optimizer.state[params["a"]]["pair"].low.zero_()
+    schema.load_rest(rest, params)
+    assert type(optimizer.state[params["a"]]["pair"]) is Pair
+    assert torch.equal(optimizer.state[params["a"]]["pair"].low, low)
+    assert {"high", "low"} <= {key.partition(":")[2] for key in rest["state"][0]["names"]["keys"]}
+    rest["state"][0]["names"]["wrapped"]["pair"][0] = "pathlib.Path"
+    with pytest.raises(IdentityMismatch, match=r"pathlib.Path"):
+        schema.load_rest(rest, params)
+
+
+def test_numbers_of_thousands_of_experts_are_columns() -> None:
+    """Their names and keys are written once; what changes is found."""
+    params = {str(i): nn.Parameter(torch.randn(2, 3)) for i in range(100)}
+
+    class Counts(SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for param in params.values():
+                if param.grad is not None:
+                    state = self.state[param]
+                    state.update(mean=param.clone(), calls=state.get("calls", 0) + 1)
+
+    optimizer = Counts(params.values(), lr=0.1)
+    schema = StateSchema.of(optimizer)
+    for calls, seen in ((1, 50), (2, 50), (3, 100)):
+        for param in list(params.values())[:seen]:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        rest = decode(encode(schema.rest(params)))
+        kept = {name: optimizer.state[param]["calls"] for name, param in params.items() if param in optimizer.state}
+        assert max(kept.values()) == calls
+        assert len(kept) == seen
+        optimizer.state[params["0"]]["calls"] = 7
+        schema.load_rest(rest, params)
+        assert {name: optimizer.state[params[name]]["calls"] for name in kept} == kept
+        assert [type(optimizer.state[params[name]]["calls"]) for name in kept] == [int] * seen
