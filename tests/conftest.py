@@ -155,6 +155,10 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], S3Server]]:
     """Servers by name that tests share, each under a prefix of its own; who stops or pauses one starts another."""
+    from botocore import session
+
+    # Each client reads what services there are: a tenth of a second of JSON.
+    vars(session)["create_loader"] = cache(session.create_loader)
     with ExitStack() as stack:
         yield cache(lambda name: stack.enter_context(running(name, tmp_path_factory.mktemp(name))))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import json
-import os
 import re
-import subprocess
 import sys
+from contextlib import redirect_stderr
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,7 @@ import yaml  # type: ignore[import-untyped]
 from launcher import run_world
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import cli
 from lightning_moe_ckpt import MoEStrategy
@@ -245,34 +246,26 @@ def test_the_last_line_about_a_wrong_name_or_type_says_what_is_meant(
     assert said.endswith(last), said
 
 
-_ORDERS = """
-import os, sys
-import lightning.pytorch  # which takes longest, and neither of both
+def imported(*names: str) -> str:
+    """What LightningCLI says of a misspelt class, in a process that has neither its module nor ours until it imports them."""
 
-assert not {"lightning.pytorch.cli", "lightning_moe_ckpt"} & sys.modules.keys()
-both = ["import lightning_moe_ckpt", "from lightning.pytorch.cli import LightningCLI"]
-for order in (both, both[::-1]):
-    if os.fork() == 0:
-        exec("\\n".join(order))
-        from lightning.pytorch.demos.boring_classes import BoringModel
+    def work(_: int) -> str:
+        del sys.modules["lightning.pytorch.cli"]
+        for name in names:
+            importlib.reload(sys.modules[name]) if name in sys.modules else importlib.import_module(name)
+        program, misspelt = sys.modules["lightning.pytorch.cli"], "lightning_moe_ckpt.callbacks.DenseChekpoint"
+        with redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit):
+            program.LightningCLI(BoringModel, run=False, args=[f"--trainer.callbacks={misspelt}"])
+        return said.getvalue()
 
-        sys.argv = ["cli.py"]
-        LightningCLI(BoringModel, run=False, args=["--trainer.callbacks=lightning_moe_ckpt.callbacks.DenseChekpoint"])
-    os.wait()
-    print("", "next", sep="\\n", file=sys.stderr)
-"""
+    return run_world(1, work, process_group=False)[0]
 
 
 def test_the_order_of_imports_does_not_matter() -> None:
-    """A process each that has neither: the package before LightningCLI's module, or behind it."""
-    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, "-c", _ORDERS], capture_output=True, timeout=120, check=True, text=True, env=environment
-    )
-    *said, nothing = done.stderr.split("\nnext\n")
-    assert (len(said), nothing) == (2, "")
-    for each in said:
-        assert each.rstrip().endswith("there is no such class. Did you mean `DenseCheckpoint`?"), each[-500:]
+    """The package before LightningCLI's module, or behind it."""
+    both = ["lightning_moe_ckpt.strategy", "lightning.pytorch.cli"]
+    for said in (imported(*both), imported(*both[::-1])):
+        assert said.rstrip().endswith("there is no such class. Did you mean `DenseCheckpoint`?"), said[-500:]
 
 
 def test_without_jsonargparse_lightning_says_what_to_install() -> None:

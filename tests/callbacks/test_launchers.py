@@ -6,20 +6,21 @@ import json
 import os
 import signal
 import stat
-import subprocess
-import sys
 import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from door import checkpoint_of
+import torch
+from door import checkpoint_of, digest
 from launcher import run_world
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.trainer.connectors import accelerator_connector
 
+from lightning_moe_ckpt import MoEStrategy
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.errors import ConfigurationError
 
@@ -37,7 +38,9 @@ class Told(Callback):
         (self.folder / f"step{trainer.global_step}.rank{trainer.global_rank}.json").write_text(json.dumps(told))
 
 
-def fit(folder: Path, steps: int, *others: Callback, **options: Any) -> SparseCheckpoint:
+def fit(
+    folder: Path, steps: int, *others: Callback, module: BoringModel | None = None, **options: Any
+) -> SparseCheckpoint:
     for name in list(os.environ):  # this process is one that no launcher has started
         if name.startswith(("TORCHELASTIC", "MASTER_")) or name.endswith(("RANK", "WORLD_SIZE")):
             del os.environ[name]
@@ -46,7 +49,7 @@ def fit(folder: Path, steps: int, *others: Callback, **options: Any) -> SparseCh
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     callbacks = [Told(folder), *others, checkpoint]
     options = {"devices": 2, "limit_val_batches": 0, "default_root_dir": folder, **quiet, **options}
-    Trainer(accelerator="cpu", max_steps=steps, callbacks=callbacks, **options).fit(BoringModel())
+    Trainer(accelerator="cpu", max_steps=steps, callbacks=callbacks, **options).fit(module or BoringModel())
     return checkpoint
 
 
@@ -82,47 +85,35 @@ def test_processes_of_a_notebook_resume(strategy: str, tmp_path: Path) -> None:
     assert told(tmp_path, 7) == [4, 4]
 
 
-CELLS = """
-import os, signal, sys, torch, warnings
-warnings.simplefilter("ignore")
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts a job in the background has it ignored
-from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_moe_ckpt import MoEStrategy
-from lightning_moe_ckpt.callbacks import SparseCheckpoint
-class Interrupt(Callback):
-    def on_train_batch_end(self, trainer, *args):
-        if trainer.global_step >= 5: os.kill(os.getpid(), signal.SIGINT)
+class Interrupts(Callback):
+    """As somebody at the keyboard. Python drops an interrupt that comes while it collects garbage, so there is one at each step."""
 
-def cell(url, *others):
-    seed_everything(1, verbose=False)
-    checkpoint, module = SparseCheckpoint(url, window=2, overhead_target=None), BoringModel()
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0}
-    Trainer(accelerator="cpu", devices=1, strategy=MoEStrategy(), max_steps=9, callbacks=[*others, checkpoint], **quiet).fit(module)
-    print("END", hash(torch.cat([each.flatten() for each in module.parameters()]).detach().numpy().tobytes()), torch.rand(1).item())
-    print("FROM", checkpoint.report.resumed_from)
-
-cell(sys.argv[1])
-try: cell(sys.argv[2], Interrupt())
-except SystemExit: pass
-
-cell(sys.argv[2])
-"""
-"""What a user types; Lightning ends an interrupted fit by `SystemExit`, which a notebook catches. Python drops
-an interrupt that comes while it collects garbage, so there is one at each step."""
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step >= 5:
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_an_interrupted_cell_that_is_run_again_ends_the_same(tmp_path: Path) -> None:
     """With `MoEStrategy` in one interactive process, as in a notebook: same bits as never interrupted."""
-    given = [str(tmp_path / "calm"), str(tmp_path / "interrupted")]
-    command, quiet = [sys.executable, "-i", "-", *given], {**os.environ, "PYTHONHASHSEED": "0"}
-    ran = subprocess.run(command, input=CELLS, capture_output=True, text=True, timeout=100, env=quiet, check=False)
-    ends = [line for line in ran.stdout.splitlines() if line.startswith("END")]
-    begins = [line for line in ran.stdout.splitlines() if line.startswith("FROM")]
-    assert len(ends) == 2, ran.stderr
-    assert ends[0] == ends[1]
-    assert begins[0] == "FROM None"
-    assert begins[1] in {f"FROM {step}" for step in range(2, 9)}
+
+    def cell(name: str, *others: Callback) -> tuple[int | None, str]:
+        seed_everything(1, verbose=False)
+        module, strategy = BoringModel(), MoEStrategy()
+        checkpoint = fit(tmp_path / name, 9, *others, module=module, devices=1, strategy=strategy)
+        return checkpoint.report.resumed_from, digest([*module.parameters(), torch.rand(1)])
+
+    def work(_: int) -> list[tuple[int | None, str]]:
+        vars(accelerator_connector)["_IS_INTERACTIVE"] = True  # Lightning decides that as it is imported
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        calm = cell("calm")
+        with pytest.raises(SystemExit):  # how Lightning ends an interrupted fit, and a notebook catches it
+            cell("interrupted", Interrupts())
+        return [calm, cell("interrupted")]
+
+    (((begin, end), (resumed, end_again)),) = run_world(1, work, process_group=False)
+    assert begin is None
+    assert resumed in range(2, 9)
+    assert end == end_again
 
 
 class Requeued(Callback):

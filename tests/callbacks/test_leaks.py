@@ -109,6 +109,6 @@ class CountNames(Callback):
 
 def test_generations_that_are_gone_leave_no_object(tmp_path: Path) -> None:
     """A run of a million steps holds as much as one of a hundred. Of the latest ones it is known where they are."""
-    names = CountNames(100, 300)
-    fit(DenseCheckpoint(tmp_path, every_n_steps=1, freeze_heap=False, overhead_target=None), names, steps=301)
+    names = CountNames(60, 200)
+    fit(DenseCheckpoint(tmp_path, every_n_steps=1, freeze_heap=False, overhead_target=None), names, steps=201)
     assert names.counts[1] < names.counts[0] + 100, names.counts

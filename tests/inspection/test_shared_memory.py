@@ -4,27 +4,45 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from door import DIRECTORY_VARIABLE, SharedFile
+from launcher import exit_after
 
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.inspection import _shared_memory
 from lightning_moe_ckpt.tiers import shared_name
 
 TAGS = ("a" * 32, "b" * 32)
-HOLD = """
-import sys, time
-from pathlib import Path
-from lightning_moe_ckpt.tiers._shm import SharedFile
-held = SharedFile.take_over(Path(sys.argv[1]))
-print("held", flush=True)
-time.sleep(60)
-"""
+
+
+@contextmanager
+def held(ring: Path) -> Iterator[int]:
+    """A process that holds a ring, by its number."""
+    told, tell = os.pipe()
+
+    def hold() -> SharedFile:
+        taken = SharedFile.take_over(ring)
+        os.write(tell, b"held")
+        signal.pause()
+        return taken
+
+    holder = os.fork()
+    if holder == 0:
+        exit_after(hold)
+    try:
+        assert os.read(told, 4) == b"held"
+        yield holder
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+        os.close(told)
+        os.close(tell)
 
 
 @pytest.fixture
@@ -68,26 +86,18 @@ def test_it_clears_what_nobody_holds_and_only_that(
     memory: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that lives holds the second ring; a dry run removes nothing; `--force` removes that one too."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(memory["second"])], stdout=subprocess.PIPE, env=environment
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        try:
-            found = {Path(each["path"]): each for each in shm(capsys)["found"]}
-            assert found[memory["second"]]["held_by"] == [holder.pid]
-            assert shm(capsys, "--clear", "--dry-run")["would_clear"] == [str(memory["first"])]
-            assert memory["first"].exists()
-            assert shm(capsys, "--clear")["cleared"] == [str(memory["first"])]
-            assert not list(memory["first"].parent.glob(f"{memory['first'].name}*"))
-            assert memory["second"].exists()
-            assert memory["folder"].exists(), "it changed a moment ago: a benchmark may be between two fits"
-            monkeypatch.setattr(_shared_memory, "_SETTLED_SECONDS", 0.0)
-            assert shm(capsys, "--clear")["cleared"] == [str(memory["folder"])]
-            assert shm(capsys, "--force")["cleared"] == [str(memory["second"])]
-        finally:
-            holder.kill()
+    with held(memory["second"]) as holder:
+        found = {Path(each["path"]): each for each in shm(capsys)["found"]}
+        assert found[memory["second"]]["held_by"] == [holder]
+        assert shm(capsys, "--clear", "--dry-run")["would_clear"] == [str(memory["first"])]
+        assert memory["first"].exists()
+        assert shm(capsys, "--clear")["cleared"] == [str(memory["first"])]
+        assert not list(memory["first"].parent.glob(f"{memory['first'].name}*"))
+        assert memory["second"].exists()
+        assert memory["folder"].exists(), "it changed a moment ago: a benchmark may be between two fits"
+        monkeypatch.setattr(_shared_memory, "_SETTLED_SECONDS", 0.0)
+        assert shm(capsys, "--clear")["cleared"] == [str(memory["folder"])]
+        assert shm(capsys, "--force")["cleared"] == [str(memory["second"])]
     assert memory["other"].exists()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,25 @@ from door import free_port
 from launch._jobs import Job
 
 SCRIPT = Path(__file__).with_name("in_stages.py")
-STEPS = 60
+STEPS = 30
 
 
 def started(folder: Path, stages: int, *, ranks: int | None = None, **options: Any) -> Job:
     """A job, or one node of it, with so many of the ranks."""
     return Job(folder, ranks or stages, STEPS, str(stages), spares=1, program=SCRIPT, **options)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Folders of jobs that nobody kills, by their number of stages."""
+
+    def finished(stages: int) -> Path:
+        folder = tmp_path_factory.mktemp("whole")
+        ended = started(folder, stages).end()
+        assert ended.code == 0, ended.output
+        return folder
+
+    return cache(finished)
 
 
 def lines(folder: Path, rank: int) -> list[tuple[int, int]]:
@@ -42,14 +57,14 @@ def lines(folder: Path, rank: int) -> list[tuple[int, int]]:
     ],
 )
 def test_stages_take_their_steps_again_while_the_others_wait(
-    tmp_path: Path, stages: int, killed: tuple[int, ...]
+    tmp_path: Path, whole: Callable[[int], Path], stages: int, killed: tuple[int, ...]
 ) -> None:
-    """Beside a job that nobody kills, which ends with the same weights. A spare takes the place of one."""
-    jobs = {name: started(tmp_path / name, stages) for name in ("whole", "killed")}
-    jobs["killed"].wait_until(lambda: len(lines(tmp_path / "killed", killed[0])) >= STEPS // 3)
+    """A job that nobody kills ends with the same weights. A spare takes the place of one."""
+    job = started(tmp_path, stages)
+    job.wait_until(lambda: len(lines(tmp_path, killed[0])) >= STEPS // 3)
     for rank in killed:
-        os.kill(lines(tmp_path / "killed", rank)[-1][1], signal.SIGKILL)
-    said = check(tmp_path, jobs, killed)
+        os.kill(lines(tmp_path, rank)[-1][1], signal.SIGKILL)
+    said = check(whole(stages), tmp_path, [job], killed)
     assert "was killed by SIGKILL; a spare takes its place" in said
 
 
@@ -64,35 +79,33 @@ def test_stages_take_their_steps_again_while_the_others_wait(
         pytest.param(2, (0, 3), marks=pytest.mark.soak),
     ],
 )
-def test_stages_of_two_nodes(tmp_path: Path, ranks: int, killed: tuple[int, ...]) -> None:
+def test_stages_of_two_nodes(tmp_path: Path, whole: Callable[[int], Path], ranks: int, killed: tuple[int, ...]) -> None:
     """Each node has a supervisor of its own, and half of the stages; neighbours that fail together are one on each."""
     stages, port = 2 * ranks, free_port()
     meeting = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two", "--local-addr", "127.0.0.1"]
-    jobs = {"whole": started(tmp_path / "whole", stages)}
+    jobs = []
     for node in range(2):
         # Who hosts the store where nodes meet cannot be told from the address: both are on one machine.
         torchrun = [*meeting, "--rdzv-conf", f"is_host={node == 0}"]
-        jobs[f"node{node}"] = started(
-            tmp_path / "killed", stages, ranks=ranks, torchrun=torchrun, name=f"console{node}"
-        )
-    jobs["node0"].wait_until(lambda: len(lines(tmp_path / "killed", killed[0])) >= STEPS // 3)
+        jobs.append(started(tmp_path, stages, ranks=ranks, torchrun=torchrun, name=f"console{node}"))
+    jobs[0].wait_until(lambda: len(lines(tmp_path, killed[0])) >= STEPS // 3)
     for rank in killed:
-        os.kill(lines(tmp_path / "killed", rank)[-1][1], signal.SIGKILL)
-    said = check(tmp_path, jobs, killed)
+        os.kill(lines(tmp_path, rank)[-1][1], signal.SIGKILL)
+    said = check(whole(stages), tmp_path, jobs, killed)
     assert "started anew" not in said
 
 
-def check(folder: Path, jobs: dict[str, Job], killed: tuple[int, ...], *, lives: int = 2) -> str:
-    """Require the same end of both runs, of which one has lost ranks, each so often; return what that one has said."""
-    ended = {name: job.end() for name, job in jobs.items()}
-    said = "".join(each.output for name, each in ended.items() if name != "whole")
-    assert all(each.code == 0 for each in ended.values()), said
-    for rank in range(jobs["whole"].ranks):
-        one, other = (torch.load(folder / name / f"end{rank}", weights_only=True) for name in ("whole", "killed"))
+def check(whole: Path, folder: Path, jobs: list[Job], killed: tuple[int, ...]) -> str:
+    """Require the end of the whole job from the nodes of one that has lost ranks; return what all nodes have said."""
+    ended = [job.end() for job in jobs]
+    said = "".join(each.output for each in ended)
+    assert all(each.code == 0 for each in ended), said
+    for rank in range(sum(job.ranks for job in jobs)):
+        one, other = (torch.load(each / f"end{rank}", weights_only=True) for each in (whole, folder))
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one), f"rank {rank}\n{said}"
-        taken = lines(folder / "killed", rank)
-        assert len({pid for _, pid in taken}) == (lives if rank in killed else 1)
+        taken = lines(folder, rank)
+        assert len({pid for _, pid in taken}) == (2 if rank in killed else 1)
         if rank in killed:
             beside = [each for each in (rank - 1, rank + 1) if each in killed]
             with_them = f" with stages {beside}" if beside else ""
@@ -106,26 +119,24 @@ def check(folder: Path, jobs: dict[str, Job], killed: tuple[int, ...], *, lives:
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("what", ["stopped", "slow", "hangs"])
-def test_a_stage_is_looked_after_while_it_repeats_steps(tmp_path: Path, what: str) -> None:
+def test_a_stage_is_looked_after_while_it_repeats_steps(
+    tmp_path: Path, whole: Callable[[int], Path], what: str
+) -> None:
     """It may take longer than ranks may to come together, and is replaced if it comes to nothing any more."""
     options: dict[str, Any] = {"stopped": {}, "slow": {"recover_timeout": 8.0}, "hangs": {"recover_timeout": 12.0}}[
         what
     ]
-    jobs = {
-        "whole": started(tmp_path / "whole", 2),
-        "killed": started(tmp_path / "killed", 2, hang_timeout=1.0, **options),
-    }
-    folder = tmp_path / "killed"
-    jobs["killed"].wait_until(lambda: len(lines(folder, 1)) >= STEPS // 3)
-    pid, slow = lines(folder, 1)[-1][1], folder / "slow1"
+    job = started(tmp_path, 2, hang_timeout=1.0, **options)
+    job.wait_until(lambda: len(lines(tmp_path, 1)) >= STEPS // 3)
+    pid, slow = lines(tmp_path, 1)[-1][1], tmp_path / "slow1"
     os.kill(pid, signal.SIGSTOP)
     if what != "stopped":
         slow.write_text("3" if what == "slow" else "3600")
         os.kill(pid, signal.SIGKILL)
-        took = len(lines(folder, 1))
-        jobs["killed"].wait_until(lambda: len(lines(folder, 1)) >= took + 4 or not slow.exists())
+        took = len(lines(tmp_path, 1))
+        job.wait_until(lambda: len(lines(tmp_path, 1)) >= took + 4 or not slow.exists())
     if what == "slow":
         slow.unlink()
-    said = check(tmp_path, jobs, (1,))
+    said = check(whole(2), tmp_path, [job], (1,))
     assert "started anew" not in said
     assert ("has not passed a step for" in said) == (what == "hangs")

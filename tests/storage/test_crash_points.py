@@ -135,10 +135,14 @@ def _first_life(backend: Backend) -> Job:
     return job
 
 
-def _crash_while(backend: Backend, crash_at: int, when: When, act: Callable[[Job], None]) -> CrashingBackend:
-    """An incarnation that has saved 20 and 30 dies at its `crash_at`-th call of `act`."""
+def _crash_while(
+    backend: Backend, crash_at: int, when: When, act: Callable[[Job], None], *, born: Backend | None = None
+) -> CrashingBackend:
+    """An incarnation that has saved 20 and 30, in `born` if that takes less time, dies at its `crash_at`-th call of `act`."""
     dying = CrashingBackend(backend, crash_at=crash_at, when=when)
-    job = _first_life(backend)
+    job = _first_life(born or backend)
+    if born is not None:
+        _copy(born, backend)
     job.store._backend = dying
     assert job.store._coordination is not None
     job.store._coordination.log._backend = dying
@@ -148,6 +152,11 @@ def _crash_while(backend: Backend, crash_at: int, when: When, act: Callable[[Job
         return dying
     assert len(dying.calls) <= crash_at, "died, and went on"
     return dying
+
+
+def _copy(source: Backend, target: Backend) -> None:
+    for entry in source.list(""):
+        target.put(entry.key, source.get(entry.key))
 
 
 def _expect_recovery(backend: Backend, calls: list[str], when: When) -> None:
@@ -237,14 +246,14 @@ choices = pytest.mark.parametrize(
 
 
 @choices
-def test_a_crash_of_a_save_to_s3_loses_at_most_that_save(choose: Choose, moto: S3Server) -> None:
+def test_a_crash_of_a_save_to_s3_loses_at_most_that_save(choose: Choose, moto: S3Server, tmp_path: Path) -> None:
     """Segments, markers, commit, watermark and deletions, by every rank."""
     unfinished = moto.unfinished_uploads()
     undisturbed = _crash_while(_bucket(moto), 10**6, "before", lambda job: job.save(40)).calls
     points = choose(undisturbed)
     for crash_at, when in points:
         backend = _bucket(moto)
-        dying = _crash_while(backend, crash_at, when, lambda job: job.save(40))
+        dying = _crash_while(backend, crash_at, when, lambda job: job.save(40), born=_memory(tmp_path))
         assert [_kind(call) for call in dying.calls] == [_kind(call) for call in undisturbed[: crash_at + 1]]
         _expect_recovery(backend, dying.calls, when)
     assert {"put", "create", "delete", "sweep"} <= {undisturbed[at].split()[0] for at, _ in points}
@@ -254,13 +263,15 @@ def test_a_crash_of_a_save_to_s3_loses_at_most_that_save(choose: Choose, moto: S
 
 @choices
 @pytest.mark.parametrize("finished_ranks", [pytest.param(2, marks=pytest.mark.soak), 3])
-def test_a_crash_of_a_start_from_s3_loses_nothing(finished_ranks: int, choose: Choose, moto: S3Server) -> None:
+def test_a_crash_of_a_start_from_s3_loses_nothing(
+    finished_ranks: int, choose: Choose, moto: S3Server, tmp_path: Path
+) -> None:
     """Promotion, the pick, opening the incarnation, the sweep; the generation under way is whole or one rank short."""
-    undisturbed = _crash_at_start(_bucket(moto), finished_ranks, 10**6, "before").calls
+    undisturbed = _crash_at_start(_memory(tmp_path), _bucket(moto), finished_ranks, 10**6, "before").calls
     points = choose(undisturbed)
     for crash_at, when in points:
         backend = _bucket(moto)
-        dying = _crash_at_start(backend, finished_ranks, crash_at, when)
+        dying = _crash_at_start(_memory(tmp_path), backend, finished_ranks, crash_at, when)
         job = Job(backend)
         assert job.resumed == named(step=40 if finished_ranks == WORLD_SIZE else 30, incarnation=1), dying.calls[-1]
         job.save(50, keep=1)
@@ -269,11 +280,12 @@ def test_a_crash_of_a_start_from_s3_loses_nothing(finished_ranks: int, choose: C
     sys.stdout.write(f"{len(points)} crash points of a start from S3\n")
 
 
-def _crash_at_start(backend: Backend, finished_ranks: int, crash_at: int, when: When) -> CrashingBackend:
-    """A second incarnation dies at its `crash_at`-th call, before it has saved anything."""
-    job = Job(backend)
+def _crash_at_start(born: Backend, backend: Backend, finished_ranks: int, crash_at: int, when: When) -> CrashingBackend:
+    """A second incarnation dies at its `crash_at`-th call, before it has saved anything; the first has lived in `born`."""
+    job = Job(born)
     job.save(30)
     job.write(40, finished_ranks)
+    _copy(born, backend)
     dying = CrashingBackend(backend, crash_at=crash_at, when=when)
     with suppress(Crashed):
         Job(dying)

@@ -126,7 +126,7 @@ class Staged(pl.LightningModule):
 
 
 def loader(batch_size: int) -> DataLoader[Any]:
-    x = torch.randn(12 * BATCH, D, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(8 * BATCH, D, generator=torch.Generator().manual_seed(0))
     return DataLoader(TensorDataset(x, x.sum(1).sin()), batch_size=batch_size)
 
 

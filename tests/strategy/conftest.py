@@ -24,7 +24,7 @@ D, F_, E = 6, 8, 12
 
 
 class ToyMoE(pl.LightningModule):
-    """Dense, experts, dense; 13 samples, so that an epoch ends in a ragged way.
+    """Dense, experts, dense; 28 samples, so that an epoch ends in a ragged way.
 
     Args:
         optimizer: `"adamw"` or `"sgd"` (with momentum).
@@ -75,7 +75,7 @@ class ToyMoE(pl.LightningModule):
 
 def loader() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(13 * 4, D, generator=generator)
+    x = torch.randn(28, D, generator=generator)
     return DataLoader(TensorDataset(x, x.sum(1).sin()), batch_size=2)
 
 
