@@ -26,7 +26,7 @@ def held(ring: Path) -> Iterator[int]:
     """A process that holds a ring, by its number."""
     told, tell = os.pipe()
 
-    def hold() -> SharedFile:
+    def hold() -> SharedFile | None:
         taken = SharedFile.take_over(ring)
         os.write(tell, b"held")
         signal.pause()
