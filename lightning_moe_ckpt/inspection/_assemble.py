@@ -178,10 +178,10 @@ class Assembler:
         for name, tensor in found.items():
             if name not in scalars:
                 # Every writer of a shard stores the scalars of its parameter.
-                whole = (
-                    self._whole(name, tensor, partial=name in absent) if tensor.shape else self._scalar(name, tensor)
+                several = all(each.record.numel == math.prod(tensor.shape) for each in tensor.records)
+                states[name] = (
+                    self._common(name, tensor) if several else self._whole(name, tensor, partial=name in absent)
                 )
-                states[name] = whole
         return states | {name: value.view(()) for name, value in scalars.items()}
 
     def _shared_scalars(self) -> dict[str, Tensor]:
@@ -189,14 +189,15 @@ class Assembler:
         stored = (decode_journal(self.journal()).get("outcome") or {}).get("scalars") or {}
         return {f"{fqn}/{key}": value for fqn, values in stored.items() for key, value in values.items()}
 
-    def _scalar(self, name: str, tensor: StoredTensor) -> Tensor:
-        values = [self._record(record) for record in tensor.records]
-        if len({tuple(value.view(torch.uint8).tolist()) for value in values}) != 1:
+    def _common(self, name: str, tensor: StoredTensor) -> Tensor:
+        """Read a tensor that each of its writers stored whole."""
+        first, *others = [self._record(record) for record in tensor.records]
+        if different := [each for each in others if not torch.equal(each.view(torch.uint8), first.view(torch.uint8))]:
             raise ConfigurationError(
-                f"`{name}` differs between expert-parallel ranks ({sorted({v.item() for v in values})[:4]}), so it is no "
-                "one number. Export without the optimizer: leave out --optimizer, or give --weights-only."
+                f"`{name}` differs between expert-parallel ranks ({first[:1].item()}, {different[0][:1].item()}), so it is not "
+                "one tensor. Export without the optimizer: leave out --optimizer, or give --weights-only."
             )
-        return values[0].view(())
+        return first.view(tensor.shape)
 
     def _whole(self, name: str, tensor: StoredTensor, *, partial: bool = False) -> Tensor:
         numel, held = math.prod(tensor.shape), sum(each.record.numel for each in tensor.records)

@@ -287,7 +287,7 @@ def disagreements(markers: Sequence[RankMarker], constants: Sequence[SegmentEntr
     header.)
     """
     found: dict[_Key, set[tuple[str, tuple[int, ...]]]] = defaultdict(set)
-    pieces: dict[str, list[_Piece]] = defaultdict(list)
+    pieces: dict[tuple[str, str], list[_Piece]] = defaultdict(list)
     stored = {record.fqn for file in constants for record in file.records}
     for marker in markers:
         for record in _tensor_records(marker):
@@ -297,13 +297,13 @@ def disagreements(markers: Sequence[RankMarker], constants: Sequence[SegmentEntr
                 found[record.kind, record.fqn, record.state_key].add((record.dtype, record.global_shape))
             if record.kind == "full" and record.state_key == PARAM:
                 stored.add(record.fqn)
+            if record.kind == "full" and (record.global_shape or record.state_key == PARAM):
                 end = record.global_start + record.numel
-                pieces[record.fqn].append((marker.rank, record.global_start, end))
-    shapes = {fqn: shape for (kind, fqn, key), each in found.items() if key == PARAM for _, shape in each}
+                pieces[record.fqn, record.state_key].append((marker.rank, record.global_start, end))
+    numels = {(fqn, key): prod(shape) for (_, fqn, key), each in found.items() for _, shape in each}
     return [
         *_few(_unequal(found)),
-        *_few(_other_shapes(found, shapes)),
-        *_few(chain.from_iterable(_gaps(fqn, piece, prod(shapes[fqn])) for fqn, piece in pieces.items())),
+        *_few(chain.from_iterable(_gaps(*name, piece, numels[name]) for name, piece in pieces.items())),
         *_few(_not_stored(markers[0], stored)),
     ]
 
@@ -320,28 +320,18 @@ def _unequal(found: dict[_Key, set[tuple[str, tuple[int, ...]]]]) -> Iterator[st
             yield f"`{fqn}`: its {kind} records of {key} say {words}"
 
 
-def _other_shapes(
-    found: dict[_Key, set[tuple[str, tuple[int, ...]]]], shapes: dict[str, tuple[int, ...]]
-) -> Iterator[str]:
-    """Report state whose shape is neither its parameter's nor a scalar's."""
-    for (kind, fqn, key), said in found.items():
-        for _, shape in said:
-            if shape and shape != shapes.get(fqn, shape):
-                yield f"`{fqn}`: its {kind} {key} has shape {list(shape)}, the parameter {list(shapes[fqn])}"
-
-
-def _gaps(fqn: str, pieces: Sequence[_Piece], numel: int) -> Iterator[str]:
+def _gaps(fqn: str, key: str, pieces: Sequence[_Piece], numel: int) -> Iterator[str]:
     """Report elements that no rank wrote, or a rank twice. Ranks that number their own experts write the same names."""
-    end = 0
+    name, end = fqn if key == PARAM else f"{fqn}/{key}", 0
     for _, start, stop in sorted(pieces, key=lambda piece: piece[1:]):
         if start > end:
             break
         end = max(end, stop)
     if end != numel:
-        yield f"`{fqn}`: element {end} of {numel} is nowhere stored"
+        yield f"`{name}`: element {end} of {numel} is nowhere stored"
     for (rank, _, stop), (other, start, _) in pairwise(sorted(pieces)):
         if rank == other and start < stop:
-            yield f"`{fqn}`: element {start} is stored twice by rank {rank}"
+            yield f"`{name}`: element {start} is stored twice by rank {rank}"
 
 
 def _not_stored(marker: RankMarker, stored: set[str]) -> Iterator[str]:

@@ -21,6 +21,7 @@ from lightning_moe_ckpt.operators._operator import RecordKind as RecordKind
 from lightning_moe_ckpt.operators._operator import merged_slices as merged_slices
 from lightning_moe_ckpt.operators._operator import split as split
 from lightning_moe_ckpt.operators._operator import stacked_slices as stacked_slices
+from lightning_moe_ckpt.operators._operator import unit_of as unit_of
 from lightning_moe_ckpt.operators._operator import whole_slice as whole_slice
 from lightning_moe_ckpt.operators._optimizer import StateSchema as StateSchema
 from lightning_moe_ckpt.operators._optimizer import StateWatch as StateWatch

@@ -15,7 +15,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -50,9 +50,13 @@ class StateEntry:
     key: str
     dtype: torch.dtype
     per_element: bool
-    """Whether the tensor has the parameter's shape; else it is one scalar for the whole parameter."""
+    """Whether the tensor has the parameter's shape; else it is one tensor for the whole parameter."""
     on_device: bool = field(default=False, repr=False)  # the text is part of fingerprints
-    """Whether a scalar is on the parameter's device, and not on the CPU."""
+    """Whether a tensor for the whole parameter is on the parameter's device, and not on the CPU."""
+    shape: tuple[int, ...] = field(default=(), repr=False)
+    """Shape of a tensor for the whole parameter: `()` for a scalar, more for statistics of rows, scales or maps."""
+    by_row: bool = field(default=False, repr=False)
+    """Whether that tensor's first dimension is the parameter's."""
 
 
 _REACHES: tuple[Coupling, ...] = get_args(Coupling)
@@ -60,8 +64,13 @@ _IDENTITY = ("params", "param_names")
 _NOT_TRIED = {*_IDENTITY, "lr", "initial_lr", "weight_decay"}
 _LR = 1e-3
 """Learning rate of a copy whose own is zero, as at the start of a warm-up."""
-_SIDE, _NUMEL = 128, 2**15
-"""Limits of copied sizes: above the least sizes of factored (128) and of quantised states (4,096 elements)."""
+_SIDE, _NUMEL = 131, 2**15
+"""Limits of copied sizes: above the least sizes of factored (128) and of quantised states (4,096 elements), and prime, so that a state's
+size tells what it follows."""
+_STACK = 3
+"""Limit of sizes in front of a matrix."""
+_BLOCKS = tuple(2**i for i in range(4, 13))
+"""Elements of a block with a scale of its own, in quantised states."""
 _TINY = 4
 _HIDDEN = 12
 """Steps until a copy made anew, without hidden state of the original, shows other bits."""
@@ -98,12 +107,30 @@ def options_of(group: Mapping[str, Any]) -> str:
 
 
 def shape_tried(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the size of a parameter's copy: leading dimensions shrink first, the matrix last."""
-    sizes, first = list(shape), len(shape) - 2
+    """Return the size of a parameter's copy: leading dimensions shrink first, the matrix last, each to another size."""
+    sizes, last = list(shape), len(shape) - 1
     for i in range(len(sizes)):
         if math.prod(sizes) > _NUMEL:
-            sizes[i] = min(sizes[i], 2 if i < first else _SIDE)
+            least = _NUMEL // math.prod(sizes[:last]) - 1 if i == last else 0
+            sizes[i] = min(sizes[i], max(least, (_STACK if i < last - 1 else _SIDE) + i))
     return tuple(sizes)
+
+
+def _shape_of_state(found: Sequence[int], tried: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a state of a parameter, given that `found` is that of a copy with the shape `tried`.
+
+    Each dimension is one of the parameter's, or a number of blocks of its elements, or the same for all parameters.
+    """
+    made: list[int] = []
+    before, after = math.prod(tried), math.prod(shape)
+    for i, size in enumerate(found):
+        same = [j for j in (i, *range(len(tried))) if j < len(tried) and tried[j] == size]
+        blocks = [block for block in _BLOCKS if -(-before // block) == size and len(found) == 1]
+        if same:
+            made.append(shape[same[0]])
+        else:
+            made.append(-(-after // blocks[0]) if blocks else size)
+    return tuple(made)
 
 
 def _shape_tiny(shape: Sequence[int]) -> tuple[int, ...]:
@@ -208,6 +235,10 @@ class FoundLayout:
         self._options: dict[int, tuple[Group, str]] = {}
         """Groups, kept alive, with their options at the trial: steps may change options."""
         self._entries: dict[Kind, tuple[StateEntry, ...]] = {}
+        self._sized: dict[Kind, tuple[StateEntry, ...]] = {}
+        """Entries of parameters larger than their copies."""
+        self.by_parameter = False
+        """Whether some state is a tensor for a parameter as a whole that is no scalar."""
         self.others: set[str] = set()
         """Keys of state without a place in records."""
         self.attributes: tuple[str, ...] = ()
@@ -230,7 +261,16 @@ class FoundLayout:
         known, options = self._options.get(id(group), (None, ""))
         if known is not group:
             return None
-        return self._entries.get(Kind(options, shape_tried(param.shape), param.dtype, param.device))
+        kind = Kind(options, shape_tried(param.shape), param.dtype, param.device)
+        entries = self._entries.get(kind)
+        if entries is None or kind.shape == tuple(param.shape):
+            return entries
+        sized = Kind(options, tuple(param.shape), param.dtype, param.device)
+        if sized not in self._sized:
+            self._sized[sized] = tuple(
+                replace(each, shape=_shape_of_state(each.shape, kind.shape, param.shape)) for each in entries
+            )
+        return self._sized[sized]
 
     def _learn(self) -> None:
         optimizer, name = self._optimizer, type(self._optimizer).__qualname__
@@ -249,6 +289,7 @@ class FoundLayout:
             state, wrapped = opened(closed), wrappings(closed)
             self.wrappers |= {wrapper_name(type(closed[key])): type(closed[key]) for key in wrapped}
             self._entries[kind] = tuple(entry for key, value in state.items() if (entry := _entry(key, value, param)))
+            self.by_parameter |= any(entry.shape for entry in self._entries[kind])
             rest = state.keys() - {entry.key for entry in self._entries[kind]}
             self.others |= rest
             if refused := refusals({key: copied_state(state[key]) for key in rest} | {"wrapped": wrapped}):
@@ -259,16 +300,19 @@ def _entry(key: str, value: object, param: Tensor) -> StateEntry | None:
     """Return the entry of a state with a place in records; `None` for all other state."""
     if type(value) not in {Tensor, nn.Parameter} or not isinstance(value, Tensor) or value.dtype not in STORED_DTYPES:
         return None
-    if value.shape not in {param.shape, torch.Size()} or not value.is_contiguous():
+    if not value.is_contiguous():
         return None
     on_device = value.device == param.device and value.device.type != "cpu"
-    return StateEntry(key, value.dtype, per_element=value.ndim > 0, on_device=on_device)
+    if value.shape == param.shape and value.ndim:
+        return StateEntry(key, value.dtype, per_element=True, on_device=on_device)
+    by_row = value.ndim > 0 and param.ndim > 0 and param.shape.count(len(value)) == 1 and len(value) == len(param)
+    return StateEntry(key, value.dtype, per_element=False, on_device=on_device, shape=tuple(value.shape), by_row=by_row)
 
 
 def recorded_value(entry: StateEntry, value: object, param: Tensor) -> Tensor | None:
     """Return a value if its record has a place for it."""
     fits = type(value) in {Tensor, nn.Parameter} and isinstance(value, Tensor) and value.dtype == entry.dtype
-    if not fits or not isinstance(value, Tensor) or value.shape != (param.shape if entry.per_element else ()):
+    if not fits or not isinstance(value, Tensor) or value.shape != (param.shape if entry.per_element else entry.shape):
         return None
     return value if value.is_contiguous() else None
 

@@ -15,6 +15,8 @@ Source: MoEvement (2026), Sec. 3.1 (operators); we differ in slicing parameters 
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt.operators._count_taps import CountTap
+from lightning_moe_ckpt.operators._coupling import Coupling
 from lightning_moe_ckpt.operators._views import BiasView, CapacityView, ExtraState
 
 OperatorKind = Literal["expert", "router", "dense"]
@@ -89,31 +92,52 @@ class Operator:
         return sum(s.numel for s in self.slices)
 
 
-def split(operator: Operator, max_nbytes: int, bytes_per_element: int | Callable[[ParamSlice], int]) -> list[Operator]:
+def unit_of(piece: ParamSlice, coupling: Coupling) -> int:
+    """Return the number of elements of a slice that stay together, since an optimizer updates them together."""
+    if coupling == "matrix" and len(piece.global_shape) > 1:
+        return min(math.prod(piece.global_shape[-2:]), piece.numel)
+    return piece.numel if coupling == "parameter" else 1
+
+
+def _is_apart(piece: ParamSlice, coupling: Coupling) -> bool:
+    """Return whether an optimizer updates a slice of a parameter without the rest."""
+    matrix = math.prod(piece.global_shape[-2:])
+    return coupling == "matrix" and len(piece.global_shape) > 2 and not (piece.start % matrix or piece.numel % matrix)
+
+
+def split(
+    operator: Operator,
+    max_nbytes: int,
+    bytes_per_element: int | Callable[[ParamSlice], int],
+    coupling: Coupling = "element",
+) -> list[Operator]:
     """Cut `operator` into pieces of at most `max_nbytes`, between rows of the last dimension if a row fits.
 
     Args:
         operator: the operator to cut.
         max_nbytes: limit of one piece's FULL record, without state of fixed size (a step count).
         bytes_per_element: bytes of a FULL record per element, for all slices or by slice.
+        coupling: of the optimizer; whole matrices or parameters stay in one piece.
 
     Returns:
         `[operator]` if it fits, else operators `name#0`, `name#1`, ... that cover it once, in order.
 
     Raises:
-        ValueError: not even one element fits.
+        ValueError: not even one element fits, or one matrix or parameter that stays together.
     """
     pieces: list[list[ParamSlice]] = [[]]
     room = max_nbytes
     for piece in operator.slices:
         width = bytes_per_element(piece) if callable(bytes_per_element) else bytes_per_element
-        if width > max_nbytes:
+        unit = unit_of(piece, coupling)
+        if width * unit > max_nbytes:
+            what = "one element" if unit == 1 else f"{unit} elements"
             raise ValueError(
-                f"`split(max_nbytes={max_nbytes})` cannot hold one element of `{piece.fqn}` ({width} bytes)."
+                f"`split(max_nbytes={max_nbytes})` cannot hold {what} of `{piece.fqn}` ({width * unit} bytes)."
             )
         start = piece.start
         while start < piece.stop or piece.numel == 0:
-            take = _take(piece, start, room // width, max_nbytes // width)
+            take = _take(piece, start, room // width, max_nbytes // width, unit)
             if take or piece.numel == 0:
                 moved = piece.global_start + start - piece.start
                 pieces[-1].append(replace(piece, start=start, stop=start + take, global_start=moved))
@@ -130,12 +154,12 @@ def split(operator: Operator, max_nbytes: int, bytes_per_element: int | Callable
     ]
 
 
-def _take(piece: ParamSlice, start: int, room: int, most: int) -> int:
+def _take(piece: ParamSlice, start: int, room: int, most: int, unit: int) -> int:
     """Return the slice's elements to take now: the rest if it fits, else whole rows, else what fits."""
     left = piece.stop - start
     if left <= room:
         return left
-    row = piece.global_shape[-1] if piece.global_shape else 1
+    row = max(piece.global_shape[-1] if piece.global_shape else 1, unit)
     # If a piece can hold a row at all, never cut inside one: start a new piece instead.
     return room // row * row if row <= most else room
 
@@ -329,6 +353,33 @@ class OperatorSet:
     def with_operators(self, operators: Sequence[Operator]) -> OperatorSet:
         """Return the set with other operators, e.g. after `split`; the fingerprint stays."""
         return replace(self, operators=tuple(operators))
+
+    def joined(self, coupling: Coupling) -> OperatorSet:
+        """Return the set with a layer's experts as one dense operator if an optimizer updates elements of several experts together.
+
+        Such layers have no experts to take apart.
+        """
+        if coupling == "element":
+            return self
+        sharing = Counter(fqn for op in self for fqn in {piece.fqn for piece in op.slices})
+        whole = {
+            op.layer
+            for op in self
+            if any(sharing[piece.fqn] > 1 and not _is_apart(piece, coupling) for piece in op.slices)
+        }
+        operators: dict[str, Operator] = {}
+        for op in self:
+            if op.expert_idx is None or op.layer not in whole:
+                operators[op.name] = op
+                continue
+            name = f"{op.name.rpartition('/')[0]}/experts"
+            before = operators.get(name, replace(op, name=name, kind="dense", slices=(), expert_idx=None))
+            pieces = {piece.fqn: piece for piece in before.slices}
+            for piece in op.slices:
+                pieces[piece.fqn] = replace(pieces.get(piece.fqn, piece), stop=piece.stop)
+            operators[name] = replace(before, slices=tuple(pieces.values()))
+        layers = tuple(layer for layer in self.layers if layer.fqn not in whole)
+        return replace(self, operators=tuple(operators.values()), layers=layers)
 
     def without(self, constants: Collection[str], thawed: Sequence[str] = ()) -> OperatorSet:
         """Return the set with these parameters as constants, and `thawed` ones as operators of their own; the fingerprint stays.

@@ -3,11 +3,11 @@
 The layout of the state is known before any state exists, so that space can be reserved: from a table, or from a copy of the
 optimizer that takes two steps. "No state yet" is a state of its own: capture records it, and restore drops the live state.
 
-Records have tensors of the parameter's shape, and scalar tensors. Other state of a class without a table, such as numbers,
-statistics of rows and histories, is in the journal, whole (`DiscoveredSchema.rest`).
+Records have the tensors in a parameter's state: by element, as scalars, and of other shapes, such as statistics of rows. Other
+state of a class without a table, such as numbers and histories, is in the journal, whole (`DiscoveredSchema.rest`).
 
-A policy that takes everything of one step supports any coupling. Others need an update that depends on the element and on scalars
-only: then a slice of parameter and state, replayed alone, gives the same bits.
+A policy that takes everything of one step supports any optimizer. Others restore from different steps only what the optimizer
+updates apart: elements, matrices or parameters, which then, replayed alone, get the same bits.
 """
 
 from __future__ import annotations
@@ -36,21 +36,16 @@ from lightning_moe_ckpt.operators._copies import (
 from lightning_moe_ckpt.operators._coupling import (
     FoundLayout,
     Group,
+    Reach,
     StateEntry,
     recorded_value,
+    wideness,
 )
 from lightning_moe_ckpt.operators._optimizer_classes import Layout, layout_of, reach_of
 
 log = rank_logger(__name__)
 
 _IDENTITY = ("params", "param_names")
-
-_DOES = {
-    "matrix": "updates the elements of a matrix together",
-    "parameter": "updates the elements of a parameter together",
-    "global": "updates an element by others",
-}
-"""Words for a coupling wider than an element."""
 
 
 class StateSchema:
@@ -59,6 +54,8 @@ class StateSchema:
     def __init__(self, optimizer: Optimizer, layout: Layout, default_dtype: torch.dtype) -> None:
         self.optimizer = optimizer
         self._layout, self._default = layout, default_dtype
+        self.reach = Reach("element")
+        """How far the update of an element reaches; not asked about, and `element`, if nothing is restored in parts."""
         self._groups: dict[int, Group] = {}
         self._grouped: tuple[int, int] | None = None
 
@@ -75,7 +72,7 @@ class StateSchema:
 
         Args:
             optimizer: of any class; the state of one without a table is found out with a copy.
-            in_parts: whether parts of a tensor may be restored from different steps; classes without a table are tried then.
+            in_parts: whether parts of the state may be restored from different steps; classes without a table are tried then.
             mixed: whether training may go on from parts of different steps.
             default_dtype: torch's default type where the optimizer steps; `None` for what it is now.
 
@@ -86,9 +83,9 @@ class StateSchema:
         if layout is not None:
             schema = cls(optimizer, layout, default)
         else:
-            schema = DiscoveredSchema(optimizer, default, in_parts=in_parts, mixed=mixed)
+            schema = DiscoveredSchema(optimizer, default, mixed=mixed)
         if in_parts:
-            schema.expect_elementwise()
+            schema.find_reach()
         return schema
 
     @property
@@ -96,19 +93,24 @@ class StateSchema:
         """Whether the optimizer may keep state without a place in records."""
         return False
 
-    def expect_elementwise(self) -> None:
-        """Require that the optimizer updates each element alone, so that parts of a parameter can be restored from different steps.
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether there is state for a parameter as a whole beside scalars."""
+        return False
+
+    def find_reach(self) -> None:
+        """Find out how far the update of an element reaches, as parts of the state are to be restored from different steps.
 
         Classes of torch in the table are known; all others are tried.
 
         Raises:
-            UnsupportedOptimizer: the class updates elements by others, or it could not be tried.
+            UnsupportedOptimizer: the update reaches other parameters or further than declared, or the class could not be tried.
         """
-        name, reach = type(self.optimizer).__qualname__, reach_of(self.optimizer)
-        if reach.coupling != "element":
+        name, self.reach = type(self.optimizer).__qualname__, reach_of(self.optimizer)
+        if self.reach.coupling == "global":
             raise UnsupportedOptimizer(
-                f"`{name}` {_DOES[reach.coupling]}: {reach.shown}. A part of a tensor cannot be restored without the rest of it. "
-                "Use `DenseCheckpoint`, which takes everything at once."
+                f"`{name}` updates an element by others: {self.reach.shown}. A part of the state cannot be restored without the rest of "
+                "it. Use `DenseCheckpoint`, which takes everything at once."
             )
 
     def rest(self, params: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -168,7 +170,7 @@ class StateSchema:
         value: Tensor | None = self.optimizer.state.get(param, {}).get(key)
         if value is None:
             return None
-        shape = param.shape if entry.per_element else ()
+        shape = param.shape if entry.per_element else entry.shape
         if value.dtype != entry.dtype or value.shape != shape or not value.is_contiguous():
             raise UnsupportedOptimizer(
                 f"State `{key}` is {value.dtype} {tuple(value.shape)}; only {entry.dtype} {tuple(shape)}, contiguous, "
@@ -188,7 +190,7 @@ class StateSchema:
         created = {
             entry.key: torch.zeros_like(param.detach(), dtype=entry.dtype, memory_format=torch.preserve_format)
             if entry.per_element
-            else torch.zeros((), dtype=entry.dtype, device=param.device if fused or entry.on_device else "cpu")
+            else torch.zeros(entry.shape, dtype=entry.dtype, device=param.device if fused or entry.on_device else "cpu")
             for entry in self.entries(param)
         }
         if created:
@@ -203,7 +205,9 @@ class StateSchema:
         lines = [type(self.optimizer).__qualname__]
         for group in self.optimizer.param_groups:
             lines.append(f"group of {len(group['params'])}")
-            lines += [str(self._layout(group, param, self._default)) for param in group["params"]]
+            for param in group["params"]:
+                entries = self._layout(group, param, self._default)
+                lines += [str(entries), *(f"{entry.key} {entry.shape}" for entry in entries if entry.shape)]
         return xxh3_128_hexdigest("\n".join(lines).encode())
 
     def _group(self, param: Tensor) -> Group | None:
@@ -221,11 +225,10 @@ class DiscoveredSchema(StateSchema):
 
     Args:
         optimizer, default_dtype, mixed: see `StateSchema.of`.
-        in_parts: as there; whole tensors of other shapes are refused then, when they appear.
     """
 
-    def __init__(self, optimizer: Optimizer, default_dtype: torch.dtype, *, in_parts: bool, mixed: bool) -> None:
-        self._found, self._in_parts, self._mixed = FoundLayout(optimizer), in_parts, mixed
+    def __init__(self, optimizer: Optimizer, default_dtype: torch.dtype, *, mixed: bool) -> None:
+        self._found, self._mixed = FoundLayout(optimizer), mixed
         super().__init__(optimizer, self._found, default_dtype)
         self._beyond = Beyond(optimizer, self._recorded)
         name, others = type(optimizer).__qualname__, sorted({*self._found.others, *self._found.attributes})
@@ -242,8 +245,13 @@ class DiscoveredSchema(StateSchema):
     def has_rest(self) -> bool:
         return True
 
+    @property
     @override
-    def expect_elementwise(self) -> None:
+    def keeps_whole(self) -> bool:
+        return self._found.by_parameter
+
+    @override
+    def find_reach(self) -> None:
         if inner := inner_optimizers(self.optimizer):
             raise UnsupportedOptimizer(
                 f"`{type(self.optimizer).__qualname__}` keeps state in another optimizer, `{next(iter(inner))}`, which cannot be taken "
@@ -254,16 +262,20 @@ class DiscoveredSchema(StateSchema):
                 f"`{type(self.optimizer).__qualname__}.eval` gives validation other weights by state that a repeated step may lack. Use "
                 "`DenseCheckpoint`, which repeats none without it."
             )
-        super().expect_elementwise()
+        super().find_reach()
+        if self._found.by_parameter:
+            self.reach = max(
+                self.reach, Reach("parameter", "it keeps tensors for a parameter as a whole"), key=wideness
+            )
 
     @override
     def has_state(self, param: Tensor) -> bool:
         state = self._opened(param)
-        whole = {key for key, value in state.items() if isinstance(value, Tensor) and value.numel() > 1}
-        if self._in_parts and not whole.issubset(self._recorded(param)):
+        whole = {key for key, value in state.items() if isinstance(value, Tensor)}
+        if self._mixed and not whole.issubset(self._recorded(param)):
             raise UnsupportedOptimizer(
                 f"`{type(self.optimizer).__qualname__}` keeps {sorted(state)} for a parameter instead of "
-                f"{sorted(entry.key for entry in self.entries(param))}, which is what a copy kept; parts of it cannot be restored."
+                f"{sorted(entry.key for entry in self.entries(param))}, which is what a copy kept; experts of different steps would need different ones."
             )
         return bool(self._recorded(param))
 

@@ -13,6 +13,7 @@ Source: MoEvement (2026), Sec. 3.3; we differ in replaying inside the user's own
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -258,20 +259,20 @@ class Replay:
                 view.schema.ensure_state(param)
             elif fqn not in shared:  # another expert may have state
                 view.schema.drop_state(param)
-        for number, (key, dtype, per_element) in enumerate(forms):
+        for number, (key, dtype, shape) in enumerate(forms):
             is_state = view.is_state(key)
             # Shared single values of the optimizer come from the journal.
-            if key == PRESENT or (is_state and not (with_state.any() and (per_element or fqn not in shared))):
+            if key == PRESENT or (is_state and not (with_state.any() and (shape is None or fqn not in shared))):
                 continue
             live = view.tensor(fqn, key)
             if live is None:
                 continue
             rows = np.flatnonzero(with_state) if is_state else np.arange(len(with_state))
             at, flat = offsets[shards.first[rows] + number], live.detach().view(-1)
-            if per_element:
+            if shape is None:
                 yield from _copies(source, at, dtype, flat, (shards.start[rows], shards.numel[rows]))
             else:  # every part has the same value
-                yield _typed(source[at[-1] : at[-1] + dtype.itemsize], dtype), flat
+                yield _typed(source[at[-1] : at[-1] + dtype.itemsize * math.prod(shape)], dtype), flat
 
     def _broadcast(self, source: Tensor, region: str, writer: int) -> Tensor:
         group = self.groups.group("expert_data" if region == "expert_data" else "stage")

@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 
 from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import UnsupportedOptimizer
 from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.native import create_engine
-from lightning_moe_ckpt.operators import StateSchema, discover
+from lightning_moe_ckpt.operators import OperatorSet, StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import StallMeter, collections_paused
@@ -45,9 +46,26 @@ class SessionJob:
         policy, groups = self.policy, self.groups
         unknown: Literal["dense", "refuse"] = "dense" if policy.exact else "refuse"  # exact: everything, whatever it is
         self.operators = discover(self.module, ep_size=groups.ep_size, unknown=unknown)
-        self.view = StateView(self.module, self.operators, self.schema, {}, self.averages)
+        self.view = StateView(self.module, self._operators_cut(), self.schema, {}, self.averages)
         self.exchange = Exchange(groups)
         self.device = next(iter(self.view.params.values())).device
         self.engine, self.stalls = create_engine(self.device), StallMeter(self.device)
         self.least_steps = policy.least_steps(len(self.view.operators))
         """Fewest steps from one window's start to the next, under any plan of the policy."""
+
+    def _operators_cut(self) -> OperatorSet:
+        """Return the operators that can be restored apart from each other.
+
+        Raises:
+            UnsupportedOptimizer: a policy that takes experts apart would take a part of a tensor that is updated together.
+        """
+        reach = self.schema.reach
+        operators = self.operators.joined(reach.coupling)
+        if not self.policy.exact and len(operators) < len(self.operators):
+            (whole, *_) = [op for op in operators if op.name not in self.operators]
+            raise UnsupportedOptimizer(
+                f"`{type(self.schema.optimizer).__qualname__}` updates elements of a {reach.coupling} together: {reach.shown}. The experts "
+                f"in `{whole.slices[0].fqn}` cannot be saved apart. Use experts with parameters of their own, `SparseCheckpoint` or "
+                "`DenseCheckpoint`."
+            )
+        return operators

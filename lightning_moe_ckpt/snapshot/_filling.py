@@ -76,7 +76,7 @@ class StepColumns:
         self._dtypes = [torch.uint8]
         first_base: list[int] = []
         first_row: list[int] = []
-        rows: list[tuple[int, bool, bool, bool]] = []
+        rows: list[tuple[int, bool, int, bool, bool]] = []
         known: dict[tuple[FieldForm, ...], int] = {}
         shards = ShardColumns.of([shard for file in files for shard in file.table.shards])
         for fqn, forms in shards.kinds:
@@ -86,7 +86,14 @@ class StepColumns:
             if first_row[-1] == len(rows):
                 self._dtypes += [dtype for _, dtype, _ in forms if dtype not in self._dtypes]
                 rows += [
-                    (self._dtypes.index(dtype), whole, key == PRESENT, key == PACKED) for key, dtype, whole in forms
+                    (
+                        self._dtypes.index(dtype),
+                        shape is None,
+                        numel_of((key, dtype, shape), 1),
+                        key == PRESENT,
+                        key == PACKED,
+                    )
+                    for key, dtype, shape in forms
                 ]
         self.fqns = tuple(dict.fromkeys(fqn for fqn, _ in shards.kinds))
         """Parameters with at least one record."""
@@ -97,10 +104,10 @@ class StepColumns:
         number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         self._base = np.repeat(_column(first_base)[shards.kind], count) + number
         row = np.repeat(_column(first_row)[shards.kind], count) + number
-        self._dtype, per_element, *is_of = np.array(rows, np.int64).reshape(-1, 4).T[:, row]
+        self._dtype, per_element, whole, *is_of = np.array(rows, np.int64).reshape(-1, 5).T[:, row]
         flags, packed = (each.astype(bool) for each in is_of)
         self._start = np.repeat(shards.start, count) * per_element
-        self._numel = np.where(per_element, np.repeat(shards.numel, count), 1)
+        self._numel = np.where(per_element, np.repeat(shards.numel, count), whole)
         if packed.any():
             self._pack(packed, np.repeat(shards.numel, count))
         self._itemsize = _column(dtype.itemsize for dtype in self._dtypes)[self._dtype]
@@ -116,7 +123,7 @@ class StepColumns:
 
     def _pack(self, packed: Column, numel: Column) -> None:
         """Let a parameter's compressed shards follow each other in its base, in stored order."""
-        form: FieldForm = (PACKED, torch.uint8, False)
+        form: FieldForm = (PACKED, torch.uint8, ())
         self._numel[packed] = _column(numel_of(form, int(each)) for each in numel[packed])
         ends: dict[int, int] = {}
         for i in np.flatnonzero(packed).tolist():

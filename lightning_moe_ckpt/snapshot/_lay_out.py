@@ -21,7 +21,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
-from lightning_moe_ckpt.operators import Operator, OperatorSet, RecordKind, split
+from lightning_moe_ckpt.operators import Operator, OperatorSet, RecordKind, split, unit_of
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import (
     DensePolicy,
@@ -37,6 +37,7 @@ from lightning_moe_ckpt.policies import (
 )
 from lightning_moe_ckpt.snapshot._layout import REGIONS, FileLayout, StateView, StepLayout, WindowLayout
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
+from lightning_moe_ckpt.snapshot._shards import numel_of
 from lightning_moe_ckpt.storage import MAX_HEADER_NBYTES
 
 log = rank_logger(__name__)
@@ -173,7 +174,7 @@ def split_operators(view: StateView, groups: ParallelGroups, limit: int) -> Oper
     """Return the operators; one with over `limit` bytes on this rank is cut into pieces. 0 cuts none."""
     if limit == 0:
         return view.operators
-    sizes = record_nbytes(view, groups)
+    sizes, coupling = record_nbytes(view, groups), view.schema.reach.coupling
     cut: list[Operator] = []
     for op in view.operators:
         if sizes[op.name][0] <= limit:
@@ -181,9 +182,10 @@ def split_operators(view: StateView, groups: ParallelGroups, limit: int) -> Oper
         else:
             widths = {s.fqn: view.bytes_per_element(s.fqn, RecordKind.FULL) for s in op.slices}
             holders = _num_holders(op, groups)
-            # Even with a tiny budget a piece has at least one element, and pieces are limited in number.
-            nbytes = max(limit * holders, *widths.values(), -(-sizes[op.name][0] * holders // MAX_PIECES), 1)
-            cut += split(op, nbytes, lambda s, widths=widths: widths[s.fqn])  # type: ignore[misc]
+            # Even with a tiny budget a piece has one element, or what the optimizer updates together; pieces are limited in number.
+            least = [widths[s.fqn] * unit_of(s, coupling) for s in op.slices]
+            nbytes = max(limit * holders, *least, -(-sizes[op.name][0] * holders // MAX_PIECES), 1)
+            cut += split(op, nbytes, lambda s, widths=widths: widths[s.fqn], coupling)  # type: ignore[misc]
     return view.operators.with_operators(cut)
 
 
@@ -215,10 +217,8 @@ def expert_nbytes(view: StateView, groups: ParallelGroups) -> dict[str, int]:
 
 
 def _aligned_nbytes(shard: Shard, view: StateView) -> int:
-    sizes = [
-        dtype.itemsize * (shard.slice.numel if per_element else 1)
-        for _, dtype, per_element in view.forms(shard.slice.fqn, shard.kind)
-    ]
+    forms = view.forms(shard.slice.fqn, shard.kind, not shard.slice.start)
+    sizes = [form[1].itemsize * numel_of(form, shard.slice.numel) for form in forms]
     return sum(nbytes + -nbytes % _ALIGN_NBYTES for nbytes in sizes)
 
 

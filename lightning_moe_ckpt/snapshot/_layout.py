@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_moe_ckpt.operators import Operator, OperatorSet, RecordKind, StateSchema
+from lightning_moe_ckpt.operators import Operator, OperatorSet, ParamSlice, RecordKind, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Audience, Shard, all_names
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
@@ -177,24 +177,36 @@ class StateView:
         param = self.params[fqn]
         return param.dtype is torch.float32 and self.schema.adam_group(param) is not None
 
-    def forms(self, fqn: str, kind: RecordKind) -> list[FieldForm]:
-        """Return the tensors in every shard of a parameter's record, in stored order."""
+    def forms(self, fqn: str, kind: RecordKind, first: bool = True) -> list[FieldForm]:
+        """Return the tensors in a shard of a parameter's record, in stored order.
+
+        Args:
+            fqn: the parameter.
+            kind: of the record.
+            first: whether the shard begins with the parameter's first element, so that it has state of the whole.
+        """
         param = self.params[fqn]
         if kind is RecordKind.COMPUTE:
             consumed = {PARAM: param, **self.averages.consumed_of(fqn)}
-            return [(key, self.compute_dtypes.get(fqn, each.dtype), True) for key, each in consumed.items()]
-        state = [(entry.key, entry.dtype, entry.per_element) for entry in self.schema.entries(param)]
-        averages = [(key, average.dtype, True) for key, average in self.averages.of(fqn).items()]
+            return [(key, self.compute_dtypes.get(fqn, each.dtype), None) for key, each in consumed.items()]
+        averages: list[FieldForm] = [(key, average.dtype, None) for key, average in self.averages.of(fqn).items()]
         if kind is RecordKind.DELTA and fqn in self.repeatable:
             packed = self.difference_dtype is torch.uint8
-            gradient = (PACKED, torch.uint8, False) if packed else (GRADIENT, self.difference_dtype, True)
-            return [gradient, *averages]
-        return [(PRESENT, torch.uint8, False), (PARAM, param.dtype, True), *state, *averages]
+            return [(PACKED, torch.uint8, ()) if packed else (GRADIENT, self.difference_dtype, None), *averages]
+        state: list[FieldForm] = [
+            (entry.key, entry.dtype, None if entry.per_element else entry.shape)
+            for entry in self.schema.entries(param)
+            if first or not entry.shape
+        ]
+        return [(PRESENT, torch.uint8, ()), (PARAM, param.dtype, None), *state, *averages]
 
     def table(self, shards: Iterable[Shard]) -> ShardTable:
         """Return the shards' tensors as a table."""
-        forms = cache(self.forms)
-        return ShardTable([(shard, forms(shard.slice.fqn, shard.kind)) for shard in shards], self._texts)
+        forms, alike = cache(self.forms), not self.schema.keeps_whole
+        return ShardTable(
+            [(shard, forms(shard.slice.fqn, shard.kind, alike or not shard.slice.start)) for shard in shards],
+            self._texts,
+        )
 
     def is_state(self, key: str) -> bool:
         """Return whether a field is optimizer state, which may not exist yet."""
@@ -227,7 +239,7 @@ class StateView:
     def part_of(base: Tensor, field: Field) -> Tensor:
         """Return the field's slice of `base`, flat."""
         flat = base.detach().view(-1)
-        return flat[field.shard.slice.start : field.shard.slice.stop] if field.per_element else flat
+        return flat[field.shard.slice.start : field.shard.slice.stop] if field.shape is None else flat
 
     def record_nbytes(self, operator: Operator, kind: RecordKind) -> int:
         """Return the bytes of one record, over all its writers, without alignment."""
@@ -239,13 +251,16 @@ class StateView:
         return cache(partial(self.bytes_per_element, kind=kind))
 
     def bytes_per_element(self, fqn: str, kind: RecordKind) -> int:
-        """Return a record's bytes per parameter element, for records of `kind`."""
+        """Return a record's bytes per parameter element, with an even share of state of the whole, for records of `kind`."""
         param = self.params[fqn]
         if kind is RecordKind.COMPUTE:
             tensors = [param, *self.averages.consumed_of(fqn).values()]
             return sum(self.compute_dtypes.get(fqn, tensor.dtype).itemsize for tensor in tensors)
-        state = sum(e.dtype.itemsize for e in self.schema.entries(param) if e.per_element)
-        return param.element_size() + state + sum(average.element_size() for average in self.averages.of(fqn).values())
+        entries = self.schema.entries(param)
+        state = sum(e.dtype.itemsize for e in entries if e.per_element)
+        whole = sum(e.dtype.itemsize * math.prod(e.shape) for e in entries if e.shape)
+        averages = sum(average.element_size() for average in self.averages.of(fqn).values())
+        return param.element_size() + state + averages + -(-whole // max(1, param.numel()))
 
 
 class FileLayout:
@@ -328,14 +343,33 @@ class FileLayout:
         for shard, forms in self.table.shards:
             piece = shard.slice
             head = f'{_quoted(shard.operator)},"{shard.kind.value}",{_quoted(piece.fqn)}'
-            whole = f"[{','.join(map(str, piece.global_shape))}],{piece.global_start},{piece.stop - piece.start}"
+            interval = f"[{','.join(map(str, piece.global_shape))}],{piece.global_start},{piece.stop - piece.start}"
             there = "true" if shard.kind is RecordKind.COMPUTE or has_state[piece.fqn] else "false"
+            shapes = [
+                interval
+                if shape is None
+                else self._place(piece, key, shape, places[len(rows) + i][1])
+                if shape or key == PACKED
+                else "[],0,1"
+                for i, (key, _, shape) in enumerate(forms)
+            ]
             rows += [
-                f'[{name},{head},{_quoted(key)},"{dtype_code(dtype)}",{_place(key, whole if per_element else "[],0,1", nbytes)},{offset},{nbytes},'
+                f'[{name},{head},{_quoted(key)},"{dtype_code(dtype)}",{place},{offset},{nbytes},'
                 f"{there if is_state(key) else 'true'}]"
-                for (key, dtype, per_element), (name, (offset, nbytes)) in zip(forms, places_by_name, strict=False)
+                for (key, dtype, _), place, (name, (offset, nbytes)) in zip(forms, shapes, places_by_name, strict=False)
             ]
         return rows + self._local_rows(), places
+
+    def _place(self, piece: ParamSlice, key: str, shape: tuple[int, ...], nbytes: int) -> str:
+        """Return a record's shape, start and length if it has no element per element; a stack's statistics are of rows of all ranks."""
+        if key == PACKED:
+            return f"[{nbytes}],0,{nbytes}"
+        param, numel, first = self.view.params[piece.fqn], math.prod(shape), 0
+        (entry,) = [each for each in self.view.schema.entries(param) if each.key == key]
+        if entry.by_row and param.shape != piece.global_shape:
+            first = piece.global_start * len(param) // max(1, param.numel()) * (numel // max(1, len(param)))
+            shape = (piece.global_shape[0], *shape[1:])
+        return f"[{','.join(map(str, shape))}],{first},{numel}"
 
     def _local_kinds(self, journal_nbytes: int) -> dict[str, TensorKind]:
         """Return the tensors that only this rank has: buffers, then the journal."""
@@ -455,11 +489,6 @@ class WindowLayout:
     def slot_nbytes(self) -> int:
         """Bytes of the largest step with all behind its files, in this plan or a later one."""
         return max(self.reserve_nbytes, *(step.nbytes for step in self.steps))
-
-
-def _place(key: str, place: str, nbytes: int) -> str:
-    """Return a record's shape, start and length; compressed bytes do not correspond to elements."""
-    return f"[{nbytes}],0,{nbytes}" if key == PACKED else place
 
 
 def as_memoryview(buffer_U8: Tensor) -> memoryview:

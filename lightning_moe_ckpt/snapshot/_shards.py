@@ -6,6 +6,7 @@ of it in the garbage collector.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from operator import attrgetter
@@ -23,15 +24,15 @@ PACKED = "packed"
 """Key of a compressed gradient: `packed_nbytes` bytes per shard."""
 
 
-FieldForm = tuple[str, torch.dtype, bool]
-"""Tensor in every shard of a parameter: its key (`param`, `present` or a key of the optimizer's state), its dtype, and
-whether it has one element per element of the parameter."""
+FieldForm = tuple[str, torch.dtype, tuple[int, ...] | None]
+"""Tensor in a shard of a parameter: its key (`param`, `present` or a key of the optimizer's state), its dtype, and its shape;
+`None` if it has one element per element of the parameter. Scalars are in every shard, other whole tensors in the first."""
 
 
 def numel_of(form: FieldForm, numel: int) -> int:
     """Return the elements of a shard's tensor; the shard has `numel` elements."""
-    key, _, per_element = form
-    return packed_nbytes(numel) if key == PACKED else numel if per_element else 1
+    key, _, shape = form
+    return packed_nbytes(numel) if key == PACKED else numel if shape is None else math.prod(shape)
 
 
 class Field(NamedTuple):
@@ -40,7 +41,8 @@ class Field(NamedTuple):
     shard: Shard
     key: str
     dtype: torch.dtype
-    per_element: bool
+    shape: tuple[int, ...] | None
+    """Shape of a tensor for the whole parameter."""
     name: str
     """Name of the tensor in the segment's header."""
 
@@ -110,13 +112,16 @@ class ShardTable:
             if text is None:
                 prefix, numel = shard.prefix, shard.slice.stop - shard.slice.start
                 names = [f"{prefix}/{key}" for key, _, _ in forms]
-                # No call of `numel_of` for each of many shards: only gradients are compressed.
+                # No call for each of many tensors by element and scalars: only gradients are compressed.
                 packed = shard.kind is RecordKind.DELTA
                 text = (
                     shard,
                     names,
                     [
-                        (dtype, (numel_of((key, dtype, each), numel) if packed else numel if each else 1,))
+                        (
+                            dtype,
+                            (numel_of((key, dtype, each), numel) if packed or each else numel if each is None else 1,),
+                        )
                         for key, dtype, each in forms
                     ],
                 )

@@ -375,7 +375,7 @@ class OperatorCopies:
         share.
         """
         pairs = zip(self._fields[name], self._taken[name], strict=True)
-        return all(equal(self._view.live(field), value) for field, value in pairs if field.per_element or not own)
+        return all(equal(self._view.live(field), value) for field, value in pairs if field.shape is None or not own)
 
     def _copy(self, field: Field) -> Tensor | None:
         live = self._view.live(field)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -55,6 +55,28 @@ class Lamb(ByHand):
 
     def scaled(self, param: Tensor, update: Tensor) -> Tensor:
         scaled: Tensor = update * (param.norm() / (update.norm() + 1e-6)).clamp(max=10.0)
+        return scaled
+
+
+class PerMatrix(ByHand):
+    """Each matrix of a stack scaled by its own norm, as Muon orthogonalises single ones; vectors as they are."""
+
+    def scaled(self, param: Tensor, update: Tensor) -> Tensor:
+        return update if param.ndim < 2 else update / (torch.linalg.matrix_norm(update, keepdim=True) + 1e-6)
+
+
+class RowByRow(ByHand):
+    """Factors as Adafactor does, in statistics of the rows and columns of each matrix, without a norm of the whole tensor."""
+
+    def scaled(self, param: Tensor, update: Tensor) -> Tensor:
+        if param.ndim < 2:
+            return update
+        state = self.state[param]
+        if "rows" not in state:
+            state |= {"rows": torch.zeros_like(param[..., :1]), "columns": torch.zeros_like(param[..., :1, :])}
+        state["rows"].lerp_(update.square().mean(-1, keepdim=True), 0.5)
+        state["columns"].lerp_(update.square().mean(-2, keepdim=True), 0.5)
+        scaled: Tensor = update / (state["rows"].sqrt() * state["columns"].sqrt() + 1e-3)
         return scaled
 
 
@@ -136,41 +158,54 @@ ELEMENT: dict[str, Make] = {
 """Each element alone: of every policy whose parts are of one state."""
 TABLELESS = ("rmsprop", "rmsprop_foreach", "nadam", "radam", "adagrad", "adadelta", "adamax", "asgd", "rprop")
 """Classes of torch that every policy takes."""
-WIDER: dict[str, Make] = {
+MATRIX: dict[str, Make] = {"muon": _muon, "per_matrix": _of(PerMatrix, lr=1e-3)}
+"""Each matrix alone."""
+PARAMETER: dict[str, Make] = {
     "adafactor": _of(optim.Adafactor, lr=1e-2),
-    "muon": _muon,
-    "lbfgs": _flat(optim.LBFGS, lr=0.1, max_iter=3, history_size=4),
     "lamb": _of(Lamb, lr=1e-2),
+    "row_by_row": _of(RowByRow, lr=1e-3),
+}
+"""Each parameter alone, or with statistics that are stored whole."""
+GLOBAL: dict[str, Make] = {
+    "lbfgs": _flat(optim.LBFGS, lr=0.1, max_iter=3, history_size=4),
     "sharp": _of(Sharp, lr=0.05),
     "looking_ahead": lambda groups: LookingAhead(optim.AdamW(groups, lr=1e-2)),
 }
-"""For policies that take everything at once."""
+"""For policies that take everything at once, as is what gives validation other weights."""
 
 
 def _packaged(package: str, name: str, **options: Any) -> Make:
     return lambda groups: getattr(import_module(package), name)(groups, **options)
 
 
-_PACKAGED: Mapping[str, tuple[str, Make]] = {
-    "lion": ("lion_pytorch", _packaged("lion_pytorch", "Lion", lr=1e-3)),
-    "adan": ("pytorch_optimizer", _packaged("pytorch_optimizer", "Adan", lr=1e-3)),
-    "bnb_adamw": ("bitsandbytes", _packaged("bitsandbytes.optim", "AdamW", lr=1e-3)),
-}
-_PACKAGED_WIDER: Mapping[str, tuple[str, Make]] = {
-    "adamw_8bit": ("bitsandbytes", _packaged("bitsandbytes.optim", "AdamW8bit", lr=1e-3, min_8bit_size=64)),
-    "schedule_free": ("schedulefree", _packaged("schedulefree", "AdamWScheduleFree", lr=1e-2, warmup_steps=3)),
-    "prodigy": ("prodigyopt", _packaged("prodigyopt", "Prodigy")),
-    "hf_adafactor": ("transformers", _packaged("transformers", "Adafactor", lr=1e-2, relative_step=False)),
-    "shampoo": ("pytorch_optimizer", _packaged("pytorch_optimizer", "Shampoo", lr=1e-3)),
-    "soap": ("pytorch_optimizer", _packaged("pytorch_optimizer", "SOAP", lr=1e-3)),
-}
-ELEMENT |= {name: make for name, (package, make) in _PACKAGED.items() if find_spec(package)}
-WIDER |= {name: make for name, (package, make) in _PACKAGED_WIDER.items() if find_spec(package)}
+for package, coupled, more in (
+    ("lion_pytorch", ELEMENT, {"lion": _packaged("lion_pytorch", "Lion", lr=1e-3)}),
+    ("pytorch_optimizer", ELEMENT, {"adan": _packaged("pytorch_optimizer", "Adan", lr=1e-3)}),
+    ("pytorch_optimizer", PARAMETER, {"shampoo": _packaged("pytorch_optimizer", "Shampoo", lr=1e-3)}),
+    ("pytorch_optimizer", PARAMETER, {"soap": _packaged("pytorch_optimizer", "SOAP", lr=1e-3)}),
+    ("bitsandbytes", ELEMENT, {"bnb_adamw": _packaged("bitsandbytes.optim", "AdamW", lr=1e-3)}),
+    (
+        "bitsandbytes",
+        PARAMETER,
+        {"adamw_8bit": _packaged("bitsandbytes.optim", "AdamW8bit", lr=1e-3, min_8bit_size=64)},
+    ),
+    ("transformers", PARAMETER, {"hf_adafactor": _packaged("transformers", "Adafactor", lr=1e-2, relative_step=False)}),
+    (
+        "schedulefree",
+        GLOBAL,
+        {"schedule_free": _packaged("schedulefree", "AdamWScheduleFree", lr=1e-2, warmup_steps=3)},
+    ),
+    ("prodigyopt", GLOBAL, {"prodigy": _packaged("prodigyopt", "Prodigy")}),
+):
+    coupled |= more if find_spec(package) else {}
+
+OTHERS = {**ELEMENT, **MATRIX, **PARAMETER, **GLOBAL}
+"""All of them, by name in `Setup.optimizer`."""
 
 
 def make_other(name: str, groups: Groups) -> Optimizer:
     """Return the optimizer called so, ready to train."""
-    optimizer = {**ELEMENT, **WIDER}[name](groups)
+    optimizer = OTHERS[name](groups)
     train: Any = getattr(optimizer, "train", None)
     if train is not None:  # schedule-free ones do not begin in this mode
         train()

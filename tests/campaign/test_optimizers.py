@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from campaign._campaign import Campaigns
-from campaign._optimizers import ELEMENT, WIDER
+from campaign._optimizers import ELEMENT, MATRIX, OTHERS, PARAMETER
 from campaign._training import Checkpointing, Module, Setup
 from lightning_moe_ckpt.testing._attempts import Attempt
 from lightning_moe_ckpt.testing._kill import Kill
@@ -18,16 +18,16 @@ DENSE = Setup(scheduler="none", checkpointing=Checkpointing(policy="dense"))
 KILLS = [Kill(phase="batch_end", step=4), Kill(phase="forward", step=7)]
 
 
-@pytest.mark.parametrize("optimizer", [*ELEMENT, *WIDER])
+@pytest.mark.parametrize("optimizer", OTHERS)
 def test_everything_at_once_is_exact_for_any_coupling(campaigns: Campaigns, optimizer: str) -> None:
     """Tensors of any shape, numbers and `None`, in the optimizer's own order."""
     clip = None if optimizer == "lbfgs" else DENSE.clip
     campaigns.check(replace(DENSE, optimizer=optimizer, clip=clip), *KILLS)
 
 
-@pytest.mark.parametrize("optimizer", ELEMENT)
+@pytest.mark.parametrize("optimizer", [*ELEMENT, *MATRIX, *PARAMETER])
 @pytest.mark.parametrize("model", ["lists", "stacked"])
-def test_parts_are_exact_where_each_element_is_updated_alone(
+def test_parts_are_exact_if_what_is_updated_together_is_restored_together(
     campaigns: Campaigns, optimizer: str, model: Literal["lists", "stacked"]
 ) -> None:
     """Experts restored from different steps of a window, in tensors of their own and stacked in one."""
@@ -53,6 +53,19 @@ ELSEWHERE = {
         expert_parallel=3,
         optimizer="by_hand",
         checkpointing=SPARSE,
+    ),
+    "stacks of other ranks, taken whole": Setup(
+        model="stacked",
+        options=(("num_experts", 6),),
+        world_size=3,
+        expert_parallel=3,
+        optimizer="row_by_row",
+        checkpointing=SPARSE,
+    ),
+    "an operator cut between matrices": Setup(
+        model="stacked",
+        optimizer="per_matrix",
+        checkpointing=Checkpointing(policy="sparse", window="auto", budget_nbytes=20_000),
     ),
     "an fp16 scaler": Setup(precision="16-mixed", optimizer="radam", overflow_steps=(3,), checkpointing=SPARSE),
     "accumulation": Setup(accumulate=2, batches=8, optimizer="by_hand", checkpointing=SPARSE),
@@ -101,14 +114,21 @@ class Trained(Setup):
 
 
 @pytest.mark.parametrize("policy", ["partial", "selective"])
-def test_experts_of_different_steps_go_on(campaigns: Campaigns, policy: Literal["partial", "selective"]) -> None:
-    """With the state that each had."""
+@pytest.mark.parametrize(("optimizer", "model"), [("nadam", "stacked"), ("muon", "lists"), ("adafactor", "lists")])
+def test_experts_of_different_steps_go_on(
+    campaigns: Campaigns,
+    policy: Literal["partial", "selective"],
+    optimizer: str,
+    model: Literal["lists", "stacked"],
+) -> None:
+    """With the state that each had, statistics of rows too."""
     checkpointing = Checkpointing(policy=policy, every_n_steps=2)
-    *_, last = campaigns.run(replace(DENSE, optimizer="nadam", model="stacked", checkpointing=checkpointing), *KILLS)
+    setup = replace(DENSE, optimizer=optimizer, model=model, checkpointing=checkpointing)
+    *_, last = campaigns.run(setup, *KILLS)
     assert last.steps()[-1] == DENSE.steps
 
 
-@pytest.mark.skipif("schedule_free" not in WIDER, reason="needs the package")
+@pytest.mark.skipif("schedule_free" not in OTHERS, reason="needs the package")
 def test_modes_of_an_optimizer_give_validation_its_weights(campaigns: Campaigns) -> None:
     """Each validation of a resumed run too."""
     setup = Trained(module=Switching, optimizer="schedule_free", scheduler="none", checkpointing=DENSE.checkpointing)

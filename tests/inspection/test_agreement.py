@@ -34,7 +34,7 @@ def moved(line: Any) -> None:
 
 def state(line: Any) -> None:
     (row,) = rows(line, "exp_avg")
-    row[SHAPE] = [4, 3]
+    row[SHAPE] = [4, 4]
 
 
 def gone(line: Any) -> None:
@@ -60,7 +60,7 @@ def other_type(line: Any) -> None:
     [
         (shape, f"`{WEIGHT}`: element 12 of 20 is nowhere stored"),
         (moved, f"`{WEIGHT}`: element 0 of 16 is nowhere stored"),
-        (state, f"`{WEIGHT}`: its full exp_avg has shape [4, 3], the parameter [3, 4]"),
+        (state, f"`{WEIGHT}/exp_avg`: element 12 of 16 is nowhere stored"),
         (gone, f"`{WEIGHT}` is named by the module's description and stored by no rank"),
         (twice, f"`{WEIGHT}`: element 0 is stored twice by rank 0"),
     ],

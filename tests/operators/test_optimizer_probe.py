@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer, RMSprop
 
 from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
 from lightning_moe_ckpt.journal import decode, encode
@@ -209,14 +209,14 @@ def test_thousands_of_experts_are_as_soon_tried_as_a_few() -> None:
     trials = first_states(RMSprop(params)).by_kind
     assert len(trials) == 1
     assert [shape_tried(shape) for shape in [(4096, 1024, 4096), (50_000, 768), (33,)]] == [
-        (2, 128, 128),
-        (128, 128),
+        (3, 132, 133),
+        (131, 249),
         (33,),
     ]
 
 
 def test_numbers_none_and_whole_tensors_come_back_as_they_were() -> None:
-    """Beside records: in the order of the optimizer's own keys, and nothing else stays."""
+    """In records or beside them: in the order of the optimizer's own keys, and nothing else stays."""
 
     class Odd(SGD):
         @torch.no_grad()
@@ -229,18 +229,43 @@ def test_numbers_none_and_whole_tensors_come_back_as_they_were() -> None:
     params = {name: nn.Parameter(torch.randn(3, 4)) for name in "ab"}
     optimizer = Odd(params.values(), lr=0.1)
     schema = StateSchema.of(optimizer)
-    assert [entry.key for entry in schema.entries(params["a"])] == ["mean"]
+    assert [entry.key for entry in schema.entries(params["a"])] == ["mean", "rows"]
     optimizer.step()
     rest = schema.rest(params)
     kept = {name: dict(optimizer.state[param]) for name, param in params.items()}
     optimizer.step()
     optimizer.state[params["a"]]["new"] = 1
+    for name, param in params.items():  # as from records
+        optimizer.state[param].update(mean=kept[name]["mean"], rows=kept[name]["rows"])
     schema.load_rest(rest, params)
     for name, param in params.items():
         state = optimizer.state[param]
         assert list(state) == ["calls", "best", "mean", "rows"]
         assert (state["calls"], state["best"]) == (1, None)
         assert torch.equal(state["rows"], kept[name]["rows"])
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (700, 300), (9, 200, 300), (40_000,)])
+def test_state_of_the_whole_has_the_size_that_a_small_copy_foretells(shape: tuple[int, ...]) -> None:
+    """Rows, columns, and blocks of elements; a map is as large for every parameter."""
+
+    class Blocks(SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for param in self.param_groups[0]["params"]:
+                scales, levels = torch.zeros(-(-param.numel() // 256)), torch.zeros(100)
+                self.state[param].update(scales=scales, levels=levels, grid=torch.zeros(len(param), len(param)))
+
+    for make in (Adafactor, Blocks):
+        param = nn.Parameter(torch.zeros(shape))
+        optimizer: Optimizer = make([param], lr=0.1)
+        foretold = {each.key: (each.per_element, each.shape) for each in StateSchema.of(optimizer).entries(param)}
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        kept = optimizer.state[param]
+        assert foretold == {
+            key: (True, ()) if each.shape == param.shape else (False, tuple(each.shape)) for key, each in kept.items()
+        }
 
 
 def test_weights_for_validation_are_not_for_replays() -> None:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from lightning_moe_ckpt.operators import Operator, ParamSlice, split
+from lightning_moe_ckpt.operators import (
+    MoELayerSpec,
+    Operator,
+    OperatorSet,
+    ParamSlice,
+    split,
+    stacked_slices,
+    whole_slice,
+)
 
 
 def operator(*shapes: tuple[int, ...], first: int = 0) -> Operator:
@@ -73,3 +83,40 @@ def test_a_budget_below_one_element_is_refused() -> None:
     """Nothing could be captured within it."""
     with pytest.raises(ValueError, match="one element of `p0`"):
         split(operator((2, 2)), 11, 12)
+
+
+def test_what_an_optimizer_updates_together_stays_together() -> None:
+    """Whole matrices, or whole parameters; a limit below one is refused."""
+    stack = operator((4, 5, 6), (7,))
+    assert [[p.numel for p in each.slices] for each in split(stack, 70 * 4, 4, "matrix")] == [[60], [60, 7]]
+    assert [[p.numel for p in each.slices] for each in split(stack, 125 * 4, 4, "parameter")] == [[120], [7]]
+    with pytest.raises(ValueError, match="cannot hold 30 elements of `p0`"):
+        split(stack, 29 * 4, 4, "matrix")
+
+
+def stacked(*shapes: tuple[int, ...], experts: int = 3) -> OperatorSet:
+    """Experts in rows of stacks, and a dense operator."""
+    params = {f"p{i}": nn.Parameter(torch.zeros(experts, *shape)) for i, shape in enumerate(shapes)}
+    slices = stacked_slices(params, range(experts), experts)
+    layer = MoELayerSpec(fqn="l", num_experts=experts, local_expert_ids=(0, 1, 2), experts=slices, router=())
+    found = [
+        Operator(name=f"l/expert.{i}", kind="expert", slices=each, layer="l", expert_idx=i)
+        for i, each in slices.items()
+    ]
+    dense = Operator(name="d", kind="dense", slices=(whole_slice("d", nn.Parameter(torch.zeros(2))),))
+    return OperatorSet(operators=(*found, dense), layers=(layer,), dtypes={})
+
+
+def test_experts_are_one_operator_if_an_optimizer_updates_several_together() -> None:
+    """A stack of matrices falls apart for Muon, a stack of vectors is a matrix."""
+    matrices, vectors = stacked((4, 5)), stacked((4, 5), (4,))
+    assert matrices.joined("matrix").names == matrices.names
+    for joined, sizes in [
+        (matrices.joined("parameter"), [60]),
+        (vectors.joined("matrix"), [60, 12]),
+        (vectors.joined("parameter"), [60, 12]),
+    ]:
+        assert joined.names == ("l/experts", "d")
+        assert [(piece.start, piece.numel) for piece in joined["l/experts"].slices] == [(0, size) for size in sizes]
+        assert joined.layers == ()
+    assert vectors.joined("element") is vectors

@@ -67,7 +67,7 @@ def line_by_json(layout: WindowLayout, step: int, has_state: Mapping[str, bool],
     file, rows = layout.steps[step].durable, []
     for field in file.own:
         piece, span = field.shard.slice, file.segment.spans[field.name]
-        whole = (piece.global_shape, piece.global_start, piece.numel) if field.per_element else ((), 0, 1)
+        whole = (piece.global_shape, piece.global_start, piece.numel) if field.shape is None else ((), 0, 1)
         there = field.key in {"param", "present"} or has_state[piece.fqn]
         place = (span.offset, span.nbytes)
         rows.append(
