@@ -350,8 +350,15 @@ def test_tensors_of_tensors_are_put_together_again() -> None:
     schema = StateSchema.of(optimizer)
     optimizer.step()
     rest = decode(encode(schema.rest(params)))
-    low = optimizer.state[params["a"]]["pair"].low.clone()
-    optimizer.state[params["a"]]["pair"].low.zero_()
+    low, recorded = optimizer.state[params["a"]]["pair"].low.clone(), schema.entries(params["a"])
+    kept = [value.clone() for each in recorded if (value := schema.get_state(params["a"], each.key)) is not None]
+    assert {each.key for each in recorded} == {"pair:high", "pair:low"}
+    schema.drop_state(params["a"])
+    schema.ensure_state(params["a"])
+    for each, value in zip(recorded, kept, strict=True):
+        live = schema.get_state(params["a"], each.key)
+        assert live is not None
+        live.copy_(value)
     schema.load_rest(rest, params)
     assert type(optimizer.state[params["a"]]["pair"]) is Pair
     assert torch.equal(optimizer.state[params["a"]]["pair"].low, low)
