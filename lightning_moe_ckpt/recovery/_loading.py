@@ -125,7 +125,8 @@ def misfit(marker: RankMarker, view: StateView) -> str | None:
     """Return why segments are larger than this rank's could be, or than memory; `None` if they fit."""
     numel = sum(tensor.numel() for tensor in view.params.values())
     buffers = sum(b.nbytes for name in view.buffer_names if (b := view.buffer(name)) is not None)
-    most = _ROOM_NBYTES + _MOST_PER_ELEMENT * numel + 2 * buffers
+    whole = sum(map(view.whole_nbytes, view.params)) if view.schema.keeps_whole else 0
+    most = _ROOM_NBYTES + _MOST_PER_ELEMENT * numel + 2 * (buffers + whole)
     for segment in {each.step: each for each in reversed(marker.segments)}.values():  # the durable files
         journals = _journals(segment)
         if len(journals) != 1:

@@ -250,15 +250,19 @@ class StateView:
         """Return a function from a parameter to its record's bytes per element, with results remembered."""
         return cache(partial(self.bytes_per_element, kind=kind))
 
+    def whole_nbytes(self, fqn: str) -> int:
+        """Return the bytes of a parameter's state that has no element per element of the parameter."""
+        entries = self.schema.entries(self.params[fqn])
+        return sum(each.dtype.itemsize * math.prod(each.shape) for each in entries if not each.per_element)
+
     def bytes_per_element(self, fqn: str, kind: RecordKind) -> int:
         """Return a record's bytes per parameter element, with an even share of state of the whole, for records of `kind`."""
         param = self.params[fqn]
         if kind is RecordKind.COMPUTE:
             tensors = [param, *self.averages.consumed_of(fqn).values()]
             return sum(self.compute_dtypes.get(fqn, tensor.dtype).itemsize for tensor in tensors)
-        entries = self.schema.entries(param)
-        state = sum(e.dtype.itemsize for e in entries if e.per_element)
-        whole = sum(e.dtype.itemsize * math.prod(e.shape) for e in entries if e.shape)
+        state = sum(e.dtype.itemsize for e in self.schema.entries(param) if e.per_element)
+        whole = self.whole_nbytes(fqn) if self.schema.keeps_whole else 0
         averages = sum(average.element_size() for average in self.averages.of(fqn).values())
         return param.element_size() + state + averages + -(-whole // max(1, param.numel()))
 

@@ -249,13 +249,20 @@ def _further(rng: random.Random, setup: Drawn) -> Drawn:
 
 
 def _other(rng: random.Random, setup: Drawn) -> str:
-    """In a tenth of the runs an optimizer in no table, as far as the policy takes it and nothing asks for options of its own."""
+    """In a tenth of the runs an optimizer in no table."""
+    can = others_of(setup)
+    return rng.choice(can) if can and rng.random() < 0.1 else ""
+
+
+def others_of(setup: Drawn) -> list[str]:
+    """Return the optimizers in no table that the policy takes, if nothing asks for options of its own."""
     if setup.compiled or setup.one_cycle or "reads_state" in setup.hooks or setup.checkpointing is None:
-        return ""
+        return []
     policy = setup.checkpointing.policy
-    can = [*TABLELESS, *(["by_hand"] if policy in {"sparse", "dense", "differential"} else [])]
-    can += ["adafactor", "lamb"] if policy in {"dense", "differential"} else []
-    return rng.choice(can) if rng.random() < 0.1 else ""
+    can = [*TABLELESS]
+    if policy in {"sparse", "dense", "differential"}:
+        can += ["by_hand", "adafactor", "lamb", "per_matrix", "row_by_row"]
+    return can
 
 
 def _counts(rng: random.Random, setup: Drawn) -> dict[str, Any]:

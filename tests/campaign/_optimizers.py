@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_moe_ckpt.testing import Seam
+
 Groups = list[dict[str, Any]]
 Make = Callable[[Groups], Optimizer]
 
@@ -80,6 +82,15 @@ class RowByRow(ByHand):
         return scaled
 
 
+class Heavy(ByHand):
+    """Keeps far more of one vector than its elements: 2 MiB."""
+
+    def scaled(self, param: Tensor, update: Tensor) -> Tensor:
+        if param is self.param_groups[0]["params"][-1]:
+            self.state[param].setdefault("map", torch.zeros(2, 2**18))[0, 0] += 1
+        return update
+
+
 class Sharp(Optimizer):
     """Asks for gradients a second time, at weights that the norm of all gradients moves, and leaves the step to another optimizer."""
 
@@ -134,6 +145,12 @@ def _of(make: Callable[..., Optimizer], **options: Any) -> Make:
     return lambda groups: make(groups, **options)
 
 
+def _heavy(groups: Groups) -> Optimizer:
+    """Where files have next to no room beyond what their model explains."""
+    Seam(module="lightning_moe_ckpt.recovery._loading", attribute="_ROOM_NBYTES", replacement=2**16).apply()
+    return Heavy(groups, lr=1e-3)
+
+
 def _muon(groups: Groups) -> Optimizer:
     """Of matrices alone, the only ones that it takes; the rest does not train."""
     return torch.optim.Muon(
@@ -168,6 +185,7 @@ PARAMETER: dict[str, Make] = {
 """Each parameter alone, or with statistics that are stored whole."""
 GLOBAL: dict[str, Make] = {
     "lbfgs": _flat(optim.LBFGS, lr=0.1, max_iter=3, history_size=4),
+    "heavy": _heavy,
     "sharp": _of(Sharp, lr=0.05),
     "looking_ahead": lambda groups: LookingAhead(optim.AdamW(groups, lr=1e-2)),
 }

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from campaign._campaign import Campaigns
+from campaign._draw import draw, others_of
 from campaign._optimizers import ELEMENT, MATRIX, OTHERS, PARAMETER
 from campaign._training import Checkpointing, Module, Setup
+from campaign.test_configurations import failure
 from lightning_moe_ckpt.testing._attempts import Attempt
 from lightning_moe_ckpt.testing._kill import Kill
 
@@ -138,3 +140,14 @@ def test_modes_of_an_optimizer_give_validation_its_weights(campaigns: Campaigns)
 def test_sparse_gradients_are_tried_where_dense_ones_are_refused(campaigns: Campaigns) -> None:
     """As `SparseAdam` does."""
     campaigns.check(Trained(module=Rare, scheduler="none", clip=None, checkpointing=DENSE.checkpointing), *KILLS)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(200))
+def test_drawn_runs_are_exact_with_others(campaigns: Campaigns, seed: int) -> None:
+    """With all that a user may vary; at most every eighth run is of a kind that takes no other."""
+    case = draw(seed)
+    can = others_of(case.setup) or [case.setup.other]
+    setup = replace(case.setup, other=can[-1 - seed % min(5, len(can))])
+    found = failure(campaigns, replace(case, setup=setup))
+    assert found is None, found
