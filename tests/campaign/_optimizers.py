@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +54,25 @@ class ByHand(Optimizer):
         return update
 
 
+class Registered(ByHand):
+    """Keeps numbers elsewhere, which it frees when it goes, as optimizers of native code do."""
+
+    elsewhere: ClassVar[dict[int, float]] = {}
+    numbers: ClassVar[Iterator[int]] = itertools.count()
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.number = next(self.numbers)
+        self.elsewhere[self.number] = 0.5
+
+    def __del__(self) -> None:
+        if type(self) is Registered:  # and not Lightning's wrapper, whose class derives from this one
+            del self.elsewhere[self.number]
+
+    def scaled(self, param: Tensor, update: Tensor) -> Tensor:
+        return update * self.elsewhere[self.number]
+
+
 class Lamb(ByHand):
     """Each tensor's update by the tensor's norm."""
 
@@ -89,6 +110,64 @@ class Heavy(ByHand):
         if param is self.param_groups[0]["params"][-1]:
             self.state[param].setdefault("map", torch.zeros(2, 2**18))[0, 0] += 1
         return update
+
+
+class Blocks(Tensor):
+    """Tensor of 8 bits an element and a scale for each 16 elements."""
+
+    codes: Tensor
+    scale: Tensor
+    title: str
+
+    @classmethod
+    def made(cls, codes: Tensor, scale: Tensor, title: str) -> Any:
+        made: Any = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        made.codes, made.scale, made.title = codes, scale, title
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], list[str]]:
+        return ["codes", "scale"], [self.title]
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: list[str], size: Any, stride: Any) -> Any:
+        assert (size, stride) == (inner["codes"].shape, inner["codes"].stride())
+        return Blocks.made(inner["codes"], inner["scale"], *context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func} of {args[0].title}")
+
+    @classmethod
+    def of(cls, value: Tensor, title: str) -> Any:
+        flat = value.reshape(-1)
+        blocks = torch.nn.functional.pad(flat, (0, -len(flat) % 16)).view(-1, 16)
+        scale = blocks.abs().amax(-1).clamp(min=1e-12) / 127
+        codes = (blocks / scale[:, None]).round().to(torch.int8).view(-1)[: len(flat)].view(value.shape)
+        return cls.made(codes, scale, title)
+
+    def value(self) -> Tensor:
+        flat = self.codes.reshape(-1).float()
+        return (flat * self.scale.repeat_interleave(16)[: len(flat)]).view(self.codes.shape)
+
+
+class Quantised(Optimizer):
+    """Momentum in tensors made of others, except that of vectors."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    old = state.get("mean")
+                    mean = (old.value() if isinstance(old, Blocks) else old if state else 0) * 0.9 + param.grad
+                    state["mean"] = Blocks.of(mean, "mean") if param.ndim > 1 else mean
+                    param.sub_(mean, alpha=group["lr"])
+        return loss
 
 
 class Sharp(Optimizer):
@@ -171,6 +250,7 @@ ELEMENT: dict[str, Make] = {
     "asgd": _of(optim.ASGD, lr=1e-2),
     "rprop": _of(optim.Rprop, lr=1e-3),
     "by_hand": _of(ByHand, lr=1e-3),
+    "registered": _of(Registered, lr=1e-3),
 }
 """Each element alone: of every policy whose parts are of one state."""
 TABLELESS = ("rmsprop", "rmsprop_foreach", "nadam", "radam", "adagrad", "adadelta", "adamax", "asgd", "rprop")
@@ -180,6 +260,7 @@ MATRIX: dict[str, Make] = {"muon": _muon, "per_matrix": _of(PerMatrix, lr=1e-3)}
 PARAMETER: dict[str, Make] = {
     "adafactor": _of(optim.Adafactor, lr=1e-2),
     "lamb": _of(Lamb, lr=1e-2),
+    "quantised": _of(Quantised, lr=1e-2),
     "row_by_row": _of(RowByRow, lr=1e-3),
 }
 """Each parameter alone, or with statistics that are stored whole."""
@@ -217,13 +298,27 @@ for package, coupled, more in (
 ):
     coupled |= more if find_spec(package) else {}
 
+
+def _compiled(name: str) -> Make:
+    """Of a package that compiles its step, which torch warns about."""
+
+    def make(groups: Groups) -> Optimizer:
+        warnings.filterwarnings("ignore", message=".*_stable_hash_for_caching|`torch.jit.script")
+        return _packaged("torchao.optim", name, lr=1e-3)(groups)
+
+    return make
+
+
+BLOCKS: dict[str, Make] = {"quantised": PARAMETER["quantised"]}
+BLOCKS |= {name: _compiled(name) for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8") if find_spec("torchao")}
+"""Of large parameters, state in tensors made of others."""
 OTHERS = {**ELEMENT, **MATRIX, **PARAMETER, **GLOBAL}
 """All of them, by name in `Setup.optimizer`."""
 
 
 def make_other(name: str, groups: Groups) -> Optimizer:
     """Return the optimizer called so, ready to train."""
-    optimizer = OTHERS[name](groups)
+    optimizer = {**OTHERS, **BLOCKS}[name](groups)
     train: Any = getattr(optimizer, "train", None)
     if train is not None:  # schedule-free ones do not begin in this mode
         train()

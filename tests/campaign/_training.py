@@ -26,7 +26,7 @@ from typing_extensions import Self, override
 from campaign._data import make_loader, make_validation_loader
 from campaign._emulated import emulated_device
 from campaign._models import BiasedMoE, Counting, build
-from campaign._optimizers import OTHERS, make_other
+from campaign._optimizers import BLOCKS, OTHERS, make_other
 from lightning_moe_ckpt.parallel import OrderedHookState, ordered_hook
 from lightning_moe_ckpt.policies import Popularity
 from lightning_moe_ckpt.testing import Attempt, Seam
@@ -372,7 +372,7 @@ def make_optimizer(name: Optimizer, module: LightningModule, *, only_trained: bo
     matrices = [parameter for parameter in chosen if parameter.ndim > 1]
     others = [parameter for parameter in chosen if parameter.ndim <= 1]
     groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    if name in OTHERS:
+    if name in {**OTHERS, **BLOCKS}:
         return make_other(name, groups)
     if name == "sgd":
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)

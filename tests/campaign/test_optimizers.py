@@ -10,7 +10,7 @@ import torch
 
 from campaign._campaign import Campaigns
 from campaign._draw import draw, others_of
-from campaign._optimizers import ELEMENT, MATRIX, OTHERS, PARAMETER
+from campaign._optimizers import BLOCKS, ELEMENT, MATRIX, OTHERS, PARAMETER
 from campaign._training import Checkpointing, Module, Setup
 from campaign.test_configurations import failure
 from lightning_moe_ckpt.testing._attempts import Attempt
@@ -42,6 +42,17 @@ def test_differences_between_full_copies_are_exact_too(campaigns: Campaigns, opt
     """Of a class that is not Adam each difference is the whole state."""
     differential = Checkpointing(policy="differential", every_n_steps=4, batch=2)
     campaigns.check(replace(DENSE, optimizer=optimizer, checkpointing=differential), *KILLS)
+
+
+@pytest.mark.parametrize("optimizer", BLOCKS)
+@pytest.mark.parametrize("policy", ["dense", "differential", "sparse"])
+def test_tensors_made_of_others_come_back(
+    campaigns: Campaigns, optimizer: str, policy: Literal["dense", "differential", "sparse"]
+) -> None:
+    """As the same class: elements of few bits with scales of blocks, which straddle experts."""
+    large = replace(DENSE, optimizer=optimizer, model="stacked", options=(("expansion", 8),))
+    every = 1 if policy == "sparse" else 2
+    campaigns.check(replace(large, checkpointing=Checkpointing(policy=policy, every_n_steps=every)), *KILLS)
 
 
 SPARSE = Checkpointing(policy="sparse", window=2)
