@@ -144,8 +144,24 @@ _UNSUPPORTED: dict[type[Callback], str] = {
 """Callbacks of Lightning with which no run can resume, and why."""
 
 
+_STRATEGIES = {
+    "ModelParallelStrategy": "shards parameters as DTensors (FSDP2, tensor parallelism)",
+    "FSDPStrategy": "keeps parameters in flat shards, which cut through operators",
+    "DeepSpeedStrategy": "leaves weights and optimizer state to DeepSpeed's engine, at stage 0 too",
+    "XLAStrategy": "trains on XLA devices, whose memory is not copied while it trains",
+    "SingleDeviceXLAStrategy": "trains on an XLA device, whose memory is not copied while it trains",
+}
+"""Strategies of Lightning under which a rank's tensors are not whole, plain ones, and why."""
+
+
 def refuse_unsupported(trainer: Trainer, policy: Policy) -> None:
     """Raise `ConfigurationError` for parts of this trainer with which no run under `policy` can resume."""
+    for cls in type(trainer.strategy).__mro__:
+        if cls.__name__ in _STRATEGIES:
+            raise ConfigurationError(
+                f"`{cls.__name__}` {_STRATEGIES[cls.__name__]}; no policy stores that yet. Use `strategy='moe'`, which spreads experts with "
+                "`expert_parallel=` and layers with `pipeline_parallel=`, or the checkpoints that the strategy writes itself."
+            )
     if len(trainer.optimizers) != 1:
         raise ConfigurationError(
             f"Found {len(trainer.optimizers)} optimizers, can capture exactly one. "

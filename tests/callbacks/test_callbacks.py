@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,8 +36,10 @@ from lightning_moe_ckpt.errors import (
     NoUsableGeneration,
     StorageRefused,
 )
+from lightning_moe_ckpt.fit._limits import refuse_unsupported
 from lightning_moe_ckpt.inspection import export
 from lightning_moe_ckpt.inspection._export import Export
+from lightning_moe_ckpt.policies import DensePolicy
 from lightning_moe_ckpt.process._heap import _Owner
 from lightning_moe_ckpt.storage import PosixBackend, RunStore, RunView, open_backend
 from lightning_moe_ckpt.tiers import HostTier
@@ -471,6 +477,16 @@ def test_averaging_that_swaps_the_scheduler_is_refused_at_start(tmp_path: Path) 
     """Not found out by the first run that resumes with other learning rates."""
     with pytest.raises(ConfigurationError, match="Use WeightAveraging"):
         fit(SparseCheckpoint(str(tmp_path)), StochasticWeightAveraging(1e-3), steps=4)
+
+
+@pytest.mark.parametrize(
+    "strategy", [DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceXLAStrategy, XLAStrategy]
+)
+def test_strategies_with_tensors_that_are_not_whole_are_refused_by_name(strategy: type[Strategy]) -> None:
+    """A subclass too; most of them cannot be made without their device."""
+    trainer: Any = SimpleNamespace(strategy=object.__new__(type("Own", (strategy,), {})))
+    with pytest.raises(ConfigurationError, match=f"`{strategy.__name__}` .*Use `strategy='moe'`"):
+        refuse_unsupported(trainer, DensePolicy())
 
 
 def test_pruning_while_training_is_refused_at_start(tmp_path: Path) -> None:
