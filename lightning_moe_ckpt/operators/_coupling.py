@@ -162,9 +162,13 @@ def first_states(optimizer: Optimizer) -> FirstStates:
             if "dense" not in str(error):
                 raise
             return _first_states(optimizer, lambda gradient: gradient.to_sparse(1))
+        except (
+            ZeroDivisionError
+        ):  # by the size of an empty parameter, which then cannot have gradients in training either
+            return _first_states(optimizer, lambda gradient: gradient if gradient.numel() else None)
 
 
-def _first_states(optimizer: Optimizer, form: Callable[[Tensor], Tensor]) -> FirstStates:
+def _first_states(optimizer: Optimizer, form: Callable[[Tensor], Tensor | None]) -> FirstStates:
     trial = _Trial.of(optimizer, shape_tried, number=1, every=True)
     twin, own = trial.optimizer, {"state", "param_groups", "defaults"}
     before: dict[str, Any] = {}
@@ -327,14 +331,13 @@ class _Trial:
     def of(
         cls, optimizer: Optimizer, shape: Callable[[Sequence[int]], tuple[int, ...]], *, number: int, every: bool
     ) -> _Trial:
-        """Copy an optimizer without its state. Unless `every`, two are copied of kinds that only differ in size."""
+        """Copy an optimizer without its state. Unless `every`, two are copied of kinds that only differ in size, and no empty ones."""
         examples: dict[Kind, Tensor] = {}
-        members: list[list[Kind]] = []
+        members: list[list[tuple[Kind, Tensor]]] = []
         for group in optimizer.param_groups:
-            options = options_of(group)
-            kinds = [Kind(options, shape(each.shape), each.dtype, each.device) for each in group["params"]]
-            members.append(kinds)
-            for kind, param in zip(kinds, group["params"], strict=True):
+            options, kept = options_of(group), [each for each in group["params"] if every or each.numel()]
+            members.append([(Kind(options, shape(each.shape), each.dtype, each.device), each) for each in kept])
+            for kind, param in members[-1]:
                 examples.setdefault(kind, param)
         chosen = {kind: kind for kind in examples} if every else _ends(examples)
         numbers = torch.Generator().manual_seed(0)
@@ -344,10 +347,10 @@ class _Trial:
         }
         memo: dict[int, Any] = {}
         made: dict[str, dict[str, Any]] = {}
-        for group, kinds in zip(optimizer.param_groups, members, strict=True):
+        for group, kept in zip(optimizer.param_groups, members, strict=True):
             own = made.setdefault(options_of(group), {"params": [], **_fields(group)})
             known = set(map(id, own["params"]))
-            for kind, param in zip(kinds, group["params"], strict=True):
+            for kind, param in kept:
                 copied = copies[chosen[kind]]
                 memo[id(param)] = copied[0]
                 if id(copied[0]) not in known:

@@ -268,6 +268,14 @@ def test_state_of_the_whole_has_the_size_that_a_small_copy_foretells(shape: tupl
         }
 
 
+def test_empty_parameters_are_no_hindrance() -> None:
+    """Adafactor divides by a tensor's size; experts that are not there have none."""
+    params = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.empty(0, 4))]
+    schema = StateSchema.of(Adafactor(params), in_parts=True)
+    assert schema.reach.coupling == "parameter"
+    assert [len(schema.entries(param)) for param in params] == [3, 0]
+
+
 def test_weights_for_validation_are_not_for_replays() -> None:
     """Their state may be missing in a repeated step; a policy that takes everything at once repeats none without it."""
     switching = type("Switching", (RMSprop,), {"eval": lambda _: None, "train": lambda _: None})
