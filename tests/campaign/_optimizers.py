@@ -22,7 +22,7 @@ Make = Callable[[Groups], Optimizer]
 class ByHand(Optimizer):
     """AdamW with a Python number for its steps, a `None`, and a count of its own."""
 
-    def __init__(self, params: Any, lr: float) -> None:
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
         self.made = 0
 
