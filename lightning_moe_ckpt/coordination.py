@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from lightning_moe_ckpt import errors
 from lightning_moe_ckpt._logging import rank_logger
@@ -172,6 +174,43 @@ class Exchange:
             raise getattr(errors, value[0], CheckpointError)(value[1])
         assert isinstance(value, list)
         return value[0]
+
+
+class _RefusedExchange(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves these untyped
+    """Fail operations between ranks before they begin.
+
+    All functions of `torch.distributed` that use a process group come here as operations of `c10d`, also asynchronous and functional ones.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = ""
+        """Name of the first one."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            self.asked = self.asked or str(func)
+            raise RuntimeError(f"`{func}` is refused here")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def without_exchange(error: Callable[[str], CheckpointError]) -> Iterator[None]:
+    """Raise `error` of an operation's name if the body asks other ranks for something, instead of waiting for them.
+
+    It is raised behind the body too, in case the failure was caught in there.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    refused = _RefusedExchange()
+    try:
+        with refused:
+            yield
+    finally:
+        if refused.asked:
+            raise error(refused.asked)
 
 
 def expected_nbytes(nbytes: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum, auto
+from functools import partial
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -19,7 +20,7 @@ from lightning_moe_ckpt.fit._callbacks import averages_of
 from lightning_moe_ckpt.fit._state import Trained
 from lightning_moe_ckpt.fit._stops import say_who_is_gone
 from lightning_moe_ckpt.fit.loops import _trainer
-from lightning_moe_ckpt.operators import StateSchema
+from lightning_moe_ckpt.operators import StateSchema, agreed_schema
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.recovery import Repeats
 from lightning_moe_ckpt.session import CheckpointSession, Report, SessionJob
@@ -157,10 +158,9 @@ class Sessions:
     def _open(self, repeats: Repeats | None) -> CheckpointSession:
         trainer, module, policy = self._trainer, self._trainer.lightning_module, self.policy
         dtype = _trainer.dtype_of_steps(trainer, module)
-        self.schema = StateSchema.of(
-            trainer.optimizers[0], in_parts=policy.cuts, mixed=not policy.exact, default_dtype=dtype
-        )
         self._groups = _trainer.groups_of(trainer.strategy)
+        make = partial(StateSchema.of, trainer.optimizers[0], in_parts=policy.cuts, mixed=not policy.exact)
+        self.schema = agreed_schema(partial(make, default_dtype=dtype), module, Exchange(self._groups))
         job = SessionJob(
             config=self.config,
             policy=policy,

@@ -25,6 +25,7 @@ from lightning_moe_ckpt.operators._operator import unit_of as unit_of
 from lightning_moe_ckpt.operators._operator import whole_slice as whole_slice
 from lightning_moe_ckpt.operators._optimizer import StateSchema as StateSchema
 from lightning_moe_ckpt.operators._optimizer import StateWatch as StateWatch
+from lightning_moe_ckpt.operators._optimizer import agreed_schema as agreed_schema
 from lightning_moe_ckpt.operators._optimizer import groups_state as groups_state
 from lightning_moe_ckpt.operators._optimizer import load_groups_state as load_groups_state
 from lightning_moe_ckpt.operators._optimizer_classes import register_optimizer as register_optimizer

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_moe_ckpt.coordination import without_exchange
 from lightning_moe_ckpt.errors import UnsupportedOptimizer
 from lightning_moe_ckpt.journal import refusals
 from lightning_moe_ckpt.operators._copies import (
@@ -59,7 +61,6 @@ class StateEntry:
     """Whether that tensor's first dimension is the parameter's."""
 
 
-_REACHES: tuple[Coupling, ...] = get_args(Coupling)
 _IDENTITY = ("params", "param_names")
 _NOT_TRIED = {*_IDENTITY, "lr", "initial_lr", "weight_decay"}
 _LR = 1e-3
@@ -89,7 +90,7 @@ class Reach:
 
 def wideness(reach: Reach) -> int:
     """Return the place of a coupling in the order from `element` to `global`."""
-    return _REACHES.index(reach.coupling)
+    return get_args(Coupling).index(reach.coupling)
 
 
 class Kind(NamedTuple):
@@ -321,6 +322,14 @@ def recorded_value(entry: StateEntry, value: object, param: Tensor) -> Tensor | 
     return value if value.is_contiguous() else None
 
 
+def _communicates(optimizer: Optimizer, operation: str) -> UnsupportedOptimizer:
+    return UnsupportedOptimizer(
+        f"`{type(optimizer).__qualname__}` communicates in its step (`{operation}`), so that one rank cannot try a copy. Use an optimizer that steps on each "
+        "rank alone, such as `torch.optim.Muon`, or, if every rank keeps all state of Adam, AdamW or SGD, "
+        "`register_optimizer(cls, like=...)` with `DenseCheckpoint`, which does not try it."
+    )
+
+
 class _Trial:
     """Copy of an optimizer over copied parameters, `number` of each kind, one behind the other."""
 
@@ -387,7 +396,8 @@ class _Trial:
         step: Any = type(self.optimizer).step
         if getattr(step, "hooked", False):
             step = step.__wrapped__  # torch's wrapper calls hooks of all optimizers, which count steps
-        step(self.optimizer, closure)
+        with without_exchange(partial(_communicates, self.optimizer)):
+            step(self.optimizer, closure)
 
     def reaches(self, seed: int) -> Iterator[Reach]:
         """Yield the couplings that repeated steps with other gradients show."""

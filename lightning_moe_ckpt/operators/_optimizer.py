@@ -12,18 +12,19 @@ updates apart: elements, matrices or parameters, which then, replayed alone, get
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, compress
 from operator import methodcaller
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 from typing_extensions import override
 from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
 from lightning_moe_ckpt.operators._copies import (
     Beyond,
@@ -34,6 +35,7 @@ from lightning_moe_ckpt.operators._copies import (
     put_back,
 )
 from lightning_moe_ckpt.operators._coupling import (
+    Coupling,
     FoundLayout,
     Group,
     Reach,
@@ -218,6 +220,54 @@ class StateSchema:
             self._groups = {id(p): group for group in groups for p in group["params"]}
             self._grouped = found
         return self._groups.get(id(param))
+
+
+def agreed_schema(make: Callable[[], StateSchema], module: nn.Module, exchange: Exchange) -> StateSchema:
+    """Return a schema with the widest reach that any rank has found. Collective.
+
+    Args:
+        make: makes this rank's schema.
+        module: owner of the parameters; of one name and shape on several ranks, ranks must find the same state.
+        exchange: between all ranks.
+
+    Raises:
+        UnsupportedOptimizer: `make` raised it on some rank, or ranks found different states; the same on all ranks.
+    """
+    with exchange.raise_together(UnsupportedOptimizer):
+        schema = make()
+    if exchange.world_size == 1:
+        return schema
+    said = exchange.gather_values([schema.reach.coupling, schema.reach.shown, _found_states(schema, module)])
+    rows = cast("list[tuple[Coupling, str, dict[str, str]]]", said)
+    first = dict[str, tuple[int, str]]()
+    for rank, (_, _, states) in enumerate(rows):
+        for of, state in states.items():
+            other, known = first.setdefault(of, (rank, state))
+            if state != known:
+                raise UnsupportedOptimizer(
+                    f"`{type(schema.optimizer).__qualname__}` keeps {known} for {of} on rank {other}, and {state} on rank {rank}. "
+                    "Configure the optimizer alike on all ranks."
+                )
+    schema.reach = max((Reach(coupling, shown) for coupling, shown, _ in rows), key=wideness)
+    return schema
+
+
+def _found_states(schema: StateSchema, module: nn.Module) -> dict[str, str]:
+    """Return the state found for the first parameter of each shape and type in a group, in words; nothing for classes with a table."""
+    if not isinstance(schema, DiscoveredSchema):
+        return {}
+    groups = {id(param): i for i, group in enumerate(schema.optimizer.param_groups) for param in group["params"]}
+    firsts = dict[object, tuple[str, Tensor]]()
+    for name, param in module.named_parameters():
+        firsts.setdefault((groups.get(id(param)), param.shape, param.dtype), (name, param))
+    return {
+        f"`{name}` {list(param.shape)}": ", ".join(
+            f"`{entry.key}` ({str(entry.dtype).removeprefix('torch.')} {'as the parameter' if entry.per_element else list(entry.shape)})"
+            for entry in schema.entries(param)
+        )
+        or "nothing in records"
+        for name, param in firsts.values()
+    }
 
 
 class DiscoveredSchema(StateSchema):

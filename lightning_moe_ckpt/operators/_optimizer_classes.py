@@ -161,7 +161,7 @@ def reach_of(optimizer: Optimizer) -> Reach:
     Classes of torch in the table are not tried, and what cannot be tried counts as `global`.
 
     Raises:
-        UnsupportedOptimizer: copies show more than was registered.
+        UnsupportedOptimizer: copies show more than was registered, or communicate.
     """
     cls, known = type(optimizer), _known.get(type(optimizer))
     if cls in _TABLE:
@@ -171,6 +171,8 @@ def reach_of(optimizer: Optimizer) -> Reach:
         return declared
     try:
         found = coupling_of(optimizer)
+    except UnsupportedOptimizer:
+        raise
     except Exception as error:  # noqa: BLE001  # whatever a stranger's class raises of tensors that it does not know
         found = Reach("global", f"it could not be tried on small tensors ({type(error).__name__}: {error})")
     reach = found if declared is None else max(declared, found, key=wideness)
