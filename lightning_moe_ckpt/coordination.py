@@ -182,10 +182,8 @@ class _RefusedExchange(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     All functions of `torch.distributed` that use a process group come here as operations of `c10d`, also asynchronous and functional ones.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = ""
-        """Name of the first one."""
+    asked = ""
+    """Name of the first one."""
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -204,7 +202,7 @@ def without_exchange(error: Callable[[str], CheckpointError]) -> Iterator[None]:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    refused = _RefusedExchange()
+    refused = _RefusedExchange()  # type: ignore[no-untyped-call]
     try:
         with refused:
             yield
