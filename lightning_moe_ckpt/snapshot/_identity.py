@@ -42,6 +42,8 @@ class Identity:
     world_size: int
     expert_parallel: int
     pipeline_parallel: int = 1
+    coupling: str = field(default="element", compare=False)
+    """Range on which an element's update depends; said in markers where it is wider, for readers: fingerprints decide."""
     versions: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Releases of the libraries that decide bits; if they differ, the run is resumed with a warning."""
 
@@ -65,6 +67,7 @@ class Identity:
             world_size=groups.world_size,
             expert_parallel=groups.ep_size,
             pipeline_parallel=groups.num_stages,
+            coupling=schema.reach.coupling,
             versions=agreed_versions(exchange),
         )
 
@@ -96,6 +99,7 @@ class Identity:
             "autocast": self.autocast,
             "expert_parallel": self.expert_parallel,
             **({STAGES: self.pipeline_parallel} if self.pipeline_parallel > 1 else {}),
+            **({"coupling": self.coupling} if self.coupling != "element" else {}),
             VERSIONS: dict(self.versions),
         }
 

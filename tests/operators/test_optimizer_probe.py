@@ -6,14 +6,18 @@ import copy
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import tiny
 import torch
 from campaign._optimizers import ByHand, Lamb
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer, RMSprop
 
+from lightning_moe_ckpt.callbacks import SparseCheckpoint
+from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
 from lightning_moe_ckpt.journal import decode, encode
 from lightning_moe_ckpt.operators import StateSchema, register_optimizer
@@ -375,3 +379,15 @@ def test_numbers_of_thousands_of_experts_are_columns() -> None:
         schema.load_rest(rest, params)
         assert {name: optimizer.state[params[name]]["calls"] for name in kept} == kept
         assert [type(optimizer.state[params[name]]["calls"]) for name in kept] == [int] * seen
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice about this tiny run
+@pytest.mark.parametrize(("cls", "said"), [(Adafactor, True), (AdamW, False)])
+def test_a_run_says_what_its_parts_follow(
+    cls: type[Optimizer], said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where it is wider than an element; markers of other runs stay as they were."""
+    module = tiny.ToZero(nn.Linear(4, 3), nn.Linear(3, 1), optimizer=cls)
+    tiny.fit(module, tiny.rows(torch.ones(8, 4), 2), SparseCheckpoint(tmp_path / "run", window=2), max_steps=4)
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    assert ("coupling=parameter" in capsys.readouterr().out) == said
