@@ -7,6 +7,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,18 @@ REASONS = {
     r"\.eval` gives validation": "`eval()`",
     "beside tensors of the parameter's shape": "numbers in its state",
 }
+OWN = {
+    "ByHand": "one written by hand",
+    "Lamb": "LAMB",
+    "PerMatrix": "one that divides by each matrix's norm",
+    "RowByRow": "one with statistics of rows",
+    "Sharp": "SAM",
+    "LookingAhead": "Lookahead",
+    "Heavy": "one with far more state than parameters",
+    "Registered": "one that has a finaliser",
+    "Quantised": "one with tensors made of others",
+}
+"""Names for a reader who does not know the campaign's own classes."""
 WORDS: dict[Coupling, str] = {
     "element": "itself: *element*",
     "matrix": "its matrix: *matrix*",
@@ -92,11 +105,13 @@ def table(names: Collection[str]) -> str:
     for name in names:
         cls = type(made(name))
         package = cls.__module__.partition(".")[0]
-        called = cls.__qualname__ if package in {"torch", "campaign"} else f"{cls.__qualname__} ({package})"
+        called = OWN[cls.__qualname__] if package == "campaign" else cls.__qualname__
+        called += "" if package in {"torch", "campaign"} else f" of {package}"
+        if called in chain.from_iterable(rows.values()):
+            continue  # the same class with other options
         answers = {policy: answer(name, policy) for policy in POLICIES}
         assert all(answers[policy] == "exact" for policy in KILLED if name in killed(policy) - TABLED.keys()), name
-        row = rows[(WORDS[reach(name)], *answers.values())]
-        row += [called] if called not in row else []
+        rows[(WORDS[reach(name)], *answers.values())].append(called)
     order = list(WORDS.values())
     lines = [["an element's update depends on", "class", *POLICIES], ["---"] * (2 + len(POLICIES))]
     for (words, *cells), classes in sorted(rows.items(), key=lambda row: order.index(row[0][0])):

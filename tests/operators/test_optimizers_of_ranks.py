@@ -33,7 +33,7 @@ ASKS: dict[str, Callable[[Tensor], Any]] = {
     "all_gather_into_tensor": _into,
     "broadcast": lambda update: dist.broadcast(update, 0),
     "point to point": lambda update: dist.isend(update, (dist.get_rank() + 1) % WORLD),
-    "functional": lambda update: functional.all_reduce(update, "sum", list(range(WORLD))),
+    "functional": lambda update: functional.all_reduce(update, "sum", dist.group.WORLD),  # type: ignore[arg-type]
     "objects": lambda _: dist.all_gather_object([None] * WORLD, {}),
     "barrier": lambda _: dist.barrier(),
 }
