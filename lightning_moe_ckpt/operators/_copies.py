@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_moe_ckpt.errors import IdentityMismatch
+from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
 from lightning_moe_ckpt.journal import Constant
 
 State = Mapping[str, Any]
@@ -306,3 +306,12 @@ def _made_anew(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     twin: Optimizer = make(copy.deepcopy(optimizer.param_groups, memo), **options)
     twin.state = copy.deepcopy(optimizer.state, memo)
     return twin
+
+
+def communicates(optimizer: Optimizer, operation: str) -> UnsupportedOptimizer:
+    """Return the error of an optimizer whose step asks other ranks for something."""
+    return UnsupportedOptimizer(
+        f"`{type(optimizer).__qualname__}` communicates in its step (`{operation}`), so that one rank cannot try a copy. Use an optimizer that steps on each "
+        "rank alone, such as `torch.optim.Muon`, or, if every rank keeps all state of Adam, AdamW or SGD, "
+        "`register_optimizer(cls, like=...)` with `DenseCheckpoint`, which does not try it."
+    )

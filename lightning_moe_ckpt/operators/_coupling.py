@@ -28,6 +28,7 @@ from lightning_moe_ckpt.coordination import without_exchange
 from lightning_moe_ckpt.errors import UnsupportedOptimizer
 from lightning_moe_ckpt.journal import refusals
 from lightning_moe_ckpt.operators._copies import (
+    communicates,
     copied_state,
     inner_optimizers,
     is_wrapper,
@@ -322,14 +323,6 @@ def recorded_value(entry: StateEntry, value: object, param: Tensor) -> Tensor | 
     return value if value.is_contiguous() else None
 
 
-def _communicates(optimizer: Optimizer, operation: str) -> UnsupportedOptimizer:
-    return UnsupportedOptimizer(
-        f"`{type(optimizer).__qualname__}` communicates in its step (`{operation}`), so that one rank cannot try a copy. Use an optimizer that steps on each "
-        "rank alone, such as `torch.optim.Muon`, or, if every rank keeps all state of Adam, AdamW or SGD, "
-        "`register_optimizer(cls, like=...)` with `DenseCheckpoint`, which does not try it."
-    )
-
-
 class _Trial:
     """Copy of an optimizer over copied parameters, `number` of each kind, one behind the other."""
 
@@ -396,7 +389,7 @@ class _Trial:
         step: Any = type(self.optimizer).step
         if getattr(step, "hooked", False):
             step = step.__wrapped__  # torch's wrapper calls hooks of all optimizers, which count steps
-        with without_exchange(partial(_communicates, self.optimizer)):
+        with without_exchange(partial(communicates, self.optimizer)):
             step(self.optimizer, closure)
 
     def reaches(self, seed: int) -> Iterator[Reach]:
