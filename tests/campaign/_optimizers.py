@@ -170,6 +170,32 @@ class Quantised(Optimizer):
         return loss
 
 
+class Modes(ByHand):
+    """Trains at weights between its slow ones and their average, and gives validation the average, as schedule-free ones do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["training"] = True
+
+    def scaled(self, param: Tensor, update: Tensor) -> Tensor:
+        slow = self.state[param].setdefault("slow", param.clone())
+        slow.sub_(update, alpha=1e-3)
+        return update
+
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> None:
+        for group in self.param_groups:
+            for param in group["params"] if group["training"] is not mode else ():
+                if param in self.state:
+                    slow = self.state[param]["slow"]
+                    param.copy_((param - 0.1 * slow) / 0.9 if mode else param.lerp(slow, 0.1))
+            group["training"] = mode
+
+    def eval(self) -> None:
+        self.train(False)
+
+
 class Sharp(Optimizer):
     """Asks for gradients a second time, at weights that the norm of all gradients moves, and leaves the step to another optimizer."""
 
@@ -267,6 +293,7 @@ PARAMETER: dict[str, Make] = {
 GLOBAL: dict[str, Make] = {
     "lbfgs": _flat(optim.LBFGS, lr=0.1, max_iter=3, history_size=4),
     "heavy": _heavy,
+    "modes": _of(Modes, lr=1e-3),
     "sharp": _of(Sharp, lr=0.05),
     "looking_ahead": lambda groups: LookingAhead(optim.AdamW(groups, lr=1e-2)),
 }

@@ -141,10 +141,10 @@ def test_experts_of_different_steps_go_on(
     assert last.steps()[-1] == DENSE.steps
 
 
-@pytest.mark.skipif("schedule_free" not in OTHERS, reason="needs the package")
-def test_modes_of_an_optimizer_give_validation_its_weights(campaigns: Campaigns) -> None:
+@pytest.mark.parametrize("optimizer", ["modes", *(["schedule_free"] if "schedule_free" in OTHERS else [])])
+def test_modes_of_an_optimizer_give_validation_its_weights(campaigns: Campaigns, optimizer: str) -> None:
     """Each validation of a resumed run too."""
-    setup = Trained(module=Switching, optimizer="schedule_free", scheduler="none", checkpointing=DENSE.checkpointing)
+    setup = Trained(module=Switching, optimizer=optimizer, scheduler="none", checkpointing=DENSE.checkpointing)
     campaigns.check(setup, *KILLS)
 
 
