@@ -178,6 +178,7 @@ def describe(view: RunView, stored: StoredGeneration) -> Row:
         **_generation_row(stored),
         "steps": list(commit.steps),
         "plan_hash": commit.plan_hash,
+        "optimizer": None if markers[0].module is None else markers[0].module.read().optimizer,
         "policy": {key: value for key, value in commit.policy.items() if key not in {"plan", VERSIONS}},
         "versions": commit.policy.get(VERSIONS),
         "plan": _plan(commit.policy.get("plan"), str(commit.generation)),
@@ -295,7 +296,8 @@ def _heading(document: Row) -> str:
         f"{document['url']}",
         f"step {document['step']} (incarnation {document['incarnation']}) of run {document['run_id']}: {usable}",
         f"{document['kind']}, {'step' if document['window'] == 1 else 'steps'} {steps}, {size}",
-        "written by: " + _facts({key: value for key, value in policy.items() if key != "fingerprint"}),
+        "written by: "
+        + _facts({**{k: v for k, v in policy.items() if k != "fingerprint"}, "optimizer": document["optimizer"]}),
         f"written with: {in_words(document['versions'])}",
         "plan: " + _facts(facts),
     ]

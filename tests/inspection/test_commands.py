@@ -137,7 +137,7 @@ def test_inspect_tells_who_wrote_what(
     ranks = {row["operator"]: row["ranks"] for row in found["operators"]}
     experts = {name: by for name, by in ranks.items() if "/expert." in name}
     assert list(experts.values()) == [[0], [0], [1], [1]]
-    assert found["policy"]["expert_parallel"] == 2
+    assert (found["policy"]["expert_parallel"], found["optimizer"]) == (2, "AdamW")
     assert [segment["rank"] for segment in found["segments"]] == [0, 1]
     assert sum(segment["nbytes"] for segment in found["segments"]) == found["nbytes"]
     total = sum(kind["nbytes"] for row in found["operators"] for kind in row["kinds"].values())
