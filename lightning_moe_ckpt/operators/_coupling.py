@@ -13,11 +13,11 @@ import copy
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -75,7 +75,7 @@ _BLOCKS = tuple(2**i for i in range(4, 13))
 """Elements of a block with a scale of its own, in quantised states."""
 _TINY = 4
 _HIDDEN = 12
-"""Steps until a copy made anew, without hidden state of the original, shows other bits."""
+"""Steps until a copy without hidden state of the original shows other bits, and until what is done every few steps is seen."""
 _LONG, _SHORT = 200, 3
 """Steps before the repeated one. 200 with small gradients bring moments to where a large one is clipped."""
 
@@ -104,8 +104,15 @@ class Kind(NamedTuple):
 
 
 def options_of(group: Mapping[str, Any]) -> str:
-    """Return a group's options in words, without rates: rates change."""
-    return repr([(key, value) for key, value in group.items() if key not in _NOT_TRIED])
+    """Return a group's options in words, without rates: rates change. Classes may take other steps without any weight decay."""
+    options = [(key, value) for key, value in group.items() if key not in _NOT_TRIED]
+    return repr([*options, ("weight_decay", bool(group.get("weight_decay")))])
+
+
+def marks_of(param: Tensor, state: Mapping[str, Any]) -> str:
+    """Return in words what marks a parameter among others: flags of the user's on it, and in the state made by a constructor."""
+    marks = [*vars(param).items(), *state.items()]
+    return repr(sorted((str(key), value) for key, value in marks if type(value) is bool))
 
 
 def shape_tried(shape: Sequence[int]) -> tuple[int, ...]:
@@ -145,8 +152,6 @@ class FirstStates:
 
     by_kind: dict[Kind, tuple[nn.Parameter, dict[str, Any]]]
     """A copied parameter of each kind, and its state."""
-    attributes: tuple[str, ...]
-    """Attributes of the optimizer changed by its steps."""
 
 
 def first_states(optimizer: Optimizer) -> FirstStates:
@@ -155,41 +160,70 @@ def first_states(optimizer: Optimizer) -> FirstStates:
     Raises:
         Exception: any, raised by the class because of copied parameters and gradients.
         LookupError: it keeps state of something that is no parameter.
-        UnsupportedOptimizer: it keeps state that a copy does not have.
     """
+    return _with_gradients(optimizer, _first_states)
+
+
+def attributes_of(optimizer: Optimizer) -> tuple[str, ...]:
+    """Return the attributes that another optimizer needs beside the state to take the same steps, as after a restart.
+
+    Raises:
+        Exception: any, raised by the class because of copied parameters and gradients.
+        UnsupportedOptimizer: it takes other steps, whatever it is given.
+    """
+    return _with_gradients(optimizer, _attributes_of)
+
+
+_Form = Callable[[Tensor], Tensor | None]
+_Found = TypeVar("_Found")
+
+
+def _with_gradients(optimizer: Optimizer, find: Callable[[Optimizer, _Form], _Found]) -> _Found:
     with _no_trace(optimizer):
         try:
-            return _first_states(optimizer, lambda gradient: gradient)
+            return find(optimizer, lambda gradient: gradient)
         except RuntimeError as error:
             if "dense" not in str(error):
                 raise
-            return _first_states(optimizer, lambda gradient: gradient.to_sparse(1))
+            return find(optimizer, lambda gradient: gradient.to_sparse(1))
         except (
             ZeroDivisionError
         ):  # by the size of an empty parameter, which then cannot have gradients in training either
-            return _first_states(optimizer, lambda gradient: gradient if gradient.numel() else None)
+            return find(optimizer, lambda gradient: gradient if gradient.numel() else None)
 
 
-def _first_states(optimizer: Optimizer, form: Callable[[Tensor], Tensor | None]) -> FirstStates:
+def _first_states(optimizer: Optimizer, form: _Form) -> FirstStates:
     trial = _Trial.of(optimizer, shape_tried, number=1, every=True)
-    twin, own = trial.optimizer, {"state", "param_groups", "defaults"}
-    before: dict[str, Any] = {}
-    for seed in range(2):
-        # What the first step alone sets, such as caches, is set by the first step of a new process.
-        kept = vars(twin).items() if seed else ()
-        before = {name: copy.deepcopy(value) for name, value in kept if name not in own and _is_plain(value)}
-        trial.step([form(gradient) for gradient in trial.gradients(seed)])
-    if hasattr(type(optimizer), "__del__") and not trial.goes_on_alike(range(2, 2 + _HIDDEN)):
-        raise UnsupportedOptimizer(
-            f"`{type(optimizer).__qualname__}` cannot be captured: another one with the same state takes other steps, so that it keeps "
-            "state that nobody can see. Use an optimizer that keeps all of it in `state`."
-        )
+    trial.go_on(range(2), form)
+    twin = trial.optimizer
     strangers = [key for key in twin.state if not any(key is param for param in trial.params)]
     if strangers:
         raise LookupError(f"it keeps state of {str(strangers[0])[:40]!r}, which is no parameter")
     states = [dict(twin.state.get(param, {})) for param in trial.params]
-    changed = tuple(name for name, value in before.items() if not _same(value, vars(twin).get(name)))
-    return FirstStates(dict(zip(trial.kinds, zip(trial.params, states, strict=True), strict=True)), changed)
+    return FirstStates(dict(zip(trial.kinds, zip(trial.params, states, strict=True), strict=True)))
+
+
+def _attributes_of(optimizer: Optimizer, form: _Form) -> tuple[str, ...]:
+    trial = _Trial.of(optimizer, _shape_tiny, number=2, every=True)
+    made = trial.plain_attributes()
+    trial.go_on(range(1), form)
+    first = trial.plain_attributes()
+    trial.go_on(range(1, _HIDDEN), form)
+    now = trial.plain_attributes()
+    changed = tuple(name for name, value in now.items() if name in first and not _same(first[name], value))
+    # What the first step alone sets, such as caches, is set by the first step of a new process, unless that makes state anew.
+    once = tuple(name for name in now if name not in changed and not (name in made and _same(made[name], now[name])))
+    for i, names in enumerate(dict.fromkeys((changed, changed + once)), 1):
+        other = _Trial.of(optimizer, _shape_tiny, number=2, every=True)
+        other.take(trial, names)
+        for each in (trial, other):
+            each.go_on(range(i * _HIDDEN, (i + 1) * _HIDDEN), form)
+        if next(_differences(trial.shown(), other.shown()), None) is None:
+            return names
+    raise UnsupportedOptimizer(
+        f"`{type(optimizer).__qualname__}` cannot be captured: another one with the same state takes other steps, so that it keeps "
+        "state that nobody can see, or tensors that share memory. Use an optimizer that keeps all of it in `state`."
+    )
 
 
 def _is_plain(value: object) -> bool:
@@ -209,11 +243,11 @@ def coupling_of(optimizer: Optimizer) -> Reach:
     """
     found = Reach("element")
     with _no_trace(optimizer):
-        for shape, steps in ((_shape_tiny, _LONG), (shape_tried, _SHORT)):
+        for shape, steps, later in ((_shape_tiny, _LONG, _HIDDEN), (shape_tried, _SHORT, 1)):
             trial = _Trial.of(optimizer, shape, number=2, every=False)
             for seed in range(steps):
                 trial.step([gradient * 1e-3 for gradient in trial.gradients(seed)])
-            for reach in trial.reaches(steps):
+            for reach in trial.reaches(steps, later):
                 found = max(found, reach, key=wideness)
                 if found.coupling == "global":
                     return found
@@ -240,6 +274,8 @@ class FoundLayout:
         self._optimizer = optimizer
         self._options: dict[int, tuple[Group, str]] = {}
         """Groups, kept alive, with their options at the trial: steps may change options."""
+        self._marks: dict[int, str] = {}
+        """Marks of these groups' parameters at the trial."""
         self._entries: dict[Kind, tuple[StateEntry, ...]] = {}
         self._sized: dict[Kind, tuple[StateEntry, ...]] = {}
         """Entries of parameters larger than their copies."""
@@ -248,7 +284,7 @@ class FoundLayout:
         self.others: set[str] = set()
         """Keys of state without a place in records."""
         self.attributes: tuple[str, ...] = ()
-        """Attributes of the optimizer changed by its steps."""
+        """Attributes of the optimizer that a restart needs."""
         self.wrappers: dict[str, type] = {}
         """Classes of tensors of other tensors in its state, by name."""
         self._learn()
@@ -267,6 +303,7 @@ class FoundLayout:
         known, options = self._options.get(id(group), (None, ""))
         if known is not group:
             return None
+        options += self._marks.get(id(param), "")
         kind = Kind(options, shape_tried(param.shape), param.dtype, param.device)
         entries = self._entries.get(kind)
         if entries is None or kind.shape == tuple(param.shape):
@@ -280,17 +317,11 @@ class FoundLayout:
 
     def _learn(self) -> None:
         optimizer, name = self._optimizer, type(self._optimizer).__qualname__
-        try:
-            found = first_states(optimizer)
-        except UnsupportedOptimizer:
-            raise
-        except Exception as error:  # whatever a stranger's class raises of tensors that it does not know
-            raise UnsupportedOptimizer(
-                f"`{name}` cannot be captured: it could not be tried on copies of parameters "
-                f"({type(error).__name__}: {error}), so that it is not known what it keeps."
-            ) from error
-        self._options = {id(group): (group, options_of(group)) for group in optimizer.param_groups}
-        self.attributes = found.attributes
+        found = self._try(first_states)
+        for group in optimizer.param_groups:
+            self._options.setdefault(id(group), (group, options_of(group)))
+            for param in group["params"]:
+                self._marks.setdefault(id(param), marks_of(param, optimizer.state.get(param) or {}))
         for kind, (param, closed) in found.by_kind.items():
             state, wrapped = opened(closed), wrappings(closed)
             self.wrappers |= {wrapper_name(type(closed[key])): type(closed[key]) for key in wrapped}
@@ -300,6 +331,18 @@ class FoundLayout:
             self.others |= rest
             if refused := refusals({key: copied_state(state[key]) for key in rest} | {"wrapped": wrapped}):
                 raise UnsupportedOptimizer(f"`{name}` cannot be captured exactly, by its state: {refused[0]}.")
+        self.attributes = self._try(attributes_of)
+
+    def _try(self, find: Callable[[Optimizer], _Found]) -> _Found:
+        try:
+            return find(self._optimizer)
+        except UnsupportedOptimizer:
+            raise
+        except Exception as error:  # whatever a stranger's class raises of tensors that it does not know
+            raise UnsupportedOptimizer(
+                f"`{type(self._optimizer).__qualname__}` cannot be captured: it could not be tried on copies of parameters "
+                f"({type(error).__name__}: {error}), so that it is not known what it keeps."
+            ) from error
 
 
 def _entry(key: str, value: object, param: Tensor) -> StateEntry | None:
@@ -338,7 +381,13 @@ class _Trial:
         members: list[list[tuple[Kind, Tensor]]] = []
         for group in optimizer.param_groups:
             options, kept = options_of(group), [each for each in group["params"] if every or each.numel()]
-            members.append([(Kind(options, shape(each.shape), each.dtype, each.device), each) for each in kept])
+            marks = [options + marks_of(each, optimizer.state.get(each) or {}) for each in kept]
+            members.append(
+                [
+                    (Kind(mark, shape(each.shape), each.dtype, each.device), each)
+                    for mark, each in zip(marks, kept, strict=True)
+                ]
+            )
             for kind, param in members[-1]:
                 examples.setdefault(kind, param)
         chosen = {kind: kind for kind in examples} if every else _ends(examples)
@@ -392,24 +441,46 @@ class _Trial:
         with without_exchange(partial(communicates, self.optimizer)):
             step(self.optimizer, closure)
 
-    def reaches(self, seed: int) -> Iterator[Reach]:
-        """Yield the couplings that repeated steps with other gradients show."""
+    def reaches(self, seed: int, later: int) -> Iterator[Reach]:
+        """Yield the couplings that a repeated step with other gradients shows after as many `later` steps."""
         last: list[Tensor | None] = [*self.gradients(seed)]
-        usual = self._after(last, last)
-        if next(_differences(usual, self._after(last, last)), None) is not None:
+        then = [last] * later
+        usual = self._after(last, *then)
+        if next(_differences(usual, self._after(last, *then)), None) is not None:
             yield Reach("global", "the same step of a copy gave other bits the second time")
         for i in range(0, len(self.params), 2):
             for what, gradient in _other_gradients(last[i]):
-                other = self._after([*last[:i], gradient, *last[i + 1 :]], last)
+                other = self._after([*last[:i], gradient, *last[i + 1 :]], *then)
                 for j, element in _differences(usual, other):
                     yield from self._judged(what, i, j, element)
 
-    def goes_on_alike(self, seeds: Iterable[int]) -> bool:
-        """Step, and return whether a copy from before takes the same steps."""
-        steps = [self.gradients(seed) for seed in seeds]
-        copied = self._after(*steps)
-        self._steps(steps)
-        return next(_differences(copied, self._shown()), None) is None
+    def go_on(self, seeds: Iterable[int], form: _Form) -> None:
+        """Take a step for each seed, with all generators as for any other copy."""
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002  # the global one, which optimizers may use
+        self._steps([form(gradient) for gradient in self.gradients(seed)] for seed in seeds)
+
+    def plain_attributes(self) -> dict[str, Any]:
+        """Return copies of the optimizer's attributes that are numbers, texts, tensors, or lists and dicts of such."""
+        own = {"state", "param_groups", "defaults"}
+        return {
+            name: copy.deepcopy(value)
+            for name, value in vars(self.optimizer).items()
+            if name not in own and _is_plain(value)
+        }
+
+    @torch.no_grad()
+    def take(self, other: _Trial, names: Collection[str]) -> None:
+        """Take what a restart would restore from another copy: parameters, states, options, and these attributes."""
+        for param, known in zip(self.params, other.params, strict=True):
+            param.copy_(known)
+        inner, others = (inner_optimizers(each.optimizer).values() for each in (self, other))
+        for mine, its in ((self.optimizer, other.optimizer), *zip(inner, others, strict=True)):
+            for param, known in zip(self.params, other.params, strict=True):
+                _load(mine.state, param, its.state.get(known) or {})
+            for group, fields in zip(mine.param_groups, its.param_groups, strict=True):
+                group.update({key: copied_state(value) for key, value in fields.items() if key not in _IDENTITY})
+        vars(self.optimizer).update({k: v for k, v in other.plain_attributes().items() if k in names})
 
     def _after(self, *steps: Sequence[Tensor | None]) -> list[dict[str, Any]]:
         """Return parameters, states and options of a copy of the copy after these steps from here."""
@@ -420,7 +491,7 @@ class _Trial:
         # What is in states that cannot be looked into shows in the second step.
         again = _Trial(twin_of(self.optimizer, memo), params, self.kinds)
         again._steps(steps)
-        return again._shown()
+        return again.shown()
 
     def _steps(self, steps: Iterable[Sequence[Tensor | None]]) -> None:
         torch.default_generator.manual_seed(0)  # `torch.manual_seed` would also seed devices that are not in use
@@ -430,7 +501,8 @@ class _Trial:
         for gradients in steps:
             self.step(gradients)
 
-    def _shown(self) -> list[dict[str, Any]]:
+    def shown(self) -> list[dict[str, Any]]:
+        """Return all copied parameters with their states, and the options of the groups."""
         groups = [{k: v for k, v in group.items() if k not in _IDENTITY} for group in self.optimizer.param_groups]
         states = [opened(self.optimizer.state.get(param, {})) for param in self.params]
         return [*({"": param, **state} for param, state in zip(self.params, states, strict=True)), {"": groups}]
@@ -451,6 +523,17 @@ class _Trial:
         ):
             inside = what == _ELEMENT and len(element) > 1 and element[:-2] == first[:-2]
             yield Reach("matrix" if inside else "parameter", f"{cause} of a parameter of shape {shape} changed {where}")
+
+
+def _load(states: Any, param: Tensor, state: Mapping[str, Any]) -> None:
+    """Replace a parameter's state by another's; tensors that are there are written in place, as by a restart."""
+    live, made = states.pop(param, None) or {}, {}
+    for key, value in state.items():
+        known = live.get(key)
+        fits = type(known) is type(value) is Tensor and (known.shape, known.dtype) == (value.shape, value.dtype)
+        made[key] = known.copy_(value) if fits and known is not None else copied_state(value)
+    if made:
+        states[param] = made
 
 
 _ELEMENT, _MATRIX = "another gradient in element", "another gradient in the first matrix"
@@ -501,14 +584,18 @@ def _same(a: object, b: object) -> bool:
 
 
 def _ends(kinds: Mapping[Kind, object]) -> dict[Kind, Kind]:
-    """Choose the smallest and the largest of kinds with different sizes only, and let the largest stand for the rest."""
+    """Choose three of kinds with different sizes only: the smallest, the one with the longest shortest side, and the largest.
+
+    The largest stands for the rest. Classes choose by sides what they do with a matrix.
+    """
     alike: dict[object, list[Kind]] = defaultdict(list)
     for kind in kinds:
         alike[kind.options, len(kind.shape), kind.dtype, kind.device].append(kind)
     chosen: dict[Kind, Kind] = {}
     for group in alike.values():
         ordered = sorted(group, key=lambda kind: math.prod(kind.shape))
-        chosen |= dict.fromkeys(ordered, ordered[-1]) | {ordered[0]: ordered[0]}
+        widest = max(ordered, key=lambda kind: min(kind.shape[-2:], default=0))
+        chosen |= dict.fromkeys(ordered, ordered[-1]) | {each: each for each in (ordered[0], widest)}
     return chosen
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -124,6 +125,82 @@ def test_what_does_not_is_refused_by_name(cls: type[Optimizer]) -> None:
     StateSchema.of(optimizer)  # everything at once is right
     with pytest.raises(UnsupportedOptimizer, match=f"{cls.__name__}.*Use `DenseCheckpoint`"):
         StateSchema.of(optimizer, in_parts=True)
+
+
+class Marked(Traced):
+    """Scales the update of one tensor by its norm: with weight decay, with a flag, with long sides, or every seventh step."""
+
+    def __init__(self, params: Any, by: str) -> None:
+        self.by = by
+        super().__init__(params)
+
+    def scaled(self, param: Tensor, update: Tensor) -> Tensor:
+        decayed = [each for group in self.param_groups if group["weight_decay"] for each in group["params"]]
+        chosen = {
+            "decay": any(param is each for each in decayed),
+            "flag": getattr(param, "flag", False),
+            "sides": min(param.shape) >= 8,
+            "period": self.steps["made"] % 7 == 0,
+        }
+        return update / update.norm() if chosen[self.by] else update
+
+
+@pytest.mark.parametrize("by", ["decay", "flag", "sides", "period"])
+def test_one_unlike_the_others_is_tried_too(by: str) -> None:
+    """Whatever the class chooses it by, and wherever it stands among others of the same shape."""
+    params = [nn.Parameter(torch.randn(shape)) for shape in [(3, 4), (9, 9), (3, 4), (3, 90)]]
+    params[2].flag = True  # type: ignore[attr-defined]
+    decay = 0.1 if by == "decay" else 0.0
+    groups = [{"params": params[:1], "weight_decay": 0.0}, {"params": params[1:], "weight_decay": decay}]
+    optimizer = Marked(groups, by)
+    assert coupling_of(optimizer).coupling == "matrix"
+
+
+class Flagged(Traced):
+    """Makes all state anew in a process's first step, as an attribute says, and counts every fourth step."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.begun, self.fourths = False, 0
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.begun:
+            self.state.clear()
+            self.begun = True
+        super().step()
+        self.fourths += self.steps["made"] % 4 == 0
+
+
+class Shared(Flagged):
+    """Keeps one step count for all parameters."""
+
+    def scaled(self, param: Tensor, update: Tensor) -> Tensor:
+        count = self.state[param].setdefault("count", self.state[self.all[0]].setdefault("count", torch.zeros(())))
+        count += 1
+        counted: Tensor = update / count
+        return counted
+
+
+class Elsewhere(Flagged):
+    """Keeps numbers in an object that no restart makes again."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.held = deque([1.0], maxlen=4)
+
+    def scaled(self, param: Tensor, update: Tensor) -> Tensor:
+        self.held.append(self.held[-1] + 0.1)
+        return update * sum(self.held)
+
+
+def test_a_restart_is_tried_with_all_that_is_stored() -> None:
+    """Attributes that it needs are stored, and what it cannot have again is refused."""
+    optimizer, params = made(Flagged)
+    rest = StateSchema.of(optimizer).rest(dict(zip("abcdefgh", params, strict=False)))
+    assert {"steps", "fourths", "begun"} <= set(rest["attributes"])
+    for cls in (Shared, Elsewhere):
+        with pytest.raises(UnsupportedOptimizer, match=f"{cls.__name__}.*another one with the same state takes other"):
+            StateSchema.of(made(cls)[0])
 
 
 @pytest.mark.parametrize(("cls", "declared"), [(ByHand, "matrix"), (Lamb, "parameter"), (Noisy, "global")])
