@@ -51,6 +51,7 @@ OWN = {
     "Sharp": "SAM",
     "LookingAhead": "Lookahead",
     "Heavy": "one with far more state than parameters",
+    "Modes": "one with other weights for validation",
     "Registered": "one that has a finaliser",
     "Quantised": "one with tensors made of others",
 }
