@@ -139,7 +139,7 @@ class _Alike:
 
     def take(self, rows: Iterable[State]) -> dict[str, Any]:
         """Return copies of the values beyond records."""
-        columns, on_device = {}, {}
+        columns, on_device, strides = {}, {}, {}
         for key in self.names["keys"]:
             if key not in self.recorded:
                 columns[key] = _column(list(map(itemgetter(key), rows)))
@@ -147,7 +147,10 @@ class _Alike:
                     on_device[key] = [
                         i for i, value in enumerate(columns[key]) if _device_of(value) not in {None, "cpu"}
                     ]
-        return {"names": self.names, "columns": columns, "on_device": on_device}
+                    strides[key] = {
+                        str(i): each for i, value in enumerate(columns[key]) if (each := _strides_of(value))
+                    }
+        return {"names": self.names, "columns": columns, "on_device": on_device, "strides": strides}
 
 
 class Beyond:
@@ -209,6 +212,9 @@ def by_parameter(stored: Stored) -> dict[str, tuple[State, Collection[str], Mapp
     for each in stored:
         names, columns = each["names"], {key: _values(column) for key, column in each["columns"].items()}
         moved = {key: set(places) for key, places in each["on_device"].items()}
+        for key, strides in each["strides"].items():
+            for i, own in strides.items():
+                columns[key][int(i)] = _laid_out(columns[key][int(i)], own)
         for i, fqn in enumerate(names["params"]):
             values = {key: columns[key][i] if key in columns else ... for key in names["keys"]}
             found[fqn] = values, [key for key, places in moved.items() if i in places], names["wrapped"]
@@ -258,6 +264,28 @@ def _column(values: list[Any]) -> Any:
 def _values(column: Any) -> list[Any]:
     values: list[Any] = column.tolist() if isinstance(column, np.ndarray) else column
     return values
+
+
+def _strides_of(value: object) -> Any:
+    """Return the strides of tensors that are not contiguous, in lists and dicts as in the value; `None` without such tensors.
+
+    Matrix products of transposed tensors round differently, and the journal stores elements in order.
+    """
+    if isinstance(value, Tensor) and not is_wrapper(value):
+        return None if value.is_contiguous() or value.layout is not torch.strided else list(value.stride())
+    if isinstance(value, dict):
+        return {key: each for key, item in value.items() if (each := _strides_of(item))}
+    items = enumerate(value) if isinstance(value, list | tuple) else ()
+    return {str(i): each for i, item in items if (each := _strides_of(item))}
+
+
+def _laid_out(value: Any, strides: Any) -> Any:
+    """Return a value with its tensors laid out by a result of `_strides_of`."""
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+    if isinstance(value, dict):
+        return {key: _laid_out(item, strides[key]) if key in strides else item for key, item in value.items()}
+    return type(value)(_laid_out(item, strides[str(i)]) if str(i) in strides else item for i, item in enumerate(value))
 
 
 def _device_of(value: object) -> str | None:

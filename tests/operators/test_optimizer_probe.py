@@ -330,6 +330,31 @@ def test_empty_parameters_are_no_hindrance() -> None:
     assert [len(schema.entries(param)) for param in params] == [3, 0]
 
 
+def test_transposed_tensors_come_back_transposed() -> None:
+    """Products with them round differently; in lists and dicts as well."""
+
+    class Inverts(SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for param in self.param_groups[0]["params"]:
+                inverse = torch.eye(3).mul(2.0).T.contiguous().T + torch.ones(3, 3).T
+                turned = torch.randn(3, 5).T
+                self.state[param].update(turned=turned, both=[inverse, {"in": (turned, 1)}])
+
+    param = nn.Parameter(torch.randn(3, 3))
+    optimizer = Inverts([param], lr=0.1)
+    schema = StateSchema.of(optimizer)
+    optimizer.step()
+    kept = dict(optimizer.state[param])
+    rest = decode(encode(schema.rest({"a": param})))
+    schema.drop_state(param)
+    schema.load_rest(rest, {"a": param})
+    found = optimizer.state[param]
+    for before, after in [(kept["turned"], found["turned"]), (kept["both"][1]["in"][0], found["both"][1]["in"][0])]:
+        assert before.stride() == after.stride() == (1, 5)
+        assert torch.equal(before, after)
+
+
 def test_weights_for_validation_are_not_for_replays() -> None:
     """Their state may be missing in a repeated step; a policy that takes everything at once repeats none without it."""
     switching = type("Switching", (RMSprop,), {"eval": lambda _: None, "train": lambda _: None})
