@@ -34,15 +34,8 @@ from lightning_moe_ckpt.operators._copies import (
     opened,
     put_back,
 )
-from lightning_moe_ckpt.operators._coupling import (
-    Coupling,
-    FoundLayout,
-    Group,
-    Reach,
-    StateEntry,
-    recorded_value,
-    wideness,
-)
+from lightning_moe_ckpt.operators._coupling import Coupling, Group, Reach, wideness
+from lightning_moe_ckpt.operators._found_layout import FoundLayout, StateEntry, recorded_value
 from lightning_moe_ckpt.operators._optimizer_classes import Layout, layout_of, reach_of
 
 log = rank_logger(__name__)

@@ -19,7 +19,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import UnsupportedOptimizer
-from lightning_moe_ckpt.operators._coupling import Coupling, Group, Reach, StateEntry, coupling_of, wideness
+from lightning_moe_ckpt.operators._coupling import Coupling, Group, Reach, coupling_of, wideness
+from lightning_moe_ckpt.operators._found_layout import StateEntry
 
 log = rank_logger(__name__)
 

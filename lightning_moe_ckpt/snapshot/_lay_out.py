@@ -238,7 +238,7 @@ def _expect_operators(record: PlanRecord, operators: OperatorSet) -> None:
     if unknown or missing:
         raise IdentityMismatch(
             f"The stored plan is of other operators than this model has: it lacks {missing[:4] or 'none'}, and names "
-            f"{sorted(unknown)[:4] or 'none'} that are not there. Resume with the code that wrote it, or start anew "
+            f"{sorted(unknown)[:4] or 'none'} that are not there. Resume with the code and the policy that wrote it, or start anew "
             "with resume='never'."
         )
 
