@@ -40,15 +40,17 @@ _PLAIN = {*_NUMBERS, bool, str, type(None)}
 
 def copied_state(value: object, device: torch.device | None = None) -> Any:
     """Copy tensors, also those in lists, tuples and dicts; to a device if one is given."""
+    if type(value) in _PLAIN:
+        return value
+    if type(value) is dict:
+        return {key: copied_state(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple) and type(value) in {list, tuple}:
+        return type(value)(copied_state(item, device) for item in value)
     if is_wrapper(value):
         return _put_together(type(value), _wrapping(value), {k: copied_state(v) for k, v in _inner(value).items()})
     if isinstance(value, Tensor):
         return value.detach().clone() if device is None else value.detach().to(device, copy=True)
-    if type(value) is dict:
-        return {key: copied_state(item, device) for key, item in value.items()}
-    if type(value) is tuple:
-        return tuple(copied_state(item, device) for item in value)
-    return [copied_state(item, device) for item in value] if type(value) is list else value
+    return value
 
 
 def is_wrapper(value: object) -> bool:

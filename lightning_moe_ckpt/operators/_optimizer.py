@@ -377,10 +377,7 @@ class StateWatch:
         self._optimizer, state = optimizer, optimizer.state
         self._keys, self._states = list(state), list(state.values())
         self._own = [state[param] for param in params if param in state]
-        self._values = self._now()
-
-    def _now(self) -> list[Any]:
-        return list(chain.from_iterable(map(_VALUES, self._own)))
+        self._values = list(chain.from_iterable(map(_VALUES, self._own)))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -391,36 +388,43 @@ class StateWatch:
     def holds(self) -> bool:
         """Return whether the tensors are still the same. New or lost state counts as a change, also of other parameters."""
         state = self._optimizer.state
-        return is_same(state, self._keys) and is_same(state.values(), self._states) and self._is_same(self._now())
-
-    def _is_same(self, values: list[Any]) -> bool:
-        return is_same(values, self._values)
+        return (
+            is_same(state, self._keys)
+            and is_same(state.values(), self._states)
+            and is_same(list(chain.from_iterable(map(_VALUES, self._own))), self._values)
+        )
 
 
 class MixedWatch(StateWatch):
     """Watch over state with tensors of others, and with other values, free to change."""
 
     def __init__(self, optimizer: Optimizer, params: Iterable[Tensor], *, wrappers: bool) -> None:
-        self._wrappers = wrappers
         super().__init__(optimizer, params)
+        self._wrappers = wrappers
+        self._values = self._now()
         self._types = list(map(type, self._values))
         self._are_tensors = [isinstance(value, Tensor) for value in self._values]
         self._tensors: list[Tensor] = list(compress(self._values, self._are_tensors))
-
-    @override
-    def _now(self) -> list[Any]:
-        return list(chain.from_iterable(map(_VALUES, map(opened, self._own)))) if self._wrappers else super()._now()
 
     @property
     @override
     def tensors(self) -> list[Tensor]:
         return self._tensors
 
+    @property
     @override
-    def _is_same(self, values: list[Any]) -> bool:
+    def holds(self) -> bool:
+        state = self._optimizer.state
+        if not (is_same(state, self._keys) and is_same(state.values(), self._states)):
+            return False
+        values = self._now()
         return is_same(list(map(type, values)), self._types) and is_same(
             list(compress(values, self._are_tensors)), self._tensors
         )
+
+    def _now(self) -> list[Any]:
+        own = map(opened, self._own) if self._wrappers else self._own
+        return list(chain.from_iterable(map(_VALUES, own)))
 
 
 def groups_state(optimizer: Optimizer) -> list[dict[str, object]]:

@@ -349,18 +349,11 @@ class FileLayout:
             head = f'{_quoted(shard.operator)},"{shard.kind.value}",{_quoted(piece.fqn)}'
             interval = f"[{','.join(map(str, piece.global_shape))}],{piece.global_start},{piece.stop - piece.start}"
             there = "true" if shard.kind is RecordKind.COMPUTE or has_state[piece.fqn] else "false"
-            shapes = [
-                interval
-                if shape is None
-                else self._place(piece, key, shape, places[len(rows) + i][1])
-                if shape or key == PACKED
-                else "[],0,1"
-                for i, (key, _, shape) in enumerate(forms)
-            ]
             rows += [
-                f'[{name},{head},{_quoted(key)},"{dtype_code(dtype)}",{place},{offset},{nbytes},'
-                f"{there if is_state(key) else 'true'}]"
-                for (key, dtype, _), place, (name, (offset, nbytes)) in zip(forms, shapes, places_by_name, strict=False)
+                f'[{name},{head},{_quoted(key)},"{dtype_code(dtype)}",'
+                f"{interval if shape is None else self._place(piece, key, shape, nbytes) if shape or key == PACKED else '[],0,1'},"
+                f"{offset},{nbytes},{there if is_state(key) else 'true'}]"
+                for (key, dtype, shape), (name, (offset, nbytes)) in zip(forms, places_by_name, strict=False)
             ]
         return rows + self._local_rows(), places
 
