@@ -193,8 +193,9 @@ class Assembler:
         """Read a tensor that each of its writers stored whole."""
         first, *others = [self._record(record) for record in tensor.records]
         if different := [each for each in others if not torch.equal(each.view(torch.uint8), first.view(torch.uint8))]:
+            place = int(torch.argmax((first != different[0]).byte()))
             raise ConfigurationError(
-                f"`{name}` differs between expert-parallel ranks ({first[:1].item()}, {different[0][:1].item()}), so it is not "
+                f"`{name}` differs between expert-parallel ranks ({first[place].item()}, {different[0][place].item()}), so it is not "
                 "one tensor. Export without the optimizer: leave out --optimizer, or give --weights-only."
             )
         return first.view(tensor.shape)

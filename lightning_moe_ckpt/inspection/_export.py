@@ -138,11 +138,12 @@ class _Job:
 
     def safetensors(self, done: Export) -> list[Path]:
         tensors = {name: self.tensors.read(stored) for name, stored in self.names.items()}
+        state = self.tensors.optimizer() if self.options.optimizer else {}  # if that fails, nothing is written
         self._count(done, len(tensors))
         save_safetensors(self.out, tensors, _metadata(self.commit, self.tensors))
         if not self.options.optimizer:
             return [self.out]
-        state, beside = self.tensors.optimizer(), _optimizer_file(self.out)
+        beside = _optimizer_file(self.out)
         save_safetensors(beside, state, _metadata(self.commit, self.tensors))
         return [self.out, beside]
 

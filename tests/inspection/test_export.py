@@ -6,18 +6,26 @@ import dataclasses
 import os
 import stat
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from campaign._optimizers import RowByRow
+from launcher import run_world
+from lightning.pytorch import seed_everything
 from safetensors.torch import load_file
 from torch import Tensor
 
+from inspection._runs import FEATURES, SmallMoE, train
+from lightning_moe_ckpt import MoEStrategy
+from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
-from lightning_moe_ckpt.inspection import export
+from lightning_moe_ckpt.inspection import export, verify
 from lightning_moe_ckpt.inspection._assemble import Assembler
+from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.storage import RankMarker, RunView, open_backend
 
 
@@ -75,6 +83,50 @@ def test_experts_of_all_ranks_are_put_together(
     state = load_file(tmp_path / "m.optimizer.safetensors")
     assert weights["moe.w1"].shape[0] == 4
     assert same({name.removesuffix("/exp_avg"): state[name] for name in state if name.endswith("exp_avg")}, averages)
+
+
+class Factored(SmallMoE):
+    """Trains with statistics of rows and of columns; those of columns of `[E, f]` are of a rank's experts together."""
+
+    def __init__(self, *, biases: bool) -> None:
+        super().__init__()
+        self.biases = biases
+
+    def configure_model(self) -> None:
+        self.moe = self.moe or MoELayer(FEATURES, 8, 6)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        params = dict(self.named_parameters())
+        return RowByRow([params[name] for name in params if self.biases or not name.startswith("moe.b")], lr=1e-2)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_statistics_of_rows_are_put_together_and_others_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, *, biases: bool
+) -> None:
+    """Experts of three ranks, each of which stores its stack whole. What is of one rank's experts has no place in a single file."""
+    url, out = str(tmp_path / "run"), tmp_path / "m.safetensors"
+
+    def work(rank: int) -> dict[str, Tensor]:
+        seed_everything(1, verbose=False)
+        module = Factored(biases=biases)
+        strategy = MoEStrategy(expert_parallel=3)
+        trainer = train(module, SparseCheckpoint(url, window=2), steps=3, devices=3, strategy=strategy)
+        param = dict(module.named_parameters())["moe.w1"]
+        return {f"moe.w1/{key}": trainer.optimizers[0].state[param][key] for key in ("mean", "rows", "columns")}
+
+    kept = run_world(3, work, timeout=timedelta(seconds=90), process_group=False)
+    assert verify(open_backend(url)).sound
+    ended = main(["export", url, str(out), "--optimizer"])
+    if biases:
+        said = capsys.readouterr().err
+        assert (ended, "`moe.b1/columns` differs between expert-parallel ranks" in said) == (2, True)
+        assert main(["export", url, str(out)]) == 0
+    else:
+        assert ended == 0
+        found = load_file(tmp_path / "m.optimizer.safetensors")
+        expected = {name: torch.cat([each[name] for each in kept]) for name in kept[0]}
+        assert same({name: found[name] for name in expected}, expected)
 
 
 def test_a_sparse_generation_is_refused_with_the_way_out(
