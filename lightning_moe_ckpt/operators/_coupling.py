@@ -3,8 +3,8 @@
 The copy steps copies of each kind of parameter with made-up gradients. Some copies have the parameters' sizes, as far as sizes
 matter to quantised and factored states. Others are tiny and step 200 times, until a large gradient would be clipped by optimizers that
 clip updates. The last step is repeated with another gradient in one element, in one matrix and in one parameter, and without
-one parameter's gradient, as in a replay. The most distant other bit is the coupling. The optimizer, its parameters and all
-generators stay unchanged.
+one parameter's gradient, as in a replay. The most distant other bit is the coupling. At last another copy gets what a restart would
+restore, and has to take the same steps. The optimizer, its parameters and all generators stay unchanged.
 """
 
 from __future__ import annotations
@@ -107,16 +107,8 @@ def _shape_tiny(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(min(size, _TINY - (i % 2)) for i, size in enumerate(shape))
 
 
-@dataclass(frozen=True, slots=True)
-class FirstStates:
-    """State of a copied optimizer after two steps."""
-
-    by_kind: dict[Kind, tuple[nn.Parameter, dict[str, Any]]]
-    """A copied parameter of each kind, and its state."""
-
-
-def first_states(optimizer: Optimizer) -> FirstStates:
-    """Let a copy of an optimizer take two steps, with sparse gradients if the class refuses others.
+def first_states(optimizer: Optimizer) -> dict[Kind, tuple[nn.Parameter, dict[str, Any]]]:
+    """Return a copied parameter of each kind, with its state after two steps; with sparse gradients if the class refuses others.
 
     Raises:
         Exception: any, raised by the class because of copied parameters and gradients.
@@ -147,13 +139,12 @@ def _with_gradients(optimizer: Optimizer, find: Callable[[Optimizer, _Form], _Fo
             if "dense" not in str(error):
                 raise
             return find(optimizer, lambda gradient: gradient.to_sparse(1))
-        except (
-            ZeroDivisionError
-        ):  # by the size of an empty parameter, which then cannot have gradients in training either
+        except ZeroDivisionError:
+            # By the size of an empty parameter, which then cannot have gradients in training either.
             return find(optimizer, lambda gradient: gradient if gradient.numel() else None)
 
 
-def _first_states(optimizer: Optimizer, form: _Form) -> FirstStates:
+def _first_states(optimizer: Optimizer, form: _Form) -> dict[Kind, tuple[nn.Parameter, dict[str, Any]]]:
     trial = _Trial.of(optimizer, shape_tried, number=1, every=True)
     trial.go_on(range(2), form)
     twin = trial.optimizer
@@ -161,7 +152,7 @@ def _first_states(optimizer: Optimizer, form: _Form) -> FirstStates:
     if strangers:
         raise LookupError(f"it keeps state of {str(strangers[0])[:40]!r}, which is no parameter")
     states = [dict(twin.state.get(param, {})) for param in trial.params]
-    return FirstStates(dict(zip(trial.kinds, zip(trial.params, states, strict=True), strict=True)))
+    return dict(zip(trial.kinds, zip(trial.params, states, strict=True), strict=True))
 
 
 def _attributes_of(optimizer: Optimizer, form: _Form) -> tuple[str, ...]:
@@ -238,7 +229,7 @@ class _Trial:
     def of(
         cls, optimizer: Optimizer, shape: Callable[[Sequence[int]], tuple[int, ...]], *, number: int, every: bool
     ) -> _Trial:
-        """Copy an optimizer without its state. Unless `every`, two are copied of kinds that only differ in size, and no empty ones."""
+        """Copy an optimizer without its state. Unless `every`, three are copied of kinds that only differ in size, and no empty ones."""
         examples: dict[Kind, Tensor] = {}
         members: list[list[tuple[Kind, Tensor]]] = []
         for group in optimizer.param_groups:
@@ -306,7 +297,7 @@ class _Trial:
     def reaches(self, seed: int, later: int) -> Iterator[Reach]:
         """Yield the couplings that a repeated step with other gradients shows after as many `later` steps."""
         last: list[Tensor | None] = [*self.gradients(seed)]
-        then = [last] * later
+        then = [last] * later  # what is in states that cannot be looked into shows then
         usual = self._after(last, *then)
         if next(_differences(usual, self._after(last, *then)), None) is not None:
             yield Reach("global", "the same step of a copy gave other bits the second time")
@@ -350,7 +341,6 @@ class _Trial:
         values = [value for state in self.optimizer.state.values() for value in state.values()]
         memo |= {id(value): copied_state(value) for value in values if is_wrapper(value)}
         params = [memo[id(param)] for param in self.params]
-        # What is in states that cannot be looked into shows in the second step.
         again = _Trial(twin_of(self.optimizer, memo), params, self.kinds)
         again._steps(steps)
         return again.shown()

@@ -17,12 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_moe_ckpt.errors import UnsupportedOptimizer
 from lightning_moe_ckpt.journal import refusals
-from lightning_moe_ckpt.operators._copies import (
-    copied_state,
-    opened,
-    wrapper_name,
-    wrappings,
-)
+from lightning_moe_ckpt.operators._copies import copied_state, opened, wrapper_name, wrappings
 from lightning_moe_ckpt.operators._coupling import (
     Group,
     Kind,
@@ -129,7 +124,7 @@ class FoundLayout:
             self._options.setdefault(id(group), (group, options_of(group)))
             for param in group["params"]:
                 self._marks.setdefault(id(param), marks_of(param, optimizer.state.get(param) or {}))
-        for kind, (param, closed) in found.by_kind.items():
+        for kind, (param, closed) in found.items():
             state, wrapped = opened(closed), wrappings(closed)
             self.wrappers |= {wrapper_name(type(closed[key])): type(closed[key]) for key in wrapped}
             self._entries[kind] = tuple(entry for key, value in state.items() if (entry := _entry(key, value, param)))

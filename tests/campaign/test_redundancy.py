@@ -150,7 +150,8 @@ def test_partial_generations_are_as_new_as_promised_where_the_dense_part_is_not_
     found.require_accounting()
     sent, mirrored = taken(lives)
     print(f"{sent} bytes sent, {mirrored} taken from own state: {mirrored / (sent + mirrored):.1%}")
-    assert mirrored / (sent + mirrored) > 0.02  # experts once, and journals take most
+    # Experts once, and journals take most; with experts of four ranks, more so.
+    assert mirrored / (sent + mirrored) > (0.02 if expert_parallel == 4 else 0.03)
 
 
 def train_followed(setup: Setup, machines: Machines, life: Attempt) -> Mapping[str, Any]:

@@ -111,7 +111,7 @@ def test_what_updates_each_element_alone_is_accepted(cls: type[Optimizer]) -> No
     before = copy.deepcopy([params, list(optimizer.state.values())])
     random = torch.get_rng_state()
     assert coupling_of(optimizer).coupling == "element"
-    assert first_states(optimizer).by_kind
+    assert first_states(optimizer)
     assert _same(before, [params, list(optimizer.state.values())])
     assert torch.equal(torch.get_rng_state(), random)
     assert getattr(optimizer, "steps", {"made": 1}) == {"made": 1}
@@ -260,7 +260,7 @@ def test_the_coupling_of_a_class_is_found(make: Callable[..., Optimizer], coupli
 def test_thousands_of_experts_are_as_soon_tried_as_a_few() -> None:
     """Kinds of parameters count, and copies are small."""
     params = [nn.Parameter(torch.zeros(2, 3)) for _ in range(4096)]
-    trials = first_states(RMSprop(params)).by_kind
+    trials = first_states(RMSprop(params))
     assert len(trials) == 1
     assert [shape_tried(shape) for shape in [(4096, 1024, 4096), (50_000, 768), (33,)]] == [
         (3, 132, 133),
