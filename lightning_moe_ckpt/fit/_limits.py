@@ -18,6 +18,7 @@ from lightning_moe_ckpt.fit._callbacks import averaging_callbacks
 from lightning_moe_ckpt.fit.loaders._loaders import loaders_of
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of, takes_iterator
 from lightning_moe_ckpt.fit.objects._users import is_library
+from lightning_moe_ckpt.operators import is_sharded
 from lightning_moe_ckpt.parallel import ordered_hook
 from lightning_moe_ckpt.policies import Policy
 
@@ -62,7 +63,9 @@ def may_leave_out(trainer: Trainer, module: LightningModule, skip: tuple[type[Ca
 
     Arguments as of `gradients_are_seen`.
     """
-    return not gradients_are_seen(trainer, module, skip) and not isinstance(trainer.model, DistributedDataParallel)
+    return not gradients_are_seen(trainer, module, skip) and not (
+        isinstance(trainer.model, DistributedDataParallel) or is_sharded(module)
+    )
 
 
 def _of_replay(module: LightningModule) -> Iterator[str]:
@@ -145,7 +148,6 @@ _UNSUPPORTED: dict[type[Callback], str] = {
 
 
 _STRATEGIES = {
-    "ModelParallelStrategy": "shards parameters as DTensors (FSDP2, tensor parallelism)",
     "FSDPStrategy": "keeps parameters in flat shards, which cut through operators",
     "DeepSpeedStrategy": "leaves weights and optimizer state to DeepSpeed's engine, at stage 0 too",
     "XLAStrategy": "trains on XLA devices, whose memory is not copied while it trains",

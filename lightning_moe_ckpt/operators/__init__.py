@@ -31,6 +31,11 @@ from lightning_moe_ckpt.operators._optimizer import load_groups_state as load_gr
 from lightning_moe_ckpt.operators._optimizer_classes import register_optimizer as register_optimizer
 from lightning_moe_ckpt.operators._parameters import ComputeDtypeProbe as ComputeDtypeProbe
 from lightning_moe_ckpt.operators._parameters import ParameterIndex as ParameterIndex
+from lightning_moe_ckpt.operators._places import Region as Region
+from lightning_moe_ckpt.operators._places import is_sharded as is_sharded
+from lightning_moe_ckpt.operators._places import memory_of as memory_of
+from lightning_moe_ckpt.operators._places import places_of as places_of
+from lightning_moe_ckpt.operators._places import show_shards as show_shards
 from lightning_moe_ckpt.operators._views import AttributeCapacity as AttributeCapacity
 from lightning_moe_ckpt.operators._views import AttributeState as AttributeState
 from lightning_moe_ckpt.operators._views import BiasView as BiasView

@@ -30,6 +30,7 @@ from lightning_moe_ckpt.moe._layer import in_backward
 from lightning_moe_ckpt.operators._count_taps import CountTap, IndexTap, TokenCounts, tensors_of
 from lightning_moe_ckpt.operators._discover import discover
 from lightning_moe_ckpt.operators._operator import MoELayerSpec, OperatorSet
+from lightning_moe_ckpt.operators._places import memory_of, places_of
 
 log = rank_logger(__name__)
 
@@ -250,6 +251,8 @@ class _LayerProbe:
 
     def __init__(self, layer: MoELayerSpec, module: nn.Module, params: Mapping[str, Tensor]) -> None:
         self.layer, self._module, self._params = layer, module, params
+        of_experts = {piece.fqn for slices in layer.experts.values() for piece in slices}
+        self._places = places_of({fqn: params[fqn] for fqn in of_experts})
         self.pending = True
         self._counts = _Watched(layer.num_experts)
         self._drops = TokenCounts(layer.num_experts)
@@ -327,7 +330,9 @@ class _LayerProbe:
         still = [expert for expert in self.layer.local_expert_ids if expert not in moved and counts_E[expert]]
         idle = [expert for expert in still if not _is_frozen(self.layer, expert, self._params)]
         # Experts of this rank also get tokens of other ranks, whose gradients may be missing for other reasons.
-        if strict and self.layer.holders == "stage" and counts_E[idle].sum() > _IDLE_SHARE * counts_E.sum():
+        # So do experts of which other ranks hold the rows.
+        whole = self.layer.holders == "stage" and not self._places
+        if strict and whole and counts_E[idle].sum() > _IDLE_SHARE * counts_E.sum():
             return f"experts {idle} have no gradient, and {int(counts_E[idle].sum())} tokens were counted for them"
         return None
 
@@ -343,7 +348,15 @@ class _LayerProbe:
             y.register_hook(self._look)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def _moved(self) -> set[int]:
-        return {expert for expert in self.layer.local_expert_ids if _has_gradient(self.layer, expert, self._params)}
+        return {expert for expert in self.layer.local_expert_ids if self._has_gradient(expert)}
+
+    def _has_gradient(self, expert: int) -> bool:
+        for piece in self.layer.experts[expert]:
+            grad, place = self._params[piece.fqn].grad, self._places.get(piece.fqn)
+            part = (piece.start, piece.stop) if place is None else place.part(piece.start, piece.stop)
+            if grad is not None and part and bool(memory_of(grad).reshape(-1)[part[0] : part[1]].any()):
+                return True
+        return False
 
     def _look(self, grad: Tensor) -> None:
         if not self._silent_rows:  # the first backward pass of the step, which has not come to the experts yet
@@ -353,11 +366,3 @@ class _LayerProbe:
 
 def _is_frozen(layer: MoELayerSpec, expert: int, params: Mapping[str, Tensor]) -> bool:
     return not any(params[piece.fqn].requires_grad for piece in layer.experts[expert])
-
-
-def _has_gradient(layer: MoELayerSpec, expert: int, params: Mapping[str, Tensor]) -> bool:
-    for piece in layer.experts[expert]:
-        grad = params[piece.fqn].grad
-        if grad is not None and bool(grad.reshape(-1)[piece.start : piece.stop].any()):
-            return True
-    return False

@@ -49,7 +49,10 @@ class RecordKind(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamSlice:
-    """A flat interval `[start, stop)` of one local, contiguous parameter, with its place in the global tensor."""
+    """A flat interval `[start, stop)` of one contiguous parameter, with its place in the global tensor.
+
+    Of a parameter in shards, operators have intervals of the whole; what a rank writes of it is an interval of its memory.
+    """
 
     fqn: str
     """Name in `named_parameters()` of the live model; the first one for tied parameters."""
@@ -60,7 +63,9 @@ class ParamSlice:
     global_shape: tuple[int, ...]
     """Shape of the parameter over all expert-parallel ranks."""
     global_start: int
-    """Index of the first element in the flattened global parameter."""
+    """Index of the first element in the flattened global parameter, or in the flattened `box`."""
+    box: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Offset and size of the writer's box in the global parameter, where that is no flat interval; else `None`."""
 
     @property
     def numel(self) -> int:

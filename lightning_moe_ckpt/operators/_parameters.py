@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self, override
 
 from lightning_moe_ckpt.errors import UnknownLayout
+from lightning_moe_ckpt.operators._places import memory_of, place_of
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 STORED_DTYPES = (*_DTYPES, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -71,8 +72,9 @@ class ParameterIndex:
         """
         by_storage: dict[tuple[str, int], list[tuple[int, int, str]]] = defaultdict(list)
         for fqn, param in self.params.items():
-            if param.numel():
-                by_storage[storage_key(param)].append((*byte_interval(param), fqn))
+            memory = memory_of(param)
+            if memory.numel():
+                by_storage[storage_key(memory)].append((*byte_interval(memory), fqn))
         for intervals in by_storage.values():
             yield from _overlapping(sorted(intervals))
 
@@ -123,17 +125,18 @@ def _refusal(param: nn.Parameter) -> str | None:
         return "has no shape yet; run one forward before fit"
     if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
         return "belongs to FSDP's flat parameter, whose shards cut through operators; FSDP is not supported"
-    if type(param).__name__ == "DTensor":
-        return "is a DTensor (FSDP2 or tensor parallel), whose slices live on several ranks; not supported"
-    if type(param) is not nn.Parameter:
-        return f"is a tensor subclass ({type(param).__name__}), whose bytes are not one flat interval; not supported"
-    return _layout_refusal(param)
+    memory, place = memory_of(param), place_of(param)
+    if place is not None and (memory.shape != place.size or any(each.is_partial() for each in param.placements)):  # type: ignore[attr-defined]
+        return f"is a DTensor placed as {param.placements}, of which no rank has a box; not supported"  # type: ignore[attr-defined]
+    if type(memory) not in (nn.Parameter, Tensor):
+        return f"is a tensor subclass ({type(memory).__name__}), whose bytes are not one flat interval; not supported"
+    return _layout_refusal(memory, trains=param.requires_grad)
 
 
-def _layout_refusal(param: nn.Parameter) -> str | None:
+def _layout_refusal(param: Tensor, *, trains: bool) -> str | None:
     if param.layout is not torch.strided:
         return f"has layout {param.layout}; only strided tensors are supported"
-    if param.dtype not in (_DTYPES if param.requires_grad else STORED_DTYPES):
+    if param.dtype not in (_DTYPES if trains else STORED_DTYPES):
         return f"has dtype {param.dtype} (quantised or complex); supported are float32, float64, bfloat16, float16, float8_e4m3fn, float8_e5m2"
     if not param.is_contiguous():
         return "is not contiguous (channels_last?); make it so with `.contiguous()` before fit"
@@ -244,6 +247,8 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         """Return the byte intervals of parameters that could be stored in less, by storage."""
         memory: dict[tuple[str, int], list[tuple[int, int, str]]] = defaultdict(list)
         for fqn, param in self._params.items():
+            if place_of(param) is not None:
+                continue  # forward reads a whole copy of it, in other memory
             if self._low is not None and param.numel() and param.dtype in (torch.float32, torch.float64):
                 memory[storage_key(param)].append((*byte_interval(param), fqn))
         return dict(memory)

@@ -50,9 +50,18 @@ class Place:
         """Index of the first element in the whole, flattened; for a box that is a flat interval."""
         return sum(at * math.prod(self.shape[dim + 1 :]) for dim, at in enumerate(self.offset))
 
-    def interval(self, start: int, stop: int) -> tuple[int, int]:
-        """Return first element, and the element after the last, in memory of elements `[start, stop)` of the whole."""
-        return self._before(start), self._before(stop)
+    def part(self, start: int, stop: int) -> tuple[int, int, int] | None:
+        """Return what is here of elements `[start, stop)` of the whole; `None` if that is nothing.
+
+        A rank with no elements at all has an empty part where the whole begins: scalars of the optimizer need a record.
+
+        Returns:
+            First element and the element after the last, in memory, and the first in the whole, or in the box if there is one.
+        """
+        first, last = self._before(start), self._before(stop)
+        if first == last and not (start == 0 and self.numel == 0):
+            return None
+        return first, last, first if self.box is not None else self.first + first
 
     def _before(self, index: int) -> int:
         """Return the number of elements here that come before an element of the whole."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -66,6 +66,8 @@ class ParallelGroups:
     num_stages: int = 1
     """Stages of the pipeline, of equally many ranks."""
     groups: dict[GroupName, dist.ProcessGroup] = field(default_factory=dict)
+    others: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    """Groups of ranks that hold the same shards of parameters, by their ranks; see `join`."""
 
     @classmethod
     def placed(cls, rank: int, world_size: int, *, ep_size: int = 1, num_stages: int = 1) -> ParallelGroups:
@@ -124,6 +126,22 @@ class ParallelGroups:
         if self.world_size == 1:
             return None
         return self.groups[name]
+
+    def among(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Return the group of the ranks that hold the same bytes, this one among them."""
+        for name in ("stage", "expert_data"):
+            if ranks == tuple(self.ranks(name)):
+                return self.groups[name]
+        return self.others[ranks]
+
+    def join(self, regions: Iterable[tuple[int, ...]], timeout: timedelta = timedelta(minutes=30)) -> None:
+        """Make the missing groups of several ranks that hold the same bytes; all ranks name all of them. Collective."""
+        for ranks in sorted(set(regions)):
+            if len(ranks) > 1 and ranks not in self.others:
+                with closed_listeners():
+                    group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+                if self.rank in ranks:
+                    self.others[ranks] = group
 
 
 _current = ParallelGroups()

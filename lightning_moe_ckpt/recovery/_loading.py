@@ -32,7 +32,6 @@ from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, Restored, Resto
 from lightning_moe_ckpt.recovery._replay import Replay
 from lightning_moe_ckpt.snapshot import (
     JOURNAL,
-    REGIONS,
     SEGMENT_METADATA,
     FileLayout,
     PlanRecord,
@@ -287,15 +286,14 @@ def restored_window(
     if not chosen.is_partial:
         return window
     shards = {
-        region: [
-            part for part in window.steps[0].durable.shards[region] if view.operators[part.operator].kind != "expert"
-        ]
-        for region in REGIONS
+        region: [part for part in parts if view.operators[part.operator].kind != "expert"]
+        for region, parts in window.steps[0].durable.shards.items()
     }
     for name, sources in chosen.shards.items():
         if name in view.operators:  # else it is on other ranks
             operator = view.operators[name]
-            shards[operator.holders] += [_shard(operator, source) for source in sources]
+            region = tuple(groups.ranks(operator.holders))
+            shards.setdefault(region, []).extend(_shard(operator, source) for source in sources)
     return WindowLayout(record=record, steps=[StepLayout(FileLayout(shards, view, groups, journal_nbytes))])
 
 

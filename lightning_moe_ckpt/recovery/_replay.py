@@ -25,10 +25,10 @@ from torch import Tensor
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.native import Column, Copy, CopyEngine, copy_through
-from lightning_moe_ckpt.operators import RecordKind
+from lightning_moe_ckpt.operators import RecordKind, Region, memory_of
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery._frozen import Frozen
-from lightning_moe_ckpt.snapshot import JOURNAL, PRESENT, REGIONS, FileLayout, ParameterShards, WindowLayout, versions
+from lightning_moe_ckpt.snapshot import JOURNAL, PRESENT, FileLayout, ParameterShards, WindowLayout, versions
 from lightning_moe_ckpt.storage import SegmentLayout
 
 log = rank_logger(__name__)
@@ -67,6 +67,8 @@ class Replay:
         self._view, self._as_user = window.steps[0].view, as_user
         self.groups, self.engine = groups, engine
         self._layouts = [step.durable for step in window.steps]
+        files = [step.files["durable"] for step in window.record.plan.steps]
+        self._full = [[name for name, kind in each.items() if kind is RecordKind.FULL] for each in files]
         self._segments: list[Tensor | None] = list(segments)
         self._first, self._may_skip = first_step, may_skip
         self.journals: list[Journal] = [
@@ -138,6 +140,8 @@ class Replay:
         self._load_records()
         shards = [shard for region in layout.shards.values() for shard in region if shard.kind is RecordKind.FULL]
         self._active.update(shard.operator for shard in shards)
+        # Of an operator in shards this rank may have nothing.
+        self._active.update(name for name in self._full[self._newest] if name in self._view.operators)
         self._give_state()
         self.freeze()
 
@@ -192,14 +196,16 @@ class Replay:
         scalars: Scalars | None = self.journals[self._newest]["outcome"].get("scalars")
         shared = frozenset[str]() if scalars is None else self._shared()
         self._reset(shared, scalars or {})
-        for region in REGIONS:
-            for writer in self.groups.ranks("expert_data" if region == "expert_data" else "stage"):
+        for region in layout.shards:
+            for writer in region:
                 self._load_region(layout, segment, region, writer, shared)
         self._load_scalars(scalars or {})
         self._view.schema.load_rest(self.journals[self._newest]["start"].get("optimizer", {}), self._view.params)
         fqns = dict.fromkeys(shard.slice.fqn for region in layout.shards.values() for shard in region)
         params = [self._view.params[fqn] for fqn in fqns]
         self._loaded = [*params, *self._view.states(fqns)]
+        if self._view.places:
+            self._loaded += map(memory_of, [*self._loaded])
         self._versions = versions(self._loaded)
 
     def _shared(self) -> frozenset[str]:
@@ -228,7 +234,7 @@ class Replay:
                 live.copy_(value)
 
     def _load_region(
-        self, layout: FileLayout, segment: Tensor, region: str, writer: int, shared: Collection[str]
+        self, layout: FileLayout, segment: Tensor, region: Region, writer: int, shared: Collection[str]
     ) -> None:
         table = layout.written(region, writer)
         if not table.shards:
@@ -274,10 +280,10 @@ class Replay:
             else:  # every part has the same value
                 yield _typed(source[at[-1] : at[-1] + dtype.itemsize * math.prod(shape)], dtype), flat
 
-    def _broadcast(self, source: Tensor, region: str, writer: int) -> Tensor:
-        group = self.groups.group("expert_data" if region == "expert_data" else "stage")
-        if group is None or dist.get_world_size(group) == 1:
+    def _broadcast(self, source: Tensor, region: Region, writer: int) -> Tensor:
+        if len(region) == 1:
             return source
+        group = self.groups.among(region)
         on_device = source.cuda() if dist.get_backend(group) == "nccl" else source.contiguous()
         dist.broadcast(on_device, src=writer, group=group)
         return on_device.cpu()

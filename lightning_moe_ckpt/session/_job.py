@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -48,6 +48,10 @@ class SessionJob:
         self.operators = discover(self.module, ep_size=groups.ep_size, unknown=unknown)
         self.view = StateView(self.module, self._operators_cut(), self.schema, {}, self.averages)
         self.exchange = Exchange(groups)
+        if self.view.places:
+            holders = {place.holders for place in self.view.places.values()}
+            said = cast("list[list[list[int]]]", self.exchange.gather_values(sorted(map(list, holders))))
+            groups.join(tuple(ranks) for row in said for ranks in row)
         self.device = next(iter(self.view.params.values())).device
         self.engine, self.stalls = create_engine(self.device), StallMeter(self.device)
         self.least_steps = policy.least_steps(len(self.view.operators))

@@ -44,7 +44,6 @@ from lightning_moe_ckpt.snapshot._layout import GRADIENT as GRADIENT
 from lightning_moe_ckpt.snapshot._layout import JOURNAL as JOURNAL
 from lightning_moe_ckpt.snapshot._layout import PARAM as PARAM
 from lightning_moe_ckpt.snapshot._layout import PRESENT as PRESENT
-from lightning_moe_ckpt.snapshot._layout import REGIONS as REGIONS
 from lightning_moe_ckpt.snapshot._layout import SEGMENT_METADATA as SEGMENT_METADATA
 from lightning_moe_ckpt.snapshot._layout import Averages as Averages
 from lightning_moe_ckpt.snapshot._layout import FileLayout as FileLayout

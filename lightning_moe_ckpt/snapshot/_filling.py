@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import compress
-from operator import attrgetter, ne
+from operator import add, attrgetter, ne
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.journal import Arrival, Arrivals, Journal, encode_journal, held
 from lightning_moe_ckpt.native import Column, Copy, CopyEngine, CopyTable, PreparedTable, Ticket
-from lightning_moe_ckpt.operators import StateWatch
+from lightning_moe_ckpt.operators import StateWatch, memory_of
 from lightning_moe_ckpt.snapshot._layout import (
     GRADIENT,
     JOURNAL,
@@ -241,6 +241,8 @@ class StepCopies:
         self._addresses: list[int] = []
         self.bases: list[Tensor] = []
         """Live tensors that are copied, except gradients, which may change after their step."""
+        self._shards: list[Tensor] = []
+        """Tensors of which the bases are the memory, if parameters are in shards."""
         self.records: list[RecordRows] = []
         """Marker's entries, by file."""
         self._places: dict[int, tuple[Tensor, memoryview]] = {}
@@ -269,6 +271,11 @@ class StepCopies:
         some = table.of_sources(np.fromiter(map(ids.__contains__, map(id, table.sources)), bool))
         return self._engine.prepare_table(some, block_U8)
 
+    def versions(self) -> list[int]:
+        """Return the counts of in-place changes of the bases; a DTensor and its memory count different ones."""
+        found = versions(self.bases)
+        return list(map(add, found, versions(self._shards))) if self._shards else found
+
     def let_go(self) -> None:
         """Let go of gradients; the next step has others."""
         if self._columns.gradients:
@@ -278,6 +285,8 @@ class StepCopies:
         view, has_state = self.layout.view, self._columns.has_state()
         self._watch = view.schema.watch(self._params)
         self.bases = [*self._params, *view.states(self._whole), *self._averages]
+        if view.places:
+            self._shards, self.bases = self.bases, list(map(memory_of, self.bases))
         self._addresses = _addresses(self.bases)
         self._prepared = self._engine.prepare_table(self._columns.table(has_state), block_U8)
         if not self.records or has_state != self._has_state:
@@ -346,7 +355,7 @@ class SegmentWriter:
     def start(self) -> Ticket:
         """Begin to copy every record; the sources must not change before the ticket's fence."""
         ticket = self._engine.submit_table(self._copies.current(self.view), self.view)
-        self._versions = versions(self._copies.bases)
+        self._versions = self._copies.versions()
         return ticket
 
     def recopy_changed(self, ticket: Ticket, *, everything: bool = False) -> Ticket:
@@ -362,9 +371,9 @@ class SegmentWriter:
         if everything:
             # There may be other tensors now, or none: `param.data = ...`, `optimizer.state.clear()`.
             changed = self._copies.current(self.view)
-            now = versions(self._copies.bases)
+            now = self._copies.versions()
         else:
-            now = versions(self._copies.bases)
+            now = self._copies.versions()
             if now == self._versions:
                 return ticket
             changed = self._copies.some(list(map(ne, now, self._versions)), self.view)
@@ -376,7 +385,7 @@ class SegmentWriter:
     @property
     def is_overtaken(self) -> bool:
         """Whether sources were changed in place since `start` or `recopy_changed`."""
-        return versions(self._copies.bases) != self._versions
+        return self._copies.versions() != self._versions
 
     def take_local(self, journal: Journal) -> LocalState:
         """Begin to bring this rank's buffers and the journal to the host; both may change, and be freed, after the

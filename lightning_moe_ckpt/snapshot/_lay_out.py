@@ -21,7 +21,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
-from lightning_moe_ckpt.operators import Operator, OperatorSet, RecordKind, split, unit_of
+from lightning_moe_ckpt.operators import Operator, OperatorSet, ParamSlice, RecordKind, Region, split, unit_of
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import (
     DensePolicy,
@@ -35,7 +35,7 @@ from lightning_moe_ckpt.policies import (
     expert_names,
     writers_of,
 )
-from lightning_moe_ckpt.snapshot._layout import REGIONS, FileLayout, StateView, StepLayout, WindowLayout
+from lightning_moe_ckpt.snapshot._layout import FileLayout, StateView, StepLayout, WindowLayout
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.snapshot._shards import numel_of
 from lightning_moe_ckpt.storage import MAX_HEADER_NBYTES
@@ -53,7 +53,7 @@ _ENTRY_NBYTES = 256
 
 _ALIGN_NBYTES = 64
 
-Shards = dict[str, list[Shard]]
+Shards = dict[Region, list[Shard]]
 """Shards by region, over all its writers, in stored order."""
 
 
@@ -208,7 +208,7 @@ def expert_nbytes(view: StateView, groups: ParallelGroups) -> dict[str, int]:
     for layer in view.operators.layers:
         names = expert_names(layer)
         template = view.operators[names[layer.local_expert_ids[0]]]
-        holders = _ranks(template.holders, groups)
+        holders = groups.ranks(template.holders)
         # Experts of a layer are equal, and cut alike except for the first holder's turn.
         turns = [_cut(template, view, holders, turn=turn) for turn in range(len(holders))]
         sizes = [sum(_aligned_nbytes(shard, view) for shard in turn if shard.writer == groups.rank) for turn in turns]
@@ -248,23 +248,23 @@ def _expect_operators(record: PlanRecord, operators: OperatorSet) -> None:
 
 def _balanced_shards(step: WindowStep, view: StateView, groups: ParallelGroups) -> list[Shards]:
     """Return the shards by file: every record shared out evenly among its holders."""
-    return [
-        {region: region_shards(step.files[audience], region, view, groups) for region in REGIONS}
-        for audience in step.audiences
-    ]
+    return [shards_of(step.files[audience], view, groups) for audience in step.audiences]
 
 
-def region_shards(
-    records: Mapping[str, RecordKind], region: str, view: StateView, groups: ParallelGroups
-) -> list[Shard]:
-    """Return the shards of one region over all its writers, from the records that this rank's stage holds."""
+def shards_of(records: Mapping[str, RecordKind], view: StateView, groups: ParallelGroups) -> Shards:
+    """Return the shards of this rank's regions, each over all its writers."""
+    taken: dict[Region, list[tuple[str, RecordKind, ParamSlice]]] = {}
+    for name, kind in records.items():
+        if name in view.operators:
+            for region, piece in view.parts(view.operators[name], groups):
+                taken.setdefault(region, []).append((name, kind, piece))
+    return {region: _shared_out(each, region, view) for region, each in taken.items()}
+
+
+def _shared_out(taken: Sequence[tuple[str, RecordKind, ParamSlice]], holders: Region, view: StateView) -> list[Shard]:
     # Differentials are cut like their states: a rank with a shard of one has the same shard of the other.
-    widths = {
-        kind: view.widths(RecordKind.FULL if kind is RecordKind.DELTA else kind) for kind in set(records.values())
-    }
-    operators, holders = view.operators, _ranks(region, groups)
-    local = [(operators[name], kind) for name, kind in records.items() if name in operators]
-    taken = [(op.name, kind, piece) for op, kind in local if op.holders == region for piece in op.slices]
+    kinds = {kind for _, kind, _ in taken}
+    widths = {kind: view.widths(RecordKind.FULL if kind is RecordKind.DELTA else kind) for kind in kinds}
     sizes = [0] * len(taken)
     if len(holders) > 1:
         sizes = [(piece.stop - piece.start) * widths[kind](piece.fqn) for _, kind, piece in taken]
@@ -290,23 +290,26 @@ def _stable_shards(step: WindowStep, view: StateView, groups: ParallelGroups) ->
     found: list[Shards] = []
     for audience in step.audiences:
         names = list(step.files[audience])
-        shards: Shards = {region: [] for region in REGIONS}
+        shards: Shards = {}
         if audience == "durable":
-            loads = expert_loads(view, groups, names)
-            shards = {region: _dense_shards(region, view, groups, loads) for region in REGIONS}
+            shards = _dense_shards(view, groups, expert_loads(view, groups, names))
         for operator in (view.operators[name] for name in names if name in view.operators):
             if operator.expert_idx is not None:
-                holders = _ranks(operator.holders, groups)
-                shards[operator.holders] += _cut(operator, view, holders, turn=operator.expert_idx)
+                region = tuple(groups.ranks(operator.holders))
+                shards.setdefault(region, []).extend(_cut(operator, view, region, turn=operator.expert_idx))
         found.append(shards)
     return found
 
 
-def _dense_shards(region: str, view: StateView, groups: ParallelGroups, loads: Mapping[int, int]) -> list[Shard]:
-    """Return the shards of all dense operators, balanced with the `loads` that ranks write already."""
-    operators = [op for op in view.operators if op.kind != "expert" and op.holders == region]
-    pieces = [(op.name, piece) for op in operators for piece in op.slices]
-    return assign_adaptively(pieces, view.widths(RecordKind.FULL), _ranks(region, groups), loads)
+def _dense_shards(view: StateView, groups: ParallelGroups, loads: Mapping[int, int]) -> Shards:
+    """Return the shards of all dense operators by region, balanced with the `loads` that ranks write already."""
+    pieces: dict[Region, list[tuple[str, ParamSlice]]] = {}
+    for op in view.operators:
+        if op.kind != "expert":
+            for region, piece in view.parts(op, groups):
+                pieces.setdefault(region, []).append((op.name, piece))
+    width = view.widths(RecordKind.FULL)
+    return {region: assign_adaptively(each, width, region, loads) for region, each in pieces.items()}
 
 
 def _cut(operator: Operator, view: StateView, holders: Sequence[int], *, turn: int) -> list[Shard]:
@@ -322,10 +325,6 @@ def _holders(expert: Operator, groups: ParallelGroups, position: int) -> list[in
     """Return this stage's holders of an expert at an expert-parallel position, ascending."""
     stage = groups.ranks("stage")
     return stage if expert.holders == "stage" else stage[position :: groups.ep_size]
-
-
-def _ranks(region: str, groups: ParallelGroups) -> list[int]:
-    return groups.ranks("expert_data" if region == "expert_data" else "stage")
 
 
 def _num_holders(operator: Operator, groups: ParallelGroups) -> int:

@@ -1,16 +1,16 @@
 """Place tensors in a segment; writers and readers compute the same layout.
 
-A segment has three regions: records held by all ranks of the stage, records held by the ranks with this rank's experts,
-and records of this rank alone (buffers, journal). A record is cut into shards with exactly one writer each. The layout
-is a pure function of plan, operators and groups. So a reader knows every writer's layout and can take a whole region
-from a broadcast without a description.
+A segment has a region for each group of ranks that hold the same bytes (all of the stage, those with this rank's experts, those
+with the same shards of parameters), the largest group first, and last what this rank alone has (buffers, journal). A record is cut
+into shards with exactly one writer each. The layout is a pure function of plan, operators and places. So each holder knows the
+layout of every writer of its regions, and can take a whole region from a broadcast without a description.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from json.encoder import encode_basestring_ascii as _quoted
@@ -19,15 +19,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_moe_ckpt.operators import Operator, OperatorSet, ParamSlice, RecordKind, StateSchema
-from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.operators import (
+    Operator,
+    OperatorSet,
+    ParamSlice,
+    RecordKind,
+    Region,
+    StateSchema,
+    memory_of,
+    places_of,
+)
+from lightning_moe_ckpt.parallel import GroupName, ParallelGroups
 from lightning_moe_ckpt.policies import Audience, Shard, all_names
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.snapshot._shards import PACKED, Field, FieldForm, ShardTable, ShardText
 from lightning_moe_ckpt.storage import SegmentLayout, SpelledRows, TensorKind, dtype_code
 from lightning_moe_ckpt.tiers import Mirroring, aligned_gradient, gradient_nbytes
 
-REGIONS = ("stage", "expert_data")
 JOURNAL = "journal"
 PRESENT = "present"
 PARAM = "param"
@@ -116,6 +124,10 @@ class StateView:
     ) -> None:
         self.module, self.operators, self.schema = module, operators, schema
         self.params = dict(module.named_parameters())
+        self.places = places_of(self.params)
+        """Boxes of the sharded ones among the parameters, by name."""
+        self._parts: dict[int, tuple[ParamSlice, ParamSlice | None]] = {}
+        """Slices of sharded parameters, kept alive, with their parts on this rank, by the slice's identity."""
         self.averages = averages if averages is not None else Averages([], consumed=False)
         # By owner: a module may replace a buffer (`self.count = self.count + 1`) rather than change it in place.
         self._buffer_owners = {
@@ -164,13 +176,36 @@ class StateView:
 
     def _like(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype], averages: Averages) -> StateView:
         view = StateView(self.module, operators, self.schema, compute_dtypes, averages)
-        view.params = self.params  # also parameters that the module has replaced: their records are not captured
+        # Also parameters that the module has replaced: their records are not captured.
+        view.params, view.places = self.params, self.places
         # A new process has no others, and would refuse records of them.
         view._buffer_owners, view.buffer_names = self._buffer_owners, self.buffer_names
         view.gradient_dtype, view.dense_plan = self.gradient_dtype, self.dense_plan
         view.repeatable, view.consumed = self.repeatable, self.consumed
         view.difference_dtype = self.difference_dtype
         return view
+
+    def parts(self, operator: Operator, groups: ParallelGroups) -> Iterator[tuple[Region, ParamSlice]]:
+        """Yield what this rank holds of an operator: slices of its memory, each with the ranks that hold the same."""
+        region = tuple(groups.ranks(operator.holders))
+        for piece in operator.slices:
+            place = self.places.get(piece.fqn)
+            if place is None:
+                yield region, piece
+            elif (part := self._part(piece)) is not None:
+                yield place.holders, part
+
+    def _part(self, piece: ParamSlice) -> ParamSlice | None:
+        known = self._parts.get(id(piece))
+        if known is None:
+            place = self.places[piece.fqn]
+            part = place.part(piece.start, piece.stop)
+            found = None
+            if part is not None:
+                start, stop, first = part
+                found = replace(piece, start=start, stop=stop, global_start=first, box=place.box)
+            known = self._parts[id(piece)] = piece, found
+        return known[1]
 
     def keeps_gradient(self, fqn: str) -> bool:
         """Return whether a parameter's steps can be repeated from its gradient: by Adam, in float32."""
@@ -213,7 +248,7 @@ class StateView:
         return key not in (PARAM, PRESENT, GRADIENT, PACKED) and key not in self.averages.names
 
     def states(self, fqns: Iterable[str]) -> list[Tensor]:
-        """Return the existing optimizer state and averages of these parameters."""
+        """Return the existing optimizer state and averages of these parameters; in shards, like these."""
         params = {fqn: self.params[fqn] for fqn in fqns}
         averages = (average for fqn in params for average in self.averages.of(fqn).values())
         return [*self.schema.watch(params.values()).tensors, *averages]
@@ -223,12 +258,13 @@ class StateView:
         return self.tensor(field.shard.slice.fqn, field.key)
 
     def tensor(self, fqn: str, key: str) -> Tensor | None:
-        """Return a parameter, or its average, gradient or state; `None` if there is no such gradient or state."""
+        """Return the memory of a parameter, or its average, gradient or state; `None` if there is no such gradient or state."""
         if key in (GRADIENT, PACKED):
             return self.consumed.get(fqn)
         if key in self.averages.names:
             return self.averages.of(fqn)[key]
-        return self.params[fqn] if key == PARAM else self.schema.get_state(self.params[fqn], key)
+        found = self.params[fqn] if key == PARAM else self.schema.get_state(self.params[fqn], key)
+        return None if found is None else memory_of(found)
 
     def live(self, field: Field) -> Tensor | None:
         """Return the live tensor that a field is copied from and to, flat; `None` if there is no such state yet."""
@@ -273,7 +309,7 @@ class FileLayout:
     Args:
         shards: shards by region, over all its writers, in stored order.
         view: live state.
-        groups: holders of each region.
+        groups: this rank's place.
         journal_nbytes: capacity of the journal record; `None` for a file without buffers and journal.
         audience: the file's audience.
         start: first byte of the file in its step's memory.
@@ -281,7 +317,7 @@ class FileLayout:
 
     def __init__(
         self,
-        shards: Mapping[str, Sequence[Shard]],
+        shards: Mapping[Region, Sequence[Shard]],
         view: StateView,
         groups: ParallelGroups,
         journal_nbytes: int | None,
@@ -290,10 +326,10 @@ class FileLayout:
         start: int = 0,
     ) -> None:
         self.view, self.groups, self.audience, self.start = view, groups, audience, start
-        self.shards = {region: list(shards[region]) for region in REGIONS}
-        self._written: dict[tuple[str, int], ShardTable] = {}
-        own = [self.written(region, groups.rank) for region in REGIONS]
-        self.table = ShardTable.joined([each for each in own if each.shards] or own[:1])
+        self.shards = {region: list(shards[region]) for region in sorted(shards, key=_largest_first)}
+        self._written: dict[tuple[Region, int], ShardTable] = {}
+        own = [self.written(region, groups.rank) for region in self.shards]
+        self.table = ShardTable.joined([each for each in own if each.shards] or [ShardTable([])])
         """Tensors of records that this rank writes, the first ones of the segment."""
         local = {} if journal_nbytes is None else self._local_kinds(journal_nbytes)
         self._local = list(local)
@@ -311,23 +347,26 @@ class FileLayout:
         """Fields that this rank writes, an object per tensor."""
         return self.table.fields
 
-    def mirror(self, writer: int, regions: Collection[str], *, start: int) -> FileLayout | None:
+    def mirror(self, writer: int, regions: Collection[GroupName], *, start: int) -> FileLayout | None:
         """Return the layout of `writer`'s shards in these regions, with equal gaps; `None` if there are none."""
+        named = {tuple(self.groups.ranks(name)) for name in regions}
         shards = {
-            region: [shard for shard in self.shards[region] if shard.writer == writer] if region in regions else []
-            for region in REGIONS
+            region: [shard for shard in self.shards[region] if shard.writer == writer]
+            for region in self.shards
+            if region in named
         }
         groups = replace(self.groups, rank=writer)
         return FileLayout(shards, self.view, groups, None, start=start) if any(shards.values()) else None
 
-    def run(self, regions: Collection[str]) -> tuple[int, int] | None:
-        """Return first byte, and the byte after the last, of this rank's shards in these, the first, regions."""
-        count = sum(len(self.written(region, self.groups.rank).names) for region in REGIONS if region in regions)
+    def run(self, regions: Collection[GroupName] | None = None) -> tuple[int, int] | None:
+        """Return first byte, and the byte after the last, of this rank's shards in these, the first, regions, or in all."""
+        named = self.shards if regions is None else {tuple(self.groups.ranks(name)) for name in regions}
+        count = sum(len(self.written(region, self.groups.rank).names) for region in self.shards if region in named)
         if count == 0:
             return None
         return int(self.segment.offsets[0]), int(self.segment.offsets[count - 1] + self.segment.sizes[count - 1])
 
-    def written(self, region: str, writer: int) -> ShardTable:
+    def written(self, region: Region, writer: int) -> ShardTable:
         """Return the tensors that `writer` stores in `region`."""
         found = self._written.get((region, writer))
         if found is None:
@@ -384,6 +423,10 @@ class FileLayout:
         return rows
 
 
+def _largest_first(region: Region) -> tuple[int, Region]:
+    return -len(region), region
+
+
 class StepLayout:
     """Layout of one boundary on this rank: its files, one behind the other, then mirrors, then gradients of experts.
 
@@ -419,7 +462,7 @@ class StepLayout:
 
     def mirrors_in(self, slot: memoryview) -> dict[int, memoryview]:
         """Return the mirrors' bytes in their step's memory by rank, without a copy."""
-        runs = {owner: (mirror.start, mirror.run(REGIONS)) for owner, mirror in self.mirrors.items()}
+        runs = {owner: (mirror.start, mirror.run()) for owner, mirror in self.mirrors.items()}
         return {owner: slot[start + run[0] : start + run[1]] for owner, (start, run) in runs.items() if run is not None}
 
     @property

@@ -28,9 +28,9 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt, NoUsableGeneration
-from lightning_moe_ckpt.operators import ParameterIndex
+from lightning_moe_ckpt.operators import ParameterIndex, Region
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.snapshot._layout import PARAM, REGIONS, SEGMENT_METADATA, StateView, as_memoryview
+from lightning_moe_ckpt.snapshot._layout import PARAM, SEGMENT_METADATA, StateView, as_memoryview
 from lightning_moe_ckpt.storage import (
     CONSTANTS,
     GenerationId,
@@ -312,7 +312,7 @@ def _candidates(view: StateView) -> list[str]:
     if len(frozen) in {0, len(params)}:
         return []
     shared = {fqn for group in ParameterIndex(view.module).sharing() for fqn in group}
-    elsewhere = {piece.fqn for op in operators if op.holders != "stage" for piece in op.slices}
+    elsewhere = {piece.fqn for op in operators if op.holders != "stage" for piece in op.slices} | view.places.keys()
     found = {fqn for fqn in frozen - shared - elsewhere if not schema.has_state(params[fqn])}
     for layer in operators.layers:
         for column in zip(*layer.experts.values(), strict=True):
@@ -365,13 +365,15 @@ def _differing(view: StateView, groups: ParallelGroups, exchange: Exchange, *, s
     were compared when stored.
     """
     own: dict[str, dict[str, str]] = {}
-    for region in REGIONS:
-        fqns = dict.fromkeys(piece.fqn for op in view.operators if op.holders == region for piece in op.slices)
+    held: dict[Region, dict[str, None]] = {}
+    for op in view.operators:
+        for region, piece in view.parts(op, groups):
+            held.setdefault(region, {})[piece.fqn] = None
+    for region, fqns in held.items():
         forms = [(fqn, entry.key) for fqn in fqns if states for entry in view.schema.entries(view.params[fqn])]
         found = {(fqn, key): view.tensor(fqn, key) for fqn, key in [*((fqn, PARAM) for fqn in fqns), *forms]}
         named = {f"`{fqn}`" if key == PARAM else f"`{key}` of `{fqn}`": each for (fqn, key), each in found.items()}
-        holders = str(groups.ranks("expert_data" if region == "expert_data" else "stage"))
-        own[f"{region} {holders}"] = digested({name: each for name, each in named.items() if each is not None})
+        own[str(region)] = digested({name: each for name, each in named.items() if each is not None})
     # Usually all copies are equal: then one digest per region decides.
     parts = {key: digest_of(repr(digests).encode()) for key, digests in own.items()}
     said = cast("list[dict[str, str]]", exchange.gather_values(parts))
@@ -380,10 +382,10 @@ def _differing(view: StateView, groups: ParallelGroups, exchange: Exchange, *, s
     rows = cast("list[dict[str, dict[str, str]]]", exchange.gather_values(own))
     lines: list[str] = []
     for key in dict.fromkeys(key for row in rows for key in row):
-        held = {rank: row[key] for rank, row in enumerate(rows) if key in row}
-        for name in dict.fromkeys(name for digests in held.values() for name in digests):
+        of_ranks = {rank: row[key] for rank, row in enumerate(rows) if key in row}
+        for name in dict.fromkeys(name for digests in of_ranks.values() for name in digests):
             like: dict[str | None, list[int]] = {}
-            for rank, digests in held.items():
+            for rank, digests in of_ranks.items():
                 like.setdefault(digests.get(name), []).append(rank)
             if len(like) > 1:
                 lines.append(f"{name} (ranks {' and '.join(map(str, like.values()))} have different ones)")

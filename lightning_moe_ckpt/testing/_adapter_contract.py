@@ -38,8 +38,8 @@ from lightning_moe_ckpt.operators import (
 )
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery import Frozen
-from lightning_moe_ckpt.snapshot._lay_out import region_shards
-from lightning_moe_ckpt.snapshot._layout import REGIONS, StateView
+from lightning_moe_ckpt.snapshot._lay_out import shards_of
+from lightning_moe_ckpt.snapshot._layout import StateView
 from lightning_moe_ckpt.snapshot._shards import Field
 
 _SEEDS = (1, 2)
@@ -336,10 +336,8 @@ class OperatorCopies:
         self._fields: dict[str, list[Field]] = {
             op.name: [
                 field
-                for region in REGIONS
-                for field in self._view.table(
-                    region_shards({op.name: RecordKind.FULL}, region, self._view, groups)
-                ).fields
+                for shards in shards_of({op.name: RecordKind.FULL}, self._view, groups).values()
+                for field in self._view.table(shards).fields
                 if field.key != "present"
             ]
             for op in operators
