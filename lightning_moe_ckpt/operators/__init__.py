@@ -1,5 +1,10 @@
 """Find operators and slice parameters and optimizer state. Internal: may change in any version."""
 
+from lightning_moe_ckpt.operators._boxes import Region as Region
+from lightning_moe_ckpt.operators._boxes import boxes_of as boxes_of
+from lightning_moe_ckpt.operators._boxes import is_sharded as is_sharded
+from lightning_moe_ckpt.operators._boxes import memory_of as memory_of
+from lightning_moe_ckpt.operators._boxes import show_shards as show_shards
 from lightning_moe_ckpt.operators._copies import by_parameter as by_parameter
 from lightning_moe_ckpt.operators._count_taps import AttributeTap as AttributeTap
 from lightning_moe_ckpt.operators._count_taps import CapacityTap as CapacityTap
@@ -31,11 +36,6 @@ from lightning_moe_ckpt.operators._optimizer import load_groups_state as load_gr
 from lightning_moe_ckpt.operators._optimizer_classes import register_optimizer as register_optimizer
 from lightning_moe_ckpt.operators._parameters import ComputeDtypeProbe as ComputeDtypeProbe
 from lightning_moe_ckpt.operators._parameters import ParameterIndex as ParameterIndex
-from lightning_moe_ckpt.operators._places import Region as Region
-from lightning_moe_ckpt.operators._places import is_sharded as is_sharded
-from lightning_moe_ckpt.operators._places import memory_of as memory_of
-from lightning_moe_ckpt.operators._places import places_of as places_of
-from lightning_moe_ckpt.operators._places import show_shards as show_shards
 from lightning_moe_ckpt.operators._views import AttributeCapacity as AttributeCapacity
 from lightning_moe_ckpt.operators._views import AttributeState as AttributeState
 from lightning_moe_ckpt.operators._views import BiasView as BiasView

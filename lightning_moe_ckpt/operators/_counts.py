@@ -27,10 +27,10 @@ from typing_extensions import override
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import WrongCounts
 from lightning_moe_ckpt.moe._layer import in_backward
+from lightning_moe_ckpt.operators._boxes import boxes_of, memory_of
 from lightning_moe_ckpt.operators._count_taps import CountTap, IndexTap, TokenCounts, tensors_of
 from lightning_moe_ckpt.operators._discover import discover
 from lightning_moe_ckpt.operators._operator import MoELayerSpec, OperatorSet
-from lightning_moe_ckpt.operators._places import memory_of, places_of
 
 log = rank_logger(__name__)
 
@@ -251,8 +251,7 @@ class _LayerProbe:
 
     def __init__(self, layer: MoELayerSpec, module: nn.Module, params: Mapping[str, Tensor]) -> None:
         self.layer, self._module, self._params = layer, module, params
-        of_experts = {piece.fqn for slices in layer.experts.values() for piece in slices}
-        self._places = places_of({fqn: params[fqn] for fqn in of_experts})
+        self._boxes = boxes_of(params)
         self.pending = True
         self._counts = _Watched(layer.num_experts)
         self._drops = TokenCounts(layer.num_experts)
@@ -331,7 +330,7 @@ class _LayerProbe:
         idle = [expert for expert in still if not _is_frozen(self.layer, expert, self._params)]
         # Experts of this rank also get tokens of other ranks, whose gradients may be missing for other reasons.
         # So do experts of which other ranks hold the rows.
-        whole = self.layer.holders == "stage" and not self._places
+        whole = self.layer.holders == "stage" and not self._boxes
         if strict and whole and counts_E[idle].sum() > _IDLE_SHARE * counts_E.sum():
             return f"experts {idle} have no gradient, and {int(counts_E[idle].sum())} tokens were counted for them"
         return None
@@ -352,9 +351,10 @@ class _LayerProbe:
 
     def _has_gradient(self, expert: int) -> bool:
         for piece in self.layer.experts[expert]:
-            grad, place = self._params[piece.fqn].grad, self._places.get(piece.fqn)
-            part = (piece.start, piece.stop) if place is None else place.part(piece.start, piece.stop)
-            if grad is not None and part and bool(memory_of(grad).reshape(-1)[part[0] : part[1]].any()):
+            grad, start, stop = self._params[piece.fqn].grad, piece.start, piece.stop
+            if piece.fqn in self._boxes and grad is not None:
+                grad, (start, stop, _) = memory_of(grad), self._boxes[piece.fqn].part(start, stop) or (0, 0, 0)
+            if grad is not None and bool(grad.reshape(-1)[start:stop].any()):
                 return True
         return False
 

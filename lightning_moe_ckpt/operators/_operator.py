@@ -51,7 +51,7 @@ class RecordKind(str, Enum):
 class ParamSlice:
     """A flat interval `[start, stop)` of one contiguous parameter, with its place in the global tensor.
 
-    Of a parameter in shards, operators have intervals of the whole; what a rank writes of it is an interval of its memory.
+    Where a parameter is in shards, operators have global intervals, and files have intervals in their writers' memory.
     """
 
     fqn: str
@@ -65,7 +65,7 @@ class ParamSlice:
     global_start: int
     """Index of the first element in the flattened global parameter, or in the flattened `box`."""
     box: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """Offset and size of the writer's box in the global parameter, where that is no flat interval; else `None`."""
+    """The writer's box, as global offset and size, where that is no flat interval; else `None`."""
 
     @property
     def numel(self) -> int:

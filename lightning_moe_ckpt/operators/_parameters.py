@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self, override
 
 from lightning_moe_ckpt.errors import UnknownLayout
-from lightning_moe_ckpt.operators._places import memory_of, place_of
+from lightning_moe_ckpt.operators._boxes import box_of, memory_of
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 STORED_DTYPES = (*_DTYPES, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -72,7 +72,7 @@ class ParameterIndex:
         """
         by_storage: dict[tuple[str, int], list[tuple[int, int, str]]] = defaultdict(list)
         for fqn, param in self.params.items():
-            memory = memory_of(param)
+            memory = param if type(param) is nn.Parameter else memory_of(param)
             if memory.numel():
                 by_storage[storage_key(memory)].append((*byte_interval(memory), fqn))
         for intervals in by_storage.values():
@@ -125,10 +125,12 @@ def _refusal(param: nn.Parameter) -> str | None:
         return "has no shape yet; run one forward before fit"
     if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
         return "belongs to FSDP's flat parameter, whose shards cut through operators; FSDP is not supported"
-    memory, place = memory_of(param), place_of(param)
-    if place is not None and (memory.shape != place.size or any(each.is_partial() for each in param.placements)):  # type: ignore[attr-defined]
-        return f"is a DTensor placed as {param.placements}, of which no rank has a box; not supported"  # type: ignore[attr-defined]
-    if type(memory) not in (nn.Parameter, Tensor):
+    if type(param) is nn.Parameter:
+        return _layout_refusal(param, trains=param.requires_grad)
+    memory, box = memory_of(param), box_of(param)
+    if box is not None and memory.shape != box.size:
+        return f"is a DTensor of which this rank has {list(memory.shape)} in place of {list(box.size)}; not supported"
+    if type(memory) is not Tensor:
         return f"is a tensor subclass ({type(memory).__name__}), whose bytes are not one flat interval; not supported"
     return _layout_refusal(memory, trains=param.requires_grad)
 
@@ -247,7 +249,7 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         """Return the byte intervals of parameters that could be stored in less, by storage."""
         memory: dict[tuple[str, int], list[tuple[int, int, str]]] = defaultdict(list)
         for fqn, param in self._params.items():
-            if place_of(param) is not None:
+            if type(param) is not nn.Parameter and box_of(param) is not None:
                 continue  # forward reads a whole copy of it, in other memory
             if self._low is not None and param.numel() and param.dtype in (torch.float32, torch.float64):
                 memory[storage_key(param)].append((*byte_interval(param), fqn))

@@ -67,7 +67,7 @@ class ParallelGroups:
     """Stages of the pipeline, of equally many ranks."""
     groups: dict[GroupName, dist.ProcessGroup] = field(default_factory=dict)
     others: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    """Groups of ranks that hold the same shards of parameters, by their ranks; see `join`."""
+    """Groups for ranks that hold the same parameter shards; see `join`."""
 
     @classmethod
     def placed(cls, rank: int, world_size: int, *, ep_size: int = 1, num_stages: int = 1) -> ParallelGroups:
@@ -128,14 +128,14 @@ class ParallelGroups:
         return self.groups[name]
 
     def among(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Return the group of the ranks that hold the same bytes, this one among them."""
+        """Return the group for ranks that hold the same bytes, this one among them."""
         for name in ("stage", "expert_data"):
             if ranks == tuple(self.ranks(name)):
                 return self.groups[name]
         return self.others[ranks]
 
     def join(self, regions: Iterable[tuple[int, ...]], timeout: timedelta = timedelta(minutes=30)) -> None:
-        """Make the missing groups of several ranks that hold the same bytes; all ranks name all of them. Collective."""
+        """Make missing groups for ranks that hold the same bytes; all ranks name all groups. Collective."""
         for ranks in sorted(set(regions)):
             if len(ranks) > 1 and ranks not in self.others:
                 with closed_listeners():

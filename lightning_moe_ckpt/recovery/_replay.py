@@ -204,7 +204,7 @@ class Replay:
         fqns = dict.fromkeys(shard.slice.fqn for region in layout.shards.values() for shard in region)
         params = [self._view.params[fqn] for fqn in fqns]
         self._loaded = [*params, *self._view.states(fqns)]
-        if self._view.places:
+        if self._view.boxes:
             self._loaded += map(memory_of, [*self._loaded])
         self._versions = versions(self._loaded)
 

@@ -48,8 +48,8 @@ class SessionJob:
         self.operators = discover(self.module, ep_size=groups.ep_size, unknown=unknown)
         self.view = StateView(self.module, self._operators_cut(), self.schema, {}, self.averages)
         self.exchange = Exchange(groups)
-        if self.view.places:
-            holders = {place.holders for place in self.view.places.values()}
+        if self.view.boxes:
+            holders = {box.holders for box in self.view.boxes.values()}
             said = cast("list[list[list[int]]]", self.exchange.gather_values(sorted(map(list, holders))))
             groups.join(tuple(ranks) for row in said for ranks in row)
         self.device = next(iter(self.view.params.values())).device

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from itertools import compress
-from operator import add, attrgetter, ne
+from itertools import compress, cycle
+from operator import attrgetter, ne
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -241,8 +241,8 @@ class StepCopies:
         self._addresses: list[int] = []
         self.bases: list[Tensor] = []
         """Live tensors that are copied, except gradients, which may change after their step."""
-        self._shards: list[Tensor] = []
-        """Tensors of which the bases are the memory, if parameters are in shards."""
+        self.watched: list[Tensor] = []
+        """The bases, whose versions tell of changes, and then the DTensors around them, if any, with versions of their own."""
         self.records: list[RecordRows] = []
         """Marker's entries, by file."""
         self._places: dict[int, tuple[Tensor, memoryview]] = {}
@@ -265,16 +265,11 @@ class StepCopies:
         return self._prepared
 
     def some(self, wanted: Sequence[bool], block_U8: Tensor) -> PreparedTable:
-        """Return the copies from the wanted ones among `bases`."""
+        """Return the copies from the bases with a wanted version; versions are those of `watched`."""
         assert self._prepared is not None
-        table, ids = self._prepared.table, set(map(id, compress(self.bases, wanted)))
+        table, ids = self._prepared.table, set(map(id, compress(cycle(self.bases), wanted)))
         some = table.of_sources(np.fromiter(map(ids.__contains__, map(id, table.sources)), bool))
         return self._engine.prepare_table(some, block_U8)
-
-    def versions(self) -> list[int]:
-        """Return the counts of in-place changes of the bases; a DTensor and its memory count different ones."""
-        found = versions(self.bases)
-        return list(map(add, found, versions(self._shards))) if self._shards else found
 
     def let_go(self) -> None:
         """Let go of gradients; the next step has others."""
@@ -285,8 +280,10 @@ class StepCopies:
         view, has_state = self.layout.view, self._columns.has_state()
         self._watch = view.schema.watch(self._params)
         self.bases = [*self._params, *view.states(self._whole), *self._averages]
-        if view.places:
-            self._shards, self.bases = self.bases, list(map(memory_of, self.bases))
+        self.watched = self.bases
+        if view.boxes:
+            whole, self.bases = self.bases, list(map(memory_of, self.bases))
+            self.watched = self.bases + whole
         self._addresses = _addresses(self.bases)
         self._prepared = self._engine.prepare_table(self._columns.table(has_state), block_U8)
         if not self.records or has_state != self._has_state:
@@ -355,7 +352,7 @@ class SegmentWriter:
     def start(self) -> Ticket:
         """Begin to copy every record; the sources must not change before the ticket's fence."""
         ticket = self._engine.submit_table(self._copies.current(self.view), self.view)
-        self._versions = self._copies.versions()
+        self._versions = versions(self._copies.watched)
         return ticket
 
     def recopy_changed(self, ticket: Ticket, *, everything: bool = False) -> Ticket:
@@ -371,9 +368,9 @@ class SegmentWriter:
         if everything:
             # There may be other tensors now, or none: `param.data = ...`, `optimizer.state.clear()`.
             changed = self._copies.current(self.view)
-            now = self._copies.versions()
+            now = versions(self._copies.watched)
         else:
-            now = self._copies.versions()
+            now = versions(self._copies.watched)
             if now == self._versions:
                 return ticket
             changed = self._copies.some(list(map(ne, now, self._versions)), self.view)
@@ -385,7 +382,7 @@ class SegmentWriter:
     @property
     def is_overtaken(self) -> bool:
         """Whether sources were changed in place since `start` or `recopy_changed`."""
-        return self._copies.versions() != self._versions
+        return versions(self._copies.watched) != self._versions
 
     def take_local(self, journal: Journal) -> LocalState:
         """Begin to bring this rank's buffers and the journal to the host; both may change, and be freed, after the

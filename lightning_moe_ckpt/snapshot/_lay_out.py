@@ -252,13 +252,12 @@ def _balanced_shards(step: WindowStep, view: StateView, groups: ParallelGroups) 
 
 
 def shards_of(records: Mapping[str, RecordKind], view: StateView, groups: ParallelGroups) -> Shards:
-    """Return the shards of this rank's regions, each over all its writers."""
-    taken: dict[Region, list[tuple[str, RecordKind, ParamSlice]]] = {}
-    for name, kind in records.items():
-        if name in view.operators:
-            for region, piece in view.parts(view.operators[name], groups):
-                taken.setdefault(region, []).append((name, kind, piece))
-    return {region: _shared_out(each, region, view) for region, each in taken.items()}
+    """Return this rank's regions with their shards, over all their writers."""
+    operators = [view.operators[name] for name in records if name in view.operators]
+    return {
+        region: _shared_out([(op.name, records[op.name], piece) for op, piece in slices], region, view)
+        for region, slices in view.by_region(operators, groups).items()
+    }
 
 
 def _shared_out(taken: Sequence[tuple[str, RecordKind, ParamSlice]], holders: Region, view: StateView) -> list[Shard]:
@@ -303,13 +302,11 @@ def _stable_shards(step: WindowStep, view: StateView, groups: ParallelGroups) ->
 
 def _dense_shards(view: StateView, groups: ParallelGroups, loads: Mapping[int, int]) -> Shards:
     """Return the shards of all dense operators by region, balanced with the `loads` that ranks write already."""
-    pieces: dict[Region, list[tuple[str, ParamSlice]]] = {}
-    for op in view.operators:
-        if op.kind != "expert":
-            for region, piece in view.parts(op, groups):
-                pieces.setdefault(region, []).append((op.name, piece))
-    width = view.widths(RecordKind.FULL)
-    return {region: assign_adaptively(each, width, region, loads) for region, each in pieces.items()}
+    dense, width = [op for op in view.operators if op.kind != "expert"], view.widths(RecordKind.FULL)
+    return {
+        region: assign_adaptively([(op.name, piece) for op, piece in slices], width, region, loads)
+        for region, slices in view.by_region(dense, groups).items()
+    }
 
 
 def _cut(operator: Operator, view: StateView, holders: Sequence[int], *, turn: int) -> list[Shard]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from json.encoder import encode_basestring_ascii as _quoted
@@ -26,8 +26,8 @@ from lightning_moe_ckpt.operators import (
     RecordKind,
     Region,
     StateSchema,
+    boxes_of,
     memory_of,
-    places_of,
 )
 from lightning_moe_ckpt.parallel import GroupName, ParallelGroups
 from lightning_moe_ckpt.policies import Audience, Shard, all_names
@@ -94,6 +94,10 @@ class Averages:
         }
 
 
+OperatorSlice = tuple[Operator, ParamSlice]
+"""A slice in this rank's memory, with its operator."""
+
+
 @dataclass(frozen=True, slots=True)
 class GradientPlace:
     """Place of the gradient for an expert's shard."""
@@ -124,10 +128,10 @@ class StateView:
     ) -> None:
         self.module, self.operators, self.schema = module, operators, schema
         self.params = dict(module.named_parameters())
-        self.places = places_of(self.params)
-        """Boxes of the sharded ones among the parameters, by name."""
+        self.boxes = boxes_of(self.params)
+        """Boxes for sharded parameters, by name."""
         self._parts: dict[int, tuple[ParamSlice, ParamSlice | None]] = {}
-        """Slices of sharded parameters, kept alive, with their parts on this rank, by the slice's identity."""
+        """Operators' slices, kept alive, with their parts on this rank, by the slice's identity."""
         self.averages = averages if averages is not None else Averages([], consumed=False)
         # By owner: a module may replace a buffer (`self.count = self.count + 1`) rather than change it in place.
         self._buffer_owners = {
@@ -177,7 +181,7 @@ class StateView:
     def _like(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype], averages: Averages) -> StateView:
         view = StateView(self.module, operators, self.schema, compute_dtypes, averages)
         # Also parameters that the module has replaced: their records are not captured.
-        view.params, view.places = self.params, self.places
+        view.params, view.boxes = self.params, self.boxes
         # A new process has no others, and would refuse records of them.
         view._buffer_owners, view.buffer_names = self._buffer_owners, self.buffer_names
         view.gradient_dtype, view.dense_plan = self.gradient_dtype, self.dense_plan
@@ -185,26 +189,34 @@ class StateView:
         view.difference_dtype = self.difference_dtype
         return view
 
-    def parts(self, operator: Operator, groups: ParallelGroups) -> Iterator[tuple[Region, ParamSlice]]:
-        """Yield what this rank holds of an operator: slices of its memory, each with the ranks that hold the same."""
-        region = tuple(groups.ranks(operator.holders))
-        for piece in operator.slices:
-            place = self.places.get(piece.fqn)
-            if place is None:
-                yield region, piece
-            elif (part := self._part(piece)) is not None:
-                yield place.holders, part
+    def by_region(self, operators: Sequence[Operator], groups: ParallelGroups) -> dict[Region, list[OperatorSlice]]:
+        """Return the operators' slices in this rank's memory, by the ranks that hold the same bytes."""
+        found: dict[Region, list[OperatorSlice]] = {}
+        for holders in dict.fromkeys([operator.holders for operator in operators]):
+            region = tuple(groups.ranks(holders))
+            slices = [
+                (operator, each) for operator in operators if operator.holders == holders for each in operator.slices
+            ]
+            if not self.boxes:
+                found[region] = slices
+            for operator, whole in slices if self.boxes else ():
+                box, here = self.boxes.get(whole.fqn), self._here(whole)
+                if here is not None:
+                    found.setdefault(region if box is None else box.holders, []).append((operator, here))
+        return found
 
-    def _part(self, piece: ParamSlice) -> ParamSlice | None:
-        known = self._parts.get(id(piece))
+    def _here(self, whole: ParamSlice) -> ParamSlice | None:
+        """Return a slice's part in this rank's memory; `None` if there is none."""
+        box = self.boxes.get(whole.fqn)
+        if box is None:
+            return whole
+        known = self._parts.get(id(whole))
         if known is None:
-            place = self.places[piece.fqn]
-            part = place.part(piece.start, piece.stop)
-            found = None
+            part, found = box.part(whole.start, whole.stop), None
             if part is not None:
                 start, stop, first = part
-                found = replace(piece, start=start, stop=stop, global_start=first, box=place.box)
-            known = self._parts[id(piece)] = piece, found
+                found = replace(whole, start=start, stop=stop, global_start=first, box=box.bounds)
+            known = self._parts[id(whole)] = whole, found
         return known[1]
 
     def keeps_gradient(self, fqn: str) -> bool:
@@ -258,13 +270,13 @@ class StateView:
         return self.tensor(field.shard.slice.fqn, field.key)
 
     def tensor(self, fqn: str, key: str) -> Tensor | None:
-        """Return the memory of a parameter, or its average, gradient or state; `None` if there is no such gradient or state."""
+        """Return a parameter's memory, or its average, gradient or state; `None` if there is no such gradient or state."""
         if key in (GRADIENT, PACKED):
             return self.consumed.get(fqn)
         if key in self.averages.names:
             return self.averages.of(fqn)[key]
         found = self.params[fqn] if key == PARAM else self.schema.get_state(self.params[fqn], key)
-        return None if found is None else memory_of(found)
+        return memory_of(found) if self.boxes and found is not None else found
 
     def live(self, field: Field) -> Tensor | None:
         """Return the live tensor that a field is copied from and to, flat; `None` if there is no such state yet."""

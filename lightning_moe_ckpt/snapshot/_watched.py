@@ -28,7 +28,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt, NoUsableGeneration
-from lightning_moe_ckpt.operators import ParameterIndex, Region
+from lightning_moe_ckpt.operators import ParameterIndex
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.snapshot._layout import PARAM, SEGMENT_METADATA, StateView, as_memoryview
 from lightning_moe_ckpt.storage import (
@@ -312,7 +312,7 @@ def _candidates(view: StateView) -> list[str]:
     if len(frozen) in {0, len(params)}:
         return []
     shared = {fqn for group in ParameterIndex(view.module).sharing() for fqn in group}
-    elsewhere = {piece.fqn for op in operators if op.holders != "stage" for piece in op.slices} | view.places.keys()
+    elsewhere = {piece.fqn for op in operators if op.holders != "stage" for piece in op.slices} | view.boxes.keys()
     found = {fqn for fqn in frozen - shared - elsewhere if not schema.has_state(params[fqn])}
     for layer in operators.layers:
         for column in zip(*layer.experts.values(), strict=True):
@@ -365,11 +365,8 @@ def _differing(view: StateView, groups: ParallelGroups, exchange: Exchange, *, s
     were compared when stored.
     """
     own: dict[str, dict[str, str]] = {}
-    held: dict[Region, dict[str, None]] = {}
-    for op in view.operators:
-        for region, piece in view.parts(op, groups):
-            held.setdefault(region, {})[piece.fqn] = None
-    for region, fqns in held.items():
+    for region, slices in view.by_region(view.operators.operators, groups).items():
+        fqns = dict.fromkeys(piece.fqn for _, piece in slices)
         forms = [(fqn, entry.key) for fqn in fqns if states for entry in view.schema.entries(view.params[fqn])]
         found = {(fqn, key): view.tensor(fqn, key) for fqn, key in [*((fqn, PARAM) for fqn in fqns), *forms]}
         named = {f"`{fqn}`" if key == PARAM else f"`{key}` of `{fqn}`": each for (fqn, key), each in found.items()}

@@ -33,6 +33,7 @@ from lightning_moe_ckpt._units import rate_text
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import measure_bandwidth
+from lightning_moe_ckpt.parallel import GroupName
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers._delta_plan import Run
 from lightning_moe_ckpt.tiers._holders import ReplicaPlacement
@@ -56,9 +57,9 @@ _CLOSE_TIMEOUT = 5.0
 class Mirroring:
     """State that one rank captures for other ranks, and that other ranks capture for it."""
 
-    owners: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    owners: Mapping[int, frozenset[GroupName]] = field(default_factory=dict)
     """Groups of ranks, as named by `ParallelGroups.ranks`, whose records are captured, by owner."""
-    groups: frozenset[str] = frozenset()
+    groups: frozenset[GroupName] = frozenset()
     """Groups whose records all holders of this rank's copies capture."""
     everything: bool = False
     """Whether, on all ranks, the captured records are all parameters and optimizer state."""
@@ -85,14 +86,14 @@ def mirroring_of(placement: ReplicaPlacement, rank: int, ep_size: int, num_stage
     """Return the mirroring of `rank` under a placement; pure, so that owners and holders agree."""
     stage_size = len(placement.holders) // num_stages
 
-    def common(owner: int) -> frozenset[str]:
+    def common(owner: int) -> frozenset[GroupName]:
         holders = placement.holders[owner]
         if not holders or any(holder // stage_size != owner // stage_size for holder in holders):
             return frozenset()
         same_experts = all(holder % ep_size == owner % ep_size for holder in holders)
         return frozenset(("stage", "expert_data") if same_experts else ("stage",))
 
-    whole = "stage" if ep_size == 1 else "expert_data"
+    whole: GroupName = "stage" if ep_size == 1 else "expert_data"
     everyone = range(len(placement.holders)) if num_stages > 1 or ep_size > 1 else ()
     return Mirroring(
         owners={owner: common(owner) for owner in placement.owners(rank)},

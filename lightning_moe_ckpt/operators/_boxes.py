@@ -1,0 +1,112 @@
+"""Boxes: the parts that this rank has in its memory, if parameters are in shards, and the ranks with the same parts.
+
+Most parameters are plain: a rank has them whole, or (stacks under `MoEStrategy`) whole rows. A DTensor is in shards: each rank
+has one *box*, an offset and a size per dimension, in plain memory. A DTensor's shape, size and name are global, so that all
+ranks find the same operators in a sharded module; only where bytes are copied does it matter where they lie.
+
+A box's elements lie in memory in their global order. So a flat global interval is a flat interval in each box.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+Region = tuple[int, ...]
+"""Ranks that hold the same bytes, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A sharded parameter's part on this rank, and the ranks with the same part."""
+
+    shape: tuple[int, ...]
+    """The parameter's global shape."""
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    holders: Region
+    """This rank is among these."""
+
+    @property
+    def numel(self) -> int:
+        """Elements in the box; a rank may hold none."""
+        return math.prod(self.size)
+
+    @property
+    def bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Offset and size; `None` if the box is a flat global interval."""
+        return None if self.size[1:] == self.shape[1:] else (self.offset, self.size)
+
+    @property
+    def first(self) -> int:
+        """Global flat index where a box begins that is a flat interval."""
+        return sum(at * math.prod(self.shape[dim + 1 :]) for dim, at in enumerate(self.offset))
+
+    def part(self, start: int, stop: int) -> tuple[int, int, int] | None:
+        """Return the part in memory from global elements `[start, stop)`; `None` if there is none.
+
+        A rank without any elements has an empty part at the parameter's begin: the optimizer's scalars need a record.
+
+        Returns:
+            First element, and the element after the last, in memory; the first one's global index, or, with `bounds`, its index in the box.
+        """
+        first, last = self._before(start), self._before(stop)
+        if first == last and not (start == 0 and self.numel == 0):
+            return None
+        return first, last, first if self.bounds is not None else self.first + first
+
+    def _before(self, index: int) -> int:
+        """Return how many elements in memory come before a global element."""
+        if index >= math.prod(self.shape):
+            return self.numel
+        count = 0
+        for dim, (offset, size) in enumerate(zip(self.offset, self.size, strict=True)):
+            at, index = divmod(index, math.prod(self.shape[dim + 1 :]))
+            count += min(max(at - offset, 0), size) * math.prod(self.size[dim + 1 :])
+            if not offset <= at < offset + size:
+                break
+        return count
+
+
+def box_of(param: Tensor) -> Box | None:
+    """Return a sharded parameter's box; `None` for a plain one."""
+    if type(param) is not DTensor:
+        return None
+    mesh = param.device_mesh
+    size, offset = compute_local_shape_and_global_offset(param.shape, mesh, param.placements)
+    here = mesh.get_coordinate()
+    assert here is not None, "a parameter on a mesh without this rank"
+    along = tuple(slice(None) if p.is_replicate() else at for p, at in zip(param.placements, here, strict=True))
+    holders = sorted(mesh.mesh[along].flatten().tolist())
+    return Box(tuple(param.shape), tuple(offset), tuple(size), tuple(holders))
+
+
+def boxes_of(params: Mapping[str, Tensor]) -> dict[str, Box]:
+    """Return the sharded parameters' boxes, by name."""
+    sharded = ((fqn, box_of(param)) for fqn, param in params.items() if type(param) is DTensor)
+    return {fqn: box for fqn, box in sharded if box is not None}
+
+
+def memory_of(tensor: Any) -> Tensor:
+    """Return the plain memory on this rank: the tensor itself, or a DTensor's shard; no copy, no graph, no exchange."""
+    found: Tensor = tensor._local_tensor if type(tensor) is DTensor else tensor  # noqa: SLF001  # `to_local` has a graph
+    return found
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether a module has parameters in shards."""
+    return any(isinstance(param, DTensor) for param in module.parameters())
+
+
+def show_shards(module: nn.Module) -> None:
+    """Make FSDP's modules show their shards as parameters: after a validation the root shows whole ones instead."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
