@@ -1,7 +1,7 @@
 """Assemble whole tensors from the shards that ranks wrote.
 
-A record is an interval of a flattened global tensor, so records of all ranks are put together by their coordinates
-alone. Every element must come from exactly one record, or the tensor is refused.
+A record is an interval of a flattened global tensor, or of a box in it, so records of all ranks are put together by their
+coordinates alone. Every element must come from exactly one record, or the tensor is refused.
 
 An operator comes from one generation, weights and optimizer state. So where a record of it is bad and there is an older copy,
 all of it has to be taken from there: see `Assembler.take_older`.
@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from lightning_moe_ckpt.snapshot import STAGES, is_average
 from lightning_moe_ckpt.storage import (
     CONSTANTS,
     Backend,
+    Bounds,
     RankMarker,
     SegmentEntry,
     dtype_of,
@@ -195,7 +197,7 @@ class Assembler:
         if different := [each for each in others if not torch.equal(each.view(torch.uint8), first.view(torch.uint8))]:
             place = int(torch.argmax((first != different[0]).byte()))
             raise ConfigurationError(
-                f"`{name}` differs between expert-parallel ranks ({first[place].item()}, {different[0][place].item()}), so it is not "
+                f"`{name}` differs between ranks ({first[place].item()}, {different[0][place].item()}), so it is not "
                 "one tensor. Export without the optimizer: leave out --optimizer, or give --weights-only."
             )
         return first.view(tensor.shape)
@@ -206,10 +208,13 @@ class Assembler:
             raise ConfigurationError(
                 f"`{name}`: nobody wrote elements of it, {held} of {numel} are stored. Verify the generation."
             )
+        if any(each.record.box for each in tensor.records):
+            return self._pasted(name, tensor)
         flat = _zeros(name, numel, tensor.dtype)
         end = 0
         chosen: list[tuple[int, Replicas]] = []
-        for each in sorted(tensor.records, key=lambda each: (each.record.global_start, each.record.numel)):
+        records = [each for each in tensor.records if each.record.numel]  # a rank's part may be empty
+        for each in sorted(records, key=lambda each: each.record.global_start):
             record = each.record
             if record.global_start < end:
                 raise ConfigurationError(
@@ -224,6 +229,19 @@ class Assembler:
             raise ConfigurationError(f"`{name}`: nobody wrote element {end} of {flat.numel()}. Verify the generation.")
         self._fill(flat, chosen)
         return flat.view(tensor.shape)
+
+    def _pasted(self, name: str, tensor: StoredTensor) -> Tensor:
+        """Read a tensor that ranks stored by box; elements without a record are zero."""
+        if (twice := shared_element(box for each in tensor.records for box in each.record.boxes())) is not None:
+            raise ConfigurationError(f"`{name}`: element {twice} was written by two ranks. Verify the generation.")
+        whole = _zeros(name, math.prod(tensor.shape), tensor.dtype).view(tensor.shape)
+        for each in tensor.records:
+            flat = self._record(each)
+            for offset, size in each.record.boxes():
+                place = tuple(slice(first, first + length) for first, length in zip(offset, size, strict=True))
+                whole[place] = flat[: math.prod(size)].view(size)
+                flat = flat[math.prod(size) :]
+        return whole
 
     def _record(self, replicas: Replicas) -> Tensor:
         record = replicas.record
@@ -255,6 +273,21 @@ class Assembler:
             self._backend.get_range(request.entry.key, request.offset, out)
         else:
             out[:] = memoryview(segment_U8.numpy())[request.offset : request.offset + out.nbytes]  # type: ignore[arg-type]
+
+
+def shared_element(boxes: Iterable[Bounds]) -> tuple[int, ...] | None:
+    """Return an element that two boxes share; `None` if no two overlap. No box may be empty."""
+    ordered = sorted(boxes)
+    starts = np.array([offset for offset, _ in ordered], np.int64)
+    ends = starts + np.array([size for _, size in ordered], np.int64)
+    # A box may overlap those behind it that begin before its end in the first dimension.
+    places = np.searchsorted(starts[:, 0], ends[:, 0]).tolist() if ordered else []
+    for at, place in enumerate(places):
+        near = slice(at + 1, place)
+        both = ((starts[near] < ends[at]) & (ends[near] > starts[at])).all(axis=1)
+        if both.any():
+            return tuple(np.maximum(starts[at], starts[near][both.argmax()]).tolist())
+    return None
 
 
 def constants_of(backend: Backend, policy: Mapping[str, object]) -> list[SegmentEntry]:

@@ -18,7 +18,7 @@ from itertools import chain, pairwise
 from math import prod
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
-from lightning_moe_ckpt.inspection._assemble import BUFFER, PARAM, constants_of
+from lightning_moe_ckpt.inspection._assemble import BUFFER, PARAM, constants_of, shared_element
 from lightning_moe_ckpt.recovery import Replicas, Version, stored_index
 from lightning_moe_ckpt.snapshot import PACKED
 from lightning_moe_ckpt.storage import (
@@ -41,8 +41,8 @@ _SHOWN = 5
 
 _Key = tuple[str, str, str]
 """Kind, parameter, and part of the parameter."""
-_Piece = tuple[int, int, int]
-"""Rank, first element, and the element after the last."""
+_Piece = tuple[int, RecordEntry]
+"""Rank, and its record."""
 
 Show = Callable[[int], None]
 """Called with the bytes of each file that was read."""
@@ -298,8 +298,7 @@ def disagreements(markers: Sequence[RankMarker], constants: Sequence[SegmentEntr
             if record.kind == "full" and record.state_key == PARAM:
                 stored.add(record.fqn)
             if record.kind == "full" and (record.global_shape or record.state_key == PARAM):
-                end = record.global_start + record.numel
-                pieces[record.fqn, record.state_key].append((marker.rank, record.global_start, end))
+                pieces[record.fqn, record.state_key].append((marker.rank, record))
     numels = {(fqn, key): prod(shape) for (_, fqn, key), each in found.items() for _, shape in each}
     return [
         *_few(_unequal(found)),
@@ -323,15 +322,31 @@ def _unequal(found: dict[_Key, set[tuple[str, tuple[int, ...]]]]) -> Iterator[st
 def _gaps(fqn: str, key: str, pieces: Sequence[_Piece], numel: int) -> Iterator[str]:
     """Report elements that no rank wrote, or a rank twice. Ranks that number their own experts write the same names."""
     name, end = fqn if key == PARAM else f"{fqn}/{key}", 0
-    for _, start, stop in sorted(pieces, key=lambda piece: piece[1:]):
+    if any(record.box for _, record in pieces):
+        yield from _gaps_between_boxes(name, [record for _, record in pieces])
+        return
+    places = [(record.global_start, record.global_start + record.numel, rank) for rank, record in pieces]
+    for start, stop, _ in sorted(places):
         if start > end:
             break
         end = max(end, stop)
     if end != numel:
         yield f"`{name}`: element {end} of {numel} is nowhere stored"
-    for (rank, _, stop), (other, start, _) in pairwise(sorted(pieces)):
+    for (_, stop, rank), (start, _, other) in pairwise(sorted(places, key=lambda place: (place[2], *place))):
         if rank == other and start < stop:
             yield f"`{name}`: element {start} is stored twice by rank {rank}"
+
+
+def _gaps_between_boxes(name: str, records: Sequence[RecordEntry]) -> Iterator[str]:
+    """Report elements that no rank wrote, or two did."""
+    shape = records[0].global_shape
+    if any(record.global_shape != shape for record in records):
+        return  # which is reported
+    missing = prod(shape) - sum(record.numel for record in records)
+    if (twice := shared_element(box for record in records for box in record.boxes())) is not None:
+        yield f"`{name}`: element {list(twice)} is stored twice"
+    elif missing:
+        yield f"`{name}`: {missing} of {prod(shape)} elements are nowhere stored"
 
 
 def _not_stored(marker: RankMarker, stored: set[str]) -> Iterator[str]:

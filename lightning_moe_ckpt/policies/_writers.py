@@ -40,7 +40,11 @@ class Shard(NamedTuple):
     def prefix(self) -> str:
         """Start of this shard's tensor names, in global coordinates."""
         piece = self.slice
-        return f"{_WORDS[self.kind]}/{piece.fqn}/{piece.global_start}+{piece.stop - piece.start}"
+        prefix = f"{_WORDS[self.kind]}/{piece.fqn}/{piece.global_start}+{piece.stop - piece.start}"
+        if piece.box is None:
+            return prefix
+        offset, size = (",".join(map(str, each)) for each in piece.box)
+        return f"{prefix}@{offset}:{size}"
 
 
 def assign_writers(

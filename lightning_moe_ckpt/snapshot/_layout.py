@@ -400,10 +400,11 @@ class FileLayout:
             head = f'{_quoted(shard.operator)},"{shard.kind.value}",{_quoted(piece.fqn)}'
             interval = f"[{','.join(map(str, piece.global_shape))}],{piece.global_start},{piece.stop - piece.start}"
             there = "true" if shard.kind is RecordKind.COMPUTE or has_state[piece.fqn] else "false"
+            box = "" if piece.box is None else f",{json.dumps(piece.box, separators=(',', ':'))}"
             rows += [
                 f'[{name},{head},{_quoted(key)},"{dtype_code(dtype)}",'
                 f"{interval if shape is None else self._place(piece, key, shape, nbytes) if shape or key == PACKED else '[],0,1'},"
-                f"{offset},{nbytes},{there if is_state(key) else 'true'}]"
+                f"{offset},{nbytes},{there if is_state(key) else 'true'}{'' if shape is not None else box}]"
                 for (key, dtype, shape), (name, (offset, nbytes)) in zip(forms, places_by_name, strict=False)
             ]
         return rows + self._local_rows(), places

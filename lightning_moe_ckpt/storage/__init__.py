@@ -11,6 +11,7 @@ from lightning_moe_ckpt.storage._backend import Pace as Pace
 from lightning_moe_ckpt.storage._backend import create_once as create_once
 from lightning_moe_ckpt.storage._catalog import CONSTANTS as CONSTANTS
 from lightning_moe_ckpt.storage._catalog import read_constants as read_constants
+from lightning_moe_ckpt.storage._entries import Bounds as Bounds
 from lightning_moe_ckpt.storage._entries import RecordColumns as RecordColumns
 from lightning_moe_ckpt.storage._entries import RecordEntry as RecordEntry
 from lightning_moe_ckpt.storage._entries import RecordRows as RecordRows

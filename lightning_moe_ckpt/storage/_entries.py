@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 from math import prod
 from operator import add, attrgetter, le
 from typing import Any, NamedTuple, TypeVar, overload
@@ -40,9 +40,13 @@ NONCE: Form[str] = Form(_read_nonce, str)
 GENERATION = keys(GenerationId, step=INTEGER, incarnation=INTEGER, nonce=NONCE)
 
 
+Bounds = tuple[tuple[int, ...], tuple[int, ...]]
+"""A box in a tensor: offset and size per dimension."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordEntry:
-    """One tensor in a segment: a flat interval of a global tensor."""
+    """One tensor in a segment: a flat interval of a global tensor, or of a box in it."""
 
     name: str
     """Tensor name in the safetensors file."""
@@ -59,7 +63,7 @@ class RecordEntry:
     global_shape: tuple[int, ...]
     """Shape of the tensor over all ranks."""
     global_start: int
-    """First element of the interval in the flattened global tensor."""
+    """First element of the interval in the flattened global tensor, or in the flattened box."""
     numel: int
     """Elements in the interval."""
     offset: int
@@ -69,10 +73,26 @@ class RecordEntry:
     """Digest of the file's bytes `[offset, offset + nbytes)`."""
     present: bool = True
     """False if only the space is reserved: the optimizer has no such state yet."""
+    box: Bounds | None = None
+    """The writer's part of the global tensor, if that is no flat interval of it."""
+
+    def boxes(self) -> Iterator[Bounds]:
+        """Yield the boxes, parts of rows and whole rows, that make up the interval, in its order; none for a scalar."""
+        offset, size = self.box or ((0,) * len(self.global_shape), self.global_shape)
+        rows = [prod(size[dim + 1 :]) for dim in range(len(size))]  # elements of a row, by dimension
+        at, stop = self.global_start, self.global_start + self.numel
+        while at < stop and rows:
+            # The outermost dimension of which a whole row begins here.
+            dim = next(dim for dim, row in enumerate(rows) if at % row == 0 and stop - at >= row)
+            index = [at // row % length for row, length in zip(rows[: dim + 1], size, strict=False)]
+            number = min((stop - at) // rows[dim], size[dim] - index[dim])
+            first = map(add, offset, chain(index, repeat(0)))
+            yield tuple(first), (*([1] * dim), number, *size[dim + 1 :])
+            at += number * rows[dim]
 
 
-RECORD_COLUMNS = [column.name for column in fields(RecordEntry) if column.name != "digest"]
-"""Columns of a row in a line of records; a separate list has the digests."""
+RECORD_COLUMNS = [column.name for column in fields(RecordEntry) if column.name not in {"digest", "box"}]
+"""Columns of a row in a line of records; a separate list has the digests. A row with a box has it behind them."""
 
 _ROW = attrgetter(*RECORD_COLUMNS)
 
@@ -93,6 +113,7 @@ class RecordColumns(NamedTuple):
     nbytes: Sequence[int]
     present: Sequence[bool]
     digest: Sequence[str]
+    box: Sequence[Bounds | None]
 
     @classmethod
     def of(cls, records: Sequence[RecordEntry]) -> RecordColumns:
@@ -241,7 +262,8 @@ def _spelled(records: Sequence[RecordEntry]) -> SpelledRows:
 
 
 def _row(record: RecordEntry) -> str:
-    return json.dumps(_ROW(record), separators=(",", ":"))
+    row = _ROW(record) if record.box is None else (*_ROW(record), record.box)
+    return json.dumps(row, separators=(",", ":"))
 
 
 def _array(rows: Iterable[str]) -> bytes:
@@ -260,8 +282,8 @@ def _line(digests: bytes | memoryview, rows: bytes) -> tuple[bytes | memoryview,
 
 def _read_rows(value: object, where: str) -> list[list[Any]]:
     rows = _read_list(list, value, where)
-    if set(map(len, rows)) - {len(RECORD_COLUMNS)}:
-        raise Corrupt(f"{where}: a row of {len(RECORD_COLUMNS)} columns was expected.")
+    if set(map(len, rows)) - {_COLUMNS, _COLUMNS + 1}:
+        raise Corrupt(f"{where}: a row of {_COLUMNS} columns, or one more with a box, was expected.")
     return rows
 
 
@@ -279,15 +301,35 @@ _LINE: Form[tuple[list[str], list[list[Any]]]] = keys(
 
 def _read_columns(rows: Sequence[list[Any]], digests: Sequence[str], where: str) -> RecordColumns:
     """Return rows by column. A restore reads every row, so no Python function is called per row."""
-    columns: list[Any] = list(zip(*rows, strict=True)) if rows else [()] * len(RECORD_COLUMNS)
+    boxes: Sequence[Bounds | None] = (None,) * len(rows)
+    if max(map(len, rows), default=0) > _COLUMNS:
+        boxes = _read_boxes(rows, f"{where}: box")
+        rows = [row[:_COLUMNS] for row in rows]
+    columns: list[Any] = list(zip(*rows, strict=True)) if rows else [()] * _COLUMNS
     for name, column in zip(RECORD_COLUMNS, columns, strict=True):
         _CHECKS[name](column, f"{where}: {name}")
     columns[_SHAPES] = tuple(map(tuple, columns[_SHAPES]))
-    columns.append(digests)
+    columns += [digests, boxes]
     return RecordColumns(*columns)
 
 
-_SHAPES = RECORD_COLUMNS.index("global_shape")
+_COLUMNS, _SHAPES = len(RECORD_COLUMNS), RECORD_COLUMNS.index("global_shape")
+
+
+def _read_boxes(rows: Sequence[list[Any]], where: str) -> list[Bounds | None]:
+    """Return each row's box; `None` where there is none."""
+    pairs = _read_list(list, [pair for row in rows for pair in row[_COLUMNS:]], where)
+    if set(map(len, pairs)) != {2}:
+        raise Corrupt(f"{where} must be an offset and a size.")
+    _expect_shapes([*chain.from_iterable(pairs)], where)
+    boxes = ((tuple(offset), tuple(size)) for offset, size in pairs)
+    return [next(boxes) if len(row) > _COLUMNS else None for row in rows]
+
+
+def _fits(box: Bounds, shape: tuple[int, ...]) -> bool:
+    """Return whether a box lies within a tensor, which is no scalar."""
+    offset, size = box
+    return 0 < len(shape) == len(offset) == len(size) and all(map(le, map(add, offset, size), shape))
 
 
 def _are_consistent(columns: RecordColumns, file_nbytes: int) -> bool:
@@ -295,19 +337,29 @@ def _are_consistent(columns: RecordColumns, file_nbytes: int) -> bool:
     # There are few different sizes and shapes.
     sizes = set(zip(columns.dtype, columns.numel, columns.nbytes, strict=True))
     itemsizes = {code: itemsize_of(code) for code, _, _ in sizes}
-    numels = {shape: prod(shape) for shape in set(columns.global_shape)}
+    shapes = columns.global_shape
+    if any(columns.box):
+        places = zip(columns.box, columns.global_shape, strict=True)
+        if not all(box is None or _fits(box, shape) for box, shape in set(places)):
+            return False
+        shapes = [shape if box is None else box[1] for box, shape in zip(columns.box, shapes, strict=True)]
+    numels = {shape: prod(shape) for shape in set(shapes)}
     ends = map(add, columns.global_start, columns.numel)
     return (
         None not in itemsizes.values()
         and all(numel * (itemsizes[code] or 0) == nbytes for code, numel, nbytes in sizes)
-        and all(map(le, ends, map(numels.__getitem__, columns.global_shape)))
+        and all(map(le, ends, map(numels.__getitem__, shapes)))
         and max(map(add, columns.offset, columns.nbytes), default=0) <= file_nbytes
     )
 
 
 def _contradiction(record: RecordEntry, file_nbytes: int) -> str | None:
     """Return a record's contradiction in itself or with the file; `None` without one. Readers allocate by its sizes."""
-    numel, itemsize = prod(record.global_shape), itemsize_of(record.dtype)
+    if record.box is not None and not _fits(record.box, record.global_shape):
+        offset, size = map(list, record.box)
+        return f"is of {size} elements from {offset} on in a tensor of shape {list(record.global_shape)}"
+    numel = prod(record.global_shape if record.box is None else record.box[1])
+    itemsize = itemsize_of(record.dtype)
     if itemsize is None:
         return f"has the unknown type {record.dtype!r:.40}"
     if record.numel * itemsize != record.nbytes:

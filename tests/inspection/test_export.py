@@ -120,7 +120,7 @@ def test_statistics_of_rows_are_put_together_and_others_are_named(
     ended = main(["export", url, str(out), "--optimizer"])
     if biases:
         said = capsys.readouterr().err
-        assert (ended, "`moe.b1/columns` differs between expert-parallel ranks" in said) == (2, True)
+        assert (ended, "`moe.b1/columns` differs between ranks" in said) == (2, True)
         assert main(["export", url, str(out)]) == 0
     else:
         assert ended == 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_moe_ckpt.operators import ParamSlice
+from lightning_moe_ckpt.operators import ParamSlice, RecordKind
 from lightning_moe_ckpt.policies import Shard, assign_adaptively, assign_writers
 
 Piece = tuple[str, ParamSlice]
@@ -148,3 +149,13 @@ def test_someone_must_hold_it_adaptively_too() -> None:
     """Else nobody would write it."""
     with pytest.raises(ValueError, match="holders"):
         assign_adaptively([], width, [], {})
+
+
+def test_names_tell_boxes_apart() -> None:
+    """Also of equal intervals; a slice without a box is called as ever."""
+    _, piece = make(0, 8, 4)
+    boxes = [None, ((0, 0), (4, 2)), ((0, 4), (4, 2)), ((0, 4), (2, 4)), ((0,), (8,))]
+    names = [Shard("op0", RecordKind.FULL, replace(piece, box=box), 0).prefix for box in boxes]
+    assert names[0] == "full/p0.4/1000+8"
+    assert names[2] == "full/p0.4/1000+8@0,4:4,2"
+    assert len(set(names)) == len(names)

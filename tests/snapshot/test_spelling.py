@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 
 import pytest
@@ -15,9 +16,10 @@ from torch import nn
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.policies import Plan, all_names
-from lightning_moe_ckpt.snapshot import PlanRecord, StateView, WindowLayout, lay_out
+from lightning_moe_ckpt.policies import Plan, Shard, all_names
+from lightning_moe_ckpt.snapshot import FileLayout, PlanRecord, StateView, WindowLayout, lay_out
 from lightning_moe_ckpt.storage import RecordEntry, RecordRows, SegmentLayout, dtype_code
+from lightning_moe_ckpt.storage._entries import _row
 
 AWKWARD = ['qu"ote', "back\\slash", "ünï", "per%cent{}", "line\nfeed", "\U0001f600", "a/b", " ", "__pad__"]
 
@@ -127,4 +129,24 @@ def test_rows_are_spelled_as_by_the_json_encoder(world_size: int, *, stepped: bo
         data = memoryview(bytearray(step.durable.segment.nbytes))
         table = RecordRows(partial(step.durable.records, has_state)).digested(data)
         assert table.line == line_by_json(layout, number, has_state, [record.digest for record in table])
-        assert all(isinstance(record, RecordEntry) and len(astuple(record)) == 13 for record in table)
+        assert all(isinstance(record, RecordEntry) and len(astuple(record)) == 14 for record in table)
+
+
+def test_boxes_are_spelled_as_the_encoder_does() -> None:
+    """Tensors by element have the box in their rows and all in their names; scalars are as ever."""
+    file = window(stepped=True).steps[0].durable
+    box = ((0, 1), (2, 2))
+
+    def in_box(shard: Shard) -> Shard:
+        piece = shard.slice
+        return shard._replace(slice=replace(piece, box=box, stop=piece.start + 4)) if "ünï" in piece.fqn else shard
+
+    shards = {region: list(map(in_box, shards)) for region, shards in file.shards.items()}
+    rows, places = FileLayout(shards, file.view, file.groups, None).records(defaultdict(lambda: True))
+    found = [*RecordRows(lambda: (rows, places)).columns.entries()]
+    assert rows == [_row(record) for record in found]
+    boxed = [record for record in found if record.box]
+    assert {record.box for record in boxed} == {box}
+    assert {record.state_key for record in boxed} == {"param", "exp_avg", "exp_avg_sq"}
+    assert all(f"+{record.numel}@0,1:2,2/" in record.name for record in boxed)
+    assert len({record.name for record in found}) == len(found)

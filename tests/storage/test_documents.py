@@ -190,6 +190,50 @@ def test_a_commit_does_not_parse_records_and_a_reader_of_them_does(line: bytes, 
         list(marker.segments[0].records)
 
 
+BOX = ((1, 0, 1), (4, 2, 2))
+
+
+def _boxed(**fields: Any) -> SegmentEntry:
+    """A record of 6 elements in a box of 16, beside one without a box."""
+    segment = _segment(0, 40)
+    first, second = segment.records
+    boxed = dataclasses.replace(first, **{"box": BOX, "global_start": 10, **fields})
+    return dataclasses.replace(segment, records=(boxed, second))
+
+
+def test_records_of_boxes_come_back_equal_and_other_rows_are_as_they_were() -> None:
+    """One value more in a row, in that row alone."""
+    marker = dataclasses.replace(make_marker(), segments=(_boxed(),))
+    data = marker.to_bytes()
+    assert RankMarker.from_bytes(data, "here") == marker
+    plain = dataclasses.replace(make_marker(), segments=(_boxed(box=None),)).to_bytes()
+    lines, others = data.splitlines(), plain.splitlines()
+    assert lines[1].replace(b",false,[[1,0,1],[4,2,2]]]", b",false]") == others[1]
+    assert lines[2:] == others[2:]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"box": ((5, 0, 1), (4, 2, 2))}, "is of .4, 2, 2. elements from .5, 0, 1. on in a tensor of shape .8, 2, 3."),
+        ({"box": ((1, 0), (4, 2))}, "in a tensor of shape"),
+        ({"box": ((1, 0, 1), (4, 2))}, "in a tensor of shape"),
+        ({"box": ((), ()), "global_shape": (), "global_start": 0, "numel": 1, "nbytes": 2}, "in a tensor of shape"),
+        ({"global_start": 11}, "ends at element 17 of 16"),
+        ({"box": ((1, 0, 1),)}, "box must be an offset and a size"),
+        ({"box": ((1, 0, -1), (4, 2, 2))}, "box must be whole numbers"),
+        ({"box": ((1, 0, True), (4, 2, 2))}, "box must be int, found bool"),
+        ({"box": (1, 2)}, "box must be list, found int"),
+        ({"box": "ab"}, "box must be list, found str"),
+    ],
+)
+def test_boxes_that_cannot_be_are_refused(fields: dict[str, Any], reason: str) -> None:
+    """Outside of the tensor, of other dimensions, smaller than the interval, or no box at all."""
+    marker = RankMarker.from_bytes(dataclasses.replace(make_marker(), segments=(_boxed(**fields),)).to_bytes(), "here")
+    with pytest.raises(Corrupt, match=reason):
+        list(marker.segments[0].records)
+
+
 def test_a_module_comes_back_equal() -> None:
     """Also texts that JSON itself would not hold, such as a configuration with NaN."""
     found = RankMarker.from_bytes(make_marker().to_bytes(), "here").module
