@@ -1,10 +1,13 @@
 """Find operators and slice parameters and optimizer state. Internal: may change in any version."""
 
+from lightning_moe_ckpt.operators._boxes import Box as Box
 from lightning_moe_ckpt.operators._boxes import Region as Region
 from lightning_moe_ckpt.operators._boxes import boxes_of as boxes_of
 from lightning_moe_ckpt.operators._boxes import is_sharded as is_sharded
 from lightning_moe_ckpt.operators._boxes import memory_of as memory_of
+from lightning_moe_ckpt.operators._boxes import sharding_of as sharding_of
 from lightning_moe_ckpt.operators._boxes import show_shards as show_shards
+from lightning_moe_ckpt.operators._boxes import with_memory as with_memory
 from lightning_moe_ckpt.operators._copies import by_parameter as by_parameter
 from lightning_moe_ckpt.operators._count_taps import AttributeTap as AttributeTap
 from lightning_moe_ckpt.operators._count_taps import CapacityTap as CapacityTap

@@ -10,7 +10,8 @@ A box's elements lie in memory in their global order. So a flat global interval 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +99,26 @@ def memory_of(tensor: Any) -> Tensor:
     """Return the plain memory on this rank: the tensor itself, or a DTensor's shard; no copy, no graph, no exchange."""
     found: Tensor = tensor._local_tensor if type(tensor) is DTensor else tensor  # noqa: SLF001  # `to_local` has a graph
     return found
+
+
+def with_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors, and the DTensors' memory, which has versions of its own."""
+    return [*tensors, *[memory_of(tensor) for tensor in tensors if type(tensor) is DTensor]]
+
+
+def sharding_of(params: Iterable[Any]) -> str:
+    """Return in words how parameters are in shards, the same on all ranks; empty if all are plain."""
+    kinds = Counter(_placement(param) if isinstance(param, DTensor) else "" for param in params)
+    if set(kinds) <= {""}:
+        return ""
+    return ", ".join(f"{count} {kind or 'plain'}" for kind, count in sorted(kinds.items()))
+
+
+def _placement(param: DTensor) -> str:
+    mesh = param.device_mesh
+    names = mesh.mesh_dim_names or [""] * mesh.ndim
+    dims = " x ".join(f"{name} {size}".strip() for name, size in zip(names, mesh.shape, strict=True))
+    return f"{'/'.join(map(str, param.placements))} on {dims}"
 
 
 def is_sharded(module: nn.Module) -> bool:

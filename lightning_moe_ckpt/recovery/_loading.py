@@ -25,7 +25,7 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, IdentityMismatch
 from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.native import CopyEngine
-from lightning_moe_ckpt.operators import Operator, OperatorSet, RecordKind
+from lightning_moe_ckpt.operators import Box, Operator, OperatorSet, RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import NEVER, PEER, TokenLedger, expert_names
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, Restored, RestorePlan, ShardSource
@@ -292,14 +292,22 @@ def restored_window(
     for name, sources in chosen.shards.items():
         if name in view.operators:  # else it is on other ranks
             operator = view.operators[name]
-            region = tuple(groups.ranks(operator.holders))
-            shards.setdefault(region, []).extend(_shard(operator, source) for source in sources)
+            for source in sources:
+                box = view.boxes.get(source.fqn)
+                region = tuple(groups.ranks(operator.holders)) if box is None else box.holders
+                if source.writer in region:
+                    shards.setdefault(region, []).append(_shard(operator, source, box))
     return WindowLayout(record=record, steps=[StepLayout(FileLayout(shards, view, groups, journal_nbytes))])
 
 
-def _shard(operator: Operator, source: ShardSource) -> Shard:
+def _shard(operator: Operator, source: ShardSource, box: Box | None) -> Shard:
     stop = source.global_start + source.numel
     for whole in operator.slices:
+        if whole.fqn == source.fqn and box is not None:
+            start = source.global_start - (box.first if box.bounds is None else 0)
+            place = {"start": start, "stop": start + source.numel, "global_start": source.global_start}
+            piece = replace(whole, **place, box=box.bounds)  # type: ignore[arg-type]
+            return Shard(operator=operator.name, kind=RecordKind.FULL, slice=piece, writer=source.writer)
         first = whole.global_start
         if whole.fqn == source.fqn and first <= source.global_start and stop <= first + whole.numel:
             start = whole.start + source.global_start - first

@@ -62,7 +62,7 @@ def open_run(job: SessionJob, planner: Planner, *, load: bool) -> OpenRun:
     Where constants change what trains, another planner takes the place of `planner`. `load` is that of `Planner.settle`.
     """
     config, policy, view, groups, exchange = job.config, job.policy, job.view, job.groups, job.exchange
-    identity = Identity.of_job(job.operators, view.schema, groups, job.autocast_dtype, exchange)
+    identity = Identity.of_job(job.operators, view, groups, job.autocast_dtype, exchange)
     opener = RunOpener(config.url, config.storage_options, exchange, groups, bandwidth=config.bandwidth)
     with ExitStack() as failed:
         failed.callback(opener.close)

@@ -38,7 +38,7 @@ from lightning_moe_ckpt.native import (
     decompress_gradient,
     pack_gradient,
 )
-from lightning_moe_ckpt.operators import StateSchema
+from lightning_moe_ckpt.operators import StateSchema, memory_of, with_memory
 from lightning_moe_ckpt.snapshot._filling import versions
 from lightning_moe_ckpt.snapshot._layout import StateView, StepLayout
 from lightning_moe_ckpt.snapshot._shards import PACKED
@@ -68,6 +68,7 @@ class _StepRecorder:
     def __init__(self, view: StateView, fqns: Iterable[str]) -> None:
         self._view = view
         self._params = {fqn: view.params[fqn] for fqn in sorted(fqns)}
+        self._watched = with_memory(list(self._params.values()))
         self._consumed: dict[str, _Consumed] = {}
         self._num_steps, self._edited = 0, False
         self._versions = self._now()
@@ -111,7 +112,7 @@ class _StepRecorder:
             self._consumed[fqn] = _Consumed(param.grad, versions([param.grad])[0], settings[id(group)])
 
     def _now(self) -> list[int]:
-        return versions(list(self._params.values()))
+        return versions(self._watched)
 
 
 class DifferentialRecorder(_StepRecorder):
@@ -133,7 +134,7 @@ class DifferentialRecorder(_StepRecorder):
         self._view.consumed.clear()
         for fqn, each in consumed.items():
             if each.gradient.layout is torch.strided and each.gradient.dtype is torch.float32:
-                self._view.consumed[fqn] = each.gradient.detach().contiguous()
+                self._view.consumed[fqn] = memory_of(each.gradient.detach()).contiguous()
         self._taken = list(consumed.values())
         self._steps = {fqn: each.settings for fqn, each in consumed.items()}
         return found is not None and len(self._view.consumed) == len(consumed)
@@ -195,7 +196,8 @@ class DifferentialRecorder(_StepRecorder):
     def _now(self) -> list[int]:
         """Return versions of weights and state: a step is repeated on all state."""
         params = list(self._params.values())
-        return [*versions([*params, *self._view.schema.watch(params).tensors]), self._accesses.count]
+        state = self._view.schema.watch(params).tensors
+        return [*versions(with_memory([*params, *state])), self._accesses.count]
 
 
 class GradientRecorder(_StepRecorder):
@@ -220,7 +222,7 @@ class GradientRecorder(_StepRecorder):
             piece, end = place.shard.slice, place.offset + place.shard.slice.numel * self._dtype.itemsize
             found = consumed.get(piece.fqn)
             if found is not None:
-                flat = _flat(found.gradient)
+                flat = _flat(memory_of(found.gradient))
                 if flat is None:
                     continue
                 copies.append((flat[piece.start : piece.stop], area_U8[place.offset : end].view(self._dtype)))

@@ -16,9 +16,9 @@ from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt.coordination import VERSIONS, Exchange, agreed_versions
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.operators import OperatorSet, StateSchema
+from lightning_moe_ckpt.operators import OperatorSet, StateSchema, sharding_of
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.snapshot._layout import PARAM, PRESENT, is_average
+from lightning_moe_ckpt.snapshot._layout import PARAM, PRESENT, StateView, is_average
 from lightning_moe_ckpt.storage import Commit, ModuleEntry, RankMarker, SegmentEntry, dtype_code
 
 _MAX_NAMED = 6
@@ -42,6 +42,8 @@ class Identity:
     world_size: int
     expert_parallel: int
     pipeline_parallel: int = 1
+    sharding: str = ""
+    """How many parameters are in which shards, in words; empty without any."""
     coupling: str = field(default="element", compare=False)
     """Range on which an element's update depends; said in markers where it is wider, for readers: fingerprints decide."""
     versions: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -51,13 +53,13 @@ class Identity:
     def of_job(
         cls,
         operators: OperatorSet,
-        schema: StateSchema,
+        view: StateView,
         groups: ParallelGroups,
         autocast_dtype: torch.dtype | None,
         exchange: Exchange,
     ) -> Identity:
         """Return this job's identity, with all its pipeline stages. Collective."""
-        fingerprint = f"{operators.fingerprint()}-{schema.fingerprint()}"
+        fingerprint = f"{operators.fingerprint()}-{view.schema.fingerprint()}"
         if groups.num_stages > 1:
             said = exchange.gather_values(fingerprint)
             fingerprint = xxh3_128_hexdigest("\n".join(map(str, said[:: groups.stage_size])).encode())
@@ -67,7 +69,8 @@ class Identity:
             world_size=groups.world_size,
             expert_parallel=groups.ep_size,
             pipeline_parallel=groups.num_stages,
-            coupling=schema.reach.coupling,
+            sharding=sharding_of(view.params.values()),
+            coupling=view.schema.reach.coupling,
             versions=agreed_versions(exchange),
         )
 
@@ -90,6 +93,7 @@ class Identity:
             world_size=stored.world_size,
             expert_parallel=expert_parallel,
             pipeline_parallel=stages,
+            sharding=str(policy.get("sharding", "")),
         )
 
     def policy(self) -> dict[str, object]:
@@ -99,6 +103,7 @@ class Identity:
             "autocast": self.autocast,
             "expert_parallel": self.expert_parallel,
             **({STAGES: self.pipeline_parallel} if self.pipeline_parallel > 1 else {}),
+            **({"sharding": self.sharding} if self.sharding else {}),
             **({"coupling": self.coupling} if self.coupling != "element" else {}),
             VERSIONS: dict(self.versions),
         }
@@ -109,6 +114,7 @@ class Identity:
             ("processes", stored.world_size, self.world_size),
             ("expert_parallel", stored.expert_parallel, self.expert_parallel),
             ("pipeline_parallel", stored.pipeline_parallel, self.pipeline_parallel),
+            ("parameters", stored.sharding or "plain", self.sharding or "plain"),
             ("autocast", stored.autocast or "none", self.autocast or "none"),
         ):
             if was != now:

@@ -35,7 +35,7 @@ from lightning_moe_ckpt.policies import (
     expert_names,
     writers_of,
 )
-from lightning_moe_ckpt.snapshot._layout import FileLayout, StateView, StepLayout, WindowLayout
+from lightning_moe_ckpt.snapshot._layout import FileLayout, OperatorSlice, StateView, StepLayout, WindowLayout
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.snapshot._shards import numel_of
 from lightning_moe_ckpt.storage import MAX_HEADER_NBYTES
@@ -190,14 +190,19 @@ def split_operators(view: StateView, groups: ParallelGroups, limit: int) -> Oper
 
 
 def expert_loads(view: StateView, groups: ParallelGroups, names: Iterable[str]) -> dict[int, int]:
-    """Return the bytes of the named experts by writing rank; experts of a layer are equal in size."""
+    """Return the bytes of the named experts by writing rank; experts of a layer are equal in size.
+
+    Experts in shards count as nothing: no rank knows all boxes.
+    """
     loads = dict.fromkeys(range(groups.world_size), 0)
+    if view.boxes:
+        return loads
     operators, width = view.operators, view.widths(RecordKind.FULL)
     place = {name: (layer, expert) for layer in operators.layers for expert, name in enumerate(expert_names(layer))}
     for layer, expert in (place[name] for name in names if name in place):
         template = operators[expert_names(layer)[layer.local_expert_ids[0]]]
         holders = _holders(template, groups, expert // len(layer.local_expert_ids))
-        for shard in _cut(template, view, holders, turn=expert):
+        for shard in _cut([(template, piece) for piece in template.slices], view, holders, turn=expert):
             loads[shard.writer] += shard.slice.numel * width(shard.slice.fqn)
     return loads
 
@@ -205,12 +210,18 @@ def expert_loads(view: StateView, groups: ParallelGroups, names: Iterable[str]) 
 def expert_nbytes(view: StateView, groups: ParallelGroups) -> dict[str, int]:
     """Return this rank's bytes for each expert in partial plans, with the gaps behind tensors, by name."""
     found: dict[str, int] = {}
+    if view.boxes:
+        for op in (op for op in view.operators if op.expert_idx is not None):
+            shards = [shard for each in _expert_shards(op, view, groups).values() for shard in each]
+            found[op.name] = sum(_aligned_nbytes(shard, view) for shard in shards if shard.writer == groups.rank)
+        return found
     for layer in view.operators.layers:
         names = expert_names(layer)
         template = view.operators[names[layer.local_expert_ids[0]]]
         holders = groups.ranks(template.holders)
         # Experts of a layer are equal, and cut alike except for the first holder's turn.
-        turns = [_cut(template, view, holders, turn=turn) for turn in range(len(holders))]
+        slices = [(template, piece) for piece in template.slices]
+        turns = [_cut(slices, view, holders, turn=turn) for turn in range(len(holders))]
         sizes = [sum(_aligned_nbytes(shard, view) for shard in turn if shard.writer == groups.rank) for turn in turns]
         found |= {names[expert]: sizes[expert % len(holders)] for expert in layer.local_expert_ids}
     return found
@@ -294,8 +305,8 @@ def _stable_shards(step: WindowStep, view: StateView, groups: ParallelGroups) ->
             shards = _dense_shards(view, groups, expert_loads(view, groups, names))
         for operator in (view.operators[name] for name in names if name in view.operators):
             if operator.expert_idx is not None:
-                region = tuple(groups.ranks(operator.holders))
-                shards.setdefault(region, []).extend(_cut(operator, view, region, turn=operator.expert_idx))
+                for region, each in _expert_shards(operator, view, groups).items():
+                    shards.setdefault(region, []).extend(each)
         found.append(shards)
     return found
 
@@ -309,11 +320,17 @@ def _dense_shards(view: StateView, groups: ParallelGroups, loads: Mapping[int, i
     }
 
 
-def _cut(operator: Operator, view: StateView, holders: Sequence[int], *, turn: int) -> list[Shard]:
+def _expert_shards(operator: Operator, view: StateView, groups: ParallelGroups) -> Shards:
+    assert operator.expert_idx is not None
+    slices = view.by_region([operator], groups)
+    return {region: _cut(each, view, region, turn=operator.expert_idx) for region, each in slices.items()}
+
+
+def _cut(slices: Sequence[OperatorSlice], view: StateView, holders: Sequence[int], *, turn: int) -> list[Shard]:
     """Return the shards of one expert; holders take turns, so that small pieces do not all go to one rank."""
     first = turn % len(holders)
     turned = [*holders[first:], *holders[:first]]
-    pieces, width = [(operator.name, piece) for piece in operator.slices], view.widths(RecordKind.FULL)
+    pieces, width = [(operator.name, piece) for operator, piece in slices], view.widths(RecordKind.FULL)
     shards = assign_writers(pieces, width, range(len(turned)), split_nbytes=EXPERT_SPLIT_NBYTES)
     return [shard._replace(writer=turned[shard.writer]) for shard in shards]
 
