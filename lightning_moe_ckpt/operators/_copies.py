@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
@@ -55,7 +56,8 @@ def copied_state(value: object, device: torch.device | None = None) -> Any:
 
 def is_wrapper(value: object) -> bool:
     """Return whether a value is a tensor of other tensors that torch can take apart."""
-    return type(value) is not Tensor and isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__")
+    flat = type(value) is Tensor or isinstance(value, DTensor)  # a DTensor is in shards, like its parameter
+    return not flat and isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__")
 
 
 def wrapper_name(cls: type) -> str:

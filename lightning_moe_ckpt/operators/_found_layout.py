@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_moe_ckpt.errors import UnsupportedOptimizer
@@ -162,7 +163,7 @@ def _entry(key: str, value: object, param: Tensor) -> StateEntry | None:
 
 def recorded_value(entry: StateEntry, value: object, param: Tensor) -> Tensor | None:
     """Return a value if its record has a place for it."""
-    fits = type(value) in {Tensor, nn.Parameter} and isinstance(value, Tensor) and value.dtype == entry.dtype
+    fits = type(value) in {Tensor, nn.Parameter, DTensor} and isinstance(value, Tensor) and value.dtype == entry.dtype
     if not fits or not isinstance(value, Tensor) or value.shape != (param.shape if entry.per_element else entry.shape):
         return None
     return value if value.is_contiguous() else None

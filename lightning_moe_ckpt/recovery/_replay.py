@@ -67,8 +67,12 @@ class Replay:
         self._view, self._as_user = window.steps[0].view, as_user
         self.groups, self.engine = groups, engine
         self._layouts = [step.durable for step in window.steps]
-        files = [step.files["durable"] for step in window.record.plan.steps]
-        self._full = [[name for name, kind in each.items() if kind is RecordKind.FULL] for each in files]
+        plan, everything = window.record.plan, self._view.operators.names
+        full = [
+            {name for name, kind in step.files["durable"].items() if kind is RecordKind.FULL} for step in plan.steps
+        ]
+        self._full = [everything if plan.partial else names.intersection(everything) for names in full]
+        """Operators with their full state, by step; of one in shards this rank may have nothing."""
         self._segments: list[Tensor | None] = list(segments)
         self._first, self._may_skip = first_step, may_skip
         self.journals: list[Journal] = [
@@ -135,13 +139,9 @@ class Replay:
         the next batch start: see `reconcile`. Buffers come from the replayed step.
         """
         self._newest = step - self._first
-        layout = self._layouts[self._newest]
         self._as_user(self.start(step))
         self._load_records()
-        shards = [shard for region in layout.shards.values() for shard in region if shard.kind is RecordKind.FULL]
-        self._active.update(shard.operator for shard in shards)
-        # Of an operator in shards this rank may have nothing.
-        self._active.update(name for name in self._full[self._newest] if name in self._view.operators)
+        self._active.update(self._full[self._newest])
         self._give_state()
         self.freeze()
 
