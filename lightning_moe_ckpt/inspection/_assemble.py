@@ -1,7 +1,7 @@
 """Assemble whole tensors from the shards that ranks wrote.
 
 A record is an interval of a flattened global tensor, or of a box in it, so records of all ranks are put together by their
-coordinates alone. Every element must come from exactly one record, or the tensor is refused.
+coordinates alone. Every element must come from exactly one record, or from equal copies, or the tensor is refused.
 
 An operator comes from one generation, weights and optimizer state. So where a record of it is bad and there is an older copy,
 all of it has to be taken from there: see `Assembler.take_older`.
@@ -28,6 +28,7 @@ from lightning_moe_ckpt.storage import (
     Backend,
     Bounds,
     RankMarker,
+    RecordEntry,
     SegmentEntry,
     dtype_of,
     lacking_memory,
@@ -203,17 +204,17 @@ class Assembler:
         return first.view(tensor.shape)
 
     def _whole(self, name: str, tensor: StoredTensor, *, partial: bool = False) -> Tensor:
-        numel, held = math.prod(tensor.shape), sum(each.record.numel for each in tensor.records)
+        numel, records = math.prod(tensor.shape), _distinct(tensor.records)
+        held = sum(each.record.numel for each in records)
         if held < numel and not partial:
             raise ConfigurationError(
                 f"`{name}`: nobody wrote elements of it, {held} of {numel} are stored. Verify the generation."
             )
-        if any(each.record.box for each in tensor.records):
-            return self._pasted(name, tensor)
+        if any(each.record.box for each in records):
+            return self._pasted(name, replace(tensor, records=records))
         flat = _zeros(name, numel, tensor.dtype)
         end = 0
         chosen: list[tuple[int, Replicas]] = []
-        records = [each for each in tensor.records if each.record.numel]  # a rank's part may be empty
         for each in sorted(records, key=lambda each: each.record.global_start):
             record = each.record
             if record.global_start < end:
@@ -273,6 +274,21 @@ class Assembler:
             self._backend.get_range(request.entry.key, request.offset, out)
         else:
             out[:] = memoryview(segment_U8.numpy())[request.offset : request.offset + out.nbytes]  # type: ignore[arg-type]
+
+
+def identity_of(record: RecordEntry) -> tuple[object, ...]:
+    """Return a record's coordinates and digest: records that share all these are copies."""
+    return record.global_start, record.numel, record.box, record.digest
+
+
+def _distinct(records: Iterable[Replicas]) -> list[Replicas]:
+    """Return a tensor's records without empty ones, copies by several ranks as one."""
+    found: dict[tuple[object, ...], Replicas] = {}
+    for each in records:
+        if each.record.numel:
+            known = found.setdefault(identity_of(each.record), Replicas(each.record))
+            known.places += each.places
+    return list(found.values())
 
 
 def shared_element(boxes: Iterable[Bounds]) -> tuple[int, ...] | None:

@@ -18,7 +18,7 @@ from itertools import chain, pairwise
 from math import prod
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
-from lightning_moe_ckpt.inspection._assemble import BUFFER, PARAM, constants_of, shared_element
+from lightning_moe_ckpt.inspection._assemble import BUFFER, PARAM, constants_of, identity_of, shared_element
 from lightning_moe_ckpt.recovery import Replicas, Version, stored_index
 from lightning_moe_ckpt.snapshot import PACKED
 from lightning_moe_ckpt.storage import (
@@ -323,7 +323,8 @@ def _gaps(fqn: str, key: str, pieces: Sequence[_Piece], numel: int) -> Iterator[
     """Report elements that no rank wrote, or a rank twice. Ranks that number their own experts write the same names."""
     name, end = fqn if key == PARAM else f"{fqn}/{key}", 0
     if any(record.box for _, record in pieces):
-        yield from _gaps_between_boxes(name, [record for _, record in pieces])
+        distinct = {identity_of(record): record for _, record in pieces}
+        yield from _gaps_between_boxes(name, [*distinct.values()])
         return
     places = [(record.global_start, record.global_start + record.numel, rank) for rank, record in pieces]
     for start, stop, _ in sorted(places):

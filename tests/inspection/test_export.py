@@ -173,7 +173,7 @@ def test_damaged_parameters_are_not_exported(dense_run: tuple[str, Any], tmp_pat
     for entry in source.list(""):
         data = bytearray(source.get(entry.key))
         if entry.key.startswith("snap/000000000006") and entry.key.endswith(".safetensors"):
-            marker = _markers(dense_run[0])[0]
+            marker = markers_of(dense_run[0])[0]
             data[next(r.offset for r in marker.segments[0].records if r.state_key == "param")] ^= 1
         backend.put(entry.key, bytes(data))
     with pytest.raises(Corrupt, match="digest"):
@@ -181,7 +181,8 @@ def test_damaged_parameters_are_not_exported(dense_run: tuple[str, Any], tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
-def _markers(url: str) -> list[RankMarker]:
+def markers_of(url: str) -> list[RankMarker]:
+    """Of the newest generation."""
     view = RunView.open(open_backend(url))
     commit = view.generations()[0].commit
     assert commit is not None
@@ -189,18 +190,23 @@ def _markers(url: str) -> list[RankMarker]:
 
 
 def test_parts_that_do_not_add_up_are_refused(sharded_run: tuple[str, Any, Any]) -> None:
-    """A part twice, or none at all, is never a tensor."""
-    markers = _markers(sharded_run[0])
+    """Two different parts for one place, or none at all, is never a tensor; copies are."""
+    markers = markers_of(sharded_run[0])
     backend = open_backend(sharded_run[0])
+    segment = markers[1].segments[0]
+    others = tuple(dataclasses.replace(record, digest="0" * 32) for record in segment.records)
+    different = dataclasses.replace(markers[1], segments=(dataclasses.replace(segment, records=others),))
     with pytest.raises(ConfigurationError, match="written by two ranks"):
-        Assembler(backend, [*markers, markers[1]]).read("moe.w1")
+        Assembler(backend, [*markers, different]).read("moe.w1")
+    twice = Assembler(backend, [*markers, markers[1]]).read("moe.w1")
+    assert torch.equal(twice, Assembler(backend, markers).read("moe.w1"))
     with pytest.raises(ConfigurationError, match="nobody wrote element"):
         Assembler(backend, markers[:1]).read("moe.w1")
 
 
 def test_state_that_is_not_there_yet_is_told(sharded_run: tuple[str, Any, Any]) -> None:
     """Zeros beside what is there, with a note; nothing at all is left out, with a note."""
-    markers = _markers(sharded_run[0])
+    markers = markers_of(sharded_run[0])
 
     def without(marker: RankMarker) -> RankMarker:
         segment = marker.segments[0]
