@@ -25,7 +25,7 @@ from lightning_moe_ckpt.callbacks._shared_arguments import (
     spelled_out,
 )
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
-from lightning_moe_ckpt.fit import FitSession, InPlace, WatchedData, supervisor
+from lightning_moe_ckpt.fit import FitSession, InPlace, OnlyBeats, WatchedData, can_rejoin, supervisor
 from lightning_moe_ckpt.fit._callbacks import tries_only
 from lightning_moe_ckpt.fit._cli import explain_errors
 from lightning_moe_ckpt.fit._files import LightningResume, let_best_come_first
@@ -91,7 +91,7 @@ class ReplayHooks(Callback):
 class SupervisedHooks(ReplayHooks):
     """`ReplayHooks` under a supervisor, which would start another process in the place of a dead one."""
 
-    def __init__(self, in_place: InPlace, begin: Callable[[Trainer, LightningModule], FitSession]) -> None:
+    def __init__(self, in_place: InPlace | OnlyBeats, begin: Callable[[Trainer, LightningModule], FitSession]) -> None:
         super().__init__(lambda trainer, module: in_place.begin(lambda: begin(trainer, module)))
         self._in_place = in_place
 
@@ -129,7 +129,7 @@ class CheckpointCallback(SharedArguments, Checkpoint):
         self._carried: set[str] = set()
         self._report: Report | None = None
         self._lightning_resume: LightningResume | None = None
-        self._in_place: InPlace | None = None
+        self._in_place: InPlace | OnlyBeats | None = None
         self._watched: WatchedData | None = None
 
     def _policy(self) -> Policy:
@@ -279,6 +279,9 @@ class CheckpointCallback(SharedArguments, Checkpoint):
         found = supervisor(trainer)
         if found is None:
             return ReplayHooks(self._begin)
+        if not can_rejoin(trainer):
+            self._in_place = OnlyBeats(trainer, found)
+            return SupervisedHooks(self._in_place, self._begin)
         policy = self._policy()
         exact = policy.exact and policy.chains is None and self.batches == "reposition"
         self._in_place = InPlace(trainer, module, found, own_callbacks=_OWN, exact=exact, leave=self._leave)

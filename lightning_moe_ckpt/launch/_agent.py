@@ -8,8 +8,9 @@ question (`_monitor_workers`) waits for events instead, and answers "all are wel
     ranks arrive       they are counted; the one that completes the count adds that the incarnation is formed
     it is in the log   ranks of this node are told, and make their groups
 
-If ranks do not come together in time, or one cannot be replaced, the answer is that something is wrong, and the agent
-does what it always does: it ends all processes, meets the other nodes again, and starts all anew.
+If ranks do not come together in time, or one cannot be replaced, or ranks have said that they cannot join again, the answer is
+that something is wrong, and the agent does what it always does: it ends all processes, meets the other nodes again, and starts
+all anew.
 
 Source: torch 2.13 `torch/distributed/elastic/agent/server`; the parts used here exist from torch 2.6 on.
 """
@@ -26,6 +27,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import IntEnum
 from typing import Any, cast
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
@@ -67,6 +69,17 @@ class SupervisorOptions:
     """Gets one sentence per decision."""
 
 
+class _Join(IntEnum):
+    """Whether ranks of this node can join others in this round. The agent alone moves it, and only up."""
+
+    AGAIN = 0
+    """A rank that dies is replaced."""
+    ONCE = 1
+    """Ranks have said that they cannot join again: if one fails, all are started anew."""
+    NEVER = 2
+    """One has failed, and the round ends."""
+
+
 class SupervisingAgent(LocalElasticAgent):
     """One node's agent.
 
@@ -99,6 +112,7 @@ class SupervisingAgent(LocalElasticAgent):
         """Time at which a recovery takes too long, and at which ranks that have not arrived count as hung."""
         self._silent = False
         """Whether the log counts all ranks of this node as silent."""
+        self._join = _Join.AGAIN
         self._verdict = ""
         self._gone = ""
         """Node for whose return this node waits; empty without one."""
@@ -211,6 +225,7 @@ class SupervisingAgent(LocalElasticAgent):
         agreed = json.loads(store.get(key))
         self._incarnation, self._formed, self._silent = agreed["incarnation"], -1, False
         self._verdict, self._deadline, self._suspicion = "", float("inf"), float("inf")
+        self._join = _Join.AGAIN
         prefix = agreed["prefix"]
 
         def connect() -> Store:
@@ -270,6 +285,10 @@ class SupervisingAgent(LocalElasticAgent):
     def _said(self, member: Member, message: Line) -> None:
         if (ends := message.get("called_off")) is not None:
             self._now.append("failed", rank=member.rank, pid=-1, why=message["why"], only=ends)
+        elif "cannot_rejoin" in message:
+            self._join = max(self._join, _Join.ONCE)
+            if member.rank == 0 and self._rounds == 1:
+                self._options.say(f"if a rank fails, all ranks are started anew: {message['cannot_rejoin']}")
         elif message["arrived"] == self._incarnation:
             member.arrived = self._incarnation
             if self._now.count(f"arrived/{self._incarnation}") == self._world_size:
@@ -277,14 +296,18 @@ class SupervisingAgent(LocalElasticAgent):
 
     def _exited(self, member: Member) -> None:
         code = member.exit_code
-        if code == 0 or code is None:
+        if code == 0 or code is None or self._join is _Join.NEVER:
             return
         why = member.why or describe_exit(code)
         who = f"rank {member.rank} (pid {member.pid})"
-        formed, recovering = self._rounds > 1 or self._formed >= 0, self._deadline < float("inf")
+        once = self._join is _Join.ONCE
+        formed = once or self._rounds > 1 or self._formed >= 0
+        recovering = self._deadline < float("inf")
         verdict = self._judge.judge(code, formed=formed, recovering=recovering, step=self._step)
         if verdict == "replace" and any(each.exit_code == 0 for each in self._members.values()):
             verdict, why = "restart", f"{why} after others had finished"
+        if once:
+            self._join, verdict = _Join.NEVER, "restart" if verdict == "replace" else verdict
         if verdict != "over" and self._judge.count():
             verdict, why = "over", f"{why}; more than {self._options.max_failures.text} failures"
         if verdict == "replace":
@@ -410,7 +433,8 @@ class SupervisingAgent(LocalElasticAgent):
         hang. The hung rank is found afterwards: a rank that arrives when told of the failure does not hang.
         """
         options = self._options
-        formed = self._formed == self._incarnation and not any(member.stopped_seconds for member in running)
+        formed = self._join is _Join.ONCE or self._formed == self._incarnation
+        formed = formed and not any(member.stopped_seconds for member in running)
         silent = formed and all(member.is_silent(options.hang_seconds) for member in running)
         waited = [member for member in running if formed and member.is_silent(options.recover_seconds)]
         all_silent = False
@@ -421,7 +445,11 @@ class SupervisingAgent(LocalElasticAgent):
         if all_silent or waited:
             first = next(iter(waited or running or self._members.values()))
             why = f"has not passed a step for {first.quiet_seconds:.0f} s"
-            self._now.append("failed", rank=first.rank, pid=-1, why=why, hang=True)
+            if self._join is _Join.ONCE:
+                self._join = _Join.NEVER
+                self._now.append("over" if self._judge.count() else "restart", why=f"rank {first.rank} {why}")
+            else:
+                self._now.append("failed", rank=first.rank, pid=-1, why=why, hang=True)
             for member in running:
                 member.quiet_seconds = 0.0
 

@@ -20,6 +20,7 @@ A supervisor and a rank of its node exchange lines of JSON over a socket, and ma
 
     rank -> supervisor    {"arrived": incarnation}
                           {"called_off": incarnation, "why": ...}                           it is to end, and nobody has
+                          {"cannot_rejoin": why}                                            ranks start together or not at all
     supervisor -> rank    {"place": environment, "incarnation": ..., "replacement": ...}    first, with the page
                           {"failed": incarnation, "rank": ..., "why": ...}
                           {"formed": incarnation, "prefix": ...}                            all ranks have arrived
@@ -204,6 +205,10 @@ class Supervised:
             why: predicate of a sentence about this rank, for messages.
         """
         self._connection.sendall(encode({"called_off": self.incarnation, "why": why}))
+
+    def cannot_rejoin(self, why: str) -> None:
+        """Let the supervisor start all ranks anew when one fails: this one cannot join others in new process groups."""
+        self._connection.sendall(encode({"cannot_rejoin": why}))
 
     # -- beats
 

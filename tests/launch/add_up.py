@@ -116,6 +116,20 @@ class Plain:
         return None
 
 
+class Whole(Plain):
+    """As plain, but the supervisor knows that its ranks do not join each other again, and how far they are."""
+
+    def __init__(self) -> None:
+        self._real = Supervised.from_environment()
+        assert self._real is not None
+        self._real.cannot_rejoin("it keeps its groups")
+
+    def beat(self, step: int) -> None:
+        assert self._real is not None
+        self._real.beat(step)
+        super().beat(step)
+
+
 def write(path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.new")
     new.write_text(text)
@@ -192,7 +206,7 @@ def train(supervised: Supervised, rank: int, world_size: int) -> None:
 def main() -> None:
     if "early" in script:
         print(f"rank {os.environ['RANK']} reads it before it waits")
-    supervised: Any = Plain() if "plain" in script else Supervised.from_environment()
+    supervised: Any = Whole() if "whole" in script else Plain() if "plain" in script else Supervised.from_environment()
     assert supervised is not None
     print(f"pid {os.getpid()} begins")
     while not trained(supervised):

@@ -234,6 +234,27 @@ def test_a_script_without_recovery_is_started_anew(tmp_path: Path) -> None:
     assert "all ranks are started anew" in ended.sentences()[-1]
 
 
+def test_ranks_that_cannot_join_again_are_started_anew_at_once(tmp_path: Path) -> None:
+    """They have said so: no process takes the place of the dead alone, and nobody waits for the others to notice."""
+    ended = Job(tmp_path / "job", 2, 40, "whole", "kill:1:20:0", "stop:0:30:1", hang_timeout=1.0).end()
+    assert ended.code == 0, ended.output
+    assert ended.totals() == dict.fromkeys(range(2), sum(range(40)) * 3)
+    assert [len(ended.pids(rank)) for rank in range(2)] == [3, 3]
+    first, *deaths = ended.sentences()
+    assert first == "if a rank fails, all ranks are started anew: it keeps its groups"
+    killed, stopped = (re.sub(r".*pid \d+\) ", "", each) for each in deaths)
+    assert killed == "was killed by SIGKILL; all ranks are started anew"
+    assert re.fullmatch(r"was stopped for \d+ s, and ended; all ranks are started anew", stopped)
+
+
+def test_a_bug_of_ranks_that_cannot_join_again_ends_the_job(tmp_path: Path) -> None:
+    """They are started anew twice: it may have been the machine. Then no step has been passed."""
+    ended = Job(tmp_path / "job", 2, 60, "whole", "bug:30").end()
+    assert ended.code == 1
+    assert [len(ended.pids(rank)) for rank in range(2)] == [3, 3]
+    assert "given up" in ended.sentences()[-1]
+
+
 def test_ranks_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
     """Nobody would end them otherwise; so do spares, and a rank that does not stop when it is asked to."""
     job = Job(tmp_path / "job", 2, 10**6, "deaf:0:10:0", spares=1)

@@ -155,6 +155,9 @@ class Supervisor(Protocol):
     def call_off(self, why: str) -> None:
         """End this incarnation for all ranks without replacing any of them."""
 
+    def cannot_rejoin(self, why: str) -> None:
+        """Have all ranks started anew when one fails."""
+
 
 class Rewind(CheckpointError):
     """This process begins its fit again from a generation; it has joined the others already."""

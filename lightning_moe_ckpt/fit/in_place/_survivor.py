@@ -55,14 +55,45 @@ class Ended(Enum):
 
 
 def supervisor(trainer: Trainer) -> Supervisor | None:
-    """Return this process's supervisor; `None` under other launchers, or if its strategy cannot join ranks again."""
-    found = Supervised.from_environment() if hasattr(trainer.strategy, "reconnect") else None
+    """Return this process's supervisor, which is told if ranks cannot join again; `None` under other launchers."""
+    found = Supervised.from_environment()
+    if found is not None and not can_rejoin(trainer):
+        where = ", in the meshes of parameters" if hasattr(trainer.strategy, "device_mesh") else ""
+        found.cannot_rejoin(f"{type(trainer.strategy).__name__} keeps the process groups with which it began{where}")
     if found is None and _asks_for_alone(trainer):
         log.info(
             "if a rank fails, all stages recover: only `moe-ckpt run` lets the others stay in their processes",
             alike=True,
         )
     return found
+
+
+def can_rejoin(trainer: Trainer) -> bool:
+    """Return whether ranks may stay in their processes when another one fails."""
+    return hasattr(trainer.strategy, "reconnect")
+
+
+class OnlyBeats:
+    """A fit whose ranks start together or not at all: its supervisor is only told how far training is."""
+
+    def __init__(self, trainer: Trainer, supervisor: Supervisor) -> None:
+        self._trainer, self._supervisor = trainer, supervisor
+
+    def begin(self, make: Callable[[], FitSession]) -> FitSession:
+        """Return the session that `make` returns."""
+        return make()
+
+    def batch_begins(self, _run: FitSession, _batch: object) -> None:
+        """See `InPlace.batch_begins`."""
+        self._supervisor.beat(self._trainer.global_step)
+
+    def batch_ends(self) -> None:
+        """See `InPlace.batch_ends`."""
+        self._supervisor.pause()
+
+    def close(self) -> None:
+        """Tell the supervisor that no more steps come."""
+        self._supervisor.pause()
 
 
 class InPlace:
