@@ -106,7 +106,7 @@ class Exchange:
         the other ranks waiting in the exchange. Collective.
 
         Args:
-            error: class of what is raised, with the reasons of all ranks that failed.
+            error: class of what is raised, with the reasons of all ranks that failed; one reason of all ranks is said once.
         """
         failed: CheckpointError | None = None
         try:
@@ -118,7 +118,7 @@ class Exchange:
             f"rank {rank}: {reason}" for rank, reason in zip(self._ranks, reasons, strict=True) if reason is not None
         ]
         if told:
-            raise error(str(failed) if len(reasons) == 1 else " ".join(told)) from failed
+            raise error(str(failed) if len(set(reasons)) == 1 else " ".join(told)) from failed
 
     def broadcast(self, value: object) -> object:
         """Return the coordinator's value on every rank."""

@@ -4,6 +4,9 @@ A killed run leaves files of steps that will be trained again, and perhaps a hal
 a file must not count as existing, or `ModelCheckpoint` would avoid its name; while operators are frozen no file may be
 written, since it would hold half-frozen weights; and a torn file must not stay until it is due again by chance. So
 every rank lists the files written by the run up to this boundary, as part of the step journal.
+
+With `ModelParallelStrategy`, a `.ckpt` is a folder with files of every rank, and the files `_LAST` are written when all others
+are complete. They are removed before the folder is written again.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ log = rank_logger(__name__)
 
 FilesState = dict[str, Any]
 
+_LAST = (".metadata", "meta.pt")
+"""Files written last into a folder: torch's list of shards, then Lightning's other state."""
 _UNSAVED = ("current_score", "_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 """Attributes of `ModelCheckpoint` that its `state_dict` does not restore; some versions of Lightning lack the last."""
 
@@ -151,6 +156,9 @@ class CheckpointFiles:
     def _on_save(self, filepath: Any, weights_only: bool | None = None, *args: Any, **options: Any) -> None:
         self._saved[os.fspath(filepath)] = bool(weights_only)
         if not self._holds():
+            if self._trainer.is_global_zero:  # others get the path from there
+                for name in _LAST if Path(filepath).is_dir() else ():
+                    Path(filepath, name).unlink(missing_ok=True)
             self._save(filepath, weights_only, *args, **options)
 
     def _on_delete(self, filepath: Any) -> None:
@@ -202,19 +210,29 @@ class LightningResume:
     """Skip Lightning's own resume if our checkpoints have a step to resume from.
 
     `ckpt_path`, or the file that `OnExceptionCheckpoint` makes Lightning look for, is older than our newest step and
-    may be damaged. Lightning reads the file before our checkpoints are known, so this is made in `setup`.
+    may be damaged. Lightning reads the file before our checkpoints are known, so this is made in `setup`. Strategies that load
+    a file into shards read it after `on_fit_start`.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._connector = trainer, trainer._checkpoint_connector
         self._read = self._connector.resume_start
         self._error: Exception | None = None
+        self._resumed: bool | None = None
+        """Whether our checkpoints had a step; `None` until that is known."""
         self._connector.resume_start = self._start  # type: ignore[method-assign]
 
-    def _start(self, *args: Any, **options: Any) -> None:
+    def _start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         del self._connector.resume_start
+        if self._resumed is not None:
+            self._connector._ckpt_path = checkpoint_path
+            if self._resumed:
+                self._skip()
+            else:
+                self._read(checkpoint_path, weights_only)
+            return
         try:
-            self._read(*args, **options)
+            self._read(checkpoint_path, weights_only)
         except Exception as error:  # noqa: BLE001  # a damaged file may raise anything; raised again unless we resume
             self._error = error
 
@@ -224,10 +242,13 @@ class LightningResume:
         Raises:
             Exception: reading the file failed, and there is no other step to resume from.
         """
-        if not resumed:
-            if self._error is not None:
-                raise self._error
-            return
+        self._resumed = resumed
+        if resumed:
+            self._skip()
+        elif self._error is not None:
+            raise self._error
+
+    def _skip(self) -> None:
         if self._connector._ckpt_path:
             log.info(
                 "%s is not loaded: this run goes on at its own step %d, whatever `ckpt_path` says; with resume='never' it "
@@ -249,5 +270,7 @@ def _listed(callback: ModelCheckpoint) -> list[str]:
 
 
 def _torn(path: str) -> bool:
-    """Return whether a local file exists but lacks its end, where the zip format keeps its directory."""
+    """Return whether a local file or folder exists but lacks its end: of a file, where the zip format keeps its directory."""
+    if Path(path).is_dir():
+        return not Path(path, _LAST[0]).is_file() or not zipfile.is_zipfile(Path(path, _LAST[1]))
     return Path(path).is_file() and not zipfile.is_zipfile(path)

@@ -147,23 +147,31 @@ _UNSUPPORTED: dict[type[Callback], str] = {
 """Callbacks of Lightning with which no run can resume, and why."""
 
 
+_INSTEAD = "`strategy='moe'` spreads experts with `expert_parallel=`, and layers with `pipeline_parallel=`"
+_SHARDED = "`ModelParallelStrategy` with `fully_shard` in `configure_model` shards as much, and is supported"
 _STRATEGIES = {
-    "FSDPStrategy": "keeps parameters in flat shards, which cut through operators",
-    "DeepSpeedStrategy": "leaves weights and optimizer state to DeepSpeed's engine, at stage 0 too",
-    "XLAStrategy": "trains on XLA devices, whose memory is not copied while it trains",
-    "SingleDeviceXLAStrategy": "trains on an XLA device, whose memory is not copied while it trains",
+    "FSDPStrategy": ("keeps parameters in flat shards, which cut through operators", _SHARDED),
+    "DeepSpeedStrategy": ("leaves weights and optimizer state to DeepSpeed's engine, at stage 0 too", _SHARDED),
+    "XLAStrategy": ("trains on XLA devices, whose memory is not copied while it trains", _INSTEAD),
+    "SingleDeviceXLAStrategy": ("trains on an XLA device, whose memory is not copied while it trains", _INSTEAD),
 }
-"""Strategies of Lightning under which a rank's tensors are not whole, plain ones, and why."""
+"""Strategies of Lightning under which a rank's tensors are not plain ones; why, and what there is instead."""
 
 
 def refuse_unsupported(trainer: Trainer, policy: Policy) -> None:
     """Raise `ConfigurationError` for parts of this trainer with which no run under `policy` can resume."""
     for cls in type(trainer.strategy).__mro__:
         if cls.__name__ in _STRATEGIES:
+            why, instead = _STRATEGIES[cls.__name__]
             raise ConfigurationError(
-                f"`{cls.__name__}` {_STRATEGIES[cls.__name__]}; no policy stores that yet. Use `strategy='moe'`, which spreads experts with "
-                "`expert_parallel=` and layers with `pipeline_parallel=`, or the checkpoints that the strategy writes itself."
+                f"`{cls.__name__}` {why}; no policy stores that. {instead}; or leave the checkpoint callback out, and keep to the "
+                "checkpoints that the strategy writes itself."
             )
+    if is_sharded(trainer.lightning_module) and (not policy.exact or policy.chains is not None):
+        raise ConfigurationError(
+            f"{policy.callback or 'DifferentialCheckpoint'} stores whole parameters, and those of this module are in shards (FSDP2, "
+            "tensor parallelism). Use SparseCheckpoint or DenseCheckpoint, which store shards."
+        )
     if len(trainer.optimizers) != 1:
         raise ConfigurationError(
             f"Found {len(trainer.optimizers)} optimizers, can capture exactly one. "

@@ -27,6 +27,7 @@ from lightning_moe_ckpt.fit.loaders._loaders import loads_again
 from lightning_moe_ckpt.fit.loggers._once import LogFolders
 from lightning_moe_ckpt.fit.loops import _taps, _trainer
 from lightning_moe_ckpt.journal import HeldGenerator, capture_rng, restore_rng
+from lightning_moe_ckpt.operators import show_shards
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import clocked
 from lightning_moe_ckpt.session import CheckpointSession
@@ -226,6 +227,7 @@ class FitSession:
 
     @clocked
     def before_epoch(self) -> None:
+        show_shards(self._module)
         self._recorder.before_epoch()
         self._disturbed = True  # hooks at the end and start of an epoch may change weights, through `.data` too
         self.session.repeats.freeze()
@@ -242,6 +244,8 @@ class FitSession:
 
     @clocked
     def before_fetch(self) -> None:
+        if self._disturbed:
+            show_shards(self._module)
         self._recorder.before_fetch()
         if self._files.writing is Writing.HELD:
             self._release_files()
@@ -324,7 +328,7 @@ class FitSession:
             sessions.last_step = _trainer.last_step(self._trainer)
         self._stops.batch_begins()
         start = self._recorder.complete_start(self._batches.take_digest())
-        disturbed, self._disturbed = self._disturbed, False
+        disturbed, self._disturbed = self._disturbed or self.trained.edits_unseen, False
         # Reconciling changes the state with which the step begins, so its failure cannot be put off.
         session.reconcile(sessions.among, disturbed=disturbed)
         if self.trained.awaited is not None:

@@ -20,7 +20,7 @@ from lightning_moe_ckpt.fit._callbacks import averages_of
 from lightning_moe_ckpt.fit._state import Trained
 from lightning_moe_ckpt.fit._stops import say_who_is_gone
 from lightning_moe_ckpt.fit.loops import _trainer
-from lightning_moe_ckpt.operators import StateSchema, agreed_schema, show_shards
+from lightning_moe_ckpt.operators import StateSchema, agreed_schema
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.recovery import Repeats
 from lightning_moe_ckpt.session import CheckpointSession, Report, SessionJob
@@ -157,7 +157,6 @@ class Sessions:
 
     def _open(self, repeats: Repeats | None) -> CheckpointSession:
         trainer, module, policy = self._trainer, self._trainer.lightning_module, self.policy
-        show_shards(module)
         dtype = _trainer.dtype_of_steps(trainer, module)
         self._groups = _trainer.groups_of(trainer.strategy)
         make = partial(StateSchema.of, trainer.optimizers[0], in_parts=policy.cuts, mixed=not policy.exact)

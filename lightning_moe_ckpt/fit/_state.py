@@ -19,13 +19,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Optimizer
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.fit.loops._trainer import datamodule_of
 from lightning_moe_ckpt.journal import Constant, Written, differs, refusals, written
-from lightning_moe_ckpt.operators import MoELayerSpec
+from lightning_moe_ckpt.operators import MoELayerSpec, is_sharded, memory_of, show_shards
 
 log = rank_logger(__name__)
 
@@ -149,21 +150,37 @@ def copied(value: Any) -> Any:
     return value if kind in _ATOMS else copy.deepcopy(value)
 
 
-class _NewBuffers:
-    """Names of buffers that a module registers after `fit` has begun: no restart restores them."""
+class _Registered:
+    """Parameters and buffers that a module has registered when `fit` begins: no restart restores others.
+
+    FSDP2 registers whole parameters in the place of shards between forward and backward, and behind a validation until the next
+    backward.
+    """
 
     def __init__(self, module: nn.Module) -> None:
+        show_shards(module)
         self._module, self._known = module, {name for name, _ in module.named_buffers()}
-        self._owners = [each._buffers for each in module.modules()]
-        self._most = sum(map(len, self._owners))
+        self._owners_of_buffers = [each._buffers for each in module.modules()]
+        self._most = sum(map(len, self._owners_of_buffers))
+        found = [
+            (each._parameters, *item) for each in module.modules() for item in each._parameters.items()
+        ]  # no call per module
+        self._owners, self._params = [owner for owner, _, _ in found], [param for _, _, param in found]
+        self._names = [name for _, name, _ in found]
 
-    def say(self) -> None:
-        if (now := sum(map(len, self._owners))) > self._most:
+    def replaced(self) -> list[tuple[str, nn.Parameter | None]]:
+        """Return parameters in whose place the user has put others; warn of new buffers, once."""
+        if (now := sum(map(len, self._owners_of_buffers))) > self._most:
             self._most = now
             new = [name for name, _ in self._module.named_buffers() if name not in self._known]
             log.warning(
                 "not restored after a restart: buffers %s. Register them before `fit`", ", ".join(new), alike=True
             )
+        if all(map(is_, map(dict.get, self._owners, self._names), self._params)):
+            return []
+        show_shards(self._module)
+        places = zip(self._owners, self._names, self._params, strict=True)
+        return [(name, param) for owner, name, param in places if owner.get(name) is not param]
 
 
 class Trained:
@@ -175,10 +192,17 @@ class Trained:
 
     The optimizer is as configured by the user, with the groups with which every process of the run begins. In a
     `staged` module, forward and backward are one call, and nothing can look in between.
+
+    Of a sharded module, parameters are shards, and a gradient is taken as this rank holds it.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, *, staged: bool) -> None:
         self._strategy, optimizer = trainer.strategy, trainer.optimizers[0]
+        self._registered = _Registered(module)
+        self.edits_unseen = is_sharded(module) and is_overridden("lr_scheduler_step", module)
+        """Whether the user's code may change weights where a boundary is copied, without a trace, and beside validation and the
+        epoch's hooks: version counters of shards do not count `torch._foreach_*`. Code that moves a batch to its device is taken to
+        leave weights alone."""
         self._params, self._optimizer = dict(module.named_parameters()), optimizer
         self._names = {id(param): name for name, param in self._params.items()}
         self._may_keep = (
@@ -192,13 +216,7 @@ class Trained:
         self._guessed: set[str] = set()
         self._num_configured = len(optimizer.param_groups)
         self._configured = [param for group in optimizer.param_groups for param in group["params"]]
-        owned = [
-            (each._parameters, *item) for each in module.modules() for item in each._parameters.items()
-        ]  # no call per module
-        self._owners, self._owned = [owner for owner, _, _ in owned], [param for _, _, param in owned]
-        self._owned_names = [name for _, name, _ in owned]
         self._told = False
-        self._new_buffers = _NewBuffers(module)
         self._num_seen = len(optimizer.param_groups)
         self.may_begin = False
         """Whether the coming step may begin with gradients that the boundary at hand lacks."""
@@ -236,9 +254,17 @@ class Trained:
         added = self._optimizer.param_groups[self._num_configured :]
         graded = (param.grad is not None for param in self._params.values()) if self._may_keep else ()
         kept = {name: self._params[name].grad for name in sorted(self._kept)}
+        partial = (
+            {name: sums for name, param in self._params.items() if (sums := _partial(param.grad))}
+            if self._may_keep
+            else {}
+        )
         return {
             "gradients": bytes(graded),
-            **({"kept": {name: copied(each) for name, each in kept.items() if each is not None}} if kept else {}),
+            **(
+                {"kept": {name: _copied_shard(each) for name, each in kept.items() if each is not None}} if kept else {}
+            ),
+            **({"partial": partial} if partial else {}),
             "requires_grad": bytes(map(attrgetter("requires_grad"), self._params.values())),
             "added": [[self._names.get(id(param), "?") for param in group["params"]] for group in added],
             **self._take_order(),
@@ -246,7 +272,8 @@ class Trained:
 
     def take_left_over(self, taken: dict[str, Any]) -> None:
         """Add to `taken` gradients with which the next step may begin and which were not known to be kept."""
-        if left := {name: copied(self._params[name].grad) for name in self.left_over()}:
+        gradients = {name: self._params[name].grad for name in self.left_over()}
+        if left := {name: _copied_shard(each) for name, each in gradients.items() if each is not None}:
             taken["kept"] = {**taken.get("kept", {}), **left}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -288,40 +315,39 @@ class Trained:
         self.restore_order(state)
         if state.get("gradients"):
             self.not_zeroed()
-        for param, graded in zip(self._params.values(), state.get("gradients", b""), strict=False):
+        partial = state.get("partial", {})
+        for (name, param), graded in zip(self._params.items(), state.get("gradients", b""), strict=False):
             if not graded:
                 param.grad = None
             elif param.grad is None:
-                param.grad = torch.zeros_like(param)
+                param.grad = _zero_gradient(param, partial.get(name))
         kept = state.get("kept", {})
         self._kept.update(kept)
         for name, value in kept.items():
-            self._params[name].grad = torch.empty_like(self._params[name]).copy_(value)
+            gradient = _zero_gradient(self._params[name], partial.get(name))
+            memory_of(gradient).copy_(value)
+            self._params[name].grad = gradient
 
     def unfit(self) -> str:
         """Return why no restart could go on from here, which is logged once; empty if a restart can.
 
         Replaced parameters, or another optimizer, are not part of the stored state, and a restart would have the old ones.
         """
-        self._new_buffers.say()
+        others = self._registered.replaced()
         groups = [group["params"] for group in self._optimizer.param_groups]
         now = list(chain.from_iterable(groups[: self._num_configured]))
         added = chain.from_iterable(groups[self._num_configured :])
         replaced = self._strategy._optimizers != [self._optimizer]
         if (
-            not replaced
+            not (others or replaced)
             and len(now) == len(self._configured)
             and all(map(is_, now, self._configured))
             and self._names.keys() >= set(map(id, added))
-            and all(map(is_, map(dict.get, self._owners, self._owned_names), self._owned))
         ):
             return ""
         kept = set(map(id, now))
         gone = [self._names.get(id(param), "?") for param in self._configured if id(param) not in kept]
-        places = zip(self._owners, self._owned_names, self._owned, strict=True)
-        gone = gone or [
-            self._names.get(id(param), name) for owner, name, param in places if owner.get(name) is not param
-        ]
+        gone = gone or [self._names.get(id(param), name) for name, param in others]
         why = (
             ("the trainer has another optimizer" if replaced else "the module or its optimizer has other parameters")
             + " than when `fit` began"
@@ -351,11 +377,32 @@ def _are_something(gradients: Sequence[Tensor]) -> list[bool]:
     """Return whether each gradient differs from zeros in any bit, as -0.0 does; waits once for a device."""
     dense = (
         gradient if gradient.layout is torch.strided else gradient.detach().coalesce().values()
-        for gradient in gradients
+        for gradient in map(memory_of, gradients)
     )
     counts = [_bits(tensor).count_nonzero() for tensor in dense]
     together = torch.stack([count.to(counts[0].device) for count in counts]) if counts else torch.empty(0)
     return (together > 0).tolist()
+
+
+def _copied_shard(gradient: Tensor) -> Tensor:
+    copy: Tensor = copied(memory_of(gradient))
+    return copy
+
+
+def _partial(gradient: Tensor | None) -> list[str]:
+    """Return the reduction that ranks' terms of a gradient await, by mesh dimension, "" for none; empty if there is none at all."""
+    placements = gradient.placements if isinstance(gradient, DTensor) else ()
+    found = [each.reduce_op if isinstance(each, Partial) else "" for each in placements]
+    return found if any(found) else []
+
+
+def _zero_gradient(param: nn.Parameter, partial: Sequence[str] | None) -> Tensor:
+    """Return a gradient of zeros, placed as the parameter, or as `_partial` found another one."""
+    zeros = torch.zeros_like(param)
+    if not partial or not isinstance(zeros, DTensor):
+        return zeros
+    placements = [Partial(op) if op else each for op, each in zip(partial, zeros.placements, strict=True)]
+    return DTensor.from_local(memory_of(zeros), zeros.device_mesh, placements, shape=zeros.shape, stride=zeros.stride())
 
 
 def _bits(tensor: Tensor) -> Tensor:

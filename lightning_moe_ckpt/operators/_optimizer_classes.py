@@ -73,6 +73,8 @@ _REFUSED_OPTIONS = {
 _REASONS = {
     "ZeroRedundancyOptimizer": "each parameter's state lives on one rank only",
     "DistributedOptimizer": "its flat shards cut through operators",
+    "DeepSpeedZeroOptimizer": "its flat shards cut through operators",
+    "DeepSpeedZeroOptimizer_Stage3": "its flat shards cut through operators",
 }
 
 
@@ -143,7 +145,8 @@ def layout_of(optimizer: Optimizer) -> Layout | None:
     distributed = next((_REASONS[base.__name__] for base in cls.__mro__ if base.__name__ in _REASONS), None)
     if cls not in _known and distributed is not None:
         raise UnsupportedOptimizer(
-            f"`{cls.__qualname__}` cannot be captured exactly: {distributed}. Use an optimizer that keeps all state on each rank."
+            f"`{cls.__qualname__}` cannot be captured exactly: {distributed}. Use an optimizer that keeps all state on each "
+            "rank, or `fully_shard` under `ModelParallelStrategy`, where state is in shards like its parameter."
         )
     return _known[cls].layout if cls in _known else None
 

@@ -21,7 +21,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import Tensor, nn
@@ -480,12 +480,18 @@ def test_averaging_that_swaps_the_scheduler_is_refused_at_start(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "strategy", [DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceXLAStrategy, XLAStrategy]
+    ("strategy", "instead"),
+    [
+        (DeepSpeedStrategy, "`ModelParallelStrategy` with `fully_shard`"),
+        (FSDPStrategy, "`ModelParallelStrategy` with `fully_shard`"),
+        (SingleDeviceXLAStrategy, "`strategy='moe'`"),
+        (XLAStrategy, "`strategy='moe'`"),
+    ],
 )
-def test_strategies_with_tensors_that_are_not_whole_are_refused_by_name(strategy: type[Strategy]) -> None:
+def test_strategies_whose_tensors_are_not_plain_are_refused_by_name(strategy: type[Strategy], instead: str) -> None:
     """A subclass too; most of them cannot be made without their device."""
     trainer: Any = SimpleNamespace(strategy=object.__new__(type("Own", (strategy,), {})))
-    with pytest.raises(ConfigurationError, match=f"`{strategy.__name__}` .*Use `strategy='moe'`"):
+    with pytest.raises(ConfigurationError, match=f"`{strategy.__name__}` .*{instead}"):
         refuse_unsupported(trainer, DensePolicy())
 
 

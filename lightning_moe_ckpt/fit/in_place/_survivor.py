@@ -55,7 +55,7 @@ class Ended(Enum):
 
 
 def supervisor(trainer: Trainer) -> Supervisor | None:
-    """Return this process's supervisor, which is told if ranks cannot join again; `None` under other launchers."""
+    """Return this process's supervisor, and tell it if ranks cannot join again; `None` under other launchers."""
     found = Supervised.from_environment()
     if found is not None and not can_rejoin(trainer):
         where = ", in the meshes of parameters" if hasattr(trainer.strategy, "device_mesh") else ""

@@ -7,7 +7,7 @@ class, and are removed at teardown.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -77,13 +77,15 @@ def keep_threads(launcher: object) -> None:
     tap(launcher, "launch", launch)
 
 
-def tap_clipping(precision: Precision, clip: Callable[[Optimizer, int | float], None]) -> Callable[[], None]:
-    """Route clipping by norm through `clip`. Every plugin and algorithm ends in `clip_grad_by_norm`.
+def tap_clipping(
+    precision: Precision, clip: Callable[[Optimizer, int | float], None], by: Literal["norm", "value"] = "norm"
+) -> Callable[[], None]:
+    """Route clipping by norm or value through `clip`. Every plugin ends in `clip_grad_by_norm` or `clip_grad_by_value`.
 
     Returns:
         A function to remove the tap.
     """
-    return tap(precision, "clip_grad_by_norm", clip)
+    return tap(precision, f"clip_grad_by_{by}", clip)
 
 
 def tap_zero_grad(trainer: Trainer, hold: Callable[[Callable[[], None] | None], None]) -> Callable[[], None]:

@@ -6,13 +6,15 @@ gradients are clipped. A tap is an instance attribute on one trainer's loops or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_moe_ckpt.fit.loaders._positions import ask, loops_of
 from lightning_moe_ckpt.fit.loops._port import tap, tap_after_closure, tap_clipping
@@ -154,8 +156,26 @@ def _makes_iterator(trainer: Trainer) -> bool:
     return trainer.current_epoch > 0 and not resuming and not fit_loop.epoch_loop.restarting
 
 
+def _by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Return the parameters with a gradient by their gradient's mesh, in order; torch takes one mesh at a time."""
+    found = defaultdict[Any, list[torch.nn.Parameter]](list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found[getattr(parameter.grad, "device_mesh", None)].append(parameter)
+    return list(found.values())
+
+
 def _total_norm(parameters: list[torch.nn.Parameter]) -> Tensor:
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    """Return torch's own norm, plain; of gradients on several meshes, where torch has none, the norm of each mesh's norms.
+
+    Shards' norms are added by one all-reduce per mesh dimension, whose order depends on the ranks' places, as it does where
+    gradients are reduced, and on no clock.
+    """
+    norms = [
+        torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in _by_mesh(parameters)
+    ]
+    plain = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return plain[0] if len(plain) == 1 else torch.nn.utils.get_total_norm(plain)
 
 
 def tap_batches(trainer: Trainer, fetched: Callable[[Any], Any], resting: Callable[[], bool]) -> Callable[[], object]:
@@ -194,7 +214,8 @@ class StepOutcome:
         self._clipped: Callable[[], None] | None = None
         self._plugin, self._norm_of = trainer.precision_plugin, norm if norm is not None else _total_norm
         # No hook comes behind clipping.
-        self._undo = tap_clipping(self._plugin, self._clip), tap_after_closure(self._plugin, self._closed)
+        by_value = tap_clipping(self._plugin, self._clip_by_value, "value")
+        self._undo = tap_clipping(self._plugin, self._clip), by_value, tap_after_closure(self._plugin, self._closed)
 
     def follow(self, original: Mapping[str, Any] | None, clipped: Callable[[], None] | None) -> None:
         """Use the results of the `original` step, if any; call before the step.
@@ -244,8 +265,13 @@ class StepOutcome:
         norm = self._norm_of(parameters) if original is None else original
         if parameters:
             norm = norm.to(parameters[0].device)
-            torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
+            for group in _by_mesh(parameters):
+                torch.nn.utils.clip_grads_with_norm_(group, clip_val, norm)
         self._norm = norm
+
+    def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
+        for group in _by_mesh(self._plugin.main_params(optimizer)):
+            torch.nn.utils.clip_grad_value_(group, clip_val)
 
     def _closed(self) -> None:
         if self._clipped is not None:

@@ -1,0 +1,323 @@
+"""What a fit does with parameters in shards, piece by piece; whole fits that are killed are in the campaign."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from launcher import run_world
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from typing_extensions import override
+
+from lightning_moe_ckpt.callbacks import (
+    DenseCheckpoint,
+    DifferentialCheckpoint,
+    PartialExpertCheckpoint,
+)
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.fit import _files
+from lightning_moe_ckpt.fit._state import Trained
+from lightning_moe_ckpt.fit.loops._taps import StepOutcome
+from lightning_moe_ckpt.operators import memory_of
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 6), nn.Linear(6, 3))
+
+
+def sharded(mesh: DeviceMesh) -> nn.Sequential:
+    """FSDP2: six rows of a layer are two per rank of three, three rows are one."""
+    model = layers()
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def by_columns(mesh: DeviceMesh) -> nn.Sequential:
+    """Tensor parallelism of the first layers; the last one is plain."""
+    plan = {
+        "0": ColwiseParallel(output_layouts=Replicate()),
+        "2": RowwiseParallel(input_layouts=Replicate()),
+    }
+    return parallelize_module(layers(), mesh, plan)  # type: ignore[return-value]
+
+
+def backward(model: nn.Module) -> None:
+    model(tiny.waves(4, 6)).square().sum().backward()
+
+
+class Clipping:
+    """What `StepOutcome` needs of a trainer."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.precision_plugin, self.params = self, params
+
+    def main_params(self, _: object) -> list[nn.Parameter]:
+        return self.params
+
+    def clip_grad_by_norm(self, _: object, __: float) -> None:
+        raise AssertionError("ours is called in its place")
+
+    clip_grad_by_value = clip_grad_by_norm
+
+    def _after_closure(self, *_: object) -> None:
+        pass
+
+
+def clipped(model: nn.Module, by: str, value: float) -> tuple[float, list[Tensor]]:
+    """Return the norm, 0 by value, and the clipped gradients, as the callback clips."""
+    plugin: Any = Clipping(list(model.parameters()))
+    outcome = StepOutcome(plugin, None)
+    getattr(plugin, f"clip_grad_by_{by}")(None, value)
+    norm = outcome.take(0, 0, [])["grad_norm"]
+    gradients = [memory_of(p.grad).clone() for p in model.parameters() if p.grad is not None]
+    outcome.remove()
+    return 0.0 if norm is None else float(norm), gradients
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_on_one_mesh_clipping_gives_the_bits_of_torch(ranks: int) -> None:
+    """So that a callback does not change what is trained; a gradient may be missing."""
+
+    def work(_: int) -> None:
+        mesh = init_device_mesh("cpu", (ranks,))
+        for by, clip in (("norm", torch.nn.utils.clip_grad_norm_), ("value", torch.nn.utils.clip_grad_value_)):
+            ours, torchs = sharded(mesh), sharded(mesh)
+            for model in (ours, torchs):
+                backward(model)
+                model[3].bias.grad = None
+            norm, gradients = clipped(ours, by, 0.1)
+            total: Any = clip(torchs.parameters(), 0.1)
+            assert by == "value" or norm == float(total.full_tensor())
+            wanted = [memory_of(p.grad) for p in torchs.parameters() if p.grad is not None]
+            assert all(map(torch.equal, gradients, wanted))
+            assert len(gradients) == len(wanted) == 7
+
+    run_world(ranks, work)
+
+
+@pytest.mark.parametrize("by", ["norm", "value"])
+def test_gradients_on_several_meshes_are_clipped_together(by: str) -> None:
+    """Torch and Lightning raise there. The norm is that of the same model in one process, to rounding, on all ranks."""
+    whole = layers()
+    backward(whole)
+    wanted, _ = clipped(whole, by, 0.1)
+
+    def work(_: int) -> float:
+        model = by_columns(init_device_mesh("cpu", (2,)))
+        backward(model)
+        with pytest.raises(RuntimeError, match="mixed"):
+            getattr(torch.nn.utils, {"norm": "clip_grad_norm_", "value": "clip_grad_value_"}[by])(
+                model.parameters(), 0.1
+            )
+        before = [memory_of(p.grad).clone() for p in model.parameters() if p.grad is not None]
+        norm, after = clipped(model, by, 0.1)
+        scale = 0.1 / (norm + 1e-6)
+        for old, new in zip(before, after, strict=True):
+            torch.testing.assert_close(new, old * scale if by == "norm" else old.clamp(-0.1, 0.1))
+        return norm
+
+    first, second = run_world(2, work)
+    assert first == second == pytest.approx(wanted, rel=1e-6)
+
+
+def trained(model: Any) -> Trained:
+    module: LightningModule = tiny.ToZero(*model) if not isinstance(model, LightningModule) else model
+    optimizer = torch.optim.AdamW(module.parameters())
+
+    class Fit:
+        optimizers = [optimizer]  # noqa: RUF012
+
+        class strategy:  # noqa: N801
+            _optimizers = [optimizer]  # noqa: RUF012
+
+    fit: Any = Fit()
+    return Trained(fit, module, staged=False)
+
+
+class Validated(tiny.ToZero):
+    """Sharded by itself, so that its root has parameters."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__(nn.Linear(6, 10), nn.Linear(10, 6))
+        fully_shard(self.net[0], mesh=mesh)
+        fully_shard(self, mesh=mesh)
+
+
+def test_whole_parameters_behind_a_validation_are_not_taken_for_the_users() -> None:
+    """A parameter that the user puts in another's place still is, and a fit may begin behind a validation."""
+
+    def work(_: int) -> None:
+        module = Validated(init_device_mesh("cpu", (2,)))
+        with torch.no_grad():
+            module(tiny.waves(4, 6))
+        assert not all(isinstance(p, DTensor) for p in module.parameters())
+        state = trained(module)
+        assert all(isinstance(p, DTensor) for p in module.parameters())
+        assert state.unfit() == ""
+        with torch.no_grad():
+            module(tiny.waves(4, 6))
+        assert state.unfit() == ""
+        module.net[1].weight = nn.Parameter(torch.zeros(6, 10))
+        assert "has other parameters" in state.unfit()
+
+    run_world(2, work)
+
+
+def kept_after(make: Callable[[DeviceMesh], nn.Module]) -> None:
+    """Take gradients that stay between steps, and restore them into a model without any."""
+    mesh = init_device_mesh("cpu", (2,))
+    models = [make(mesh), make(mesh)]
+    backward(models[0])
+    before, after = map(trained, models)
+    before.not_zeroed()
+    before.left_over()
+    taken = before.take()
+    assert all(type(each) is Tensor for each in taken["kept"].values())
+    after.awaited = {"trained": taken}
+    after.restore_gradients()
+    for was, now in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert was.grad is not None
+        assert now.grad is not None
+        assert torch.equal(memory_of(now.grad), memory_of(was.grad))
+        assert getattr(now.grad, "placements", None) == getattr(was.grad, "placements", None)
+        assert now.grad.shape == was.grad.shape
+
+
+def sequence(mesh: DeviceMesh) -> nn.Module:
+    """A norm whose gradient each rank has a term of."""
+    plan = {
+        "0": ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+        "1": SequenceParallel(sequence_dim=0),
+        "2": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+    }
+    return parallelize_module(layers(), mesh, plan)
+
+
+@pytest.mark.parametrize("make", [sharded, by_columns, sequence])
+def test_kept_gradients_come_back_where_they_lay(make: Callable[[DeviceMesh], nn.Module]) -> None:
+    """As plain tensors in the journal, and in shards, or as terms of a sum, in the module."""
+    run_world(2, lambda _: kept_after(make))
+
+
+# -- fits of one rank: the group is of one, and parameters are in shards all the same
+
+
+class Sharded(tiny.ToZero):
+    """Two layers, of which FSDP2 shards the first and the root the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configured = False
+
+    @override
+    def configure_model(self) -> None:
+        if not self.configured:
+            self.configured = True
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6))
+            mesh = self.device_mesh
+            assert mesh is not None
+            fully_shard(self.net[0], mesh=mesh["data_parallel"])
+            fully_shard(self.net, mesh=mesh["data_parallel"])
+
+
+def fit(
+    *callbacks: Any, ckpt_path: Path | None = None, whole_files: bool = False, **options: Any
+) -> tuple[Trainer, Sharded]:
+    module = Sharded()
+    strategy = ModelParallelStrategy(1, 1, save_distributed_checkpoint=not whole_files)
+    trainer = tiny.quiet_trainer(*callbacks, strategy=strategy, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, tiny.rows(tiny.waves(40, 6), 4, num_workers=0), ckpt_path=ckpt_path)
+    return trainer, module
+
+
+def bits(module: nn.Module) -> list[Tensor]:
+    return [memory_of(p.detach()).clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda url: PartialExpertCheckpoint(url, k=1, every_n_steps=2),
+        lambda url: DifferentialCheckpoint(url, every_n_steps=4, batch=2),
+    ],
+)
+def test_policies_of_whole_parameters_are_refused_by_name(make: Callable[[str], Callback], tmp_path: Path) -> None:
+    """With those that take shards; nothing is opened."""
+    callback = make(str(tmp_path / "run"))
+
+    def work(_: int) -> None:
+        with pytest.raises(
+            ConfigurationError, match=f"{type(callback).__name__} stores whole.*SparseCheckpoint or Dense"
+        ):
+            fit(callback, max_steps=2)
+
+    run_world(1, work, process_group=False)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("whole_files", [False, True])
+def test_a_checkpoint_of_lightning_is_read_once_and_not_over_our_step(tmp_path: Path, whole_files: bool) -> None:
+    """The strategy reads it behind `on_fit_start`, where this run has resumed already."""
+
+    def saved(_: int) -> None:
+        trainer = fit(max_steps=4, whole_files=whole_files, enable_checkpointing=False)[0]
+        trainer.save_checkpoint(tmp_path / "file.ckpt")
+
+    def from_file(steps: int, *, ours: bool) -> list[Tensor]:
+        callbacks = [DenseCheckpoint(tmp_path / "run", every_n_steps=2)] if ours else []
+        options = {"whole_files": whole_files, "enable_checkpointing": ours}
+        return bits(fit(*callbacks, ckpt_path=tmp_path / "file.ckpt", max_steps=steps, **options)[1])
+
+    run_world(1, saved, process_group=False)
+    assert (tmp_path / "file.ckpt").is_dir() is not whole_files
+    (wanted,) = run_world(1, lambda _: from_file(12, ours=False), process_group=False)
+    run_world(1, lambda _: from_file(8, ours=True), process_group=False)
+    (found,) = run_world(1, lambda _: from_file(12, ours=True), process_group=False)
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_a_folder_half_written_again_is_seen(tmp_path: Path) -> None:
+    """Its end is taken away before it is written again: an old end would vouch for shards of two steps."""
+
+    def work(_: int) -> list[bool]:
+        found = []
+
+        class Look(ModelCheckpoint):
+            @override
+            def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+                strategy: Any = trainer.strategy
+                save = strategy.save_checkpoint
+
+                def look(checkpoint: Any, path: Any, **options: Any) -> None:
+                    found.append(_files._torn(str(path)))
+                    save(checkpoint, path, **options)
+                    found.append(_files._torn(str(path)))
+
+                strategy.save_checkpoint = look
+                super()._save_checkpoint(trainer, filepath)
+                strategy.save_checkpoint = save
+
+        files = Look(tmp_path / "files", filename="same", every_n_train_steps=2, enable_version_counter=False)
+        fit(DenseCheckpoint(tmp_path / "run", every_n_steps=2), files, max_steps=4)
+        return found
+
+    (found,) = run_world(1, work, process_group=False)
+    assert found == [False, False, True, False]
