@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -66,6 +66,8 @@ class ParallelGroups:
     num_stages: int = 1
     """Stages of the pipeline, of equally many ranks."""
     groups: dict[GroupName, dist.ProcessGroup] = field(default_factory=dict)
+    alike: list[list[int]] = field(default_factory=list)
+    """Partition of the ranks by equal shards of parameters; empty if parameters are plain."""
     others: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     """Groups for ranks that hold the same parameter shards; see `join`."""
 
@@ -113,7 +115,9 @@ class ParallelGroups:
         return list(range(self.world_size))
 
     def peers(self) -> list[list[int]]:
-        """Return the ranks that hold the same experts, for every such group of the world; this rank's is among them."""
+        """Return the ranks that hold the same experts, or shards, for every such group of the world."""
+        if self.alike:
+            return self.alike
         firsts = range(0, self.world_size, self.stage_size)
         return [
             list(range(first + ep_rank, first + self.stage_size, self.ep_size))
@@ -134,9 +138,13 @@ class ParallelGroups:
                 return self.groups[name]
         return self.others[ranks]
 
-    def join(self, regions: Iterable[tuple[int, ...]], timeout: timedelta = timedelta(minutes=30)) -> None:
-        """Make missing groups for ranks that hold the same bytes; all ranks name all groups. Collective."""
-        for ranks in sorted(set(regions)):
+    def join(self, regions: Sequence[Sequence[tuple[int, ...]]], timeout: timedelta = timedelta(minutes=30)) -> None:
+        """Make groups for ranks that hold the same bytes, given each rank's own, by rank. Collective."""
+        equal: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        for rank, own in enumerate(regions):
+            equal.setdefault(tuple(own), []).append(rank)
+        self.alike[:] = equal.values()
+        for ranks in sorted({ranks for own in regions for ranks in own}):
             if len(ranks) > 1 and ranks not in self.others:
                 with closed_listeners():
                     group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")

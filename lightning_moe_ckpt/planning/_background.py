@@ -136,7 +136,7 @@ class PlanMaker:
     def mirror(self, mirroring: Mirroring) -> float:
         """Capture state for other ranks too; return this rank's own share of the bytes to memory."""
         self.mirroring = mirroring
-        return 1 / (1 + len(mirroring.owners) * share_written(self._view, self._groups, mirroring.groups))
+        return 1 / (1 + len(mirroring.owners) * share_written(self._view, self._groups, mirroring.among))
 
     def reserve(self, turns: Sequence[WindowLayout], later: int) -> int:
         """Return the bytes that a slot needs for every turn of the first round, and for later budgets of up to `later` bytes.

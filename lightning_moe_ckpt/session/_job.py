@@ -51,7 +51,7 @@ class SessionJob:
         if self.view.boxes:
             holders = {box.holders for box in self.view.boxes.values()}
             said = cast("list[list[list[int]]]", self.exchange.gather_values(sorted(map(list, holders))))
-            groups.join(tuple(ranks) for row in said for ranks in row)
+            groups.join([[tuple(ranks) for ranks in row] for row in said])
         self.device = next(iter(self.view.params.values())).device
         self.engine, self.stalls = create_engine(self.device), StallMeter(self.device)
         self.least_steps = policy.least_steps(len(self.view.operators))

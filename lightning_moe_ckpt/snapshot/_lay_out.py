@@ -163,11 +163,13 @@ def record_nbytes(view: StateView, groups: ParallelGroups) -> dict[str, tuple[in
     return sizes
 
 
-def share_written(view: StateView, groups: ParallelGroups, regions: Collection[str]) -> float:
-    """Return the share of some regions' records in all that this rank writes, 0 to 1."""
-    sizes = record_nbytes(view, groups)
-    written = [sizes[op.name][0] for op in view.operators if op.holders in regions]
-    return sum(written) / max(1, sum(full for full, _ in sizes.values()))
+def share_written(view: StateView, groups: ParallelGroups, ranks: Collection[int]) -> float:
+    """Return the share, in all that this rank writes, of records that all these ranks hold, 0 to 1."""
+    width, sizes = view.widths(RecordKind.FULL), dict[Region, float]()
+    for region, slices in view.by_region(view.operators.operators, groups).items():
+        sizes[region] = sum(piece.numel * width(piece.fqn) for _, piece in slices) / len(region)
+    common = sum(nbytes for region, nbytes in sizes.items() if ranks and set(region).issuperset(ranks))
+    return common / max(1, sum(sizes.values()))
 
 
 def split_operators(view: StateView, groups: ParallelGroups, limit: int) -> OperatorSet:

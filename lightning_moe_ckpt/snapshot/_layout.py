@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from itertools import groupby
 from json.encoder import encode_basestring_ascii as _quoted
 
 import torch
@@ -29,7 +30,7 @@ from lightning_moe_ckpt.operators import (
     boxes_of,
     memory_of,
 )
-from lightning_moe_ckpt.parallel import GroupName, ParallelGroups
+from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Audience, Shard, all_names
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.snapshot._shards import PACKED, Field, FieldForm, ShardTable, ShardText
@@ -359,21 +360,28 @@ class FileLayout:
         """Fields that this rank writes, an object per tensor."""
         return self.table.fields
 
-    def mirror(self, writer: int, regions: Collection[GroupName], *, start: int) -> FileLayout | None:
-        """Return the layout of `writer`'s shards in these regions, with equal gaps; `None` if there are none."""
-        named = {tuple(self.groups.ranks(name)) for name in regions}
+    def common(self, ranks: Collection[int]) -> list[Region]:
+        """Return the first regions with all these ranks; of equally large ones all or none, which is so on each of them."""
+        found: list[Region] = []
+        for _, group in groupby(self.shards, key=len):
+            regions = list(group)
+            if not ranks or not all(set(region).issuperset(ranks) for region in regions):
+                break
+            found += regions
+        return found
+
+    def mirror(self, writer: int, ranks: Collection[int], *, start: int) -> FileLayout | None:
+        """Return the layout of `writer`'s shards in regions with all these ranks, with equal gaps; `None` if there are none."""
         shards = {
-            region: [shard for shard in self.shards[region] if shard.writer == writer]
-            for region in self.shards
-            if region in named
+            region: [shard for shard in self.shards[region] if shard.writer == writer] for region in self.common(ranks)
         }
         groups = replace(self.groups, rank=writer)
         return FileLayout(shards, self.view, groups, None, start=start) if any(shards.values()) else None
 
-    def run(self, regions: Collection[GroupName] | None = None) -> tuple[int, int] | None:
-        """Return first byte, and the byte after the last, of this rank's shards in these, the first, regions, or in all."""
-        named = self.shards if regions is None else {tuple(self.groups.ranks(name)) for name in regions}
-        count = sum(len(self.written(region, self.groups.rank).names) for region in self.shards if region in named)
+    def run(self, ranks: Collection[int] | None = None) -> tuple[int, int] | None:
+        """Return first byte, and the byte after the last, of this rank's shards in regions with all these ranks, or in all."""
+        regions = self.shards if ranks is None else self.common(ranks)
+        count = sum(len(self.written(region, self.groups.rank).names) for region in regions)
         if count == 0:
             return None
         return int(self.segment.offsets[0]), int(self.segment.offsets[count - 1] + self.segment.sizes[count - 1])
@@ -455,10 +463,10 @@ class StepLayout:
         """Bytes of all files."""
         self.mirrors: dict[int, FileLayout] = {}
         """Mirrors of other ranks' durable files, by rank."""
-        for owner, regions in (Mirroring() if mirroring is None else mirroring).owners.items():
-            if (mirror := self.durable.mirror(owner, regions, start=self._stop)) is not None:
+        for owner, ranks in (Mirroring() if mirroring is None else mirroring).owners.items():
+            if (mirror := self.durable.mirror(owner, ranks, start=self._stop)) is not None:
                 self.mirrors[owner], self._stop = mirror, mirror.stop
-        self.mirrored = None if mirroring is None else self.durable.run(mirroring.groups)
+        self.mirrored = None if mirroring is None else self.durable.run(mirroring.among)
         """Run of the durable file that holders of copies take from their own state."""
         self.gradients = self._places_of_gradients()
         """Places for gradients of experts that have copies on other nodes."""

@@ -33,7 +33,6 @@ from lightning_moe_ckpt._units import rate_text
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import measure_bandwidth
-from lightning_moe_ckpt.parallel import GroupName
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers._delta_plan import Run
 from lightning_moe_ckpt.tiers._holders import ReplicaPlacement
@@ -57,15 +56,15 @@ _CLOSE_TIMEOUT = 5.0
 class Mirroring:
     """State that one rank captures for other ranks, and that other ranks capture for it."""
 
-    owners: Mapping[int, frozenset[GroupName]] = field(default_factory=dict)
-    """Groups of ranks, as named by `ParallelGroups.ranks`, whose records are captured, by owner."""
-    groups: frozenset[GroupName] = frozenset()
-    """Groups whose records all holders of this rank's copies capture."""
+    owners: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    """Owners, each with its holders and itself: records that all these ranks hold are captured."""
+    among: frozenset[int] = frozenset()
+    """This rank and its copies' holders, who capture the records that all these ranks hold."""
     everything: bool = False
     """Whether, on all ranks, the captured records are all parameters and optimizer state."""
 
     def __bool__(self) -> bool:
-        return bool(self.owners or self.groups)
+        return bool(self.owners or self.among)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,19 +85,19 @@ def mirroring_of(placement: ReplicaPlacement, rank: int, ep_size: int, num_stage
     """Return the mirroring of `rank` under a placement; pure, so that owners and holders agree."""
     stage_size = len(placement.holders) // num_stages
 
-    def common(owner: int) -> frozenset[GroupName]:
+    def among(owner: int) -> frozenset[int]:
         holders = placement.holders[owner]
-        if not holders or any(holder // stage_size != owner // stage_size for holder in holders):
-            return frozenset()
-        same_experts = all(holder % ep_size == owner % ep_size for holder in holders)
-        return frozenset(("stage", "expert_data") if same_experts else ("stage",))
+        return frozenset((owner, *holders) if holders else ())
 
-    whole: GroupName = "stage" if ep_size == 1 else "expert_data"
+    def are_alike(owner: int) -> bool:
+        kinds = {(each // stage_size, each % ep_size) for each in among(owner)}
+        return len(kinds) == 1
+
     everyone = range(len(placement.holders)) if num_stages > 1 or ep_size > 1 else ()
     return Mirroring(
-        owners={owner: common(owner) for owner in placement.owners(rank)},
-        groups=common(rank),
-        everything=all(whole in common(each) for each in everyone),
+        owners={owner: among(owner) for owner in placement.owners(rank)},
+        among=among(rank),
+        everything=all(map(are_alike, everyone)),
     )
 
 

@@ -178,13 +178,11 @@ def test_owners_and_holders_agree_on_what_both_have(nodes: list[int], ep_size: i
         holds = holder in placement.holders[owner]
         assert (owner in found[holder].owners) == holds
         if holds:
-            assert found[holder].owners[owner] == found[owner].groups
+            assert found[holder].owners[owner] == found[owner].among
+    alike = [all(each in peers[owner % ep_size] for each in placement.holders[owner]) for owner in range(world)]
     for owner in range(world):
-        same = all(each in peers[owner % ep_size] for each in placement.holders[owner])
-        assert found[owner].groups == ({"stage", "expert_data"} if same else {"stage"})
-        assert found[owner].everything == (
-            ep_size == 1 or all("expert_data" in found[each].groups for each in range(world))
-        )
+        assert found[owner].among == {owner, *placement.holders[owner]}
+        assert found[owner].everything == (ep_size == 1 or all(alike))
 
 
 @pytest.mark.parametrize("hole", [(0, 0), (0, 4), (3, 9), (5, 6), (12, 20), (0, 20), (2, 3)])
