@@ -22,6 +22,8 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_moe_ckpt.operators import show_shards
+
 Record = dict[str, Any]
 
 
@@ -154,11 +156,15 @@ def _leaves(batch: Any) -> Iterator[Tensor]:
 
 
 def capture_end(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-    """Return all state to be reproduced by a resumed run: keys are paths, values tensors or plain scalars."""
+    """Return all state to be reproduced by a resumed run: keys are paths, values tensors or plain scalars.
+
+    Of a DTensor the shard of this rank, with the place that it has in the whole.
+    """
+    show_shards(pl_module)
     names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
     end: dict[str, Any] = {}  # on the host, so that whoever reads it needs no device
     for name, parameter in pl_module.named_parameters():
-        end[f"param/{name}"] = parameter.detach().cpu().clone()
+        end.update(_flat(f"param/{name}", parameter.detach().cpu().clone()))
         end[f"requires_grad/{name}"] = parameter.requires_grad
     end.update({f"buffer/{name}": buffer.detach().cpu().clone() for name, buffer in pl_module.named_buffers()})
     for index, optimizer in enumerate(trainer.optimizers):

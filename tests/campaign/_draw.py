@@ -8,9 +8,10 @@ import random
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from door import HookPhase, Phase
+from typing_extensions import Self
 
 from campaign._drawn import Drawn
 from campaign._drawn_hooks import HOOKS, LATER
@@ -34,6 +35,7 @@ class Case:
 
     setup: Drawn
     kills: tuple[Kill, ...]
+    drawn: ClassVar[type[Drawn]] = Drawn
 
     @property
     def named(self) -> str | None:
@@ -46,18 +48,18 @@ class Case:
 
     def line(self) -> str:
         """Everything that is not the default, as one line of JSON."""
-        setup = _spelled(replace(self.setup, checkpointing=None), Drawn())
+        setup = _spelled(replace(self.setup, checkpointing=None), self.drawn())
         assert self.setup.checkpointing is not None
         checkpointing = _spelled(self.setup.checkpointing, Checkpointing(policy="dense"))
         kills = [_spelled(kill, Kill(phase="random_time")) for kill in self.kills]
         return json.dumps({"setup": setup, "checkpointing": checkpointing, "kills": kills})
 
     @classmethod
-    def parse(cls, line: str) -> Case:
+    def parse(cls, line: str) -> Self:
         """The case that a line spells."""
         read = json.loads(line)
         checkpointing = Checkpointing(**{"policy": "dense", **_tuples(read["checkpointing"])})
-        setup = Drawn(checkpointing=checkpointing, **_tuples(read["setup"]))
+        setup = cls.drawn(checkpointing=checkpointing, **_tuples(read["setup"]))
         kills = [{"phase": "random_time", "signal": signal.SIGKILL, **kill} for kill in read["kills"]]
         return cls(setup, tuple(Kill(**{**kill, "signal": signal.Signals(kill["signal"])}) for kill in kills))
 
@@ -114,8 +116,8 @@ def smaller(case: Case) -> Iterator[Case]:
     for index in range(len(case.kills)):
         if len(case.kills) > 1:
             yield replace(case, kills=case.kills[:index] + case.kills[index + 1 :])
-    plain = Drawn()
-    for field in dataclasses.fields(Drawn):
+    plain = case.drawn()
+    for field in dataclasses.fields(plain):
         value, default = getattr(case.setup, field.name), getattr(plain, field.name)
         if field.name in {"trainer", "options", "user_callbacks", "hooks", "remembers", "changed"}:
             for index in range(len(value)):

@@ -128,7 +128,11 @@ class Drawn(Variant):
 
     @override
     def make_module(self, life: Attempt) -> Module:
-        made = with_hooks(DrawnModule, self.hooks)
+        return self.module_of(DrawnModule, life)
+
+    def module_of(self, base: type[DrawnModule], life: Attempt) -> Module:
+        """A module of a class, with hooks and what is to be remembered."""
+        made = with_hooks(base, self.hooks)
         if self.remembers:
             made = type(f"Remembers{made.__name__}", (Remembers, made), {"remembered": self.remembers})
         module: Module = made(self, life)
