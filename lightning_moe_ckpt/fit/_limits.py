@@ -167,11 +167,6 @@ def refuse_unsupported(trainer: Trainer, policy: Policy) -> None:
                 f"`{cls.__name__}` {why}; no policy stores that. {instead}; or leave the checkpoint callback out, and keep to the "
                 "checkpoints that the strategy writes itself."
             )
-    if is_sharded(trainer.lightning_module) and (not policy.exact or policy.chains is not None):
-        raise ConfigurationError(
-            f"{policy.callback or 'DifferentialCheckpoint'} stores whole parameters, and those of this module are in shards (FSDP2, "
-            "tensor parallelism). Use SparseCheckpoint or DenseCheckpoint, which store shards."
-        )
     if len(trainer.optimizers) != 1:
         raise ConfigurationError(
             f"Found {len(trainer.optimizers)} optimizers, can capture exactly one. "

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from launcher import run_world
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -21,12 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from typing_extensions import override
 
-from lightning_moe_ckpt.callbacks import (
-    DenseCheckpoint,
-    DifferentialCheckpoint,
-    PartialExpertCheckpoint,
-)
-from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.fit import _files
 from lightning_moe_ckpt.fit._state import Trained
 from lightning_moe_ckpt.fit.loops._taps import StepOutcome
@@ -250,27 +245,6 @@ def fit(
 
 def bits(module: nn.Module) -> list[Tensor]:
     return [memory_of(p.detach()).clone() for p in module.parameters()]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda url: PartialExpertCheckpoint(url, k=1, every_n_steps=2),
-        lambda url: DifferentialCheckpoint(url, every_n_steps=4, batch=2),
-    ],
-)
-def test_policies_of_whole_parameters_are_refused_by_name(make: Callable[[str], Callback], tmp_path: Path) -> None:
-    """With those that take shards; nothing is opened."""
-    callback = make(str(tmp_path / "run"))
-
-    def work(_: int) -> None:
-        with pytest.raises(
-            ConfigurationError, match=f"{type(callback).__name__} stores whole.*SparseCheckpoint or Dense"
-        ):
-            fit(callback, max_steps=2)
-
-    run_world(1, work, process_group=False)
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("whole_files", [False, True])
