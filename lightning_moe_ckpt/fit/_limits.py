@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -49,7 +49,28 @@ def gradients_are_seen(trainer: Trainer, module: LightningModule, skip: tuple[ty
         skip: callbacks not the user's.
     """
     hooks = ("on_after_backward", "on_before_optimizer_step")
-    return any(is_overridden(hook, module) for hook in (*hooks, "configure_gradient_clipping")) or any(
+    return is_overridden("configure_gradient_clipping", module) or _calls(trainer, module, skip, hooks)
+
+
+def may_edit_unseen(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> bool:
+    """Return whether the user's code is called while a boundary is copied, and may change shards without a trace.
+
+    Version counters of shards do not count `torch._foreach_*`. Code inside `training_step` is taken to leave weights alone.
+    Arguments as of `gradients_are_seen`.
+    """
+    hooks = (
+        "on_train_batch_start",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+    )
+    return is_sharded(module) and (is_overridden("optimizer_zero_grad", module) or _calls(trainer, module, skip, hooks))
+
+
+def _calls(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...], hooks: Sequence[str]) -> bool:
+    """Return whether the user's module or callbacks have any of these hooks."""
+    return any(is_overridden(hook, module) for hook in hooks) or any(
         is_overridden(hook, callback, Callback)
         for callback in callbacks_of(trainer)
         if isinstance(callback, LambdaCallback)

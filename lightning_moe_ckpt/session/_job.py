@@ -34,6 +34,8 @@ class SessionJob:
     """Whether a compiler makes other programs, with other rounding, for watched or frozen modules."""
     may_skip: bool
     """Whether `requires_grad` may be toggled in replay, unless `compiled`."""
+    may_edit_unseen: bool
+    """Whether the user's code may change parameters beside copies without a trace."""
     extra: Mapping[str, object]
     """The trainer's entries for exports; entries that cannot be stored are left out."""
     averages: Averages | None

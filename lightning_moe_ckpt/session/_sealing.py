@@ -38,15 +38,15 @@ _TORN = "weights were changed in place, by a forward or backward pass, while the
 
 
 class PassEdits:
-    """Whether passes change weights, as `nn.Embedding(max_norm=...)` does, which is unknown before the first change.
+    """Whether passes change weights, as `nn.Embedding(max_norm=...)` does, which is unknown before the first change, unless `known`.
 
     Each batch waits for copies during the first window, and always after the first change. In between, copies run
     beside passes, and a copy that may have met a change is not used. Changes through `.data` wait for copies, see
     `DataAccess`.
     """
 
-    def __init__(self) -> None:
-        self._seen: bool | None = None
+    def __init__(self, *, known: bool) -> None:
+        self._seen: bool | None = known or None
         """Whether a pass has changed weights; `None` before the first window."""
         self.may_come = True
         """Whether a batch begins with a wait for the boundary's copies."""
@@ -119,7 +119,7 @@ class Sealing:
         """Step of the boundary, from `take` on."""
         self._ticket: Ticket | None = None
         """Ticket of the newest copies; outlives the seal, since the optimizer steps after the seal."""
-        self._thread, self.edits, self._arrivals = CallThread(), PassEdits(), Arrivals()
+        self._thread, self.edits, self._arrivals = CallThread(), PassEdits(known=job.may_edit_unseen), Arrivals()
         self._data = DataAccess(job.view.params.values(), self._before_data)
         self.journal_nbytes = 0
         """Bytes that later journal records need; 0 if all records had room, and once plans have it."""

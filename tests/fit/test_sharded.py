@@ -12,7 +12,7 @@ import tiny
 import torch
 from launcher import run_world
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from typing_extensions import override
 
-from lightning_moe_ckpt.callbacks import DenseCheckpoint
-from lightning_moe_ckpt.fit import _files
+from lightning_moe_ckpt.callbacks import (
+    DenseCheckpoint,
+)
+from lightning_moe_ckpt.fit import _files, _limits
 from lightning_moe_ckpt.fit._state import Trained
 from lightning_moe_ckpt.fit.loops._taps import StepOutcome
 from lightning_moe_ckpt.operators import memory_of
@@ -295,3 +297,22 @@ def test_a_folder_half_written_again_is_seen(tmp_path: Path) -> None:
 
     (found,) = run_world(1, work, process_group=False)
     assert found == [False, False, True, False]
+
+
+def test_hooks_beside_copies_make_them_wait() -> None:
+    """Where they may change shards without a trace; library callbacks and our own do not count."""
+
+    class Hooked(Sharded):
+        @override
+        def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+            pass
+
+    def work(_: int) -> list[bool]:
+        mesh = init_device_mesh("cpu", (1,))
+        trainer = tiny.quiet_trainer(LearningRateMonitor(), logger=True)
+        modules: list[LightningModule] = [Validated(mesh), Hooked(), tiny.with_dropout()]
+        fully_shard(modules[1], mesh=mesh)
+        modules[1].register_parameter("own", Validated(mesh).net[0].weight)
+        return [_limits.may_edit_unseen(trainer, module, ()) for module in modules]
+
+    assert run_world(1, work) == [[False, True, False]]
