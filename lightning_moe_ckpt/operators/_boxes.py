@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -85,8 +87,28 @@ def box_of(param: Tensor) -> Box | None:
     here = mesh.get_coordinate()
     assert here is not None, "a parameter on a mesh without this rank"
     along = tuple(slice(None) if p.is_replicate() else at for p, at in zip(param.placements, here, strict=True))
-    holders = sorted(mesh.mesh[along].flatten().tolist())
-    return Box(tuple(param.shape), tuple(offset), tuple(size), tuple(holders))
+    holders = {rank for holder in mesh.mesh[along].flatten().tolist() for rank in _alike(mesh, holder)}
+    return Box(tuple(param.shape), tuple(offset), tuple(size), tuple(sorted(holders)))
+
+
+def _alike(mesh: DeviceMesh, rank: int) -> list[int]:
+    """Return the ranks in a rank's place on their own meshes: along the root's other dimensions, parameters are copies.
+
+    `Copies` tells if they are not. Where dimensions were joined or split since, that is unknown, and the rank is alone.
+    """
+    root, names = _root_of(mesh), mesh.mesh_dim_names or ()
+    if not set(names) < set(root.mesh_dim_names or ()):
+        return [rank]
+    place = zip(root.mesh_dim_names, (root.mesh == rank).nonzero()[0].tolist(), strict=True)
+    found: list[int] = root.mesh[tuple(at if name in names else slice(None) for name, at in place)].flatten().tolist()
+    return found
+
+
+def _root_of(mesh: Any) -> Any:
+    """Return the mesh that a mesh is part of, in any release of torch."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()  # noqa: SLF001  # no public name
+    return vars(device_mesh)["_mesh_resources"].get_root_mesh(mesh)
 
 
 def boxes_of(params: Mapping[str, Tensor]) -> dict[str, Box]:
