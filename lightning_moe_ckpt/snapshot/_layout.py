@@ -18,6 +18,7 @@ from json.encoder import encode_basestring_ascii as _quoted
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_moe_ckpt.operators import (
@@ -161,6 +162,8 @@ class StateView:
         """Return a live buffer; `None` if the module has dropped it."""
         owner, key = self._buffer_owners[name]
         value = getattr(owner, key, None)
+        if type(value) is DTensor:
+            return memory_of(value)
         return value if isinstance(value, Tensor) else None
 
     def fit_buffers(self, kinds: Mapping[str, TensorKind]) -> None:
