@@ -312,7 +312,7 @@ def test_hooks_beside_copies_make_them_wait() -> None:
         trainer = tiny.quiet_trainer(LearningRateMonitor(), logger=True)
         modules: list[LightningModule] = [Validated(mesh), Hooked(), tiny.with_dropout()]
         fully_shard(modules[1], mesh=mesh)
-        modules[1].register_parameter("own", Validated(mesh).net[0].weight)
+        modules[1].register_parameter("own", next(Validated(mesh).net[0].parameters()))
         return [_limits.may_edit_unseen(trainer, module, ()) for module in modules]
 
     assert run_world(1, work) == [[False, True, False]]
