@@ -222,17 +222,17 @@ class LightningResume:
         """Whether our checkpoints had a step; `None` until that is known."""
         self._connector.resume_start = self._start  # type: ignore[method-assign]
 
-    def _start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+    def _start(self, checkpoint_path: Any = None, *args: Any, **options: Any) -> None:
         del self._connector.resume_start
         if self._resumed is not None:
             self._connector._ckpt_path = checkpoint_path
             if self._resumed:
                 self._skip()
             else:
-                self._read(checkpoint_path, weights_only)
+                self._read(checkpoint_path, *args, **options)
             return
         try:
-            self._read(checkpoint_path, weights_only)
+            self._read(checkpoint_path, *args, **options)
         except Exception as error:  # noqa: BLE001  # a damaged file may raise anything; raised again unless we resume
             self._error = error
 
