@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec
 
 import pytest
 import torch
-from launcher import exit_after, run_world
+from launcher import WorldFailed, exit_after, run_world
 from lightning.pytorch import Trainer, seed_everything
+from torch import Tensor
 
 import cli
 import demo
@@ -309,6 +313,35 @@ def test_two_stages_learn_from_the_configuration_file_and_go_on_where_they_were(
     assert first[0][1] < 8
     again = run_world(2, lambda rank: work(rank)[2], timeout=timedelta(seconds=120), process_group=False)
     assert again == [0, 0]
+
+
+def test_a_mixtral_in_shards_is_killed_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """One of three ranks gets a SIGKILL. When all have started again, every shard of each rank is that of a run left in peace."""
+    example = importlib.import_module("fsdp_mixtral")  # with transformers, once for all ranks
+    train = example.Mixtral.training_step
+
+    def work(rank: int, name: str, kill: int = -1) -> tuple[int, dict[str, Tensor]]:
+        steps = []
+
+        def step(self: Any, batch: Any, batch_idx: int) -> Any:
+            steps.append(self.global_step)
+            if rank == 1 and self.global_step == kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return train(self, batch, batch_idx)
+
+        example.Mixtral.training_step = step
+        module = example.main(["--steps", "14", "--url", str(tmp_path / name)])
+        return steps[0], {name: param.to_local().detach() for name, param in module.named_parameters()}
+
+    start = partial(run_world, 3, timeout=timedelta(seconds=60), process_group=False)
+    calm = start(lambda rank: work(rank, "calm"))
+    with pytest.raises(WorldFailed):
+        start(lambda rank: work(rank, "killed", kill=11))
+    resumed = start(lambda rank: work(rank, "killed"))
+    assert [first > 0 for first, _ in [*calm, *resumed]] == [False] * 3 + [True] * 3
+    assert sum(shard.numel() for _, shards in calm for shard in shards.values()) == 451_904
+    for (_, before), (_, after) in zip(calm, resumed, strict=True):
+        assert all(torch.equal(before[name].view(torch.int32), after[name].view(torch.int32)) for name in before)
 
 
 @lightning_cli
