@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
@@ -188,6 +189,11 @@ def refuse_unsupported(trainer: Trainer, policy: Policy) -> None:
                 f"`{cls.__name__}` {why}; no policy stores that. {instead}; or leave the checkpoint callback out, and keep to the "
                 "checkpoints that the strategy writes itself."
             )
+    sharded = any(isinstance(each, FSDPModule) for each in trainer.lightning_module.modules())
+    if sharded and trainer.strategy.root_device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise ConfigurationError(
+            f"`fully_shard` trains on CPUs from torch 2.7 on, and this is torch {torch.__version__}. Install a newer torch, or train on GPUs."
+        )
     if len(trainer.optimizers) != 1:
         raise ConfigurationError(
             f"Found {len(trainer.optimizers)} optimizers, can capture exactly one. "

@@ -39,6 +39,8 @@ _WRAPPED = 12
 """Least width of a column that breaks its lines."""
 _PIPE_WIDTH = 10_000
 """Width for a file or a pipe, where no line breaks: names stay whole for whoever searches them."""
+_ELSEWHERE = frozenset({"fingerprint", "sharding"})
+"""Entries of a policy that are not among the facts of who wrote a generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +299,8 @@ def _heading(document: Row) -> str:
         f"step {document['step']} (incarnation {document['incarnation']}) of run {document['run_id']}: {usable}",
         f"{document['kind']}, {'step' if document['window'] == 1 else 'steps'} {steps}, {size}",
         "written by: "
-        + _facts({**{k: v for k, v in policy.items() if k != "fingerprint"}, "optimizer": document["optimizer"]}),
+        + _facts({**{k: v for k, v in policy.items() if k not in _ELSEWHERE}, "optimizer": document["optimizer"]}),
+        *([f"parameters in shards: {policy['sharding']}"] if "sharding" in policy else []),
         f"written with: {in_words(document['versions'])}",
         "plan: " + _facts(facts),
     ]

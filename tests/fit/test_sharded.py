@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_moe_ckpt.callbacks import (
     DenseCheckpoint,
 )
+from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.fit import _files, _limits
 from lightning_moe_ckpt.fit._state import Trained
 from lightning_moe_ckpt.fit.loops._taps import StepOutcome
@@ -268,6 +269,18 @@ def test_a_checkpoint_of_lightning_is_read_once_and_not_over_our_step(tmp_path: 
     run_world(1, lambda _: from_file(8, ours=True), process_group=False)
     (found,) = run_world(1, lambda _: from_file(12, ours=True), process_group=False)
     assert all(map(torch.equal, found, wanted))
+
+
+def test_a_torch_without_fsdp2_on_cpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 2.6 is, which fails in its first step by a stream that records no event."""
+    monkeypatch.delattr(torch.cpu.Stream, "record_event")
+
+    def refused(_: int) -> None:
+        with pytest.raises(ConfigurationError, match=r"`fully_shard` trains on CPUs from torch 2\.7 on"):
+            fit(DenseCheckpoint(tmp_path / "run", every_n_steps=2), max_steps=2)
+
+    run_world(1, refused, process_group=False)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_half_written_again_is_seen(tmp_path: Path) -> None:

@@ -153,6 +153,9 @@ def test_shards_are_exported_as_one_model(
     assert same(found, optimizer)
     capsys.readouterr()
     assert main(["inspect", url, "--json"]) == 0
-    rows = {row["operator"]: row for row in json.loads(capsys.readouterr().out)["operators"]}
+    document = json.loads(capsys.readouterr().out)
+    rows = {row["operator"]: row for row in document["operators"]}
     assert [rows[f"net.moe/expert.{expert}"]["ranks"] for expert in range(EXPERTS)] == list(ranks)
     assert rows["net.up"]["ranks"] == list(range(world_size))
+    assert main(["inspect", url]) == 0
+    assert f"\nparameters in shards: {document['policy']['sharding']}\n" in capsys.readouterr().out
