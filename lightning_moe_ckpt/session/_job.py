@@ -16,7 +16,7 @@ from lightning_moe_ckpt.operators import OperatorSet, StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import StallMeter, collections_paused
-from lightning_moe_ckpt.snapshot import Averages, StateView
+from lightning_moe_ckpt.snapshot import Averages, StateView, owners_of
 from lightning_moe_ckpt.tiers import SessionConfig
 
 
@@ -52,8 +52,10 @@ class SessionJob:
         self.exchange = Exchange(groups)
         if self.view.boxes:
             holders = {box.holders for box in self.view.boxes.values()}
-            said = cast("list[list[list[int]]]", self.exchange.gather_values(sorted(map(list, holders))))
-            groups.join([[tuple(ranks) for ranks in row] for row in said])
+            said = self.exchange.gather_values([sorted(map(list, holders)), self.view.own_experts()])
+            rows = cast("list[tuple[list[list[int]], dict[str, list[int]]]]", said)
+            groups.join([[tuple(ranks) for ranks in row] for row, _ in rows])
+            self.view.owners = owners_of([own for _, own in rows])
         self.device = next(iter(self.view.params.values())).device
         self.engine, self.stalls = create_engine(self.device), StallMeter(self.device)
         self.least_steps = policy.least_steps(len(self.view.operators))

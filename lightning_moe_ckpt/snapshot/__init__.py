@@ -51,6 +51,7 @@ from lightning_moe_ckpt.snapshot._layout import StateView as StateView
 from lightning_moe_ckpt.snapshot._layout import StepLayout as StepLayout
 from lightning_moe_ckpt.snapshot._layout import WindowLayout as WindowLayout
 from lightning_moe_ckpt.snapshot._layout import is_average as is_average
+from lightning_moe_ckpt.snapshot._layout import owners_of as owners_of
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord as PlanRecord
 from lightning_moe_ckpt.snapshot._shards import PACKED as PACKED
 from lightning_moe_ckpt.snapshot._shards import ParameterShards as ParameterShards

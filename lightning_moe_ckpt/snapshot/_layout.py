@@ -143,6 +143,8 @@ class StateView:
         self.buffer_names = tuple(self._buffer_owners)
         """Names of all buffers, persistent or not, in module order."""
         self.compute_dtypes = dict(compute_dtypes)
+        self.owners: dict[str, list[int]] = {}
+        """Position of each expert by layer, if experts may be in shards: experts with one owner have one position."""
         self.gradient_dtype: torch.dtype | None = None
         """Dtype of experts' gradients behind segments; `None` if no gradients are kept there."""
         self.dense_plan: PlanRecord | None = None
@@ -208,6 +210,17 @@ class StateView:
                 if here is not None:
                     found.setdefault(region if box is None else box.holders, []).append((operator, here))
         return found
+
+    def own_experts(self) -> dict[str, list[int]]:
+        """Return the experts whose first elements are here, by layer."""
+        return {
+            layer.fqn: [
+                expert
+                for expert, (first, *_) in layer.experts.items()
+                if first.fqn not in self.boxes or self.boxes[first.fqn].part(first.start, first.start + 1)
+            ]
+            for layer in self.operators.layers
+        }
 
     def _here(self, whole: ParamSlice) -> ParamSlice | None:
         """Return a slice's part in this rank's memory; `None` if there is none."""
@@ -445,6 +458,16 @@ class FileLayout:
             columns = [name, "", kind, fqn, "", dtype_code(dtype), shape, 0, math.prod(shape), offset, nbytes, True]
             rows.append(json.dumps(columns, separators=(",", ":")))
         return rows
+
+
+def owners_of(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+    """Return each expert's position by layer, from each rank's own experts: positions count the first owners."""
+    found: dict[str, list[int]] = {}
+    for layer in rows[0]:
+        first = {expert: rank for rank in reversed(range(len(rows))) for expert in rows[rank][layer]}
+        ranks = sorted(set(first.values()))
+        found[layer] = [ranks.index(first[expert]) for expert in sorted(first)]
+    return found
 
 
 def _largest_first(region: Region) -> tuple[int, Region]:
