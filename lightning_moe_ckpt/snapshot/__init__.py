@@ -4,6 +4,8 @@ Internal: may change in any version.
 """
 
 from lightning_moe_ckpt.policies import Shard as Shard
+from lightning_moe_ckpt.snapshot._averages import Averages as Averages
+from lightning_moe_ckpt.snapshot._averages import is_average as is_average
 from lightning_moe_ckpt.snapshot._description import ADAPTERS as ADAPTERS
 from lightning_moe_ckpt.snapshot._description import describe_stages as describe_stages
 from lightning_moe_ckpt.snapshot._description import read_extra as read_extra
@@ -45,12 +47,10 @@ from lightning_moe_ckpt.snapshot._layout import JOURNAL as JOURNAL
 from lightning_moe_ckpt.snapshot._layout import PARAM as PARAM
 from lightning_moe_ckpt.snapshot._layout import PRESENT as PRESENT
 from lightning_moe_ckpt.snapshot._layout import SEGMENT_METADATA as SEGMENT_METADATA
-from lightning_moe_ckpt.snapshot._layout import Averages as Averages
 from lightning_moe_ckpt.snapshot._layout import FileLayout as FileLayout
 from lightning_moe_ckpt.snapshot._layout import StateView as StateView
 from lightning_moe_ckpt.snapshot._layout import StepLayout as StepLayout
 from lightning_moe_ckpt.snapshot._layout import WindowLayout as WindowLayout
-from lightning_moe_ckpt.snapshot._layout import is_average as is_average
 from lightning_moe_ckpt.snapshot._layout import owners_of as owners_of
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord as PlanRecord
 from lightning_moe_ckpt.snapshot._shards import PACKED as PACKED

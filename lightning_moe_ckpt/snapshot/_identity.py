@@ -18,7 +18,8 @@ from lightning_moe_ckpt.coordination import VERSIONS, Exchange, agreed_versions
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.operators import OperatorSet, StateSchema, sharding_of
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.snapshot._layout import PARAM, PRESENT, StateView, is_average
+from lightning_moe_ckpt.snapshot._averages import is_average
+from lightning_moe_ckpt.snapshot._layout import PARAM, PRESENT, StateView
 from lightning_moe_ckpt.storage import Commit, ModuleEntry, RankMarker, SegmentEntry, dtype_code
 
 _MAX_NAMED = 6

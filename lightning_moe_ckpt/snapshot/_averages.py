@@ -1,0 +1,58 @@
+"""Running averages of the weights, as state that is captured with the operators whose parameters they follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+AVERAGE_PREFIX = "average."
+"""Prefix of averages' names; no key of an optimizer's state has it."""
+
+
+def is_average(key: str) -> bool:
+    """Return whether a record's `state_key`, or a buffer's name, belongs to an average."""
+    return key.startswith(AVERAGE_PREFIX)
+
+
+class Averages:
+    """Running averages of the weights (EMA, SWA), as state of the operators whose parameters they follow.
+
+    An average is updated only from the parameter it follows. It is captured in the same window step as its operator.
+    Until that step's snapshot is loaded in replay it may have any value: an average of frozen, outdated weights is
+    overwritten when the operator becomes active. If validation runs on averages, forward reads them too, so they are
+    taken with the weights of operators whose full state is not taken yet.
+
+    Args:
+        models: copies of the trained module, in the same order in every process.
+        consumed: whether forward runs on averages between optimizer steps (validation with averaged weights).
+    """
+
+    def __init__(self, models: Sequence[AveragedModel], *, consumed: bool) -> None:
+        self._models = {f"{AVERAGE_PREFIX}{index}": model for index, model in enumerate(models)}
+        self.consumed = consumed
+        """Whether weights captured for forward are captured with their averages."""
+        self.names = frozenset(self._models)
+        """Names of the averages, which are keys of fields in records."""
+        self._tensors = {name: dict(model.module.named_parameters()) for name, model in self._models.items()}
+
+    def assuming(self, *, consumed: bool) -> Averages:
+        """Return these averages for another process's plan, which may have validated on averages."""
+        return Averages(list(self._models.values()), consumed=consumed)
+
+    def of(self, fqn: str) -> dict[str, Tensor]:
+        """Return a parameter's averages, by name."""
+        return {name: tensors[fqn] for name, tensors in self._tensors.items()}
+
+    def consumed_of(self, fqn: str) -> dict[str, Tensor]:
+        """Return a parameter's averages that forward reads, by name."""
+        return self.of(fqn) if self.consumed else {}
+
+    def buffer_owners(self) -> dict[str, tuple[nn.Module, str]]:
+        """Return owner and attribute of the averages' buffers (number of updates, averaged statistics), by name."""
+        return {
+            f"{name}/{fqn}": (model.get_submodule(fqn.rpartition(".")[0]), fqn.rpartition(".")[2])
+            for name, model in self._models.items()
+            for fqn, _ in model.named_buffers()
+        }
