@@ -235,9 +235,13 @@ class Sharded(tiny.ToZero):
 
 
 def fit(
-    *callbacks: Any, ckpt_path: Path | None = None, whole_files: bool = False, **options: Any
+    *callbacks: Any,
+    ckpt_path: Path | None = None,
+    whole_files: bool = False,
+    module: Sharded | None = None,
+    **options: Any,
 ) -> tuple[Trainer, Sharded]:
-    module = Sharded()
+    module = Sharded() if module is None else module
     strategy = ModelParallelStrategy(1, 1, save_distributed_checkpoint=not whole_files)
     trainer = tiny.quiet_trainer(*callbacks, strategy=strategy, **options)
     with warnings.catch_warnings():
@@ -329,3 +333,23 @@ def test_hooks_beside_copies_make_them_wait() -> None:
         return [_limits.may_edit_unseen(trainer, module, ()) for module in modules]
 
     assert run_world(1, work) == [[False, True, False]]
+
+
+def test_a_norm_of_shards_that_is_logged_comes_back(tmp_path: Path) -> None:
+    """As a plain tensor: what torch and DTensors return of shards is one of their own kind."""
+
+    class Logs(Sharded):
+        @override
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            self.log("norm", torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+            self.log("mean", self.net[0].weight.detach().norm(), on_epoch=True)
+
+    def logged(folder: str, steps: int) -> dict[str, float]:
+        trainer, _ = fit(DenseCheckpoint(tmp_path / folder, every_n_steps=2), max_steps=steps, module=Logs())
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+    (wanted,) = run_world(1, lambda _: logged("through", 8), process_group=False)
+    run_world(1, lambda _: logged("run", 4), process_group=False)
+    (found,) = run_world(1, lambda _: logged("run", 8), process_group=False)
+    assert found == wanted
+    assert {"norm", "mean_step", "mean_epoch"} <= found.keys()

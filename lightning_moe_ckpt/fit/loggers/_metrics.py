@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
@@ -58,7 +59,10 @@ def take_metrics(trainer: Trainer, module: LightningModule) -> MetricState:
 
 
 class _Copies:
-    """Copies of tensors with their values as of now; a tensor logged in several places is copied once."""
+    """Copies of tensors with their values as of now; a tensor logged in several places is copied once.
+
+    Of a DTensor, such as the norm that torch returns of gradients in shards, a copy is the whole value.
+    """
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
@@ -69,7 +73,8 @@ class _Copies:
     def _of(self, value: Tensor) -> Tensor:
         made = self._made.get(id(value))
         if made is None:
-            made = self._made[id(value)] = value, value.detach().clone()
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            made = self._made[id(value)] = value, whole.detach().clone()
         return made[1]
 
 
