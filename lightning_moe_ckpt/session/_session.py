@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange, Neighbours
+from lightning_moe_ckpt.errors import CodecError
 from lightning_moe_ckpt.journal import UNFIT, Journal, encode
 from lightning_moe_ckpt.native import Bubbles
 from lightning_moe_ckpt.planning import Planner
@@ -268,7 +270,8 @@ class CheckpointSession:
             self._durations.first_batch()
         if steps < _MEASURED_JOURNALS:
             outcome = {**self._progress.outcome, **self._planner.state()}
-            self._planner.journal_needs(2 * len(encode({"outcome": outcome, "start": start})) + room())
+            with suppress(CodecError):  # a boundary with this journal spoils its window, and says why
+                self._planner.journal_needs(2 * len(encode({"outcome": outcome, "start": start})) + room())
         if fresh or capture.whole_at == step or (run.found is None and steps == 1):
             self._copies.compare(first=fresh)
         if fresh or capture.whole_at == step:

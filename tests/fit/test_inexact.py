@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import tiny
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, ModelCheckpoint
@@ -167,3 +168,20 @@ def test_kernels_that_may_differ_are_named_on_cuda(
         torch.use_deterministic_algorithms(mode=False)
     said = [record.getMessage() for record in caplog.records if "deterministic=True" in record.getMessage()]
     assert len(said) == times
+
+
+def test_state_that_cannot_be_stored_any_more_costs_checkpoints_and_not_the_run(tmp_path: Path) -> None:
+    """From the first step on, where journals are measured: what it held at the start could be stored."""
+
+    class Turns(Callback):
+        held: ClassVar[list[object]] = []
+
+        def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+            vars(self)["held"] = [object()]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"held": self.held}
+
+    data = tiny.rows(tiny.waves(40, 4), 4)
+    trainer = tiny.fit(tiny.with_dropout(), data, DenseCheckpoint(tmp_path, every_n_steps=2), Turns(), max_steps=4)
+    assert trainer.global_step == 4
