@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed import device_mesh
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from xxhash import xxh3_64_hexdigest
 
 Region = tuple[int, ...]
 """Ranks that hold the same bytes, ascending."""
@@ -34,8 +33,10 @@ class Box:
     """The parameter's global shape."""
     offset: tuple[int, ...]
     size: tuple[int, ...]
-    holders: Region
-    """This rank is among these."""
+    placement: str
+    """In words; parameters alike in it have the same holders."""
+    holders: Region = ()
+    """Ranks with the same box, this one among them; empty until ranks have told each other, see `regions_of`."""
 
     @property
     def numel(self) -> int:
@@ -82,39 +83,31 @@ def box_of(param: Tensor) -> Box | None:
     """Return a sharded parameter's box; `None` for a plain one."""
     if type(param) is not DTensor:
         return None
-    mesh = param.device_mesh
-    size, offset = compute_local_shape_and_global_offset(param.shape, mesh, param.placements)
-    here = mesh.get_coordinate()
-    assert here is not None, "a parameter on a mesh without this rank"
-    along = tuple(slice(None) if p.is_replicate() else at for p, at in zip(param.placements, here, strict=True))
-    holders = {rank for holder in mesh.mesh[along].flatten().tolist() for rank in _alike(mesh, holder)}
-    return Box(tuple(param.shape), tuple(offset), tuple(size), tuple(sorted(holders)))
-
-
-def _alike(mesh: DeviceMesh, rank: int) -> list[int]:
-    """Return the ranks in a rank's place on their own meshes: along the root's other dimensions, parameters are copies.
-
-    `Copies` tells if they are not. Where dimensions were joined or split since, that is unknown, and the rank is alone.
-    """
-    root, names = _root_of(mesh), mesh.mesh_dim_names or ()
-    if not set(names) < set(root.mesh_dim_names or ()):
-        return [rank]
-    place = zip(root.mesh_dim_names, (root.mesh == rank).nonzero()[0].tolist(), strict=True)
-    found: list[int] = root.mesh[tuple(at if name in names else slice(None) for name, at in place)].flatten().tolist()
-    return found
-
-
-def _root_of(mesh: Any) -> Any:
-    """Return the mesh that a mesh is part of, in any release of torch."""
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()  # noqa: SLF001  # no public name
-    return vars(device_mesh)["_mesh_resources"].get_root_mesh(mesh)
+    size, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return Box(tuple(param.shape), tuple(offset), tuple(size), _placement(param))
 
 
 def boxes_of(params: Mapping[str, Tensor]) -> dict[str, Box]:
     """Return the sharded parameters' boxes, by name."""
     sharded = ((fqn, box_of(param)) for fqn, param in params.items() if type(param) is DTensor)
     return {fqn: box for fqn, box in sharded if box is not None}
+
+
+def marks_of(boxes: Mapping[str, Box]) -> dict[str, str]:
+    """Return a digest by placement: with equal digests, ranks have the same boxes."""
+    found: dict[str, set[tuple[tuple[int, ...], ...]]] = {}
+    for box in boxes.values():
+        found.setdefault(box.placement, set()).add((box.shape, box.offset, box.size))
+    return {placement: xxh3_64_hexdigest(repr(sorted(own)).encode()) for placement, own in found.items()}
+
+
+def regions_of(marks: Sequence[Mapping[str, str]]) -> list[dict[str, Region]]:
+    """Return each rank's regions by placement, from the marks of all ranks. How meshes were cut from others does not matter."""
+    alike: dict[tuple[str, str], list[int]] = {}
+    for rank, own in enumerate(marks):
+        for mark in own.items():
+            alike.setdefault(mark, []).append(rank)
+    return [{placement: tuple(alike[placement, mark]) for placement, mark in own.items()} for own in marks]
 
 
 def memory_of(tensor: Any) -> Tensor:

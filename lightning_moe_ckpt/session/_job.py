@@ -12,7 +12,7 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import UnsupportedOptimizer
 from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.native import create_engine
-from lightning_moe_ckpt.operators import OperatorSet, StateSchema, discover
+from lightning_moe_ckpt.operators import OperatorSet, StateSchema, discover, marks_of, regions_of
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import StallMeter, collections_paused
@@ -51,11 +51,11 @@ class SessionJob:
         self.view = StateView(self.module, self._operators_cut(), self.schema, {}, self.averages)
         self.exchange = Exchange(groups)
         if self.view.boxes:
-            holders = {box.holders for box in self.view.boxes.values()}
-            said = self.exchange.gather_values([sorted(map(list, holders)), self.view.own_experts()])
-            rows = cast("list[tuple[list[list[int]], dict[str, list[int]]]]", said)
-            groups.join([[tuple(ranks) for ranks in row] for row, _ in rows])
-            self.view.owners = owners_of([own for _, own in rows])
+            said = self.exchange.gather_values([marks_of(self.view.boxes), self.view.own_experts()])
+            rows = cast("list[tuple[dict[str, str], dict[str, list[int]]]]", said)
+            regions = regions_of([marks for marks, _ in rows])
+            groups.join([sorted(set(own.values())) for own in regions])
+            self.view.share(regions[groups.rank], owners_of([own for _, own in rows]))
         self.device = next(iter(self.view.params.values())).device
         self.engine, self.stalls = create_engine(self.device), StallMeter(self.device)
         self.least_steps = policy.least_steps(len(self.view.operators))

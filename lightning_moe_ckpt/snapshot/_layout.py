@@ -172,6 +172,11 @@ class StateView:
             for layer in self.operators.layers
         }
 
+    def share(self, regions: Mapping[str, Region], owners: Mapping[str, list[int]]) -> None:
+        """Note the holders of boxes, by placement, and each expert's position."""
+        self.boxes = {fqn: replace(box, holders=regions[box.placement]) for fqn, box in self.boxes.items()}
+        self.owners = dict(owners)
+
     def _here(self, whole: ParamSlice) -> ParamSlice | None:
         """Return a slice's part in this rank's memory; `None` if there is none."""
         box = self.boxes.get(whole.fqn)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_moe_ckpt.operators import boxes_of, memory_of, sharding_of, with_memory
+from lightning_moe_ckpt.operators import boxes_of, marks_of, memory_of, regions_of, sharding_of, with_memory
 from lightning_moe_ckpt.operators._boxes import Box
 
 
@@ -26,7 +26,7 @@ def test_a_flat_interval_is_one_of_the_box_too(seed: int) -> None:
     draw = random.Random(seed)
     shape = tuple(draw.randint(1, 5) for _ in range(draw.randint(0, 4)))
     offset = tuple(draw.randint(0, size) for size in shape)
-    box = Box(shape, offset, tuple(draw.randint(0, size - at) for size, at in zip(shape, offset, strict=True)), (0,))
+    box = Box(shape, offset, tuple(draw.randint(0, size - at) for size, at in zip(shape, offset, strict=True)), "")
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     places = product(*(range(at, at + size) for at, size in zip(offset, box.size, strict=True)))
     held = [sum(at * stride for at, stride in zip(place, strides, strict=True)) for place in places]
@@ -77,6 +77,13 @@ def experts_apart(block: Block) -> None:
     fsdp(block)
 
 
+def over_joined_dimensions(block: Block) -> None:
+    """As torchtitan does: two dimensions are joined for FSDP2, so that nothing tells how they lie to the third."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+    parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(block, mesh=mesh["dp", "cp"]._flatten("dp_cp"))
+
+
 def experts_by_columns(block: Block) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     block.experts["w"] = nn.Parameter(distribute_tensor(block.experts["w"].detach(), mesh["ep"], [Shard(0)]))
@@ -84,7 +91,9 @@ def experts_by_columns(block: Block) -> None:
     fsdp(block)
 
 
-@pytest.mark.parametrize("shard", [fsdp, hsdp, fsdp_over_tensor_parallel, experts_apart, experts_by_columns])
+@pytest.mark.parametrize(
+    "shard", [fsdp, hsdp, fsdp_over_tensor_parallel, over_joined_dimensions, experts_apart, experts_by_columns]
+)
 def test_boxes_of_real_meshes_tile_every_parameter(shard: Callable[[Block], None]) -> None:
     """Their memory has the elements that they say; holders say the same of each other."""
     whole = dict(Block().named_parameters())
@@ -100,14 +109,16 @@ def test_boxes_of_real_meshes_tile_every_parameter(shard: Callable[[Block], None
         return {fqn: (box, memory_of(params[fqn]).detach().clone()) for fqn, box in boxes.items()}
 
     said = run_world(4, held)
+    regions = regions_of([marks_of({fqn: box for fqn, (box, _) in each.items()}) for each in said])
     for fqn, parameter in whole.items():
         counts = torch.zeros(parameter.shape)
         for rank, (box, memory) in enumerate(each[fqn] for each in said):
             at = tuple(slice(start, start + size) for start, size in zip(box.offset, box.size, strict=True))
             assert torch.equal(parameter.detach()[at], memory), fqn
-            assert rank in box.holders
-            assert all(said[other][fqn][0] == box for other in box.holders), fqn
-            if rank == box.holders[0]:
+            holders = regions[rank][box.placement]
+            assert rank in holders
+            assert all(said[other][fqn][0] == box for other in holders), fqn
+            if rank == holders[0]:
                 counts[at] += 1
         assert torch.equal(counts, torch.ones_like(counts)), fqn
 
@@ -122,6 +133,6 @@ def test_plain_tensors_are_their_own_memory() -> None:
         assert with_memory([plain, sharded])[2] is memory_of(sharded)
         assert sharding_of([plain]) == ""
         assert sharding_of([plain, sharded]) == "1 plain, 1 R on dp 1"
-        assert boxes_of({"plain": plain, "sharded": sharded}) == {"sharded": Box((3,), (0,), (3,), (0,))}
+        assert boxes_of({"plain": plain, "sharded": sharded}) == {"sharded": Box((3,), (0,), (3,), "R on dp 1")}
 
     run_world(1, work)

@@ -103,7 +103,10 @@ MAKE: dict[str, Callable[[Path], Callback]] = {
 }
 
 
-@pytest.mark.parametrize(("policy", "ranks", "copies"), [("partial", 3, 1), ("partial", 4, 2), ("selective", 3, 1)])
+@pytest.mark.parametrize(
+    ("policy", "ranks", "copies"),
+    [("partial", 4, 2), *(pytest.param(each, 3, 1, marks=pytest.mark.soak) for each in ("partial", "selective"))],
+)
 def test_an_expert_comes_back_as_of_one_step(policy: str, ranks: int, copies: int, tmp_path: Path) -> None:
     """On every rank that has rows of it; the dense part is as of the generation. With copies all ranks of a group agree."""
 
