@@ -34,7 +34,7 @@ class Box:
     offset: tuple[int, ...]
     size: tuple[int, ...]
     placement: str
-    """In words; parameters alike in it have the same holders."""
+    """The placement in words; parameters alike in it have the same holders."""
     holders: Region = ()
     """Ranks with the same box, this one among them; empty until ranks have told each other, see `regions_of`."""
 
