@@ -124,7 +124,7 @@ def _refusal(param: nn.Parameter) -> str | None:
     if type(param).__name__ == "UninitializedParameter":
         return "has no shape yet; run one forward before fit"
     if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
-        return "belongs to FSDP's flat parameter, whose shards cut through operators; FSDP is not supported"
+        return "belongs to a flat parameter of FSDP1, whose shards cut through operators; `fully_shard` in place of it is supported"
     if type(param) is nn.Parameter:
         return _layout_refusal(param, trains=param.requires_grad)
     memory, box = memory_of(param), box_of(param)

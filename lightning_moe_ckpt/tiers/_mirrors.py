@@ -1,8 +1,8 @@
 """Skip sending state that the other node holds anyway: data-parallel replicas copy it from their own memory.
 
 Every part of a record is written by one of the ranks that hold the part. A holder of copies may have the owner's
-parameters and optimizer state itself: all ranks hold unsharded state, and the ranks of a data-parallel group hold the
-same experts. Then the holder captures the owner's parts beside its own, at the same boundary. Such a *mirror* equals
+parameters and optimizer state itself: all ranks hold unsharded state, the ranks of a data-parallel group hold the
+same experts, and replicas (HSDP) the same shards. Then the holder captures the owner's parts beside its own, at the same boundary. Such a *mirror* equals
 the owner's segment there, so only the rest is sent: header, buffers, journal, and experts that the holder does not
 have.
 
