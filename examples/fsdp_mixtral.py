@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -28,7 +29,7 @@ class Mixtral(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model: MixtralForCausalLM | None = None
+        self.model: Any = None
 
     def configure_model(self) -> None:
         """Build the model and leave this process its shards; the mesh of all processes is there by now."""
@@ -46,6 +47,7 @@ class Mixtral(LightningModule):
             output_router_logits=True,  # adds the balancing loss
         )
         self.model = MixtralForCausalLM(config)
+        assert self.device_mesh is not None, "`ModelParallelStrategy` makes it"
         data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
         heads = {"q_proj": ColwiseParallel(), "k_proj": ColwiseParallel(), "v_proj": ColwiseParallel()}
         for layer in self.model.model.layers:
@@ -92,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> Mixtral:
     )
     module = Mixtral()
     trainer.fit(module, TextCrops().train_dataloader())
-    shards = torch.cat([each.to_local().detach().flatten() for each in module.parameters()])
-    print(f"rank {trainer.global_rank}: {len(shards)} numbers add up to {shards.double().sum().item().hex()}")
+    shards = torch.cat([each.to_local().detach().flatten() for each in module.parameters()])  # type: ignore[attr-defined]
+    print(f"rank {trainer.global_rank}: {len(shards)} numbers add up to {float(shards.double().sum()).hex()}")
     return module
 
 
