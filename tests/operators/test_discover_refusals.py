@@ -129,14 +129,6 @@ def test_parameters_that_are_no_flat_interval_are_refused_with_the_reason() -> N
         assert reason in message
 
 
-def test_dtensors_are_refused() -> None:
-    """FSDP2's parameters live on several ranks."""
-    model = nn.Module()
-    model.w = nn.Parameter(torch.zeros(4).as_subclass(type("DTensor", (Tensor,), {})))
-    with pytest.raises(UnknownLayout, match="is a DTensor"):
-        discover(model)
-
-
 def test_fsdp1_is_refused() -> None:
     """Its flat parameter cuts through operators."""
     model = nn.Linear(2, 2)
