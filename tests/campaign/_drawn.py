@@ -542,8 +542,7 @@ class DrawnModule(VariantModule):
         fresh = self.model is None
         super().configure_model()
         if fresh and self._drawn.compiled:
-            # By torch's compiler, which looks at the gradient of whatever tensor it meets.
-            warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+            let_compile()
             self.model = torch.compile(self.model, backend="aot_eager")  # type: ignore[assignment]
 
     @override
@@ -600,6 +599,11 @@ class DrawnModule(VariantModule):
         if setup.scheduler == "none":
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": make_scheduler(setup, optimizer)}
+
+
+def let_compile() -> None:
+    """Ignore a warning: torch's compiler looks at the gradient of whatever tensor it meets."""
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
 
 
 def _optimizer(setup: Drawn, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

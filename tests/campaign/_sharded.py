@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import Self, override
 
 from campaign._data import VOCABULARY
-from campaign._drawn import Drawn, DrawnModule
+from campaign._drawn import Drawn, DrawnModule, let_compile
 from campaign._training import Module
 from lightning_moe_ckpt.testing import Attempt
 
@@ -63,6 +63,11 @@ class Sharded(Drawn):
     def is_sharded(self) -> bool:
         """Whether parameters are DTensors."""
         return self.sharding not in {"none", "ddp", "moe"}
+
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """Where a rank dies while DDP broadcasts buffers, Lightning leaves its own `forward` in the modules of others."""
+        return ("`module.forward`",) if self.sharding == "ddp" else ()
 
     @override
     def fault_free(self) -> Self:
@@ -221,6 +226,7 @@ class Uneven(nn.Module):
         if "bias" in setup.frozen:
             self.head.bias.requires_grad_(False)
         if setup.compiled:
+            let_compile()
             for block in self.blocks:
                 block.compile(backend="aot_eager")
 

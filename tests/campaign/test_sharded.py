@@ -87,7 +87,7 @@ def test_a_misplaced_shard_and_a_forgotten_count_are_seen(campaigns: Campaigns, 
 
 FACTORS: dict[str, list[Any]] = {
     "layout": [*LAYOUTS],
-    "taken": [("dense", 1), ("dense", 2), *(("sparse", window) for window in (1, 2, 3, 6))],
+    "taken": [("dense", 1), ("dense", 2), *(("sparse", window) for window in (1, 2, 3, 6)), ("differential", 4)],
     "order": ["popularity", "fixed", "back_to_front"],
     "experts": [*get_args(Experts)],
     "num_experts": [2, 5],
@@ -121,7 +121,7 @@ def sharded_setup(row: Row) -> Sharded:
         if key not in {"layout", "taken", "order", "clip", "sanity", "precision"}
     }
     policy, every = row["taken"]
-    checkpointing = Checkpointing(policy=policy, every_n_steps=every, window=every, order=row["order"])
+    checkpointing = Checkpointing(policy=policy, every_n_steps=every, window=every, order=row["order"], batch=2)
     low = row["precision"] == "fsdp2's own"
     return Sharded(
         **rest,
