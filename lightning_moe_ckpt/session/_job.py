@@ -51,6 +51,7 @@ class SessionJob:
         self.view = StateView(self.module, self._operators_cut(), self.schema, {}, self.averages)
         self.exchange = Exchange(groups)
         if self.view.boxes:
+            self._refuse_state_of_wholes()
             said = self.exchange.gather_values([marks_of(self.view.boxes), self.view.own_experts()])
             rows = cast("list[tuple[dict[str, str], dict[str, list[int]]]]", said)
             regions = regions_of([marks for marks, _ in rows])
@@ -60,6 +61,16 @@ class SessionJob:
         self.engine, self.stalls = create_engine(self.device), StallMeter(self.device)
         self.least_steps = policy.least_steps(len(self.view.operators))
         """Fewest steps from one window's start to the next, under any plan of the policy."""
+
+    def _refuse_state_of_wholes(self) -> None:
+        """Raise `UnsupportedOptimizer` if the optimizer keeps more than scalars for a parameter in shards as a whole."""
+        for fqn in self.view.boxes:
+            for entry in self.schema.entries(self.view.params[fqn]):
+                if entry.shape:
+                    raise UnsupportedOptimizer(
+                        f"`{type(self.schema.optimizer).__qualname__}` keeps `{entry.key}`, {list(entry.shape)}, for `{fqn}` as a whole, which "
+                        "is in shards. Use an optimizer whose state has the shape of the parameter, such as AdamW."
+                    )
 
     def _operators_cut(self) -> OperatorSet:
         """Return the operators that can be restored apart from each other.

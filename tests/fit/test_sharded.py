@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_moe_ckpt.callbacks import (
     DenseCheckpoint,
 )
-from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.errors import ConfigurationError, UnsupportedOptimizer
 from lightning_moe_ckpt.fit import _files, _limits
 from lightning_moe_ckpt.fit._state import Trained
 from lightning_moe_ckpt.fit.loops._taps import StepOutcome
@@ -218,8 +218,8 @@ def test_kept_gradients_come_back_where_they_lay(make: Callable[[DeviceMesh], nn
 class Sharded(tiny.ToZero):
     """Two layers, of which FSDP2 shards the first and the root the second."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, optimizer: tiny.MakeOptimizer = tiny.LEARN) -> None:
+        super().__init__(optimizer=optimizer)
         self.configured = False
 
     @override
@@ -284,6 +284,34 @@ def test_a_torch_without_fsdp2_on_cpus_is_refused(tmp_path: Path, monkeypatch: p
             fit(DenseCheckpoint(tmp_path / "run", every_n_steps=2), max_steps=2)
 
     run_world(1, refused, process_group=False)
+    assert not (tmp_path / "run").exists()
+
+
+class RowMeans(torch.optim.Optimizer):
+    """Keeps a mean for each row of a parameter."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    @override
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for param in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            rows = param.grad.square().mean(-1) if param.ndim > 1 else param.grad.square()
+            self.state[param]["rows"] = rows + self.state[param].get("rows", 0.0)
+            param.sub_(param.grad, alpha=0.01)
+        return loss
+
+
+def test_statistics_of_rows_in_shards_are_refused_by_name(tmp_path: Path) -> None:
+    """Nobody has them whole; nothing is opened."""
+
+    def work(_: int) -> None:
+        with pytest.raises(UnsupportedOptimizer, match=r"`RowMeans` keeps `rows`, \[10\], for `net.0.weight`"):
+            fit(DenseCheckpoint(tmp_path / "run"), max_steps=2, module=Sharded(optimizer=RowMeans))
+
+    run_world(1, work, process_group=False)
     assert not (tmp_path / "run").exists()
 
 

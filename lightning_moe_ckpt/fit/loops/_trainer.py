@@ -141,7 +141,7 @@ def expert_parallel_size(trainer: Trainer) -> int:
 
 
 def groups_of(strategy: Strategy) -> ParallelGroups:
-    """Return the strategy's groups; under strategies other than `MoEStrategy`, every rank holds everything."""
+    """Return the strategy's groups; under other strategies than `MoEStrategy` every rank has whole what is plain."""
     own: object = getattr(strategy, "groups", None)
     if isinstance(own, ParallelGroups):
         return own
