@@ -66,7 +66,26 @@ def may_edit_unseen(trainer: Trainer, module: LightningModule, skip: tuple[type[
         "on_after_backward",
         "on_before_optimizer_step",
     )
-    return is_sharded(module) and (is_overridden("optimizer_zero_grad", module) or _calls(trainer, module, skip, hooks))
+    own = ("optimizer_zero_grad", "optimizer_step", "backward")
+    return is_sharded(module) and (
+        any(is_overridden(hook, module) for hook in own)
+        or any(vars(optimizer)["_optimizer_step_pre_hooks"] for optimizer in trainer.optimizers)
+        or _calls(trainer, module, skip, hooks)
+    )
+
+
+def may_edit_steps(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> bool:
+    """Return whether the user's code is called between a step and its boundary, or as `may_edit_unseen`. Arguments likewise."""
+    own = ("configure_gradient_clipping", "lr_scheduler_step")
+    return may_edit_unseen(trainer, module, skip) or (
+        is_sharded(module)
+        and (
+            any(is_overridden(hook, module) for hook in own)
+            or any(vars(optimizer)["_optimizer_step_post_hooks"] for optimizer in trainer.optimizers)
+            or _calls(trainer, module, skip, ("on_train_batch_end",))
+            or not module.automatic_optimization
+        )
+    )
 
 
 def _calls(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...], hooks: Sequence[str]) -> bool:

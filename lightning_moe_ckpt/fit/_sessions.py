@@ -171,6 +171,7 @@ class Sessions:
             compiled=_trainer.is_compiled(module),
             may_skip=_limits.may_leave_out(trainer, module, self._own),
             may_edit_unseen=_limits.may_edit_unseen(trainer, module, self._own),
+            may_edit_steps=_limits.may_edit_steps(trainer, module, self._own),
             extra=_trainer.checkpoint_extra(trainer, module),
             averages=averages_of(trainer),
             as_user=lambda start: self._trained.restore(start["trained"]),

@@ -175,7 +175,7 @@ class CaptureSession:
     ) -> None:
         self._name, self._exchange, self._tiers, self._stalls = name, job.exchange, tiers, job.stalls
         self._plans, view, chains = plans, job.view, job.policy.chains
-        self._chain = None if chains is None else Chain(chains, view, job.stalls)
+        self._chain = None if chains is None else Chain(chains, view, job.stalls, may_edit_steps=job.may_edit_steps)
         self._gradients = GradientRecorder(view, job.engine) if view.gradient_dtype is not None else None
         self.failures: list[str] = []
         """Reasons why windows were spoiled; the owner reports and clears them."""

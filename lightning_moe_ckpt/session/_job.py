@@ -36,6 +36,8 @@ class SessionJob:
     """Whether `requires_grad` may be toggled in replay, unless `compiled`."""
     may_edit_unseen: bool
     """Whether the user's code may change parameters beside copies without a trace."""
+    may_edit_steps: bool
+    """Whether it may do so beside a step, anywhere but in the hooks of epochs and of validation."""
     extra: Mapping[str, object]
     """The trainer's entries for exports; entries that cannot be stored are left out."""
     averages: Averages | None

@@ -235,9 +235,10 @@ class Chain:
         chains: settings of the policy.
         view: live state, which gets the gradients of each difference to be copied.
         stalls: meter of waits.
+        may_edit_steps: whether the user's code may change shards beside a step without a trace.
     """
 
-    def __init__(self, chains: Chains, view: StateView, stalls: StallMeter) -> None:
+    def __init__(self, chains: Chains, view: StateView, stalls: StallMeter, *, may_edit_steps: bool) -> None:
         exact = chains.mode == "lossless"
         view.repeatable, whole = repeatable(view, exact=exact)
         view.difference_dtype = _DTYPES[chains.mode]
@@ -249,7 +250,7 @@ class Chain:
                 "as bfloat16" if chains.mode == "bf16" else "compressed",
             )
         self._chains, self._stalls = chains, stalls
-        self.recorder = DifferentialRecorder(view, error_feedback=chains.error_feedback)
+        self.recorder = DifferentialRecorder(view, error_feedback=chains.error_feedback, digests=may_edit_steps)
         self._base = self._last = -1
         """Steps of the newest base, and of the newest boundary that a difference may follow on; -1 without."""
         self.reads_gradients = False

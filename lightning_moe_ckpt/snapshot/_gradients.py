@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 from typing_extensions import override
 
@@ -42,7 +43,7 @@ from lightning_moe_ckpt.operators import StateSchema, memory_of, with_memory
 from lightning_moe_ckpt.snapshot._filling import versions
 from lightning_moe_ckpt.snapshot._layout import StateView, StepLayout
 from lightning_moe_ckpt.snapshot._shards import PACKED
-from lightning_moe_ckpt.snapshot._watched import DataAccess
+from lightning_moe_ckpt.snapshot._watched import DataAccess, digested
 from lightning_moe_ckpt.tiers import Gradients, PartGradient, StepSettings
 
 log = rank_logger(__name__)
@@ -116,10 +117,17 @@ class _StepRecorder:
 
 
 class DifferentialRecorder(_StepRecorder):
-    """Offer each step's gradients to the view, as sources of DELTA records."""
+    """Offer each step's gradients to the view, as sources of DELTA records.
 
-    def __init__(self, view: StateView, *, error_feedback: bool = False) -> None:
+    Args:
+        view: live state.
+        error_feedback: whether compression adds what it left out of the gradient before.
+        digests: whether shards may change without a trace, and are compared by their bytes.
+    """
+
+    def __init__(self, view: StateView, *, error_feedback: bool = False, digests: bool = False) -> None:
         self._accesses = DataAccess(view.params[fqn] for fqn in view.repeatable)
+        self._compares_bytes = digests
         super().__init__(view, view.repeatable)
         self._feeds_back = error_feedback
         self._left_out: dict[str, Tensor] = {}
@@ -194,10 +202,14 @@ class DifferentialRecorder(_StepRecorder):
 
     @override
     def _now(self) -> list[int]:
-        """Return versions of weights and state: a step is repeated on all state."""
+        """Return versions, and digests if need be, of weights and state: a step is repeated on all state."""
         params = list(self._params.values())
-        state = self._view.schema.watch(params).tensors
-        return [*versions(with_memory([*params, *state])), self._accesses.count]
+        tensors = [*params, *self._view.schema.watch(params).tensors]
+        found = [*versions(with_memory(tensors)), self._accesses.count]
+        if self._compares_bytes:
+            shards = {str(at): memory_of(each) for at, each in enumerate(tensors) if isinstance(each, DTensor)}
+            found += [int(digest, 16) for digest in digested(shards).values()]
+        return found
 
 
 class GradientRecorder(_StepRecorder):

@@ -30,6 +30,7 @@ from lightning_moe_ckpt._units import duration, number_of_bytes
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.fit.loops import _port
 from lightning_moe_ckpt.launch import Supervised
+from lightning_moe_ckpt.operators import is_sharded
 from lightning_moe_ckpt.parallel import (
     GradientReducer,
     GroupAbort,
@@ -346,6 +347,11 @@ class MoEStrategy(PipelinedStrategy):
         set_current_groups(None)
 
     def _check(self, module: LightningModule) -> None:
+        if is_sharded(module):
+            raise ConfigurationError(
+                "`strategy='moe'` reduces whole gradients, and this module has parameters in shards (`fully_shard`, `parallelize_module`). "
+                "Use `ModelParallelStrategy`, or leave parameters whole, and spread experts with `expert_parallel=`."
+            )
         for name, layer in expert_parallel_modules(module):
             if layer.ep_size != self.groups.ep_size:
                 raise ConfigurationError(

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from launcher import run_world
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -21,14 +21,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from typing_extensions import override
 
-from lightning_moe_ckpt.callbacks import (
-    DenseCheckpoint,
-)
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, DifferentialCheckpoint
 from lightning_moe_ckpt.errors import ConfigurationError, UnsupportedOptimizer
 from lightning_moe_ckpt.fit import _files, _limits
 from lightning_moe_ckpt.fit._state import Trained
 from lightning_moe_ckpt.fit.loops._taps import StepOutcome
 from lightning_moe_ckpt.operators import memory_of
+from lightning_moe_ckpt.strategy import MoEStrategy
 
 
 def layers() -> nn.Sequential:
@@ -344,6 +343,50 @@ def test_a_folder_half_written_again_is_seen(tmp_path: Path) -> None:
     assert found == [False, False, True, False]
 
 
+def test_an_edit_without_a_trace_is_no_difference(tmp_path: Path) -> None:
+    """The gradients of the step do not lead to what a hook has made of the weights since."""
+
+    class Decay(Callback):
+        def __init__(self, stop: int) -> None:
+            self.stop = stop
+
+        @override
+        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+            if trainer.global_step == self.stop:
+                raise InterruptedError
+
+        @override
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+            torch._foreach_mul_([p.detach() for p in pl_module.parameters()], 0.9)
+
+    def decayed(run: str, stop: int = -1) -> list[Tensor]:
+        ours = DifferentialCheckpoint(tmp_path / run, every_n_steps=8)
+        return bits(fit(Decay(stop), ours, max_steps=9)[1])
+
+    def stopped(_: int) -> None:
+        with pytest.raises(InterruptedError):
+            decayed("run", 6)
+
+    (wanted,) = run_world(1, lambda _: decayed("through"), process_group=False)
+    run_world(1, stopped, process_group=False)
+    (found,) = run_world(1, lambda _: decayed("run"), process_group=False)
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_the_strategy_of_experts_names_that_of_shards() -> None:
+    class Whole(Sharded):
+        @override
+        def configure_model(self) -> None:
+            self.net = nn.Sequential(nn.Linear(6, 6))
+            fully_shard(self.net)
+
+    def work(_: int) -> None:
+        with pytest.raises(ConfigurationError, match="Use `ModelParallelStrategy`, or leave parameters whole"):
+            tiny.quiet_trainer(strategy=MoEStrategy(), max_steps=1).fit(Whole(), tiny.rows(tiny.waves(40, 6), 4))
+
+    run_world(1, work, process_group=False)
+
+
 def test_hooks_beside_copies_make_them_wait() -> None:
     """Where they may change shards without a trace; library callbacks and our own do not count."""
 
@@ -352,15 +395,20 @@ def test_hooks_beside_copies_make_them_wait() -> None:
         def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
             pass
 
+    class Stepping(Sharded):
+        @override
+        def optimizer_step(self, *args: Any) -> None:
+            pass
+
     def work(_: int) -> list[bool]:
         mesh = init_device_mesh("cpu", (1,))
         trainer = tiny.quiet_trainer(LearningRateMonitor(), logger=True)
-        modules: list[LightningModule] = [Validated(mesh), Hooked(), tiny.with_dropout()]
-        fully_shard(modules[1], mesh=mesh)
-        modules[1].register_parameter("own", next(Validated(mesh).net[0].parameters()))
+        modules: list[LightningModule] = [Validated(mesh), Hooked(), tiny.with_dropout(), Stepping()]
+        for module in (modules[1], modules[3]):
+            module.register_parameter("own", next(Validated(mesh).net[0].parameters()))
         return [_limits.may_edit_unseen(trainer, module, ()) for module in modules]
 
-    assert run_world(1, work) == [[False, True, False]]
+    assert run_world(1, work) == [[False, True, False, True]]
 
 
 def test_a_norm_of_shards_that_is_logged_comes_back(tmp_path: Path) -> None:
