@@ -22,10 +22,12 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_moe_ckpt.coordination import without_exchange
 from lightning_moe_ckpt.errors import UnsupportedOptimizer
+from lightning_moe_ckpt.operators._boxes import memory_of
 from lightning_moe_ckpt.operators._copies import (
     communicates,
     copied_state,
@@ -487,9 +489,17 @@ def _begun(optimizer: Optimizer, copies: Mapping[int, list[nn.Parameter]]) -> de
         shapes = [None if is_wrapper(value) else value.shape for value in tensors] if values else [None]
         if id(param) in copies and all(shape in {param.shape, torch.Size()} for shape in shapes):
             for copied in copies[id(param)]:
-                part = tuple(map(slice, copied.shape))
                 state[copied] = {
-                    key: value[part].clone() if isinstance(value, Tensor) and value.ndim else copy.deepcopy(value)
+                    key: _part(value, copied.shape) if isinstance(value, Tensor) else copy.deepcopy(value)
                     for key, value in values.items()
                 }
     return state
+
+
+def _part(value: Tensor, shape: torch.Size) -> Tensor:
+    """Return a plain copy of as much of a state; of one in shards, this rank's elements over and over, or zeros if it has none."""
+    if not isinstance(value, DTensor):
+        return value[tuple(map(slice, shape))].clone() if value.ndim else value.clone()
+    own = memory_of(value).flatten()
+    order = torch.arange(shape.numel(), device=own.device)
+    return own[order % own.numel()].view(shape) if own.numel() else own.new_zeros(shape)

@@ -12,7 +12,8 @@ import torch.distributed._functional_collectives as functional
 from campaign._optimizers import ByHand, Lamb
 from launcher import run_world
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Adagrad, AdamW
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import UnsupportedOptimizer
@@ -63,9 +64,9 @@ class Layer(nn.Module):
         self.stack, self.matrix = nn.Parameter(torch.ones(3, 4, 5)), nn.Parameter(torch.ones(4, 5))
 
 
-def refused(make: Callable[[nn.Module], StateSchema]) -> tuple[str, str]:
+def refused(make: Callable[[nn.Module], StateSchema], module: nn.Module | None = None) -> tuple[str, str]:
     """The coupling that ranks agree on, and why they refuse."""
-    module = Layer()
+    module = Layer() if module is None else module
     try:
         return agreed_schema(lambda: make(module), module, Exchange(build_groups())).reach.coupling, ""
     except UnsupportedOptimizer as error:
@@ -129,6 +130,19 @@ def test_ranks_that_keep_other_states_of_a_parameter_are_refused_by_name() -> No
         assert "`matrix` [4, 5] on rank 0" in told
         assert "`third` (float32 as the parameter)" in told
         assert "rank 1" in told
+
+
+def test_state_that_a_constructor_makes_in_shards_is_tried() -> None:
+    """Also on a rank without rows."""
+
+    def work(_: int) -> tuple[str, str]:
+        def make(module: nn.Module) -> StateSchema:
+            fully_shard(module)
+            return StateSchema.of(Adagrad(module.parameters(), initial_accumulator_value=0.1), in_parts=True)
+
+        return refused(make, nn.Linear(5, 2, bias=False))
+
+    assert run_world(WORLD, work) == [("element", "")] * WORLD
 
 
 def test_a_rank_that_refuses_ends_all() -> None:
