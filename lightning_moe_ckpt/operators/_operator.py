@@ -189,6 +189,8 @@ class MoELayerSpec:
     """Experts per token, where the model says so."""
     holders: Holders = "stage"
     """Ranks with the same experts: `expert_data` if other ranks hold other experts of this layer."""
+    owners: tuple[int, ...] = ()
+    """Position of each expert, if experts are in shards: those with one owner have one. Known when ranks have told each other."""
     count: CountTap | None = None
     """Counts tokens per expert. `None` if that is not possible; experts then keep a fixed order."""
     probabilities: CountTap | None = None

@@ -209,7 +209,7 @@ class LedgerKeeper(Counting):
         self._policy, self._view = policy, view
         width = view.widths(RecordKind.FULL)
         nbytes = {op.name: sum(piece.numel * width(piece.fqn) for piece in op.slices) for op in view.operators}
-        self.layouts = layouts = expert_layouts(view.operators, nbytes, view.owners)
+        self.layouts = layouts = expert_layouts(view.operators, nbytes)
         self._counter = RoutedCounter(view.operators, module)
         self.counts = CountCopies(self._counter)
         self.ledger = policy.after_restart(TokenLedger.start([layout.num_experts for layout in layouts]), None)

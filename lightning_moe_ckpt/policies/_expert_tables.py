@@ -173,15 +173,12 @@ def expert_names(layer: MoELayerSpec) -> list[str]:
     return [f"{layer.prefix}/expert.{expert}" for expert in range(layer.num_experts)]
 
 
-def expert_layouts(
-    operators: OperatorSet, nbytes: Mapping[str, int], owners: Mapping[str, Sequence[int]] | None = None
-) -> tuple[ExpertLayout, ...]:
+def expert_layouts(operators: OperatorSet, nbytes: Mapping[str, int]) -> tuple[ExpertLayout, ...]:
     """Return the layers of a model.
 
     Args:
         operators: of this rank, not split.
         nbytes: FULL bytes by operator name, over all its writers; experts of one layer are of equal size.
-        owners: position of each expert, for layers in shards.
 
     Returns:
         Layouts, equal on all ranks, in the order of `OperatorSet.count_offsets`.
@@ -191,8 +188,8 @@ def expert_layouts(
         positions = operators.ep_size if layer.holders == "expert_data" else 1
         each = layer.num_experts // positions
         size = max(nbytes[op.name] for op in operators if op.layer == layer.fqn and op.expert_idx is not None)
-        ranks = (owners or {}).get(layer.fqn) or [expert // each for expert in range(layer.num_experts)]
-        found.append(ExpertLayout(layer=layer.fqn, rank_of=tuple(ranks), nbytes=size))
+        ranks = layer.owners or tuple(expert // each for expert in range(layer.num_experts))
+        found.append(ExpertLayout(layer=layer.fqn, rank_of=ranks, nbytes=size))
     return tuple(found)
 
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import numpy as np
@@ -403,9 +403,23 @@ def _layers(operators: OperatorSet, counts: Counts, by: Order) -> dict[str, _Lay
 
 
 def _layer(layer: MoELayerSpec, counts_E: list[float], ep_size: int) -> _Layer:
+    if layer.owners:
+        return _owned(layer, counts_E)
     parts = ep_size if layer.holders == "expert_data" else 1
     each = layer.num_experts // parts
     rows = [sorted(range(r * each, (r + 1) * each), key=lambda e: (counts_E[e], e)) for r in range(parts)]
     local = sorted(layer.local_expert_ids, key=lambda e: (counts_E[e], e))
     keys = [sum(counts_E[expert] for expert in column) for column in zip(*rows, strict=True)]
     return _Layer(layer.prefix, local, rows, keys)
+
+
+def _owned(layer: MoELayerSpec, counts_E: list[float]) -> _Layer:
+    """Return a layer in shards: one expert from each owner, then the next ones, or one step would hold all experts of an owner."""
+    rows: dict[int, list[int]] = {}
+    for expert in sorted(range(layer.num_experts), key=lambda e: (counts_E[e], e)):
+        rows.setdefault(layer.owners[expert], []).append(expert)
+    columns = [[row[k] for _, row in sorted(rows.items()) if k < len(row)] for k in range(max(map(len, rows.values())))]
+    totals = accumulate((sum(counts_E[expert] for expert in column) for column in columns), max)
+    ordered = [expert for column in columns for expert in column]
+    keys = [total for total, column in zip(totals, columns, strict=True) for _ in column]
+    return _Layer(layer.prefix, ordered, [ordered], keys)

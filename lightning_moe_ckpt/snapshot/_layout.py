@@ -93,8 +93,6 @@ class StateView:
         self.buffer_names = tuple(self._buffer_owners)
         """Names of all buffers, persistent or not, in module order."""
         self.compute_dtypes = dict(compute_dtypes)
-        self.owners: dict[str, list[int]] = {}
-        """Position of each expert by layer, if experts may be in shards: experts with one owner have one position."""
         self.gradient_dtype: torch.dtype | None = None
         """Dtype of experts' gradients behind segments; `None` if no gradients are kept there."""
         self.dense_plan: PlanRecord | None = None
@@ -172,10 +170,11 @@ class StateView:
             for layer in self.operators.layers
         }
 
-    def share(self, regions: Mapping[str, Region], owners: Mapping[str, list[int]]) -> None:
+    def share(self, regions: Mapping[str, Region], owners: Mapping[str, tuple[int, ...]]) -> None:
         """Note the holders of boxes, by placement, and each expert's position."""
         self.boxes = {fqn: replace(box, holders=regions[box.placement]) for fqn, box in self.boxes.items()}
-        self.owners = dict(owners)
+        layers = [replace(layer, owners=owners[layer.fqn]) for layer in self.operators.layers]
+        self.operators = replace(self.operators, layers=tuple(layers))
 
     def _here(self, whole: ParamSlice) -> ParamSlice | None:
         """Return a slice's part in this rank's memory; `None` if there is none."""
@@ -415,13 +414,13 @@ class FileLayout:
         return rows
 
 
-def owners_of(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+def owners_of(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, tuple[int, ...]]:
     """Return each expert's position by layer, from each rank's own experts: positions count the first owners."""
-    found: dict[str, list[int]] = {}
+    found: dict[str, tuple[int, ...]] = {}
     for layer in rows[0]:
         first = {expert: rank for rank in reversed(range(len(rows))) for expert in rows[rank][layer]}
         ranks = sorted(set(first.values()))
-        found[layer] = [ranks.index(first[expert]) for expert in sorted(first)]
+        found[layer] = tuple(ranks.index(first[expert]) for expert in sorted(first))
     return found
 
 

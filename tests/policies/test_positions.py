@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -204,3 +205,21 @@ def test_a_model_without_experts_is_planned_back_to_front() -> None:
     sizes = dict.fromkeys(operators.names, (12, 4))
     items = positions(operators, [], sizes=sizes, by="popularity")
     assert [item.name for item in sorted(items, key=lambda item: item.order_key)] == [*reversed(operators.names)]
+
+
+@pytest.mark.parametrize("by", ["popularity", "fixed", "back_to_front"])
+def test_steps_have_experts_of_all_owners(by: By) -> None:
+    """Experts in shards, in rows: two, two, and one by owner. Else one rank would write all of its part in one step."""
+    owners = (0, 0, 0, 1, 1, 1, 2, 2)
+    whole = model(2, 8, 1, 0)
+    operators = replace(whole, layers=tuple(replace(layer, owners=owners) for layer in whole.layers))
+    counts = [5, 0, 3, 9, 9, 9, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    items = positions(operators, counts, sizes=sizes(operators), by=by)
+    plan = assign_positions(Plan.of_slots([[each.name for each in items]]), operators, counts, by=by)
+    order = [int(name.rpartition(".")[2]) for name in plan.names if ".0.moe/expert" in name]
+    turns = [[owners[e] for e in order[start : start + 3]] for start in (0, 3, 6)]
+    assert turns == [[0, 1, 2], [0, 1, 2], [0, 1]]
+    if by == "popularity":
+        keys = [item.order_key for item in items if ".0.moe/position" in item.name]
+        assert keys == sorted(keys)
+        assert [e for e in order if owners[e] == 0] == [1, 2, 0]
