@@ -124,7 +124,7 @@ class SparsePolicy(Policy):
             slots = [[name for name in slot if name in names] for slot in self.schedule]
             return Plan.of_slots([slot for slot in slots if slot])
         plan = self._plan(self._items(inputs), inputs.budgets)
-        return assign_positions(plan, inputs.operators, inputs.popularity, by=self.order)
+        return _thawed_last(assign_positions(plan, inputs.operators, inputs.popularity, by=self.order))
 
     def _plan(self, items: Sequence[PlanItem], budgets: Mapping[str, int]) -> Plan:
         if self.window is not None:
@@ -143,6 +143,17 @@ class SparsePolicy(Policy):
 
     def _items(self, inputs: PlanInputs) -> list[PlanItem]:
         return positions(inputs.operators, inputs.popularity, sizes=inputs.sizes, by=self.order)
+
+
+def _thawed_last(plan: Plan) -> Plan:
+    """Return the plan with thawed parameters in the last step: what user code makes of other weights, as averages, needs all of these."""
+    slots = [plan.full(step) for step in range(plan.window)]
+    last = [name for slot in slots for name in slot if name.partition("#")[0].endswith("/thawed")]
+    if not last:
+        return plan
+    slots = [[name for name in slot if name not in last] for slot in slots]
+    slots[-1] = [*slots[-1], *last]
+    return Plan.of_slots([slot for slot in slots if slot], interval_steps=plan.interval_steps)
 
 
 @dataclass(frozen=True, kw_only=True)

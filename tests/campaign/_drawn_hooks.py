@@ -430,9 +430,10 @@ class EditsFrozen(Freezes):
     def on_train_batch_end(self, *args: Any) -> None:
         super().on_train_batch_end(*args)
         first, *_, last = self._base()
+        trained = [p.mean() for name, p in self.named_parameters() if p.requires_grad and "expert" not in name]
         with torch.no_grad():
             if self.global_step > 3:
-                first.mul_(0.99)
+                first.mul_(0.99).add_(torch.stack(trained).mean().to(first.dtype), alpha=0.01)
         if self.global_step == 6:
             last.data.mul_(0.9)
 

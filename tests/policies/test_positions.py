@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -14,7 +15,9 @@ from torch import nn
 from lightning_moe_ckpt.operators import MoELayerSpec, Operator, OperatorSet, ParamSlice, discover, split
 from lightning_moe_ckpt.policies import (
     Plan,
+    PlanInputs,
     PlanItem,
+    SparsePolicy,
     all_names,
     assign_positions,
     plan_window,
@@ -223,3 +226,16 @@ def test_steps_have_experts_of_all_owners(by: By) -> None:
         keys = [item.order_key for item in items if ".0.moe/position" in item.name]
         assert keys == sorted(keys)
         assert [e for e in order if owners[e] == 0] == [1, 2, 0]
+
+
+@pytest.mark.parametrize("by", ["popularity", "fixed", "back_to_front"])
+def test_what_others_are_averaged_into_comes_last(by: By) -> None:
+    """A frozen parameter that changes all the same, although its weights are all that there is of it, and cheap early."""
+    operators = replace(model(2, 4, 1, 0), dtypes={"emb": torch.float32}).without((), ["emb"])
+    nbytes = sizes(operators) | {"emb/thawed": (128, 128)}
+    plan = SparsePolicy(window=3, order=by).plan(
+        PlanInputs(operators=operators, popularity=torch.zeros(8, dtype=torch.int64), sizes=nbytes)
+    )
+    assert plan.window == 3
+    assert "emb/thawed" in plan.full(2)
+    assert sorted(plan.names) == sorted(operators.names)
