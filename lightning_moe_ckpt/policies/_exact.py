@@ -151,9 +151,9 @@ def _thawed_last(plan: Plan) -> Plan:
     last = [name for slot in slots for name in slot if name.partition("#")[0].endswith("/thawed")]
     if not last:
         return plan
-    slots = [[name for name in slot if name not in last] for slot in slots]
-    slots[-1] = [*slots[-1], *last]
-    return Plan.of_slots([slot for slot in slots if slot], interval_steps=plan.interval_steps)
+    others = [[name for name in slot if name not in last] for slot in slots]
+    others[-1] += last
+    return Plan.of_slots([slot for slot in others if slot], interval_steps=plan.interval_steps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -233,9 +233,7 @@ def test_what_others_are_averaged_into_comes_last(by: By) -> None:
     """A frozen parameter that changes all the same, although its weights are all that there is of it, and cheap early."""
     operators = replace(model(2, 4, 1, 0), dtypes={"emb": torch.float32}).without((), ["emb"])
     nbytes = sizes(operators) | {"emb/thawed": (128, 128)}
-    plan = SparsePolicy(window=3, order=by).plan(
-        PlanInputs(operators=operators, popularity=torch.zeros(8, dtype=torch.int64), sizes=nbytes)
-    )
+    plan = SparsePolicy(window=3, order=by).plan(PlanInputs(operators=operators, popularity=[0] * 8, sizes=nbytes))
     assert plan.window == 3
     assert "emb/thawed" in plan.full(2)
     assert sorted(plan.names) == sorted(operators.names)
