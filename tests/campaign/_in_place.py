@@ -195,6 +195,7 @@ def train_in_place(
     for place in {abort.place for abort in aborts} & CALLS.keys():
         _aborting(place)
     vars(_base)["supervisor"] = lambda _: script
+    vars(_base)["can_rejoin"] = lambda _: True  # there is nobody to join
     script.on_recovery = partial(on_recovery, life.workdir) if on_recovery is not None else None
     aborter = _Aborter()
     returned = train(_WithCallbacks(setup, [aborter], [LatePhase(aborter)]), life)  # type: ignore[arg-type]

@@ -244,7 +244,8 @@ def test_ranks_that_cannot_join_again_are_started_anew_at_once(tmp_path: Path) -
     assert first == "if a rank fails, all ranks are started anew: it keeps its groups"
     killed, stopped = (re.sub(r".*pid \d+\) ", "", each) for each in deaths)
     assert killed == "was killed by SIGKILL; all ranks are started anew"
-    assert re.fullmatch(r"was stopped for \d+ s, and ended; all ranks are started anew", stopped)
+    # Whether the supervisor or the other rank notices first is a matter of load.
+    assert re.fullmatch(r"(was stopped for \d+ s, and ended|left with status 1); all ranks are started anew", stopped)
 
 
 def test_a_bug_of_ranks_that_cannot_join_again_ends_the_job(tmp_path: Path) -> None:
