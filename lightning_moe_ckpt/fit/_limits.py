@@ -77,14 +77,12 @@ def may_edit_unseen(trainer: Trainer, module: LightningModule, skip: tuple[type[
 def may_edit_steps(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> bool:
     """Return whether the user's code is called between a step and its boundary, or as `may_edit_unseen`. Arguments likewise."""
     own = ("configure_gradient_clipping", "lr_scheduler_step")
-    return may_edit_unseen(trainer, module, skip) or (
-        is_sharded(module)
-        and (
-            any(is_overridden(hook, module) for hook in own)
-            or any(vars(optimizer)["_optimizer_step_post_hooks"] for optimizer in trainer.optimizers)
-            or _calls(trainer, module, skip, ("on_train_batch_end",))
-            or not module.automatic_optimization
-        )
+    return is_sharded(module) and (
+        may_edit_unseen(trainer, module, skip)
+        or any(is_overridden(hook, module) for hook in own)
+        or any(vars(optimizer)["_optimizer_step_post_hooks"] for optimizer in trainer.optimizers)
+        or _calls(trainer, module, skip, ("on_train_batch_end",))
+        or not module.automatic_optimization
     )
 
 

@@ -200,9 +200,11 @@ class Trained:
         self._strategy, optimizer = trainer.strategy, trainer.optimizers[0]
         self._registered = _Registered(module)
         self.edits_unseen = is_sharded(module) and is_overridden("lr_scheduler_step", module)
-        """Whether the user's code may change weights where a boundary is copied, without a trace, and beside validation and the
-        epoch's hooks: version counters of shards do not count `torch._foreach_*`. Code that moves a batch to its device is taken to
-        leave weights alone."""
+        """Possibility of edits without a trace while a boundary is copied, outside of validation and the epoch's hooks.
+
+        Version counters of shards do not count `torch._foreach_*`, and `lr_scheduler_step` is the user's. Code that moves a batch to
+        its device is taken to leave weights alone.
+        """
         self._params, self._optimizer = dict(module.named_parameters()), optimizer
         self._names = {id(param): name for name, param in self._params.items()}
         self._may_keep = (

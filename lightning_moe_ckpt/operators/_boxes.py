@@ -89,8 +89,7 @@ def box_of(param: Tensor) -> Box | None:
 
 def boxes_of(params: Mapping[str, Tensor]) -> dict[str, Box]:
     """Return the sharded parameters' boxes, by name."""
-    sharded = ((fqn, box_of(param)) for fqn, param in params.items() if type(param) is DTensor)
-    return {fqn: box for fqn, box in sharded if box is not None}
+    return {fqn: box for fqn, param in params.items() if (box := box_of(param)) is not None}
 
 
 def marks_of(boxes: Mapping[str, Box]) -> dict[str, str]:

@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import WrongCounts
 from lightning_moe_ckpt.moe._layer import in_backward
-from lightning_moe_ckpt.operators._boxes import boxes_of, memory_of
+from lightning_moe_ckpt.operators._boxes import Box, boxes_of, memory_of
 from lightning_moe_ckpt.operators._count_taps import CountTap, IndexTap, TokenCounts, tensors_of
 from lightning_moe_ckpt.operators._discover import discover
 from lightning_moe_ckpt.operators._operator import MoELayerSpec, OperatorSet
@@ -155,7 +155,8 @@ class CountProbe:
     def __init__(self, operators: OperatorSet, module: nn.Module) -> None:
         self._module = module
         params = dict(module.named_parameters(remove_duplicate=False))
-        self._layers = [_LayerProbe(layer, module, params) for layer in operators.layers if layer.count is not None]
+        boxes, counted = boxes_of(params), [layer for layer in operators.layers if layer.count is not None]
+        self._layers = [_LayerProbe(layer, module, params, boxes) for layer in counted]
         self._handles: list[RemovableHandle] = []
         self._installed, self._steps = False, 0
 
@@ -249,9 +250,10 @@ class _Watched(TokenCounts):
 class _LayerProbe:
     """One layer with its tap and the evidence to compare the counts with."""
 
-    def __init__(self, layer: MoELayerSpec, module: nn.Module, params: Mapping[str, Tensor]) -> None:
-        self.layer, self._module, self._params = layer, module, params
-        self._boxes = boxes_of(params)
+    def __init__(
+        self, layer: MoELayerSpec, module: nn.Module, params: Mapping[str, Tensor], boxes: Mapping[str, Box]
+    ) -> None:
+        self.layer, self._module, self._params, self._boxes = layer, module, params, boxes
         self.pending = True
         self._counts = _Watched(layer.num_experts)
         self._drops = TokenCounts(layer.num_experts)

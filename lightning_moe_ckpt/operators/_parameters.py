@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self, override
 
@@ -249,7 +250,7 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         """Return the byte intervals of parameters that could be stored in less, by storage."""
         memory: dict[tuple[str, int], list[tuple[int, int, str]]] = defaultdict(list)
         for fqn, param in self._params.items():
-            if type(param) is not nn.Parameter and box_of(param) is not None:
+            if isinstance(param, DTensor):
                 continue  # forward reads a whole copy of it, in other memory
             if self._low is not None and param.numel() and param.dtype in (torch.float32, torch.float64):
                 memory[storage_key(param)].append((*byte_interval(param), fqn))

@@ -139,13 +139,13 @@ class ParallelGroups:
         return self.others[ranks]
 
     def join(self, regions: Sequence[Sequence[tuple[int, ...]]], timeout: timedelta = timedelta(minutes=30)) -> None:
-        """Make groups for ranks that hold the same bytes, given each rank's own, by rank. Collective."""
+        """Make groups for ranks that hold the same bytes, given each rank's own, by rank. Collective; call once."""
         equal: dict[tuple[tuple[int, ...], ...], list[int]] = {}
         for rank, own in enumerate(regions):
             equal.setdefault(tuple(own), []).append(rank)
         self.alike[:] = equal.values()
         for ranks in sorted({ranks for own in regions for ranks in own}):
-            if len(ranks) > 1 and ranks not in self.others:
+            if 1 < len(ranks) < self.world_size:  # the same on all ranks
                 with closed_listeners():
                     group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
                 if self.rank in ranks:

@@ -148,7 +148,7 @@ class SparsePolicy(Policy):
 def _thawed_last(plan: Plan) -> Plan:
     """Return the plan with thawed parameters in the last step: what user code makes of other weights, as averages, needs all of these."""
     slots = [plan.full(step) for step in range(plan.window)]
-    last = [name for slot in slots for name in slot if name.partition("#")[0].endswith("/thawed")]
+    last = dict.fromkeys(name for slot in slots for name in slot if name.partition("#")[0].endswith("/thawed"))
     if not last:
         return plan
     others = [[name for name in slot if name not in last] for slot in slots]

@@ -301,17 +301,15 @@ def restored_window(
 
 
 def _shard(operator: Operator, source: ShardSource, box: Box | None) -> Shard:
-    stop = source.global_start + source.numel
     for whole in operator.slices:
-        if whole.fqn == source.fqn and box is not None:
-            start = source.global_start - (box.first if box.bounds is None else 0)
-            place = {"start": start, "stop": start + source.numel, "global_start": source.global_start}
-            piece = replace(whole, **place, box=box.bounds)  # type: ignore[arg-type]
-            return Shard(operator=operator.name, kind=RecordKind.FULL, slice=piece, writer=source.writer)
-        first = whole.global_start
-        if whole.fqn == source.fqn and first <= source.global_start and stop <= first + whole.numel:
-            start = whole.start + source.global_start - first
-            piece = replace(whole, start=start, stop=start + source.numel, global_start=source.global_start)
+        first, begin, numel = whole.global_start, whole.start, whole.numel
+        if box is not None:
+            first, begin, numel = box.first if box.bounds is None else 0, 0, box.numel
+        at = source.global_start - first
+        if whole.fqn == source.fqn and 0 <= at <= numel - source.numel:
+            start, bounds = begin + at, None if box is None else box.bounds
+            stop = start + source.numel
+            piece = replace(whole, start=start, stop=stop, global_start=source.global_start, box=bounds)
             return Shard(operator=operator.name, kind=RecordKind.FULL, slice=piece, writer=source.writer)
     raise IdentityMismatch(
         f"`{source.fqn}`: elements from {source.global_start} on are not of {operator.name}, as the run has it. "

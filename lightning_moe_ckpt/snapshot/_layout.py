@@ -153,7 +153,8 @@ class StateView:
             ]
             if not self.boxes:
                 found[region] = slices
-            for operator, whole in slices if self.boxes else ():
+                continue
+            for operator, whole in slices:
                 box, here = self.boxes.get(whole.fqn), self._here(whole)
                 if here is not None:
                     found.setdefault(region if box is None else box.holders, []).append((operator, here))

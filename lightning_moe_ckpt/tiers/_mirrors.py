@@ -81,23 +81,24 @@ class RedundancyFigures:
         return self.nbytes_mirrored / max(1, self.nbytes_sent + self.nbytes_mirrored)
 
 
-def mirroring_of(placement: ReplicaPlacement, rank: int, ep_size: int, num_stages: int = 1) -> Mirroring:
-    """Return the mirroring of `rank` under a placement; pure, so that owners and holders agree."""
-    stage_size = len(placement.holders) // num_stages
+def mirroring_of(placement: ReplicaPlacement, rank: int, peers: Sequence[Sequence[int]]) -> Mirroring:
+    """Return the mirroring of `rank` under a placement; pure, so that owners and holders agree.
+
+    Args:
+        placement: holders of all ranks' copies.
+        rank: this rank.
+        peers: the ranks that hold the same experts, or shards, for every such group of the world.
+    """
 
     def among(owner: int) -> frozenset[int]:
         holders = placement.holders[owner]
         return frozenset((owner, *holders) if holders else ())
 
-    def are_alike(owner: int) -> bool:
-        kinds = {(each // stage_size, each % ep_size) for each in among(owner)}
-        return len(kinds) == 1
-
-    everyone = range(len(placement.holders)) if num_stages > 1 or ep_size > 1 else ()
+    everyone = range(len(placement.holders))
     return Mirroring(
         owners={owner: among(owner) for owner in placement.owners(rank)},
         among=among(rank),
-        everything=all(map(are_alike, everyone)),
+        everything=all(any(among(owner).issubset(group) for group in peers) for owner in everyone),
     )
 
 

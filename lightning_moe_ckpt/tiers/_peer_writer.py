@@ -402,7 +402,8 @@ def join_peers(
     domains = _domains(config.failure_domains, exchange, groups)
     replicas = min(1, len({domain.node for domain in domains}) - 1) if config.replicas == "auto" else config.replicas
     sizes = [row[0] for row in exchange.gather([dense_nbytes])]
-    placement = place_replicas(domains, groups.peers(), sizes, replicas)
+    peers = groups.peers()
+    placement = place_replicas(domains, peers, sizes, replicas)
     group = groups.group("replicate")
     if group is None or replicas == 0:
         return []
@@ -412,7 +413,7 @@ def join_peers(
         expect_room(shared_directory(), COPIES * held_nbytes)
     if exchange.is_coordinator:
         log.info("%s", survival_summary(placement))
-    mirroring = mirroring_of(placement, groups.rank, groups.ep_size, groups.num_stages)
+    mirroring = mirroring_of(placement, groups.rank, peers)
     if config.redundancy == "auto":
         room = exchange.all_agree(has_room(shared_directory(), (COPIES + _RING_GENERATIONS + keep) * held_nbytes))
         mirrors = room and mirrors_pay(group, placement, exchange, device, replicas)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, get_args
 from campaign._draw import Case, draw
 from campaign._drawn import Drawn
 from campaign._drawn_hooks import Hook
-from campaign._sharded import Experts, Part, Sharded, Sharding
+from campaign._sharded import Edits, Experts, Part, Sharded, Sharding
 from lightning_moe_ckpt.testing import Kill
 
 LAYOUTS: tuple[tuple[Sharding, int], ...] = (
@@ -77,6 +77,7 @@ def _sharded(rng: random.Random, setup: Drawn, sharding: Sharding, ranks: int) -
         "recompute": rng.random() < 0.25,
         "kept": rng.random() < 0.25,
         "changed": tuple(each for each in setup.changed if each != "detect_anomaly"),  # torch cannot, on DTensors
+        "edits": rng.choice(get_args(Edits)) if rng.random() < 0.5 else "",
     }
     if setup.precision in {"16-mixed", "64-true"}:
         changes["precision"] = "32-true"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -34,6 +34,8 @@ Sharding = Literal["none", "ddp", "moe", "fsdp2", "tp", "fsdp2+tp", "hsdp"]
 Experts = Literal["stacked", "listed", "columns"]
 """`columns`: stacked, and cut along dimension 1. `listed` ones all get all tokens: FSDP2 waits for a module that some rank leaves out."""
 Part = Literal["block", "bias"]
+Edits = Literal["", "batch_end", "optimizer_step"]
+"""Hook that changes all weights of every other step, by operations that no version of a shard counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,7 @@ class Sharded(Drawn):
     """Whether what was gathered for a forward pass is kept for the backward pass."""
     low: bool = False
     """Whether FSDP2 itself computes in bf16, and reduces in float32."""
+    edits: Edits = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", "ddp_ordered" if self.sharding == "ddp" else "moe")
@@ -71,12 +74,15 @@ class Sharded(Drawn):
 
     @override
     def fault_free(self) -> Self:
-        """Over several meshes Lightning's own clipping raises, and the callback's does not."""
-        return self if "tp" in self.sharding and self.clip is not None else super().fault_free()
+        """Over several meshes Lightning's own clipping raises, and the callback's does not. Behind a validation FSDP2 alone trains
+        a step on whole weights from before an edit; with the callback it gathers them anew.
+        """
+        stale = self.kept and self.edits == "optimizer_step"
+        return self if stale or ("tp" in self.sharding and self.clip is not None) else super().fault_free()
 
     @override
     def make_module(self, life: Attempt) -> Module:
-        return self.module_of(ShardedModule, life)
+        return self.module_of(EDITING[self.edits], life)
 
     @override
     def made_loaders(self, life: Attempt) -> tuple[Any, Any]:
@@ -112,6 +118,38 @@ class ShardedModule(DrawnModule):
         super().on_fit_start()
         # Ranks that see the same data draw the same numbers.
         torch.manual_seed(self._life.seed + 101 * (self._life.rank // self._sharded.tensor_parallel))
+
+
+class EditsAtBatchEnd(ShardedModule):
+    """Edits weights behind a step, or behind each batch that a step accumulates."""
+
+    @override
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        edit(self.trainer)
+
+
+class EditsInStep(ShardedModule):
+    """Edits weights before the closure runs forward and backward."""
+
+    @override
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        edit(self.trainer)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+EDITING: dict[Edits, type[ShardedModule]] = {
+    "": ShardedModule,
+    "batch_end": EditsAtBatchEnd,
+    "optimizer_step": EditsInStep,
+}
+
+
+def edit(trainer: Trainer) -> None:
+    """Shrink the weights of an odd step, without a trace if they are in shards."""
+    if trainer.global_step % 2:
+        for param in trainer.optimizers[0].param_groups[0]["params"]:
+            torch._foreach_mul_([param.detach()], 0.999)
 
 
 def shard(model: Uneven, setup: Sharded, module: LightningModule) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from campaign._campaign import Campaigns, kill_at_every_step, lose_memory
 from campaign._draw_sharded import LAYOUTS, ShardedCase, draw_sharded, placed
 from campaign._pairs import Row, name, pairwise
-from campaign._sharded import Experts, Sharded
+from campaign._sharded import Edits, Experts, Sharded
 from campaign._training import Checkpointing, train
 from campaign.test_configurations import failure
 from lightning_moe_ckpt.operators import memory_of
@@ -31,6 +31,12 @@ EMPTY = replace(SHORT, world_size=3, num_experts=2, checkpointing=replace(SPARSE
 """Two experts for three ranks, one of which has no row of any; and one parameter of one element."""
 BOTH = replace(SHORT, world_size=4, sharding="fsdp2+tp", clip=None)
 REPLICAS = replace(SHORT, world_size=4, sharding="hsdp", optimizer="sgd", checkpointing=DENSE)
+EDITED = replace(
+    EMPTY,
+    edits="batch_end",
+    optimizer="adamw",
+    checkpointing=Checkpointing(policy="differential", every_n_steps=4, batch=2),
+)
 LATE = Kill(phase="after_batch_end", step=6, settle=10.0)
 
 
@@ -40,6 +46,7 @@ LATE = Kill(phase="after_batch_end", step=6, settle=10.0)
         pytest.param(EMPTY, Kill(phase="forward", step=6, rank=1, settle=10.0), id="fsdp2"),
         pytest.param(BOTH, replace(LATE, rank=3), id="fsdp2+tp"),
         pytest.param(REPLICAS, Kill(phase="validation", step=7, rank=2), id="hsdp"),
+        pytest.param(EDITED, LATE, id="edited without a trace"),
     ],
 )
 def test_killed_once_the_job_ends_the_same(campaigns: Campaigns, setup: Sharded, kill: Kill) -> None:
@@ -102,6 +109,7 @@ FACTORS: dict[str, list[Any]] = {
     "frozen": [(), ("block",), ("bias",)],
     "recompute": [False, True],
     "kept": [False, True],
+    "edits": [*get_args(Edits)],
 }
 
 
