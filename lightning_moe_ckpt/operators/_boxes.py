@@ -121,16 +121,16 @@ def with_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sharding_of(params: Iterable[Any]) -> str:
-    """Return in words how parameters are in shards, the same on all ranks; empty if all are plain."""
-    kinds = Counter(_placement(param) if isinstance(param, DTensor) else "" for param in params)
+    """Return in words how parameters are in shards, whatever meshes are called, the same on all ranks; empty if all are plain."""
+    kinds = Counter(_placement(param, named=False) if isinstance(param, DTensor) else "" for param in params)
     if set(kinds) <= {""}:
         return ""
     return ", ".join(f"{count} {kind or 'plain'}" for kind, count in sorted(kinds.items()))
 
 
-def _placement(param: DTensor) -> str:
+def _placement(param: DTensor, *, named: bool = True) -> str:
     mesh = param.device_mesh
-    names = mesh.mesh_dim_names or [""] * mesh.ndim
+    names = (mesh.mesh_dim_names if named else None) or [""] * mesh.ndim
     dims = " x ".join(f"{name} {size}".strip() for name, size in zip(names, mesh.shape, strict=True))
     return f"{'/'.join(map(str, param.placements))} on {dims}"
 

@@ -144,8 +144,16 @@ class FoundLayout:
         except Exception as error:  # whatever a stranger's class raises of tensors that it does not know
             raise UnsupportedOptimizer(
                 f"`{type(self._optimizer).__qualname__}` cannot be captured: it could not be tried on copies of parameters "
-                f"({type(error).__name__}: {error}), so that it is not known what it keeps."
+                f"({type(error).__name__}: {error}), so that it is not known what it keeps.{_remedy(self._optimizer)}"
             ) from error
+
+
+def _remedy(optimizer: Optimizer) -> str:
+    """Return a sentence about lists with a tensor per parameter, of which copies have others; empty without such lists."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    lists = [name for name, each in vars(optimizer).items() if isinstance(each, list | tuple) and len(each) == count]
+    lists = [name for name in lists if all(isinstance(each, Tensor) for each in vars(optimizer)[name])]
+    return f" Its list `{lists[0]}` has a tensor per parameter: keep these in `state[param]` instead." if lists else ""
 
 
 def _entry(key: str, value: object, param: Tensor) -> StateEntry | None:

@@ -352,10 +352,10 @@ class Copies:
         """
         lines = [] if self._told else _differing(self._view, self._groups, self._exchange, states=first)
         if lines and first:
-            raise ConfigurationError(_text(lines))
+            raise ConfigurationError(_text(lines, self._view))
         if lines:
             self._told = True
-            log.error("a restart will not give what training has now: %s", _text(lines), alike=True)
+            log.error("a restart will not give what training has now: %s", _text(lines, self._view), alike=True)
 
 
 def _differing(view: StateView, groups: ParallelGroups, exchange: Exchange, *, states: bool) -> list[str]:
@@ -389,12 +389,16 @@ def _differing(view: StateView, groups: ParallelGroups, exchange: Exchange, *, s
     return lines
 
 
-def _text(lines: list[str]) -> str:
+def _text(lines: list[str], view: StateView) -> str:
     """Return the message for such lines, with effect and remedy."""
+    plain = (
+        " Nobody reduces gradients of plain parameters beside shards: shard these too, with `fully_shard` on the module that has them, "
+        "or reduce their gradients in `on_after_backward`."
+    )
     more = f" and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
     return (
         f"{', '.join(lines[:_NAMED])}{more}: ranks should hold these as equal copies, of which one is stored, so that a restart "
         "would give it to all of them. Initialise them alike, or broadcast them before `fit`, and let all ranks apply the same "
         "gradients. Experts that differ by rank belong to `MoEStrategy(expert_parallel=...)`; other parameters that each rank owns, "
-        "by parallelism written by hand or as adapters per rank, are not supported yet."
+        f"by parallelism written by hand or as adapters per rank, are not supported yet.{plain if view.boxes else ''}"
     )

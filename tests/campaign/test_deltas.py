@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from stored._outages import stop_storing_after
 
 from campaign._campaign import Campaigns
-from campaign._nodes import AwaitsCopies, leave_only_copies
+from campaign._nodes import AwaitsCopies, Nodes, leave_only_copies
 from campaign._partial_runs import Machines, train_partial
 from campaign._promises import Restarts
-from campaign._training import Setup
+from campaign._sharded import Sharded
+from campaign._training import Setup, train
 from campaign.test_selective import STORED, selective_setup
 from lightning_moe_ckpt.session import Report
 from lightning_moe_ckpt.testing import Attempt, Kill, Seam
@@ -137,3 +139,34 @@ def test_rounded_gradients_bring_a_lost_node_back_near_to_what_it_was(campaigns:
                 differing.add(operator)
                 assert (near - value).abs().max() <= 0.01 * value.abs().max(), (operator, key)
     assert differing == {"model.moe.layer/expert.2", "model.moe.layer/expert.3"}
+
+
+SHARDS = Sharded(
+    world_size=2,
+    batches=12,
+    epochs=1,
+    validate_every=None,
+    checkpointing=sent(followed_setup(2, 1), redundancy=True).checkpointing,
+)
+
+
+def train_in_shards(nodes: Nodes, life: Attempt) -> Mapping[str, Any]:
+    """As `train_followed`, on nodes."""
+    nodes.settle(life)
+    if life.index == 0:
+        own = [follows(life)]
+        stop_storing_after(STORED)
+        Seam(module="campaign._variants", attribute="Variant.callbacks", replacement=lambda *_: own).apply()
+    return train(SHARDS, life)
+
+
+@pytest.mark.soak
+def test_shards_that_no_other_node_holds_are_told_by_gradients(campaigns: Campaigns, folder: Path) -> None:
+    """Whatever redundancy could leave out: without expert parallelism ranks hold the same only where parameters are whole."""
+    nodes = Nodes(folder, (0, 1), dies=LOST)
+    lives = campaigns.check(SHARDS, KILL, may_complain=True, fit=partial(train_in_shards, nodes))
+    assert re.search(r"ranks? [^\n]*\b1\b[^\n]*: [^\n]*from peer", lives[-1].log()), lives[-1].log()
+    figures = figures_of(Restarts(lives))
+    assert figures["refused"] == 0
+    assert (figures["generations"], figures["whole_generations"]) == (KILL_STEP - 1, 1)
+    assert figures["share"] < 0.8, figures

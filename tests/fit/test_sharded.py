@@ -286,6 +286,27 @@ def test_a_torch_without_fsdp2_on_cpus_is_refused(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "run").exists()
 
 
+class Renamed(Sharded):
+    """The same shards, on a mesh of another name."""
+
+    @property
+    @override
+    def device_mesh(self) -> Any:
+        return {"data_parallel": init_device_mesh("cpu", (1,), mesh_dim_names=("renamed",))}
+
+
+def test_a_run_resumes_where_meshes_have_other_names(tmp_path: Path) -> None:
+    def work(_: int, steps: int, module: Sharded, run: str = "run") -> list[Tensor]:
+        trainer, module = fit(DenseCheckpoint(tmp_path / run, every_n_steps=2), max_steps=steps, module=module)
+        assert trainer.global_step == steps
+        return bits(module)
+
+    (wanted,) = run_world(1, lambda rank: work(rank, 8, Sharded(), "through"), process_group=False)
+    run_world(1, lambda rank: work(rank, 4, Sharded()), process_group=False)
+    (found,) = run_world(1, lambda rank: work(rank, 8, Renamed()), process_group=False)
+    assert all(map(torch.equal, found, wanted))
+
+
 class RowMeans(torch.optim.Optimizer):
     """Keeps a mean for each row of a parameter."""
 

@@ -239,6 +239,19 @@ class Ends(torch.optim.RMSprop):
         pass
 
 
+class Lists(Optimizer):
+    """Keeps a momentum for each parameter, by its index."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.momenta = [torch.zeros_like(each) for group in self.param_groups for each in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each, momentum in zip(self.param_groups[0]["params"], self.momenta, strict=True):
+            each.sub_(momentum.mul_(0.9).add_(each.grad), alpha=0.1)
+
+
 def _keep(optimizer: Optimizer, closure: Any = None) -> None:
     """Keep what no journal stores."""
     for param in optimizer.param_groups[0]["params"]:
@@ -253,6 +266,7 @@ def _keep(optimizer: Optimizer, closure: Any = None) -> None:
         (lambda p: AdamW(p, capturable=True), "group 0.*capturable"),
         (lambda p: torch.optim.RMSprop(p, capturable=True), "group 0.*capturable"),
         (lambda p: Ends(p, secret=1), "could not be tried.*secret"),
+        (lambda p: Lists([*p, stacked(1)]), r"`Lists`.*could not.*list `momenta` has.*keep these in `state\[param\]`"),
         (type("Keeps", (torch.optim.RMSprop,), {"step": _keep}), "state.*is not a type that can be stored"),
     ],
 )

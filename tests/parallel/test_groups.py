@@ -78,3 +78,24 @@ def test_build_groups_refuses_a_bad_size_on_every_rank() -> None:
     """It fails before any collective, so no rank waits."""
     with pytest.raises(WorldFailed, match="does not divide the 3 processes"):
         run_world(3, lambda _: build_groups(2))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_ranks_that_hold_the_same_shards_find_their_group(num_stages: int) -> None:
+    """Replicas on ranks 0 and 2, and 1 and 3; ranks 0 and 1 hold a third part; all have the rest, a stage at a time."""
+    own: list[list[tuple[int, ...]]] = [[(0, 1), (0, 2)], [(0, 1), (1, 3)], [(0, 2), (2,)], [(1, 3), (3,)]]
+
+    def work(rank: int) -> list[tuple[float, int]]:
+        groups = build_groups(1, timedelta(seconds=20), num_stages=num_stages)
+        groups.join([[*regions, tuple(range(4))] for regions in own] if num_stages == 1 else own)
+        sums = []
+        for region in [*own[rank], tuple(groups.ranks("stage"))]:
+            if len(region) > 1:
+                total = torch.tensor(float(rank))
+                dist.all_reduce(total, group=groups.among(region))
+                sums.append((total.item(), sum(region)))
+        assert groups.peers() == [[0], [1], [2], [3]]
+        return sums
+
+    for results in run_world(4, work):
+        assert all(got == want for got, want in results)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from launcher import run_world
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
@@ -29,7 +30,7 @@ class Owned(LightningModule):
 
     Args:
         rank: this one.
-        differs: when adapters do: from the `start`, by `training`, or `never`.
+        differs: when adapters do: from the `start`, by `training`, beside `shards`, or `never`.
         experts: in a layer of them; or 0 for none.
     """
 
@@ -45,6 +46,9 @@ class Owned(LightningModule):
     def configure_model(self) -> None:
         if self.experts and self.moe is None:
             self.moe = MoELayer(WIDTH, 8, self.experts)  # type: ignore[assignment]
+        if self.differs == "shards":
+            assert self.device_mesh is not None
+            fully_shard(self.shared, mesh=self.device_mesh["data_parallel"])
 
     def on_train_start(self) -> None:
         if self.differs == "start" and self.rank == 1:
@@ -115,3 +119,18 @@ def test_only_what_training_makes_differ_is_told_of(tmp_path: Path, name: str, d
     told = [line for _, lines in results for line in lines]
     assert len(told) == (differs == "training"), told
     assert all("`adapter.weight` (ranks [0] and [1] and [2] have different ones)" in line for line in told)
+
+
+def test_who_reduces_gradients_beside_shards_is_said(tmp_path: Path) -> None:
+    """FSDP2 does so for what it shards, and Lightning's strategy for nothing."""
+
+    def work(rank: int) -> tuple[str, list[str]]:
+        return fit(tmp_path, rank, ModelParallelStrategy(WORLD, 1), "shards")
+
+    results = run_world(WORLD, work, timeout=timedelta(seconds=120), process_group=False)
+    assert [refused for refused, _ in results] == [""] * WORLD
+    (told,) = (line for _, lines in results for line in lines)
+    assert "`adapter.weight` (ranks [0] and [1] and [2] have different ones)" in told
+    assert "`shared" not in told
+    assert "Nobody reduces gradients of plain parameters beside shards" in told
+    assert told.endswith("`fully_shard` on the module that has them, or reduce their gradients in `on_after_backward`.")
