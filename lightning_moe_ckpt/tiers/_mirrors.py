@@ -94,11 +94,11 @@ def mirroring_of(placement: ReplicaPlacement, rank: int, peers: Sequence[Sequenc
         holders = placement.holders[owner]
         return frozenset((owner, *holders) if holders else ())
 
-    everyone = range(len(placement.holders))
+    groups = {each: number for number, group in enumerate(peers) for each in group}
     return Mirroring(
         owners={owner: among(owner) for owner in placement.owners(rank)},
         among=among(rank),
-        everything=all(any(among(owner).issubset(group) for group in peers) for owner in everyone),
+        everything=all(len({groups[each] for each in among(owner)}) <= 1 for owner in groups),
     )
 
 
