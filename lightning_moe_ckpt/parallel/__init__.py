@@ -20,4 +20,6 @@ from lightning_moe_ckpt.parallel._groups import init_fresh_process_group as init
 from lightning_moe_ckpt.parallel._groups import restart_is_likely as restart_is_likely
 from lightning_moe_ckpt.parallel._groups import set_current_groups as set_current_groups
 from lightning_moe_ckpt.parallel._groups import shares_agent_store as shares_agent_store
+from lightning_moe_ckpt.parallel._norms import block_numel as block_numel
+from lightning_moe_ckpt.parallel._norms import pieces as pieces
 from lightning_moe_ckpt.parallel._reducer import GradientReducer as GradientReducer
