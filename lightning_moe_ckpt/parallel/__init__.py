@@ -2,7 +2,6 @@
 
 from lightning_moe_ckpt.parallel._collectives import OrderedHookState as OrderedHookState
 from lightning_moe_ckpt.parallel._collectives import broadcast_tensors as broadcast_tensors
-from lightning_moe_ckpt.parallel._collectives import global_grad_norm as global_grad_norm
 from lightning_moe_ckpt.parallel._collectives import ordered_all_reduce as ordered_all_reduce
 from lightning_moe_ckpt.parallel._collectives import ordered_hook as ordered_hook
 from lightning_moe_ckpt.parallel._collectives import plain_all_reduce as plain_all_reduce
@@ -21,5 +20,6 @@ from lightning_moe_ckpt.parallel._groups import restart_is_likely as restart_is_
 from lightning_moe_ckpt.parallel._groups import set_current_groups as set_current_groups
 from lightning_moe_ckpt.parallel._groups import shares_agent_store as shares_agent_store
 from lightning_moe_ckpt.parallel._norms import block_numel as block_numel
+from lightning_moe_ckpt.parallel._norms import global_grad_norm as global_grad_norm
 from lightning_moe_ckpt.parallel._norms import pieces as pieces
 from lightning_moe_ckpt.parallel._reducer import GradientReducer as GradientReducer

@@ -8,10 +8,6 @@ sum, all-gather. The bytes on the wire are those of a ring all-reduce. Invariant
 hold the same bits because one rank computed them. `ordered_hook` brings it to plain DistributedDataParallel, which
 rebuilds its buckets after its first backward pass.
 
-*Norm of all gradients, experts counted once.* Expert-parallel ranks hold different experts, so each contributes the
-norms of its own. Every rank combines the same numbers in the same order, then all take the first one's result. So
-replicas cannot diverge even if processors of two kinds add differently. Stages of a pipeline contribute one norm each.
-
 *Broadcast* of many small tensors in one message. One collective per tensor would pay the latency every time: 1,500
 tensors of 8 KB take seconds over gloo.
 
@@ -23,7 +19,7 @@ does not wait.
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the classes themselves.
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -32,8 +28,6 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
 from typing_extensions import Self
-
-from lightning_moe_ckpt.parallel._groups import ParallelGroups
 
 # Shape suffixes: R ranks of the group, C elements of one rank's chunk.
 
@@ -74,7 +68,7 @@ def plain_all_reduce(
     return flat.div_(divisor) if divisor != 1 else flat
 
 
-def _all_gather_flat(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_flat(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
     """Fill `out` with the ranks' `part`s, by rank."""
     # The name changed in torch 2.13; the older one warns there.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -92,7 +86,7 @@ def _sum_into_first(parts_RC: Tensor, divisor: int) -> None:
 
 def _share_first(parts_RC: Tensor, out: Tensor, group: dist.ProcessGroup) -> None:
     if out.is_cuda:
-        _all_gather_flat(out, parts_RC[0], group)
+        all_gather_flat(out, parts_RC[0], group)
         return
     # Measured on gloo: its all-gather takes twice as long as this, since it gathers into memory of its own first.
     parts_RC[1:] = parts_RC[0]
@@ -125,69 +119,6 @@ def ordered_hook(state: OrderedHookState, bucket: GradBucket) -> Future[Tensor]:
     flat = bucket.buffer()
     divisor = state.group.size()
     return state.lane.submit(lambda: ordered_all_reduce(flat, state.group, divisor=divisor), flat.device)
-
-
-def global_grad_norm(
-    named_gradients: Iterable[tuple[str, Tensor | None]],
-    *,
-    expert_parallel: Collection[str],
-    groups: ParallelGroups,
-    norm_type: float = 2.0,
-    device: torch.device | None = None,
-) -> Tensor:
-    """Return the gradient norm of the whole model, over all stages, after reduction. Collective.
-
-    Args:
-        named_gradients: gradients in the same order of names on all ranks of a stage; `None` means no gradient.
-        expert_parallel: names with different experts on each expert-parallel rank. Equal on all ranks of a stage; a name
-            without a gradient on this rank counts as zero.
-        groups: this rank's groups.
-        norm_type: as in `torch.nn.utils.clip_grad_norm_`, infinity included.
-        device: device of the result if there is no gradient at all.
-
-    Returns:
-        A scalar, on the gradients' device. Without expert-parallel names and stages, the bits and dtype of
-            `torch.nn.utils.get_total_norm`; otherwise fp32.
-    """
-    present = [(name, grad) for name, grad in named_gradients if grad is not None]
-    device = present[0][1].device if present else device or torch.device("cpu")
-    if not expert_parallel:
-        total = torch.nn.utils.get_total_norm([grad for _, grad in present], norm_type).to(device)
-    else:
-        dense = [_norm(grad, norm_type) for name, grad in present if name not in expert_parallel]
-        own = {name: _norm(grad, norm_type) for name, grad in present if name in expert_parallel}
-        zero = torch.zeros((), device=device)
-        experts = _gather_norms(torch.stack([own.get(name, zero) for name in sorted(expert_parallel)]), groups)
-        total = torch.linalg.vector_norm(torch.cat([*(norm.view(1) for norm in dense), experts]), norm_type)
-    stage = groups.group("stage")
-    if stage is not None and stage.size() > 1:
-        dist.broadcast(total, groups.ranks("stage")[0], group=stage)
-    if groups.num_stages == 1:
-        return total
-    # The same numbers in the same order on all ranks, replicas of a stage having the same bits.
-    norms = _gathered(total.to(torch.float32).view(1), groups.groups["pipeline"])
-    combined: Tensor = torch.linalg.vector_norm(norms, norm_type)
-    return combined
-
-
-def _norm(grad: Tensor, norm_type: float) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32)
-    return norm
-
-
-def _gather_norms(own: Tensor, groups: ParallelGroups) -> Tensor:
-    """Return the norms of every expert-parallel rank's parameters, by rank."""
-    group = groups.group("expert")
-    if group is None or group.size() == 1:
-        return own
-    return _gathered(own, group)
-
-
-def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the vectors of all ranks of a group, one behind the other."""
-    everyone = own.new_empty(group.size() * own.numel())
-    _all_gather_flat(everyone, own, group)
-    return everyone
 
 
 def broadcast_tensors(
