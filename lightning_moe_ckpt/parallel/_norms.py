@@ -20,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from itertools import pairwise
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,6 @@ _SMALLEST, _LARGEST = 32, 32768
 _MOST_BLOCKS = 1024
 _CHUNK_NUMEL, _DEVICE_CHUNK_NUMEL = 2**20, 2**24
 """Elements whose powers are in memory at once: few enough for a processor's cache, enough for few launches on a device."""
-_NONE_WHOLE: Mapping[str, int] = MappingProxyType({})
 
 
 def block_numel(numel: int) -> int:
@@ -62,7 +60,7 @@ def global_grad_norm(
     groups: ParallelGroups,
     norm_type: float = 2.0,
     device: torch.device | None = None,
-    whole: Mapping[str, int] = _NONE_WHOLE,
+    whole: Mapping[str, int] = {},
 ) -> Tensor:
     """Return the gradient norm of the whole model, over all stages, after reduction. Collective.
 

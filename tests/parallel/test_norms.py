@@ -54,22 +54,23 @@ def tree(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 @pytest.mark.parametrize("numel", [1, 31, 33, 1000, 70_001, 3_000_000])
-def test_bits_are_those_of_a_tree_of_additions(numel: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_bits_are_those_of_a_tree_of_additions(dtype: torch.dtype, numel: int) -> None:
     """NumPy gets the same, block by block. Neither other parameters nor threads change a block's sum."""
-    grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel), dtype=dtype)
     block = block_numel(numel)
     count = -(-numel // block)
-    squares = np.zeros(count * block, np.float32)
+    squares = np.zeros(count * block, grad.numpy().dtype)
     squares[:numel] = grad.numpy() ** 2
     sums = np.zeros(2 ** math.ceil(math.log2(count)))
     sums[:count] = [tree(squares[start : start + block])[0] for start in range(0, count * block, block)]
-    want = torch.tensor(math.sqrt(tree(sums)[0]), dtype=torch.float32)
+    want = torch.tensor(math.sqrt(tree(sums)[0]), dtype=dtype)
 
     def work(_: int) -> list[Tensor]:
         results = list[Tensor]()
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results += [alone({"a": grad}), alone({"zero": torch.zeros(70_001), "a": grad})]
+            results += [alone({"a": grad}), alone({"zero": torch.zeros(70_001, dtype=dtype), "a": grad})]
         return results
 
     for got in run_world(1, work)[0]:  # a process of its own, since no process with threads can be forked
