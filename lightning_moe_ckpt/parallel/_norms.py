@@ -164,31 +164,33 @@ def _sums(tensors: Sequence[Tensor], widths: Sequence[int], norm_type: float) ->
 
 
 def _packed(tensors: Sequence[Tensor], width: int) -> Iterator[Tensor]:
-    """Yield the rows of tensors in their order, some at a time, each tensor's last row filled with zeros. May yield the memory itself."""
-    zeros = tensors[0].new_zeros(width)
-    most = max(_CHUNK_NUMEL if zeros.is_cpu else _DEVICE_CHUNK_NUMEL, width)
-    spans, room = list[Tensor](), most
+    """Yield the rows of tensors in their order, some at a time, each tensor's last row filled with zeros.
+
+    The caller may overwrite them. All are in the same memory: on CPU fresh pages would cost more than the sums. They are
+    in fp32 unless the tensors are in fp64.
+    """
+    most = max(_CHUNK_NUMEL if tensors[0].is_cpu else _DEVICE_CHUNK_NUMEL, width)
+    room = min(most, sum(tensor.numel() + -tensor.numel() % width for tensor in tensors))
+    memory = tensors[0].new_empty(room, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
+    zeros, spans, filled = tensors[0].new_zeros(width), list[Tensor](), 0
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
         for span in torch.split(flat, most) if flat.numel() > most else (flat,):
             tail = -span.numel() % width
-            if span.numel() + tail > room:
-                yield _joined(spans).view(-1, width)
-                spans, room = [], most
+            if filled + span.numel() + tail > most:
+                yield torch.cat(spans, out=memory[:filled]).view(-1, width)
+                spans, filled = [], 0
             spans += [span, zeros[:tail]] if tail else [span]
-            room -= span.numel() + tail
-    yield _joined(spans).view(-1, width)
-
-
-def _joined(spans: list[Tensor]) -> Tensor:
-    return spans[0] if len(spans) == 1 else torch.cat(spans)
+            filled += span.numel() + tail
+    yield torch.cat(spans, out=memory[:filled]).view(-1, width)
 
 
 def _fold(rows: Tensor, norm_type: float) -> Tensor:
-    """Return the sums of the powers of each row, in fp64; added in fp32 unless the row is in fp64."""
-    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    base = wide if norm_type % 2 == 0 else wide.abs()
-    if norm_type == math.inf:
+    """Return the sums of the powers of each row, in fp64; overwrites the rows."""
+    base = rows if norm_type % 2 == 0 else rows.abs_()
+    if norm_type == 2:
+        powers = rows.mul_(rows)
+    elif norm_type == math.inf:
         powers = base
     elif norm_type == int(norm_type):  # by multiplications: `pow` may round differently in the rest of a vector loop
         powers = reduce(torch.mul, [base] * int(norm_type))
