@@ -100,8 +100,14 @@ def _finders(trainer: Trainer) -> Iterable[BatchSizeFinder | LearningRateFinder]
 
 def averages_of(trainer: Trainer) -> Averages:
     """Return the averaged copies of the trained module, in the order of the callbacks; call in `on_fit_start`."""
-    models: list[AveragedModel] = [callback._average_model for callback in averaging_callbacks(trainer)]
+    models = averaged_models(trainer)
     return Averages(models, consumed=bool(models) and bool(trainer.enable_validation))
+
+
+def averaged_models(trainer: Trainer) -> list[AveragedModel]:
+    """Return the averaged copies of the trained module, in the order of the callbacks; none outside a fit."""
+    models = (callback._average_model for callback in averaging_callbacks(trainer))
+    return [model for model in models if model is not None]
 
 
 def finish_with_averages(trainer: Trainer, module: LightningModule) -> None:

@@ -12,12 +12,16 @@ the loss (`gates/top.py`, `impls/losses.py`). We differ in computing probabiliti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.parallel import ExpertParallelModule, current_groups
 
 # Shape suffixes: T tokens on this rank, K top-k, E all experts, e experts on this rank, R expert-parallel ranks,
 # N slots kept on this rank, M rows that arrive on this rank, D model dim.
@@ -56,11 +60,54 @@ def gather_rows(x_TD: Tensor, slot_N: Tensor, top_k: int) -> Tensor:
 
 
 def combine_rows(y_ND: Tensor, slot_N: Tensor, weight_TK: Tensor) -> Tensor:
-    """Return the weighted sum over each token's slots, in fp32; a dropped slot adds nothing. Shape `[T, D]`."""
+    """Return the weighted sum over each token's slots, in fp32 or fp64; a dropped slot adds nothing. Shape `[T, D]`."""
     num_tokens, top_k = weight_TK.shape
     y_SD = y_ND.new_zeros(top_k * num_tokens, y_ND.shape[1]).index_copy(0, slot_N, y_ND)
     y_KTD = y_SD.view(top_k, num_tokens, y_SD.shape[1])
-    return (y_KTD.float() * weight_TK.t().unsqueeze(-1)).sum(dim=0)
+    y_KTD = y_KTD.to(torch.promote_types(y_KTD.dtype, torch.float32))
+    return (y_KTD * weight_TK.t().unsqueeze(-1)).sum(dim=0)
+
+
+def apply_everywhere(
+    rows_ND: Tensor, kept_E: Tensor, group: dist.ProcessGroup | None, experts: Callable[[Tensor, list[int]], Tensor]
+) -> Tensor:
+    """Send rows to their experts' ranks, apply the experts, and return the results in the original order.
+
+    Args:
+        rows_ND: rows by global expert.
+        kept_E: number of rows for each.
+        group: the expert-parallel ranks; `None` is a world of one. Collective over it.
+        experts: applies this rank's experts to rows sorted by expert, with the number of rows of each; keeps the shape and the
+            precision, which must be those on all ranks.
+    """
+    ep_size = 1 if group is None else group.size()
+    arriving_Re = exchange_counts(kept_E, group)
+    send = kept_E.view(ep_size, -1).sum(dim=1).tolist()
+    received = arriving_Re.tolist()
+    receive = [sum(per_expert) for per_expert in received]
+    rows_MD = all_to_all_rows(rows_ND, send, receive, group)
+    per_expert = [sum(counts) for counts in zip(*received, strict=True)]
+    if ep_size == 1:
+        return experts(rows_MD, per_expert)
+    order_M = by_expert(arriving_Re, rows_MD.shape[0])
+    y_MD = experts(rows_MD.index_select(0, order_M), per_expert)
+    y_MD = torch.zeros_like(y_MD).index_copy(0, order_M, y_MD)
+    return all_to_all_rows(y_MD, receive, send, group)
+
+
+def expert_group(layer: ExpertParallelModule) -> dist.ProcessGroup | None:
+    """Return the group that shares the experts of a layer; `None` for a layer with all of them.
+
+    Raises:
+        ConfigurationError: the layer was built for another number of ranks than the one in force.
+    """
+    groups = current_groups()
+    if groups.ep_size != layer.ep_size:
+        raise ConfigurationError(
+            f"This {type(layer).__name__} was built for `expert_parallel={layer.ep_size}`, but {groups.ep_size} is in force. "
+            "Build it in `configure_model`, and use it while the Trainer that built it runs."
+        )
+    return groups.group("expert") if layer.ep_size > 1 else None
 
 
 def all_to_all_rows(x_ND: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Tensor:

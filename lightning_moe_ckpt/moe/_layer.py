@@ -15,17 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.moe._dispatch import (
     Routing,
-    all_to_all_rows,
-    by_expert,
+    apply_everywhere,
     combine_rows,
-    exchange_counts,
+    expert_group,
     gather_rows,
     plan_dispatch,
     route,
@@ -162,7 +160,7 @@ class MoELayer(nn.Module):
         if self.training and not in_backward():
             self._counter.add(dispatch.kept, dispatch.routed)
         rows_ND = gather_rows(x_TD, dispatch.slots, self.top_k)
-        y_ND = self._experts_everywhere(rows_ND, dispatch.kept)
+        y_ND = apply_everywhere(rows_ND, dispatch.kept, expert_group(self), self._experts)
         return combine_rows(y_ND, dispatch.slots, routing.weight).to(x.dtype).view_as(x)
 
     def capacity(self, num_tokens: int) -> int | Tensor | None:
@@ -258,31 +256,6 @@ class MoELayer(nn.Module):
         if self.noisy_gate and self.training:
             noise = torch.randn_like(logits_TE, dtype=torch.float32) / self.num_experts
         return route(logits_TE, self.top_k, normalize=self.normalize_gate, noise=noise)
-
-    def _experts_everywhere(self, rows_ND: Tensor, kept_E: Tensor) -> Tensor:
-        """Send rows to their experts' ranks, apply the experts, and return the results in the original order."""
-        group = self._expert_group()
-        arriving_Re = exchange_counts(kept_E, group)
-        send = kept_E.view(self.ep_size, -1).sum(dim=1).tolist()
-        received = arriving_Re.tolist()
-        receive = [sum(per_expert) for per_expert in received]
-        rows_MD = all_to_all_rows(rows_ND, send, receive, group)
-        per_expert = [sum(counts) for counts in zip(*received, strict=True)]
-        if self.ep_size == 1:
-            return self._experts(rows_MD, per_expert)
-        order_M = by_expert(arriving_Re, rows_MD.shape[0])
-        y_MD = self._experts(rows_MD.index_select(0, order_M), per_expert)
-        y_MD = torch.zeros_like(y_MD).index_copy(0, order_M, y_MD)
-        return all_to_all_rows(y_MD, receive, send, group)
-
-    def _expert_group(self) -> dist.ProcessGroup | None:
-        groups = current_groups()
-        if groups.ep_size != self.ep_size:
-            raise ConfigurationError(
-                f"This MoELayer was built for `expert_parallel={self.ep_size}`, but {groups.ep_size} is in force. "
-                "Build it in `configure_model`, and use it while the Trainer that built it runs."
-            )
-        return groups.group("expert") if self.ep_size > 1 else None
 
     def _experts(self, rows_MD: Tensor, per_expert: list[int]) -> Tensor:
         """Apply each local expert to its rows, which are sorted by expert."""

@@ -28,8 +28,10 @@ from typing_extensions import override
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import duration, number_of_bytes
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
+from lightning_moe_ckpt.fit._callbacks import averaged_models
 from lightning_moe_ckpt.fit.loops import _port
 from lightning_moe_ckpt.launch import Supervised
+from lightning_moe_ckpt.moe import spread_experts
 from lightning_moe_ckpt.operators import is_sharded
 from lightning_moe_ckpt.parallel import (
     GradientReducer,
@@ -69,7 +71,8 @@ class MoEStrategy(PipelinedStrategy):
 
     Args:
         expert_parallel: Number of ranks that share one set of experts; divides the number of processes of a stage.
-            Modules that shard experts (`MoELayer`) must be built in `LightningModule.configure_model`.
+            Modules that shard experts (`MoELayer`) must be built in `LightningModule.configure_model`. Stacked experts of
+            Hugging Face models are spread over the ranks here, wherever the model is built.
         pipeline_parallel: Number of stages into which the model is cut; divides the number of processes. With several,
             the LightningModule has `configure_stage`, `split_batch` and `stage_loss` in place of `configure_model`,
             `training_step` and `validation_step`.
@@ -298,6 +301,9 @@ class MoEStrategy(PipelinedStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         module = self._module
+        if not is_sharded(module):  # which is refused below
+            for root in (module, *averaged_models(trainer)):
+                spread_experts(root)
         self._check(module)
         self._check_stages(trainer)
         self._sharded = expert_parallel_fqns(module)
@@ -365,8 +371,9 @@ class MoEStrategy(PipelinedStrategy):
             )
             raise ConfigurationError(
                 f"`expert_parallel={self.groups.ep_size}` would have no effect: found {experts} with all experts on "
-                "every rank, and no layer that shards them. Build `MoELayer`, or a module that keeps the contract "
-                "`ExpertParallelModule`, in `LightningModule.configure_model`, or use `expert_parallel=1`."
+                "every rank, and no layer that shards them. Take a Hugging Face model whose experts are stacked, build `MoELayer`, "
+                "or a module that keeps the contract `ExpertParallelModule`, in `LightningModule.configure_model`, or use "
+                "`expert_parallel=1`."
             )
         reason = refuse_tutel(module, _port.ignored_names(module))
         if reason is not None:

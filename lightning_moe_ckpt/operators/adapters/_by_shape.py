@@ -1,6 +1,7 @@
 """Describe layers by their shape and attributes: experts stacked or in a list, with a router beside them.
 
-Our `MoELayer`, and any layer that offers the same attributes, may be sharded over ranks.
+Our `MoELayer`, any layer that offers the same attributes, and stacked experts of Hugging Face that `spread_experts` has cut may be
+sharded over ranks.
 
 A *list* is a `ModuleList` or `ModuleDict` with a module per expert: Switch Transformers and LitGPT as they are, Hugging
 Face before version 5, DeepSeek's reference code (a list over all experts with `None` for those of other ranks).
@@ -27,6 +28,7 @@ from typing import NamedTuple, Protocol, cast
 from torch import Tensor, nn
 
 from lightning_moe_ckpt.moe import MoELayer
+from lightning_moe_ckpt.moe._spread import SpreadExperts
 from lightning_moe_ckpt.operators._count_taps import AttributeTap, CapacityTap, IndexTap, ProbabilityTap, RowsTap
 from lightning_moe_ckpt.operators._operator import MoELayerSpec, stacked_slices, whole_slices
 from lightning_moe_ckpt.operators._parameters import ParameterIndex, child_slots, join, own_parameters
@@ -78,14 +80,14 @@ def describe_module_list(root: nn.Module, fqn: str, container: nn.Module, index:
 
 def describe_stacked(root: nn.Module, fqn: str, experts: nn.Module, index: ParameterIndex) -> MoELayerSpec | None:
     """Return the spec of the layer around `experts`, or `None` if its parameters are not stacked experts."""
-    num_experts = _num_stacked(experts)
-    if num_experts is None or not fqn or is_shared(fqn):
+    ids = _stacked_ids(experts)
+    if not ids or not fqn or is_shared(fqn):
         return None
+    num_experts = len(ids) * (experts.ep_size if isinstance(experts, SpreadExperts) else 1)
     found = find_block(root, fqn, num_experts, index)
     if found is None:
         return None
     block = root.get_submodule(found.fqn)
-    ids = tuple(range(num_experts))
     gate = find_router_module(root, found.fqn, num_experts)
     return MoELayerSpec(
         fqn=found.fqn,
@@ -95,6 +97,8 @@ def describe_stacked(root: nn.Module, fqn: str, experts: nn.Module, index: Param
         router=found.router,
         router_buffers=found.buffers,
         top_k=find_top_k(experts, block, *block.children()),
+        holders="expert_data" if len(ids) < num_experts else "stage",
+        # Handed over before tokens are exchanged: global indices of this rank's tokens.
         count=IndexTap(fqn, gate),
         probabilities=ProbabilityTap(gate) if gate is not None else None,
         # Rows of stacked experts are not copied into buffers of a fixed size: nothing is dropped.
@@ -118,14 +122,19 @@ def _alike(experts: list[nn.Module | None]) -> bool:
     return bool(shapes) and bool(shapes[0]) and all(shape == shapes[0] for shape in shapes)
 
 
-def _num_stacked(module: nn.Module) -> int | None:
-    """Return E if the module's own parameters share it as dimension 0: two matrices or more, one of them stacked."""
+def _stacked_ids(module: nn.Module) -> tuple[int, ...]:
+    """Return the experts held here if the module's own parameters share their number as dimension 0, else nothing.
+
+    Two matrices or more, one of them stacked, over two experts or more.
+    """
+    if isinstance(module, SpreadExperts):
+        return tuple(module.local_expert_ids)
     params = list(own_parameters(module).values())
     ndims = [p.ndim for p in params]
     if sum(n >= 2 for n in ndims) < 2 or max(ndims) < 3 or min(ndims) < 1:
-        return None
+        return ()
     sizes = {p.shape[0] for p in params}
-    return sizes.pop() if len(sizes) == 1 and max(sizes) >= 2 else None
+    return tuple(range(sizes.pop())) if len(sizes) == 1 and max(sizes) >= 2 else ()
 
 
 def _find_bias(root: nn.Module, block_fqn: str, num_experts: int) -> BiasView | None:

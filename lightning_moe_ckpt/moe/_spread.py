@@ -1,0 +1,195 @@
+"""Spread the stacked experts of Hugging Face models over expert-parallel ranks, in the model that the user has built.
+
+transformers computes experts in a module of its own, which is called with tokens, chosen experts and weights, and may be computed in several
+ways (`experts_implementation`). Here such a module keeps its name, its parameters keep their identity, and only the rows of this rank's
+experts stay. Its class becomes a subclass, whose forward exchanges tokens as `MoELayer` does, without a capacity, and lets
+the family's own forward compute the rows that arrive, with one expert of weight one each. Weights are applied where tokens come from.
+
+Invariant: rank r of the group `expert` holds experts `[r * e, (r + 1) * e)`, with the values of the model as it was built. (All ranks must
+build equal models: seeded alike, or from one file.)
+
+Source: Hugging Face transformers 5.23 (`integrations/moe.py`, `models/*/modeling_*.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.moe._dispatch import apply_everywhere, combine_rows, expert_group, gather_rows, plan_dispatch
+from lightning_moe_ckpt.parallel import ParallelGroups, current_groups
+
+log = rank_logger(__name__)
+
+# Shape suffixes: T tokens on this rank, K top-k, E all experts, e experts on this rank, N slots sent, M rows received, D model dim.
+
+
+class SpreadExperts(nn.Module):
+    """Stacked experts of which this rank holds some; base of classes that `spread_experts` makes of a family's own class."""
+
+    ep_size: int
+    """Number of ranks that share the experts."""
+    num_experts: int
+    """Number of experts on this rank, which the family's own forward reads."""
+    local_expert_ids: range
+    """Global indices of the experts held here, in the order of dim 0."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Apply the chosen experts wherever they are. Collective over the group `expert`.
+
+        Args:
+            hidden_states: shape `[T, D]`; ranks may hold different numbers of tokens, but all call forward equally often.
+            top_k_index: int64 `[T, K]`, global expert indices.
+            top_k_weights: `[T, K]`.
+
+        Returns:
+            Shape `[T, D]`, in the precision of `hidden_states`.
+        """
+        group = expert_group(self)
+        dispatch = plan_dispatch(top_k_index, self.num_experts * self.ep_size, None)
+        rows_ND = gather_rows(hidden_states, dispatch.slots, top_k_index.shape[-1])
+        y_ND = apply_everywhere(rows_ND, dispatch.kept, group, self._own_experts)
+        return combine_rows(y_ND, dispatch.slots, top_k_weights).to(hidden_states.dtype)
+
+    def expert_parallel_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield all parameters, which are this rank's experts."""
+        return self.named_parameters()
+
+    def _own_experts(self, rows_MD: Tensor, per_expert: list[int]) -> Tensor:
+        """Apply each expert of this rank to its rows, which are sorted by expert, in the way that the family does."""
+        if not rows_MD.shape[0]:  # some ways leave parameters without a gradient then, others fail
+            none_MD: Tensor = _Untouched.apply(rows_MD, *self.parameters())  # type: ignore[no-untyped-call]
+            return none_MD
+        number_e = torch.tensor(per_expert, device=rows_MD.device)
+        expert_M = torch.repeat_interleave(number_e, output_size=rows_MD.shape[0])
+        y_MD: Tensor = super().forward(rows_MD, expert_M[:, None], rows_MD.new_ones(rows_MD.shape[0], 1))
+        return y_MD
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The class is made when it is needed, so that pickle would not find it.
+        return _new, (type(self).__mro__[2],), self.__dict__
+
+
+class _Untouched(torch.autograd.Function):
+    """Return no rows, and a gradient of zero for every parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = parameters
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        zeros = (torch.zeros_like(p) if need else None for p, need in zip(ctx.parameters, needed, strict=True))
+        return grad, *zeros
+
+
+def spread_experts(root: nn.Module) -> list[str]:
+    """Keep this rank's experts only, in all modules with stacked experts of Hugging Face transformers; other modules stay.
+
+    `MoEStrategy` calls it when a model has been built. Parameters on the meta device are cut as well. What is already spread is left alone.
+
+    Returns:
+        Names of the modules that this call has spread; none with one expert-parallel rank.
+
+    Raises:
+        ConfigurationError: experts of transformers cannot be spread over this number of ranks, or were spread over another.
+    """
+    groups = current_groups()
+    named = dict(root.named_modules())
+    found = []
+    for fqn, module in named.items():
+        if isinstance(module, SpreadExperts):
+            if module.ep_size != groups.ep_size:
+                raise ConfigurationError(
+                    f"`{fqn}` holds experts for `expert_parallel={module.ep_size}`, the strategy has "
+                    f"`expert_parallel={groups.ep_size}`. Build the model anew."
+                )
+        elif groups.ep_size > 1 and _is_hugging_face(module):
+            found.append(fqn)
+    owners = Counter(id(p) for module in set(named.values()) for p in module._parameters.values())  # noqa: SLF001
+    for fqn in found:
+        for reason in _refusals(fqn, named, owners, groups.ep_size):
+            raise ConfigurationError(f"`{fqn}` ({type(named[fqn]).__name__}) {reason}")
+    for fqn in found:
+        _spread(named[fqn], groups)
+    if found:
+        log.info("%d modules of experts spread over %d ranks each", len(found), groups.ep_size, alike=True)
+    return found
+
+
+def _is_hugging_face(module: nn.Module) -> bool:
+    """Whether a module holds routed experts of transformers, in a way that can be spread or not."""
+    names = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformers.")]
+    return _is_stacked(module) or any(name.endswith("Experts") and "Shared" not in name for name in names)
+
+
+def _is_stacked(module: nn.Module) -> bool:
+    """Whether transformers lets several implementations compute a module, and has told it how parameters are stacked."""
+    return {"is_transposed", "has_bias"} <= vars(module).keys()
+
+
+def _refusals(fqn: str, named: dict[str, nn.Module], owners: Counter[int], ep_size: int) -> Iterator[str]:
+    """Yield why a module's experts cannot be spread, and what to do."""
+    module = named[fqn]
+    num_experts = getattr(module, "num_experts", 0)
+    otherwise = "Use `expert_parallel=1`, or `MoELayer` in its place."
+    if not _is_stacked(module):
+        yield (
+            f"keeps its experts in a way that `expert_parallel={ep_size}` cannot cut: wanted are stacked parameters, called with "
+            f"tokens, chosen experts and weights. {otherwise}"
+        )
+    if getattr(module, "_is_expert_parallel", False):
+        yield "is spread by transformers itself. Load the model without `distributed_config` and `tp_plan`."
+    if hasattr(named[fqn.rpartition(".")[0]], "parameter_name"):
+        yield (
+            "is adapted by PEFT (`target_parameters`), whose matrices are for all experts. Use `expert_parallel=1`, or adapt "
+            "other layers (`target_modules`)."
+        )
+    stacked = (p.ndim > 0 and p.shape[0] == num_experts for p in module.parameters())
+    if not all(stacked) or any(True for _ in module.buffers()):
+        yield f"has parameters or buffers beside those with a row for each of {num_experts} experts. {otherwise}"
+    if any(owners[id(p)] > 1 for p in module.parameters()):
+        yield "shares parameters with another module. Untie them, or use `expert_parallel=1`."
+    if num_experts % ep_size:
+        yield (
+            f"has {num_experts} experts, which `expert_parallel={ep_size}` ranks cannot share evenly. Choose a number of ranks "
+            "that divides it."
+        )
+
+
+@torch.no_grad()
+def _spread(module: Any, groups: ParallelGroups) -> None:
+    num_local = module.num_experts // groups.ep_size
+    first = groups.ep_rank * num_local
+    for parameter in module.parameters():
+        # The same object: optimizers, hooks and lists that the user has made of it stay right.
+        parameter.grad = None
+        parameter.data = parameter.data[first : first + num_local].clone()
+    module.__class__ = _spread_class(type(module))
+    module.ep_size, module.num_experts = groups.ep_size, num_local
+    module.local_expert_ids = range(first, first + num_local)
+
+
+_classes: dict[type[nn.Module], type[SpreadExperts]] = {}
+
+
+def _spread_class(family: type[nn.Module]) -> type[SpreadExperts]:
+    """Return the subclass of a family's class, made once."""
+    if family not in _classes:
+        _classes[family] = type(f"Spread{family.__name__}", (SpreadExperts, family), {"__module__": family.__module__})
+    return _classes[family]
+
+
+def _new(family: type[nn.Module]) -> nn.Module:
+    made = _spread_class(family)
+    return made.__new__(made)
