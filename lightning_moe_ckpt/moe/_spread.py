@@ -155,10 +155,11 @@ def _refusals(fqn: str, named: dict[str, nn.Module], owners: Counter[int], ep_si
             "is adapted by PEFT (`target_parameters`), whose matrices are for all experts. Use `expert_parallel=1`, or adapt "
             "other layers (`target_modules`)."
         )
-    stacked = (p.ndim > 0 and p.shape[0] == num_experts for p in module.parameters())
-    if not all(stacked) or any(True for _ in module.buffers()):
+    own = [p for p in module._parameters.values() if p is not None]  # noqa: SLF001
+    rest = len([*module.parameters(), *module.buffers()]) - len(own)
+    if rest or any(p.ndim == 0 or p.shape[0] != num_experts for p in own):
         yield f"has parameters or buffers beside those with a row for each of {num_experts} experts. {otherwise}"
-    if any(owners[id(p)] > 1 for p in module.parameters()):
+    if any(owners[id(p)] > 1 for p in own):
         yield "shares parameters with another module. Untie them, or use `expert_parallel=1`."
     if num_experts % ep_size:
         yield (

@@ -34,29 +34,30 @@ DEEPSEEK: dict[str, Any] = {
 }
 
 
-def mixtral(**more: Any) -> nn.Module:
-    config = transformers.MixtralConfig(**COMMON, num_local_experts=4, **more)
+def mixtral(num_experts: int = 4, **more: Any) -> nn.Module:
+    config = transformers.MixtralConfig(**COMMON, num_local_experts=num_experts, **more)
     return transformers.MixtralForCausalLM(config)
 
 
-def qwen2_moe() -> nn.Module:
+def qwen2_moe(num_experts: int = 4, **more: Any) -> nn.Module:
+    sizes: dict[str, Any] = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
     return transformers.Qwen2MoeForCausalLM(
-        transformers.Qwen2MoeConfig(**COMMON, num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=8)
+        transformers.Qwen2MoeConfig(**COMMON, num_experts=num_experts, **sizes, **more)
     )
 
 
-def olmoe() -> nn.Module:
-    return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**COMMON, num_experts=4))
+def olmoe(num_experts: int = 4, **more: Any) -> nn.Module:
+    return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**COMMON, num_experts=num_experts, **more))
 
 
-def deepseek_v3() -> nn.Module:
-    return transformers.DeepseekV3ForCausalLM(
-        transformers.DeepseekV3Config(**COMMON, **DEEPSEEK, n_group=2, topk_group=1)
-    )
+def deepseek_v3(num_experts: int = 4, **more: Any) -> nn.Module:
+    options: dict[str, Any] = {**COMMON, **DEEPSEEK, "n_routed_experts": num_experts, "n_group": 2, "topk_group": 1}
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**options, **more))
 
 
-def gpt_oss() -> nn.Module:
-    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**COMMON, num_local_experts=4, head_dim=4))
+def gpt_oss(num_experts: int = 4, **more: Any) -> nn.Module:
+    options: dict[str, Any] = {**COMMON, "num_local_experts": num_experts, "head_dim": 4}
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**options, **more))
 
 
 def switch() -> nn.Module:
@@ -79,8 +80,9 @@ def switch() -> nn.Module:
     )
 
 
-def deepseek_v2() -> nn.Module:
-    return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**COMMON, **DEEPSEEK))
+def deepseek_v2(num_experts: int = 4, **more: Any) -> nn.Module:
+    options: dict[str, Any] = {**COMMON, **DEEPSEEK, "n_routed_experts": num_experts}
+    return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**options, **more))
 
 
 def granite_moe() -> nn.Module:
@@ -108,8 +110,8 @@ def dbrx() -> nn.Module:
     )
 
 
-def qwen3_moe() -> nn.Module:
-    config = transformers.Qwen3MoeConfig(**COMMON, num_experts=4, moe_intermediate_size=8)
+def qwen3_moe(num_experts: int = 4, **more: Any) -> nn.Module:
+    config = transformers.Qwen3MoeConfig(**COMMON, num_experts=num_experts, moe_intermediate_size=8, **more)
     return transformers.Qwen3MoeForCausalLM(config)
 
 
@@ -135,7 +137,7 @@ def nllb_moe() -> nn.Module:
     )
 
 
-FAMILIES: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
+FAMILIES: dict[str, tuple[Callable[..., nn.Module], str, int]] = {
     "mixtral": (mixtral, "gate", 2),
     "qwen2_moe": (qwen2_moe, "gate", 2),
     "qwen3_moe": (qwen3_moe, "gate", 2),
@@ -150,3 +152,21 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
     "dbrx": (dbrx, "router", 2),
 }
 """How to build it, name of the router in the block, number of MoE layers; 4 experts each."""
+
+SPREAD = {
+    "Mixtral": "mixtral",
+    "Qwen2-MoE": "qwen2_moe",
+    "Qwen3-MoE": "qwen3_moe",
+    "OLMoE": "olmoe",
+    "DeepSeek-V2": "deepseek_v2",
+    "DeepSeek-V3": "deepseek_v3",
+    "GPT-OSS": "gpt_oss",
+}
+"""Families whose experts are spread over ranks in tests, by their names in the documentation: these take `num_experts`, and more of
+their config."""
+
+
+def balanced(name: str, num_experts: int, **more: Any) -> Any:
+    """A family of `SPREAD` that returns a balancing loss if it has one: DeepSeek does not."""
+    options = {} if name.startswith("deepseek") else {"output_router_logits": True}
+    return FAMILIES[name][0](num_experts, use_cache=False, **options, **more)
