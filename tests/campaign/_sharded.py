@@ -1,7 +1,8 @@
 """Trainings of one model under every way of sharding it, with shapes that no number of ranks divides.
 
 Under `ModelParallelStrategy` parameters are DTensors: `fsdp2` shards each over all ranks, `tp` some over the ranks of a group that
-sees the same data, `fsdp2+tp` both, and `hsdp` shards over half of the ranks and replicates over the halves.
+sees the same data, `fsdp2+tp` both, and `hsdp` shards over half of the ranks and replicates over the halves. `hf+ep` is another model, of
+Hugging Face: `MoEStrategy` spreads its experts over three ranks, or over each half of four.
 """
 
 # Shape suffixes: B sequences, S places, T = B * S tokens, E experts, D model dim, H hidden dim, V vocabulary.
@@ -24,13 +25,14 @@ from typing_extensions import Self, override
 
 from campaign._data import VOCABULARY
 from campaign._drawn import Drawn, DrawnModule, let_compile
+from campaign._hugging_face import FamilyModel
 from campaign._training import Module
 from lightning_moe_ckpt.testing import Attempt
 
 MODEL_DIM, HIDDEN_DIM, UP_DIM = 24, 24, 22
 """Of these only what `Shard(1)` cuts is a multiple of 2, 3, 4 and 8."""
 
-Sharding = Literal["none", "ddp", "moe", "fsdp2", "tp", "fsdp2+tp", "hsdp"]
+Sharding = Literal["none", "ddp", "moe", "hf+ep", "fsdp2", "tp", "fsdp2+tp", "hsdp"]
 Experts = Literal["stacked", "listed", "columns"]
 """`columns`: stacked, and cut along dimension 1. `listed` ones all get all tokens: FSDP2 waits for a module that some rank leaves out."""
 Part = Literal["block", "bias"]
@@ -44,7 +46,10 @@ class Sharded(Drawn):
 
     sharding: Sharding = "fsdp2"
     experts: Experts = "stacked"
+    family: str = "mixtral"
+    """Under `hf+ep`, a family of `SPREAD`."""
     num_experts: int = 5
+    """Of a layer; under `hf+ep` of each rank."""
     tied: bool = False
     frozen: tuple[Part, ...] = ()
     recompute: bool = False
@@ -56,6 +61,10 @@ class Sharded(Drawn):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", "ddp_ordered" if self.sharding == "ddp" else "moe")
+        if self.sharding == "hf+ep":
+            object.__setattr__(
+                self, "expert_parallel", self.world_size // 2 if self.world_size > 3 else self.world_size
+            )
 
     @property
     def tensor_parallel(self) -> int:
@@ -65,7 +74,7 @@ class Sharded(Drawn):
     @property
     def is_sharded(self) -> bool:
         """Whether parameters are DTensors."""
-        return self.sharding not in {"none", "ddp", "moe"}
+        return self.sharding not in {"none", "ddp", "moe", "hf+ep"}
 
     @property
     def complaints(self) -> tuple[str, ...]:
@@ -109,7 +118,7 @@ class ShardedModule(DrawnModule):
     @override
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = Uneven(self._sharded)
+            self.model = spreadable(self._sharded) if self._sharded.sharding == "hf+ep" else Uneven(self._sharded)
             if self._sharded.is_sharded:
                 shard(self.model, self._sharded, self)
 
@@ -152,7 +161,13 @@ def edit(trainer: Trainer) -> None:
             torch._foreach_mul_([param.detach()], 0.999)
 
 
-def shard(model: Uneven, setup: Sharded, module: LightningModule) -> None:
+def spreadable(setup: Sharded) -> FamilyModel:
+    """A whole model, which the strategy spreads."""
+    options = {"tied": setup.tied, "frozen": "block" in setup.frozen, "recompute": setup.recompute}
+    return FamilyModel(setup.family, setup.num_experts * setup.expert_parallel, **options)
+
+
+def shard(model: Any, setup: Sharded, module: LightningModule) -> None:
     """Shard a model as a user does: blocks, then the root."""
     mesh: Any = module.device_mesh
     along = mesh["data_parallel"]

@@ -14,6 +14,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.distributed as dist
+from operators._families import SPREAD
 
 from campaign._campaign import Campaigns, kill_at_every_step, lose_memory
 from campaign._draw_sharded import LAYOUTS, ShardedCase, draw_sharded, placed
@@ -37,6 +38,13 @@ EDITED = replace(
     optimizer="adamw",
     checkpointing=Checkpointing(policy="differential", every_n_steps=4, batch=2),
 )
+SPREAD_SPARSE = replace(
+    SHORT, sharding="hf+ep", world_size=2, num_experts=2, checkpointing=replace(SPARSE, order="popularity")
+)
+SPREAD_DENSE = replace(
+    SPREAD_SPARSE, world_size=3, family="gpt_oss", num_experts=1, recompute=True, checkpointing=DENSE
+)
+"""Experts of Hugging Face; of the latter each rank has one in a layer."""
 LATE = Kill(phase="after_batch_end", step=6, settle=10.0)
 
 
@@ -45,6 +53,8 @@ LATE = Kill(phase="after_batch_end", step=6, settle=10.0)
     [
         pytest.param(EMPTY, Kill(phase="forward", step=6, rank=1, settle=10.0), id="fsdp2"),
         pytest.param(BOTH, replace(LATE, rank=3), id="fsdp2+tp"),
+        pytest.param(SPREAD_SPARSE, replace(LATE, rank=1), id="hf+ep"),
+        pytest.param(SPREAD_DENSE, Kill(phase="forward", step=6, rank=2, settle=10.0), id="hf+ep dense"),
         pytest.param(REPLICAS, Kill(phase="validation", step=7, rank=2), id="hsdp"),
         pytest.param(EDITED, LATE, id="edited without a trace"),
     ],
@@ -155,6 +165,21 @@ def test_killed_at_some_steps_the_job_ends_the_same(campaigns: Campaigns, row: R
     setup, turn = sharded_setup(row), ROWS.index(row)
     kills = [placed(kill, (kill.step or 0) % setup.world_size) for kill in kill_at_every_step(setup, offset=turn)]
     campaigns.check(setup, *kills[turn % 3 :: 3])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "policy",
+    [SPARSE, DENSE, Checkpointing(policy="differential", every_n_steps=4, batch=2)],
+    ids=lambda each: each.policy,
+)
+@pytest.mark.parametrize("family", SPREAD.values())
+def test_every_family_of_hugging_face_ends_the_same(campaigns: Campaigns, family: str, policy: Checkpointing) -> None:
+    """Two groups of two, each of which has all experts; a rank of each is killed."""
+    setup = replace(SPREAD_SPARSE, world_size=4, family=family, num_experts=2, checkpointing=policy)
+    campaigns.check(
+        setup, Kill(phase="forward", step=5, rank=1, settle=10.0), Kill(phase="after_batch_end", step=7, rank=2)
+    )
 
 
 EIGHT = replace(SHORT, world_size=8, num_experts=5)
