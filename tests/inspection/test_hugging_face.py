@@ -42,8 +42,9 @@ CONFIG: dict[str, Any] = {
 class LitMixtral(LightningModule):
     """A Hugging Face model beside a layer of the user's own."""
 
-    def __init__(self, *, tied: bool = True, by_hand: bool = False, teacher: bool = False) -> None:
+    def __init__(self, *, tied: bool = True, by_hand: bool = False, teacher: bool = False, lr: float = 1e-2) -> None:
         super().__init__()
+        self.lr = lr
         config = transformers.MixtralConfig(**CONFIG, tie_word_embeddings=tied)
         self.model: Any = transformers.MixtralForCausalLM(config)
         if by_hand:  # the class does not know
@@ -58,7 +59,7 @@ class LitMixtral(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW((p for n, p in self.named_parameters() if not n.startswith("teacher")), 1e-2)
+        return torch.optim.AdamW((p for n, p in self.named_parameters() if not n.startswith("teacher")), self.lr)
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -101,15 +102,38 @@ def names_in(folder: Path) -> list[str]:
 def tied_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Tensor]]:
     """Three ranks, each of which wrote a part of every tensor."""
     url = str(tmp_path_factory.mktemp("hf") / "run")
+    return url, ranks_of(url, 1)[0]
+
+
+def ranks_of(url: str, ep_size: int, lr: float = 1e-2) -> list[dict[str, Tensor]]:
+    """Train on three ranks and return each rank's `state_dict`."""
 
     def work(rank: int) -> dict[str, Tensor]:
         os.environ.pop("PL_GLOBAL_SEED", None)
         seed_everything(3, verbose=False)
-        module = LitMixtral()
-        train(module, DenseCheckpoint(url), steps=2, devices=3, strategy=MoEStrategy())
+        module = LitMixtral(lr=lr)
+        train(module, DenseCheckpoint(url), steps=2, devices=3, strategy=MoEStrategy(expert_parallel=ep_size))
         return state_of(module.model)
 
-    return url, run_world(3, work, timeout=timedelta(seconds=120), process_group=False)[0]
+    return run_world(3, work, timeout=timedelta(seconds=120), process_group=False)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_experts_spread_over_ranks_are_whole_in_the_folder(tmp_path: Path) -> None:
+    """All experts of all ranks in order, and where nothing moves, each file has the bytes of an export of the whole model."""
+    ranks = ranks_of(str(tmp_path / "spread"), 3, lr=0.0)
+    assert main(["export", str(tmp_path / "spread"), str(tmp_path / "hf")]) == 0
+    whole = {
+        name: torch.cat([rank[name] for rank in ranks]) if ".experts." in name else value
+        for name, value in ranks[0].items()
+    }
+    assert same(loaded(tmp_path / "hf"), whole)
+    ranks_of(str(tmp_path / "whole"), 1, lr=0.0)
+    assert main(["export", str(tmp_path / "whole"), str(tmp_path / "hf of whole")]) == 0
+    assert files_in(tmp_path / "hf") == files_in(tmp_path / "hf of whole")
 
 
 def test_transformers_loads_what_was_trained(tied_run: tuple[str, dict[str, Tensor]], tmp_path: Path) -> None:
