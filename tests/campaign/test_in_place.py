@@ -35,6 +35,7 @@ from campaign._habits import Habit
 from campaign._in_place import CALLS, Abort, Alone, Begun, Death, Traced, no_place, train_and_die, train_in_place
 from campaign._models import Residual
 from campaign._nodes import Nodes
+from campaign._sharded import Sharded
 from campaign._supervised import Storm, nothing, run_supervised
 from campaign._training import Checkpointing, Setup
 from campaign.test_partial_copies import ruin_all
@@ -293,6 +294,16 @@ def test_a_rank_dies_before_there_is_a_generation(campaigns: Campaigns, setup: s
     """What replaces it gets the weights at the start from others; experts that nobody else has come from its own seed."""
     kill = Kill(phase="forward", step=0, rank=rank)
     check_killed(campaigns, {"sparse": SPARSE_3, "dense": DENSE_3}[setup], kill, same_seed=True)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
+def test_a_rank_with_experts_of_hugging_face_dies(campaigns: Campaigns, policy: Any) -> None:
+    """What replaces it builds a whole model, and cuts it before it meets the others; then it gets its experts."""
+    checkpointing = Checkpointing(policy=policy, window=3)
+    setup = Sharded(sharding="hf+ep", world_size=4, family="qwen3_moe", num_experts=2, checkpointing=checkpointing)
+    kills = [Kill(phase="forward", step=0, rank=1), Kill(phase="after_backward", step=5, rank=2)]
+    check_killed(campaigns, setup, *kills, same_seed=True)
 
 
 PLACES = [
