@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -419,6 +420,26 @@ def test_nearly_chosen_experts_repay_where_nothing_is_dropped(tmp_path: Path) ->
         assert extra or found == usual
     assert debt <= 0
     assert boost.debts == {}
+
+
+def test_spread_over_ranks_the_same_tokens_are_moved(tmp_path: Path) -> None:
+    """Each rank moves its own before they travel, as if it had all experts; the ranks repay together."""
+
+    def work(rank: int, ep_size: int) -> tuple[list[list[int]], dict[str, Any]]:
+        module, boost = Mixtral(), CapacityBoost(dropless=True)
+        strategy = MoEStrategy(expert_parallel=ep_size)
+        callbacks = PartialRun(str(tmp_path / str(ep_size)), (0, 9, 0, 0)), boost
+        fit(module, *callbacks, strategy=strategy, devices=2, steps=6)
+        return module.chosen, boost.state_dict()
+
+    whole, spread = (
+        run_world(2, partial(work, ep_size=ep_size), process_group=False, timeout=timedelta(seconds=120))
+        for ep_size in (1, 2)
+    )
+    assert spread == whole
+    assert spread[0][0] != spread[1][0], "they have other tokens"
+    assert spread[0][1] == spread[1][1]
+    assert spread[0][1]["moe"]["repaid"][1] >= 9
 
 
 def test_without_being_asked_layers_that_drop_nothing_are_left_alone(tmp_path: Path) -> None:
