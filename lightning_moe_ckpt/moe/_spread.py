@@ -1,11 +1,11 @@
 """Spread the stacked experts of Hugging Face models over expert-parallel ranks, in the model that the user has built.
 
-transformers computes experts in a module of its own, which is called with tokens, chosen experts and weights, and may be computed in several
-ways (`experts_implementation`). Here such a module keeps its name, its parameters keep their identity, and only the rows of this rank's
-experts stay. Its class becomes a subclass, whose forward exchanges tokens as `MoELayer` does, without a capacity, and lets
-the family's own forward compute the rows that arrive, with one expert of weight one each. Weights are applied where tokens come from.
+transformers has a module for a layer's experts. It is called with tokens, chosen experts and weights, and computes in one way or another
+(`experts_implementation`). Here such a module keeps its name, its parameters keep their identity, and only this rank's rows stay in them. Its
+class becomes a subclass. The new forward exchanges tokens as `MoELayer` does, without a capacity, and lets the family's own forward compute
+the rows that arrive, each with a single expert and weight one. The token's rank applies the weights.
 
-Invariant: rank r of the group `expert` holds experts `[r * e, (r + 1) * e)`, with the values of the model as it was built. (All ranks must
+Invariant: rank r in the group `expert` holds experts `[r * e, (r + 1) * e)`, with the values that the model was built with. (All ranks must
 build equal models: seeded alike, or from one file.)
 
 Source: Hugging Face transformers 5.23 (`integrations/moe.py`, `models/*/modeling_*.py`).
@@ -32,12 +32,12 @@ log = rank_logger(__name__)
 
 
 class SpreadExperts(nn.Module):
-    """Stacked experts of which this rank holds some; base of classes that `spread_experts` makes of a family's own class."""
+    """Stacked experts of which this rank holds some; base for the classes that `spread_experts` derives from a family's own."""
 
     ep_size: int
     """Number of ranks that share the experts."""
     num_experts: int
-    """Number of experts on this rank, which the family's own forward reads."""
+    """Number of experts on this rank, as the family's own forward expects it."""
     local_expert_ids: range
     """Global indices of the experts held here, in the order of dim 0."""
 
@@ -50,7 +50,7 @@ class SpreadExperts(nn.Module):
             top_k_weights: `[T, K]`.
 
         Returns:
-            Shape `[T, D]`, in the precision of `hidden_states`.
+            Shape `[T, D]`, as precise as `hidden_states`.
         """
         group = expert_group(self)
         dispatch = plan_dispatch(top_k_index, self.num_experts * self.ep_size, None)
@@ -59,11 +59,11 @@ class SpreadExperts(nn.Module):
         return combine_rows(y_ND, dispatch.slots, top_k_weights).to(hidden_states.dtype)
 
     def expert_parallel_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield all parameters, which are this rank's experts."""
+        """Yield all parameters: each has a row for each expert of this rank."""
         return self.named_parameters()
 
     def _own_experts(self, rows_MD: Tensor, per_expert: list[int]) -> Tensor:
-        """Apply each expert of this rank to its rows, which are sorted by expert, in the way that the family does."""
+        """Apply each expert of this rank to its rows, sorted by expert, in the way that the family does."""
         if not rows_MD.shape[0]:  # some ways leave parameters without a gradient then, others fail
             none_MD: Tensor = _Untouched.apply(rows_MD, *self.parameters())  # type: ignore[no-untyped-call]
             return none_MD
@@ -96,7 +96,7 @@ class _Untouched(torch.autograd.Function):
 def spread_experts(root: nn.Module) -> list[str]:
     """Keep this rank's experts only, in all modules with stacked experts of Hugging Face transformers; other modules stay.
 
-    `MoEStrategy` calls it when a model has been built. Parameters on the meta device are cut as well. What is already spread is left alone.
+    `MoEStrategy` calls it when a model has been built. Parameters on the meta device are cut as well. Modules that are spread already stay as they are.
 
     Returns:
         Names of the modules that this call has spread; none with one expert-parallel rank.
@@ -139,7 +139,7 @@ def _is_stacked(module: nn.Module) -> bool:
 
 
 def _refusals(fqn: str, named: dict[str, nn.Module], owners: Counter[int], ep_size: int) -> Iterator[str]:
-    """Yield why a module's experts cannot be spread, and what to do."""
+    """Yield reasons against spreading a module's experts, each with the remedy."""
     module = named[fqn]
     num_experts = getattr(module, "num_experts", 0)
     otherwise = "Use `expert_parallel=1`, or `MoELayer` in its place."

@@ -122,6 +122,7 @@ def layer(x_TD: Tensor) -> Tensor:
     routing = moe.route(torch.randn(4, 8), 2, normalize=True)
     assert_type(routing, moe.Routing)
     assert_type(routing.topk_idx, Tensor)
+    assert_type(moe.spread_experts(nn.Sequential(experts)), list[str])
     return moe.balance_loss(routing.probs, routing.topk_idx[:, 0]) + y_TD.sum()
 
 
