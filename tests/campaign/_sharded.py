@@ -118,7 +118,10 @@ class ShardedModule(DrawnModule):
     @override
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = spreadable(self._sharded) if self._sharded.sharding == "hf+ep" else Uneven(self._sharded)
+            if self._sharded.sharding == "hf+ep":
+                self.model = spreadable(self._sharded)
+                return
+            self.model = Uneven(self._sharded)
             if self._sharded.is_sharded:
                 shard(self.model, self._sharded, self)
 
@@ -167,7 +170,7 @@ def spreadable(setup: Sharded) -> FamilyModel:
     return FamilyModel(setup.family, setup.num_experts * setup.expert_parallel, **options)
 
 
-def shard(model: Any, setup: Sharded, module: LightningModule) -> None:
+def shard(model: Uneven, setup: Sharded, module: LightningModule) -> None:
     """Shard a model as a user does: blocks, then the root."""
     mesh: Any = module.device_mesh
     along = mesh["data_parallel"]
