@@ -96,7 +96,7 @@ def apply_everywhere(
 
 
 def expert_group(layer: ExpertParallelModule) -> dist.ProcessGroup | None:
-    """Return the group that shares the experts of a layer; `None` for a layer with all of them.
+    """Return the group that shares a layer's experts; `None` if each rank has them all.
 
     Raises:
         ConfigurationError: the layer was built for another number of ranks than the one in force.

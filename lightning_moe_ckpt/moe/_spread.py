@@ -1,4 +1,4 @@
-"""Spread the stacked experts of Hugging Face models over expert-parallel ranks, in the model that the user has built.
+"""Spread stacked experts in Hugging Face models over expert-parallel ranks, in the model as it was built.
 
 transformers has a module for a layer's experts. It is called with tokens, chosen experts and weights, and computes in one way or another
 (`experts_implementation`). Here such a module keeps its name, its parameters keep their identity, and only this rank's rows stay in them. Its
@@ -32,14 +32,14 @@ log = rank_logger(__name__)
 
 
 class SpreadExperts(nn.Module):
-    """Stacked experts of which this rank holds some; base for the classes that `spread_experts` derives from a family's own."""
+    """Stacked experts that several ranks share; base for the classes that `spread_experts` derives from a family's own."""
 
     ep_size: int
     """Number of ranks that share the experts."""
     num_experts: int
     """Number of experts on this rank, as the family's own forward expects it."""
     local_expert_ids: range
-    """Global indices of the experts held here, in the order of dim 0."""
+    """Global indices of this rank's experts, in the order of dim 0."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Apply the chosen experts wherever they are. Collective over the group `expert`.
@@ -59,11 +59,11 @@ class SpreadExperts(nn.Module):
         return combine_rows(y_ND, dispatch.slots, top_k_weights).to(hidden_states.dtype)
 
     def expert_parallel_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield all parameters: each has a row for each expert of this rank."""
+        """Yield all parameters, which have a row for each expert on this rank."""
         return self.named_parameters()
 
     def _own_experts(self, rows_MD: Tensor, per_expert: list[int]) -> Tensor:
-        """Apply each expert of this rank to its rows, sorted by expert, in the way that the family does."""
+        """Apply each expert on this rank to its rows, sorted by expert, in the way that the family does."""
         if not rows_MD.shape[0]:  # some ways leave parameters without a gradient then, others fail
             none_MD: Tensor = _Untouched.apply(rows_MD, *self.parameters())  # type: ignore[no-untyped-call]
             return none_MD
@@ -78,7 +78,7 @@ class SpreadExperts(nn.Module):
 
 
 class _Untouched(torch.autograd.Function):
-    """Return no rows, and a gradient of zero for every parameter."""
+    """Return no rows, and zeros as every parameter's gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
@@ -94,15 +94,15 @@ class _Untouched(torch.autograd.Function):
 
 
 def spread_experts(root: nn.Module) -> list[str]:
-    """Keep this rank's experts only, in all modules with stacked experts of Hugging Face transformers; other modules stay.
+    """Keep this rank's experts only, in all modules with stacked experts from Hugging Face transformers; other modules stay.
 
     `MoEStrategy` calls it when a model has been built. Parameters on the meta device are cut as well. Modules that are spread already stay as they are.
 
     Returns:
-        Names of the modules that this call has spread; none with one expert-parallel rank.
+        The modules that this call has spread, by name; none with one expert-parallel rank.
 
     Raises:
-        ConfigurationError: experts of transformers cannot be spread over this number of ranks, or were spread over another.
+        ConfigurationError: transformers keeps experts that cannot be spread over so many ranks, or they were spread over another number.
     """
     groups = current_groups()
     named = dict(root.named_modules())
@@ -128,7 +128,7 @@ def spread_experts(root: nn.Module) -> list[str]:
 
 
 def _is_hugging_face(module: nn.Module) -> bool:
-    """Whether a module holds routed experts of transformers, in a way that can be spread or not."""
+    """Whether a module from transformers holds routed experts, in a way that can be spread or not."""
     names = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformers.")]
     return _is_stacked(module) or any(name.endswith("Experts") and "Shared" not in name for name in names)
 
@@ -185,7 +185,7 @@ _classes: dict[type[nn.Module], type[SpreadExperts]] = {}
 
 
 def _spread_class(family: type[nn.Module]) -> type[SpreadExperts]:
-    """Return the subclass of a family's class, made once."""
+    """Return the subclass for a family's class, made once."""
     if family not in _classes:
         _classes[family] = type(f"Spread{family.__name__}", (SpreadExperts, family), {"__module__": family.__module__})
     return _classes[family]

@@ -1,7 +1,6 @@
 """Describe layers by their shape and attributes: experts stacked or in a list, with a router beside them.
 
-Our `MoELayer`, any layer that offers the same attributes, and stacked experts of Hugging Face that `spread_experts` has cut may be
-sharded over ranks.
+Our `MoELayer`, any layer that offers the same attributes, and what `spread_experts` has cut may be sharded over ranks.
 
 A *list* is a `ModuleList` or `ModuleDict` with a module per expert: Switch Transformers and LitGPT as they are, Hugging
 Face before version 5, DeepSeek's reference code (a list over all experts with `None` for those of other ranks).
