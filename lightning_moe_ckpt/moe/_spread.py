@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.moe._dispatch import apply_everywhere, combine_rows, expert_group, gather_rows, plan_dispatch
-from lightning_moe_ckpt.parallel import ParallelGroups, current_groups
+from lightning_moe_ckpt.parallel import current_groups
 
 log = rank_logger(__name__)
 
@@ -104,8 +104,7 @@ def spread_experts(root: nn.Module) -> list[str]:
     Raises:
         ConfigurationError: transformers keeps experts that cannot be spread over so many ranks, or they were spread over another number.
     """
-    groups = current_groups()
-    named = dict(root.named_modules())
+    groups, named = current_groups(), dict(root.named_modules())
     found = []
     for fqn, module in named.items():
         if isinstance(module, SpreadExperts):
@@ -116,15 +115,30 @@ def spread_experts(root: nn.Module) -> list[str]:
                 )
         elif groups.ep_size > 1 and _is_hugging_face(module):
             found.append(fqn)
-    owners = Counter(id(p) for module in set(named.values()) for p in module._parameters.values())  # noqa: SLF001
+    owners = _owners(named)
     for fqn in found:
         for reason in _refusals(fqn, named, owners, groups.ep_size):
             raise ConfigurationError(f"`{fqn}` ({type(named[fqn]).__name__}) {reason}")
     for fqn in found:
-        _spread(named[fqn], groups)
+        keep_own_rows(named[fqn])
     if found:
         log.info("%d modules of experts spread over %d ranks each", len(found), groups.ep_size, alike=True)
     return found
+
+
+def spreadable_experts(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules, with their names, that `spread_experts` would cut and not refuse; none with one expert-parallel rank."""
+    ep_size, named = current_groups().ep_size, dict(root.named_modules())
+    owners = _owners(named)
+    for fqn, module in named.items():
+        whole = ep_size > 1 and _is_stacked(module) and not isinstance(module, SpreadExperts)
+        if whole and not any(_refusals(fqn, named, owners, ep_size)):
+            yield fqn, module
+
+
+def _owners(named: dict[str, nn.Module]) -> Counter[int]:
+    """Count the modules that have each parameter."""
+    return Counter(id(p) for module in set(named.values()) for p in module._parameters.values())  # noqa: SLF001
 
 
 def _is_hugging_face(module: nn.Module) -> bool:
@@ -169,7 +183,9 @@ def _refusals(fqn: str, named: dict[str, nn.Module], owners: Counter[int], ep_si
 
 
 @torch.no_grad()
-def _spread(module: Any, groups: ParallelGroups) -> None:
+def keep_own_rows(module: Any) -> None:
+    """Cut one module's experts, which `spread_experts` does not refuse, to those of this rank."""
+    groups = current_groups()
     num_local = module.num_experts // groups.ep_size
     first = groups.ep_rank * num_local
     for parameter in module.parameters():

@@ -6,7 +6,8 @@ micro-batches together, so the schedule is the step, gradients are zeroed before
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from typing import Any, Literal, Protocol
@@ -22,6 +23,7 @@ from typing_extensions import override
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.fit.loops import _port
+from lightning_moe_ckpt.moe._pretrained import spread_while_loading
 from lightning_moe_ckpt.native import PipelinePhase
 from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
@@ -105,6 +107,13 @@ class PipelinedStrategy(DDPStrategy):
         """Sampler arguments with which all ranks of a pipeline take the same batches."""
         size = self.world_size // self.pipeline_parallel
         return {"num_replicas": size, "rank": self.global_rank % size}
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Let `configure_model` load Hugging Face models with this rank's experts alone."""
+        with super().tensor_init_context(empty_init), spread_while_loading():
+            yield
 
     @override
     def connect(self, model: LightningModule) -> None:
