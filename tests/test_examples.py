@@ -345,6 +345,51 @@ def test_a_mixtral_in_shards_is_killed_and_ends_with_the_same_bits(tmp_path: Pat
 
 
 @lightning_cli
+def test_a_mixtral_whose_experts_are_spread_is_killed_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """Each of three ranks loads 4 of 12 experts from a folder. One gets a SIGKILL; when all have started again, all ends are those
+    of a run left in peace."""
+    example = importlib.import_module("mixtral_ep")  # with transformers, once for all ranks
+    configure, train = example.Mixtral.configure_model, example.Mixtral.training_step
+    drawn = example.Mixtral()
+    drawn.configure_model()
+    drawn.model.save_pretrained(tmp_path / "model")
+    options = [
+        *("--config", str(ROOT / "examples" / "mixtral_ep.yaml"), "--trainer.max_steps=14", "--trainer.logger=false"),
+        *("--model.path", str(tmp_path / "model"), "--data.train_crops=480", "--data.context=16"),
+        *("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"),
+        *("--trainer.default_root_dir", str(tmp_path)),
+    ]
+
+    def work(rank: int, name: str, kill: int = -1) -> tuple[int, set[int], dict[str, Tensor]]:
+        steps, held = [], set()
+
+        def make(self: Any) -> None:
+            configure(self)
+            held.update(len(each) for name, each in self.named_parameters() if ".experts." in name)
+
+        def step(self: Any, batch: Any, batch_idx: int) -> Any:
+            steps.append(self.global_step)
+            if rank == 1 and self.global_step == kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return train(self, batch, batch_idx)
+
+        example.Mixtral.configure_model, example.Mixtral.training_step = make, step
+        built = example.main([*options, f"--trainer.callbacks.init_args.url={tmp_path / name}"], run=False)
+        built.trainer.fit(built.model, built.datamodule)
+        return steps[0], held, {name: each.detach() for name, each in built.model.named_parameters()}
+
+    start = partial(run_world, 3, timeout=timedelta(seconds=60), process_group=False)
+    calm = start(lambda rank: work(rank, "calm"))
+    with pytest.raises(WorldFailed):
+        start(lambda rank: work(rank, "killed", kill=11))
+    resumed = start(lambda rank: work(rank, "killed"))
+    assert [first > 0 for first, _, _ in [*calm, *resumed]] == [False] * 3 + [True] * 3
+    assert all(held == {4} for _, held, _ in [*calm, *resumed])
+    for (_, _, before), (_, _, after) in zip(calm, resumed, strict=True):
+        assert all(torch.equal(before[name].view(torch.int32), after[name].view(torch.int32)) for name in before)
+
+
+@lightning_cli
 @pytest.mark.parametrize(("example", "main"), [("text", cli.main), ("digits", digits.main)])
 def test_each_example_runs_with_each_policy(example: str, main: Callable[..., Any]) -> None:
     """A policy's file, laid over the example's, puts its callback in the place of the example's own."""
