@@ -361,7 +361,8 @@ def test_a_mixtral_whose_experts_are_spread_is_killed_and_ends_with_the_same_bit
     ]
 
     def work(rank: int, name: str, kill: int = -1) -> tuple[int, set[int], dict[str, Tensor]]:
-        steps, held = [], set()
+        steps: list[int] = []
+        held: set[int] = set()
 
         def make(self: Any) -> None:
             configure(self)

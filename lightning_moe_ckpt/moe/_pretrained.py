@@ -70,7 +70,7 @@ def _own_entries(model: nn.Module, state_dict: Mapping[str, Any], weight_mapping
 
     Args:
         model: model as built by `from_pretrained`, without memory.
-        state_dict: entries by their names in the files: tensors, or what reads one when it is indexed.
+        state_dict: entries by their names in the files: tensors, or handles that read them when indexed.
         weight_mapping: how transformers makes parameters of entries.
     """
     entries, num_spread = dict(state_dict), 0

@@ -184,7 +184,7 @@ def _refusals(fqn: str, named: dict[str, nn.Module], owners: Counter[int], ep_si
 
 @torch.no_grad()
 def keep_own_rows(module: Any) -> None:
-    """Cut one module's experts, which `spread_experts` does not refuse, to those of this rank."""
+    """Cut the experts of a module from `spreadable_experts` to those of this rank."""
     groups = current_groups()
     num_local = module.num_experts // groups.ep_size
     first = groups.ep_rank * num_local

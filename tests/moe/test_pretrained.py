@@ -100,7 +100,7 @@ def test_files_with_names_of_the_model_in_memory_load_their_rows(tmp_path: Path)
         out.mkdir()
         out.joinpath("config.json").write_text(json.dumps(model.config.to_dict()))
         name = {"a": "model.safetensors", "b": "pytorch_model.bin"}[folder]
-        save({key: tensor.clone() for key, tensor in model.state_dict().items()}, out / name)  # type: ignore[operator]
+        save({key: tensor.clone() for key, tensor in model.state_dict().items()}, out / name)
         load = partial(transformers.AutoModelForCausalLM.from_pretrained, out)
         assert_rows(spread(load, 2, 3), model, 2, 3)
 
