@@ -32,7 +32,8 @@ def spread_while_loading() -> Iterator[None]:
 
     Nothing changes with one expert-parallel rank. Experts that cannot be spread stay whole; `spread_experts` refuses them.
     """
-    if current_groups().ep_size == 1 or find_spec("transformers") is None:
+    names = "transformers", "transformers.core_model_loading"  # the second since 5.0
+    if current_groups().ep_size == 1 or not all(map(find_spec, names)):
         yield
         return
     from transformers import modeling_utils
