@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.moe._spread import keep_own_rows, spreadable_experts
+from lightning_moe_ckpt.moe._spread import SpreadExperts, keep_own_rows, spreadable_experts
 from lightning_moe_ckpt.parallel import current_groups
 
 log = rank_logger(__name__)
@@ -44,7 +44,9 @@ def spread_while_loading() -> Iterator[None]:
     def load_rows(*, model: nn.Module, state_dict: dict[str, Any], load_config: Any, **kwargs: Any) -> Any:
         if load_config.hf_quantizer is None:
             state_dict = _own_entries(model, state_dict, load_config.weight_mapping or [])
-        return load(model=model, state_dict=state_dict, load_config=load_config, **kwargs)
+        loaded = load(model=model, state_dict=state_dict, load_config=load_config, **kwargs)
+        _let_go(model)
+        return loaded
 
     def initialize_rows(model: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         initialize(model, module, *args, **kwargs)
@@ -101,9 +103,16 @@ class _Rows:
         self._entry, self._rows = entry, rows
 
     def __getitem__(self, _: object) -> Tensor:
-        # Not a view, which would keep the whole entry, and of which copies would be as large as the entry.
         rows: Tensor = self._entry[self._rows]
-        return rows.clone()
+        return rows
+
+
+def _let_go(model: nn.Module) -> None:
+    """Copy experts that are views of all experts in a file, if none was made for another precision: copies of a view are as large."""
+    for module in model.modules():
+        for parameter in module.parameters() if isinstance(module, SpreadExperts) else ():
+            if parameter.untyped_storage().nbytes() > parameter.nbytes:
+                parameter.data = parameter.data.clone()
 
 
 def _has_whole(sources: Mapping[str | None, list[str]], shape: tuple[int, ...], state_dict: Mapping[str, Any]) -> bool:
