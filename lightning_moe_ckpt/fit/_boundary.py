@@ -25,7 +25,7 @@ from lightning_moe_ckpt.fit.loaders._random import NO_FETCHES, EpochMoments
 from lightning_moe_ckpt.fit.loggers import _metrics
 from lightning_moe_ckpt.fit.loops import _trainer
 from lightning_moe_ckpt.journal import RngState, differs
-from lightning_moe_ckpt.operators import StateSchema, groups_state, load_groups_state
+from lightning_moe_ckpt.operators import StateSchema, groups_state, load_groups_state, stepped_parameters
 
 log = rank_logger(__name__)
 
@@ -57,7 +57,7 @@ class BoundaryState:
     ) -> None:
         self.trainer, self.module, self._skip, self._parts = trainer, module, skip, parts
         self.trained, self.settings, self.moved = trained, settings, moved
-        self._rest = partial(schema.rest, dict(module.named_parameters())) if schema.has_rest else None
+        self._rest = partial(schema.rest, stepped_parameters(module)) if schema.has_rest else None
         self.extras = Extras(trainer, module)
         self._attributes: dict[str, Any] | None = None  # of the newest taken boundary
         self._followed: Mapping[str, Any] = {}  # of the last followed boundary of the original run

@@ -26,7 +26,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.fit.loops._trainer import datamodule_of
 from lightning_moe_ckpt.journal import Constant, Written, differs, refusals, written
-from lightning_moe_ckpt.operators import MoELayerSpec, is_sharded, memory_of, show_shards
+from lightning_moe_ckpt.operators import MoELayerSpec, is_sharded, memory_of, show_shards, stepped_parameters
 
 log = rank_logger(__name__)
 
@@ -206,7 +206,9 @@ class Trained:
         its device is taken to leave weights alone.
         """
         self._params, self._optimizer = dict(module.named_parameters()), optimizer
-        self._names = {id(param): name for name, param in self._params.items()}
+        self._stepped = stepped_parameters(module)
+        """What the optimizer has of them, with gradients."""
+        self._names = {id(param): name for name, param in chain(self._params.items(), self._stepped.items())}
         self._may_keep = (
             is_overridden("optimizer_zero_grad", module)
             or not module.automatic_optimization
@@ -244,7 +246,7 @@ class Trained:
         """Return newly found parameters with a gradient at a step's begin; call before its first backward pass."""
         if not self.looks:
             return []
-        graded = {name: param.grad for name, param in self._params.items() if param.grad is not None}
+        graded = {name: param.grad for name, param in self._stepped.items() if param.grad is not None}
         known, self._guessed = self._kept - self._guessed, set()
         left = [name for name, some in zip(graded, _are_something(list(graded.values())), strict=True) if some]
         found = [name for name in left if name not in self._kept]
@@ -254,10 +256,10 @@ class Trained:
     def take(self) -> dict[str, Any]:
         """Return the state, in types that the journal stores."""
         added = self._optimizer.param_groups[self._num_configured :]
-        graded = (param.grad is not None for param in self._params.values()) if self._may_keep else ()
-        kept = {name: self._params[name].grad for name in sorted(self._kept)}
+        graded = (param.grad is not None for param in self._stepped.values()) if self._may_keep else ()
+        kept = {name: self._stepped[name].grad for name in sorted(self._kept)}
         partial = (
-            {name: sums for name, param in self._params.items() if (sums := _partial(param.grad))}
+            {name: sums for name, param in self._stepped.items() if (sums := _partial(param.grad))}
             if self._may_keep
             else {}
         )
@@ -274,7 +276,7 @@ class Trained:
 
     def take_left_over(self, taken: dict[str, Any]) -> None:
         """Add to `taken` gradients with which the next step may begin and which were not known to be kept."""
-        gradients = {name: self._params[name].grad for name in self.left_over()}
+        gradients = {name: self._stepped[name].grad for name in self.left_over()}
         if left := {name: _copied_shard(each) for name, each in gradients.items() if each is not None}:
             taken["kept"] = {**taken.get("kept", {}), **left}
 
@@ -284,7 +286,7 @@ class Trained:
             if param.requires_grad != bool(trains):  # most have not changed
                 param.requires_grad_(bool(trains))
         for names in state["added"][len(self._optimizer.param_groups) - self._num_configured :]:
-            self._optimizer.add_param_group({"params": [self._params[name] for name in names]})
+            self._optimizer.add_param_group({"params": [self._stepped[name] for name in names]})
         self.restore_order(state)
 
     def _in_groups(self) -> list[nn.Parameter]:
@@ -318,7 +320,7 @@ class Trained:
         if state.get("gradients"):
             self.not_zeroed()
         partial = state.get("partial", {})
-        for (name, param), graded in zip(self._params.items(), state.get("gradients", b""), strict=False):
+        for (name, param), graded in zip(self._stepped.items(), state.get("gradients", b""), strict=False):
             if not graded:
                 param.grad = None
             elif param.grad is None:
@@ -326,9 +328,9 @@ class Trained:
         kept = state.get("kept", {})
         self._kept.update(kept)
         for name, value in kept.items():
-            gradient = _zero_gradient(self._params[name], partial.get(name))
+            gradient = _zero_gradient(self._stepped[name], partial.get(name))
             memory_of(gradient).copy_(value)
-            self._params[name].grad = gradient
+            self._stepped[name].grad = gradient
 
     def unfit(self) -> str:
         """Return why no restart could go on from here, which is logged once; empty if a restart can.

@@ -3,12 +3,15 @@
 from lightning_moe_ckpt.operators._boxes import Box as Box
 from lightning_moe_ckpt.operators._boxes import Region as Region
 from lightning_moe_ckpt.operators._boxes import boxes_of as boxes_of
+from lightning_moe_ckpt.operators._boxes import complete as complete
 from lightning_moe_ckpt.operators._boxes import is_sharded as is_sharded
 from lightning_moe_ckpt.operators._boxes import marks_of as marks_of
 from lightning_moe_ckpt.operators._boxes import memory_of as memory_of
 from lightning_moe_ckpt.operators._boxes import regions_of as regions_of
 from lightning_moe_ckpt.operators._boxes import sharding_of as sharding_of
 from lightning_moe_ckpt.operators._boxes import show_shards as show_shards
+from lightning_moe_ckpt.operators._boxes import stepped_parameters as stepped_parameters
+from lightning_moe_ckpt.operators._boxes import whole_of as whole_of
 from lightning_moe_ckpt.operators._boxes import with_memory as with_memory
 from lightning_moe_ckpt.operators._copies import by_parameter as by_parameter
 from lightning_moe_ckpt.operators._count_taps import AttributeTap as AttributeTap

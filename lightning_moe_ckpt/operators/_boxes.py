@@ -5,6 +5,9 @@ has one *box*, an offset and a size per dimension, in plain memory. A DTensor's 
 ranks find the same operators in a sharded module; only where bytes are copied does it matter where they lie.
 
 A box's elements lie in memory in their global order. So a flat global interval is a flat interval in each box.
+
+An optimizer with sharded state steps a rank's piece of a plain parameter: a box of one dimension, which this rank alone holds. Its
+weights are stored with its state, and completed from all owners once they are loaded.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from xxhash import xxh3_64_hexdigest
+
+from lightning_moe_ckpt.parallel import shard_of, stepped_of
 
 Region = tuple[int, ...]
 """Ranks that hold the same bytes, ascending."""
@@ -81,6 +86,10 @@ class Box:
 
 def box_of(param: Tensor) -> Box | None:
     """Return a sharded parameter's box; `None` for a plain one."""
+    shard = shard_of(param)
+    if shard is not None and param is shard.stepped:
+        cut = f"optimizer state in {len(shard.ranks)} parts"
+        return Box((shard.whole.numel(),), (shard.start,), (param.numel(),), cut, holders=(shard.rank,))
     if type(param) is not DTensor:
         return None
     size, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
@@ -96,7 +105,7 @@ def marks_of(boxes: Mapping[str, Box]) -> dict[str, str]:
     """Return a digest by placement: with equal digests, ranks have the same boxes."""
     found: dict[str, set[tuple[tuple[int, ...], ...]]] = {}
     for box in boxes.values():
-        found.setdefault(box.placement, set()).add((box.shape, box.offset, box.size))
+        found.setdefault(box.placement, set()).add((box.shape, box.offset, box.size, box.holders))
     return {placement: xxh3_64_hexdigest(repr(sorted(own)).encode()) for placement, own in found.items()}
 
 
@@ -116,16 +125,42 @@ def memory_of(tensor: Any) -> Tensor:
 
 
 def with_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors, and the DTensors' memory, which has versions of its own."""
-    return [*tensors, *[memory_of(tensor) for tensor in tensors if type(tensor) is DTensor]]
+    """Return the tensors, and those over the same memory with versions of their own: in DTensors, and around optimizers' shards."""
+    around = [shard.whole for tensor in tensors if (shard := shard_of(tensor)) is not None]
+    return [*tensors, *[memory_of(tensor) for tensor in tensors if type(tensor) is DTensor], *around]
+
+
+def stepped_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return what an optimizer steps of a module's parameters, by first name: with sharded state this rank's pieces."""
+    return {fqn: stepped_of(param) for fqn, param in module.named_parameters()}
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return the parameter around what an optimizer steps of it; other tensors as they are."""
+    shard = shard_of(tensor)
+    return tensor if shard is None else shard.whole
+
+
+def complete(params: Iterable[Tensor]) -> None:
+    """Give all ranks the weights that owners have loaded into their optimizers' shards. Collective if there are any."""
+    shard = next(filter(None, map(shard_of, params)), None)
+    if shard is not None:
+        shard.gather()
 
 
 def sharding_of(params: Iterable[Any]) -> str:
     """Return in words how parameters are in shards, whatever meshes are called, the same on all ranks; empty if all are plain."""
-    kinds = Counter(_placement(param, named=False) if isinstance(param, DTensor) else "" for param in params)
+    kinds = Counter(map(_in_words, params))
     if set(kinds) <= {""}:
         return ""
     return ", ".join(f"{count} {kind or 'plain'}" for kind, count in sorted(kinds.items()))
+
+
+def _in_words(param: Any) -> str:
+    if isinstance(param, DTensor):
+        return _placement(param, named=False)
+    box = box_of(param)
+    return "" if box is None else box.placement
 
 
 def _placement(param: DTensor, *, named: bool = True) -> str:

@@ -31,6 +31,7 @@ from lightning_moe_ckpt.operators._boxes import Box, boxes_of, memory_of
 from lightning_moe_ckpt.operators._count_taps import CountTap, IndexTap, TokenCounts, tensors_of
 from lightning_moe_ckpt.operators._discover import discover
 from lightning_moe_ckpt.operators._operator import MoELayerSpec, OperatorSet
+from lightning_moe_ckpt.parallel import stepped_of
 
 log = rank_logger(__name__)
 
@@ -155,7 +156,8 @@ class CountProbe:
     def __init__(self, operators: OperatorSet, module: nn.Module) -> None:
         self._module = module
         params = dict(module.named_parameters(remove_duplicate=False))
-        boxes, counted = boxes_of(params), [layer for layer in operators.layers if layer.count is not None]
+        boxes = boxes_of({fqn: stepped_of(param) for fqn, param in params.items()})
+        counted = [layer for layer in operators.layers if layer.count is not None]
         self._layers = [_LayerProbe(layer, module, params, boxes) for layer in counted]
         self._handles: list[RemovableHandle] = []
         self._installed, self._steps = False, 0
@@ -353,7 +355,7 @@ class _LayerProbe:
 
     def _has_gradient(self, expert: int) -> bool:
         for piece in self.layer.experts[expert]:
-            grad, start, stop = self._params[piece.fqn].grad, piece.start, piece.stop
+            grad, start, stop = stepped_of(self._params[piece.fqn]).grad, piece.start, piece.stop
             if piece.fqn in self._boxes and grad is not None:
                 grad, (start, stop, _) = memory_of(grad), self._boxes[piece.fqn].part(start, stop) or (0, 0, 0)
             if grad is not None and bool(grad.reshape(-1)[start:stop].any()):

@@ -37,6 +37,7 @@ from lightning_moe_ckpt.operators._copies import (
 from lightning_moe_ckpt.operators._coupling import Coupling, Group, Reach, wideness
 from lightning_moe_ckpt.operators._found_layout import FoundLayout, StateEntry, recorded_value
 from lightning_moe_ckpt.operators._optimizer_classes import Layout, layout_of, reach_of
+from lightning_moe_ckpt.parallel import stepped_of
 
 log = rank_logger(__name__)
 
@@ -252,9 +253,10 @@ def _found_states(schema: StateSchema, module: nn.Module) -> dict[str, str]:
     groups = {id(param): i for i, group in enumerate(schema.optimizer.param_groups) for param in group["params"]}
     firsts = dict[object, tuple[str, Tensor]]()
     for name, param in module.named_parameters():
-        firsts.setdefault((groups.get(id(param)), param.shape, param.dtype), (name, param))
+        key = groups.get(id(stepped_of(param))), param.shape, param.dtype
+        firsts.setdefault(key, (f"`{name}` {list(param.shape)}", stepped_of(param)))
     return {
-        f"`{name}` {list(param.shape)}": ", ".join(
+        name: ", ".join(
             f"`{entry.key}` ({str(entry.dtype).removeprefix('torch.')} {'as the parameter' if entry.per_element else list(entry.shape)})"
             for entry in schema.entries(param)
         )

@@ -56,8 +56,38 @@ def ordered_all_reduce(
     dist.all_to_all_single(_as_bytes(received), _as_bytes(sent), group=group)
     received_RC = received.view(ranks, -1)
     _sum_into_first(received_RC, divisor)
-    _share_first(received_RC, sent, group)
+    share_first(received_RC, sent, group)
     return flat if sent is flat else flat.copy_(sent[: flat.numel()])
+
+
+def ordered_reduce_scatter(
+    flat: Tensor, own_C: Tensor, group: dist.ProcessGroup, *, divisor: int, scratch: Tensor
+) -> Tensor:
+    """Sum like `ordered_all_reduce`, but give each rank its row of `flat` only. Collective.
+
+    Args:
+        flat: a row of C elements per rank, contiguous, one-dimensional.
+        own_C: receives this rank's row; returned.
+        group: the ranks to sum over.
+        divisor: applied to the sum before rounding.
+        scratch: memory of the same dtype, at least as long as `flat`.
+    """
+    received = scratch[: flat.numel()]
+    dist.all_to_all_single(_as_bytes(received), _as_bytes(flat), group=group)
+    received_RC = received.view(group.size(), -1)
+    _sum_into_first(received_RC, divisor)
+    return own_C.copy_(received_RC[0])
+
+
+def plain_reduce_scatter(
+    flat: Tensor, own_C: Tensor, group: dist.ProcessGroup, *, divisor: int, scratch: Tensor
+) -> Tensor:
+    """Sum like `ordered_reduce_scatter`, by the backend's reduce-scatter, with bits as of `plain_all_reduce`. Collective."""
+    del scratch
+    # The name changed in torch 2.13; the older one warns there.
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(own_C, flat, group=group)
+    return own_C.div_(divisor) if divisor != 1 else own_C
 
 
 def plain_all_reduce(
@@ -84,7 +114,8 @@ def _sum_into_first(parts_RC: Tensor, divisor: int) -> None:
     parts_RC[0].copy_(total_C)
 
 
-def _share_first(parts_RC: Tensor, out: Tensor, group: dist.ProcessGroup) -> None:
+def share_first(parts_RC: Tensor, out: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `out` with the first rows of all ranks, by rank; the other rows are overwritten. Collective."""
     if out.is_cuda:
         all_gather_flat(out, parts_RC[0], group)
         return

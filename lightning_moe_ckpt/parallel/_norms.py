@@ -48,7 +48,7 @@ def pieces(numel: int, parts: int) -> list[tuple[int, int]]:
 
     Args:
         numel: elements of the whole parameter.
-        parts: owners, at least one. The numbers of blocks of two owners differ by one at most, so some may be empty.
+        parts: owners, at least one. All have equally many blocks, but for the last with any, which may have fewer.
     """
     return list(pairwise(_cut(numel, parts, part) for part in range(parts + 1)))
 
@@ -236,4 +236,4 @@ def _power_of_two(least: int) -> int:
 def _cut(numel: int, parts: int, part: int) -> int:
     """Return where a part begins: at a multiple of the block, or at the end."""
     block = block_numel(numel)
-    return min(part * -(-numel // block) // parts * block, numel)
+    return min(part * -(-numel // (block * parts)) * block, numel)

@@ -12,6 +12,8 @@ All gradients of one kind (same group, dtype, device) form one flat vector, in r
 about the order in which backward finishes them. The vector is cut every `bucket_numel` elements, also within a
 parameter, so a bucket never exceeds its size however large a stacked expert tensor is.
 
+If a parameter has a shard, its gradient ends as the shard's, on the rank that owns the piece, see `ShardBuckets`.
+
 Invariant: the layout is a pure function of names, shapes and sizes. Messages and their order depend on the layout
 alone, not on which gradients exist.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -27,21 +30,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel._collectives import (
     CollectiveQueue,
     ordered_all_reduce,
+    ordered_reduce_scatter,
     plain_all_reduce,
+    plain_reduce_scatter,
     stream_writing,
 )
 from lightning_moe_ckpt.parallel._groups import ParallelGroups
+from lightning_moe_ckpt.parallel._shards import OptimizerShard, ShardBuckets
 
 log = rank_logger(__name__)
 
 ReductionMode = Literal["ordered", "allreduce"]
-_REDUCE: dict[ReductionMode, Callable[..., Tensor]] = {"ordered": ordered_all_reduce, "allreduce": plain_all_reduce}
+_REDUCE: dict[ReductionMode, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "ordered": (ordered_all_reduce, ordered_reduce_scatter),
+    "allreduce": (plain_all_reduce, plain_reduce_scatter),
+}
+"""Reductions by mode: to all ranks, and to each rank its row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +112,8 @@ def _round_up(value: int, multiple: int) -> int:
 @dataclass(kw_only=True, eq=False)
 class _Bucket:
     flat: Tensor
+    own: Tensor | None = None
+    """Receives this rank's row, if gradients end with the owners of pieces."""
     scratch: Tensor
     """Memory as long as the bucket, shared by all buckets: one is reduced at a time."""
     group: dist.ProcessGroup
@@ -118,29 +131,63 @@ class _Gradient:
 
     fqn: str
     parameter: nn.Parameter
-    flat: Tensor
     buckets: list[_Bucket]
     ready: bool = False
     hook: RemovableHandle | None = field(default=None, repr=False)
 
     def fill(self) -> None:
-        """Copy the gradient into `flat`, or zeros; call before its buckets are launched. Raises `ConfigurationError` if sparse."""
+        """Copy the gradient into its buckets, or zeros; call before these are launched. Raises `ConfigurationError` if sparse."""
         grad = self.parameter.grad
-        if grad is None:
-            self.flat.zero_()
-        elif grad.is_sparse:
+        if grad is not None and grad.is_sparse:
             raise ConfigurationError(
                 f"`{self.fqn}` has a sparse gradient, which cannot be reduced in a static bucket. "
                 "Build its module with `sparse=False`."
             )
-        else:
-            self.flat.copy_(grad.detach())
+        self.send(None if grad is None else grad.detach())
 
-    def write_back(self) -> None:
+    def send(self, grad: Tensor | None) -> None:
+        """Copy a gradient into the buckets, or zeros."""
+        raise NotImplementedError
+
+    def write_back(self, *, present: bool) -> None:
+        """Set the reduced gradient, if any rank has one."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True, eq=False)
+class _WholeGradient(_Gradient):
+    flat: Tensor
+    """Place in the flat vector, in the parameter's shape."""
+
+    @override
+    def send(self, grad: Tensor | None) -> None:
+        _ = self.flat.zero_() if grad is None else self.flat.copy_(grad)
+
+    @override
+    def write_back(self, *, present: bool) -> None:
+        if not present:
+            return
         if self.parameter.grad is None:
             self.parameter.grad = self.flat.clone()  # not a view: the buffer is overwritten in the next step
         else:
             self.parameter.grad.copy_(self.flat)
+
+
+@dataclass(kw_only=True, eq=False)
+class _PieceGradient(_Gradient):
+    shard: OptimizerShard
+    memory: ShardBuckets
+
+    @override
+    def send(self, grad: Tensor | None) -> None:
+        like = self.shard.memory if grad is None else grad.reshape(-1)
+        for place, part in self.memory.pairs(self.fqn, like):
+            _ = place.zero_() if grad is None else place.copy_(part)
+
+    @override
+    def write_back(self, *, present: bool) -> None:
+        self.parameter.grad = None
+        self.shard.stepped.grad = self.memory.own_piece(self.fqn) if present else None
 
 
 class GradientReducer:
@@ -155,6 +202,9 @@ class GradientReducer:
         groups: this rank's groups; in a world of one nothing is reduced.
         is_expert_parallel: parameter names whose experts differ between the ranks of an `expert` group.
         bucket_nbytes: bytes per message.
+        shards: by name, for parameters whose gradients end with the owners of pieces. Their own gradients are then `None`.
+        whole_gradients: whether all ranks gather the gradients of `shards`, because the user's code reads them; a shard's gradient is
+            then a part of the whole one.
         mode: `"ordered"`: bits depend on the ranks' values only. `"allreduce"`: the backend's own all-reduce over the same
             static, zero-filled buckets; faster on some networks, with bits that change with `bucket_nbytes`, the set of
             parameters and the backend's choice of algorithm.
@@ -169,6 +219,8 @@ class GradientReducer:
         *,
         groups: ParallelGroups,
         is_expert_parallel: Collection[str] = (),
+        shards: Mapping[str, OptimizerShard] = MappingProxyType({}),
+        whole_gradients: bool = False,
         bucket_nbytes: int = 32 * 2**20,
         mode: ReductionMode = "ordered",
         flags: Iterable[str] = ("stop",),
@@ -183,7 +235,8 @@ class GradientReducer:
         self._sharded = frozenset(is_expert_parallel)
         self._bucket_nbytes = bucket_nbytes
         self._mode = mode
-        self._reduce = _REDUCE[mode]
+        self._reduce, self._reduce_scatter = _REDUCE[mode]
+        self._shards, self._whole_gradients = shards, whole_gradients
         self._world_flags = tuple(flags)
         self.flags: dict[str, int] = dict.fromkeys((*self._world_flags, *stage_flags), 0)
         """This rank's values. The owner of a flag sets and clears it; a signal handler may do so at any time."""
@@ -191,7 +244,7 @@ class GradientReducer:
         """Maximum of each flag over all ranks, from the last reduction."""
         self._flag_names = tuple(self.flags)
         self._lane = CollectiveQueue()
-        self._sync = self._armed = False
+        self._sync = self._armed = self._finished = False
         self._gradients: dict[str, _Gradient] = {}
         self._queue: list[_Bucket] = []
         self._launched: list[Future[Tensor]] = []
@@ -210,6 +263,9 @@ class GradientReducer:
         """
         self._sync = sync
         self._armed = sync and self._groups.world_size > 1
+        if self._finished:
+            self._finished = False
+            self._keep_gradients()
         if not self._armed:
             return
         if any(p.requires_grad and fqn not in self._known for fqn, p in self._parameters.items()):
@@ -241,6 +297,16 @@ class GradientReducer:
             if not gradient.ready:
                 self._contribute(gradient)
         self._write_back(self._agree(present))  # agrees while the last buckets are reduced
+        self._finished = True
+
+    def gather_weights(self, stepped: Collection[Tensor] | None = None) -> None:
+        """Give all ranks the owners' pieces of weights: those `stepped`, or all. Collective."""
+        wanted = None if stepped is None else set(map(id, stepped))
+        shards = {fqn: each for fqn, each in self._shards.items() if wanted is None or id(each.stepped) in wanted}
+        for shard in shards.values():
+            shard.refresh()
+        whole = {fqn: shard.memory for fqn, shard in shards.items()}
+        self._gather({fqn: shard.stepped.detach() for fqn, shard in shards.items()}, whole)
 
     def exchange_flags(self) -> dict[str, int]:
         """Return the maximum over all ranks of the flags that concern more than one stage. Collective."""
@@ -263,12 +329,15 @@ class GradientReducer:
         """Lay out the parameters that require a gradient on any rank of the stage. Collective."""
         self.close()
         self._known = self._agree_on_names() if self._groups.world_size > 1 else frozenset(self._parameters)
-        self._gradients, self._queue, self._unshared = {}, [], []
+        self._gradients, self._queue, self._unshared, self._pieces = {}, [], [], []
         if self._groups.world_size == 1:
             return
         order = {fqn: position for position, fqn in enumerate(reversed(self._parameters))}
-        for (is_sharded, dtype, device), fqns in self._kinds().items():
-            group = self._groups.groups["expert_data" if is_sharded else "reduce"]
+        self._pieces = self._lay_out_pieces(self._known & self._shards.keys())
+        for memory in self._pieces:
+            self._watch_pieces(memory, order)
+        for (is_sharded, dtype, device), fqns in self._kinds(self._known - self._shards.keys()).items():
+            group = self._group(is_sharded)
             if group.size() == 1:
                 self._unshared += fqns
                 continue
@@ -289,10 +358,13 @@ class GradientReducer:
         dist.all_gather_object(everyone, own, group=self._groups.group("stage_control"))
         return frozenset(name for names in everyone for name in names)
 
-    def _kinds(self) -> Mapping[tuple[bool, torch.dtype, torch.device], list[str]]:
+    def _group(self, is_sharded: bool) -> dist.ProcessGroup:
+        return self._groups.groups["expert_data" if is_sharded else "reduce"]
+
+    def _kinds(self, fqns: Collection[str]) -> Mapping[tuple[bool, torch.dtype, torch.device], list[str]]:
         kinds: dict[tuple[bool, torch.dtype, torch.device], list[str]] = {}
         for fqn, parameter in self._parameters.items():
-            if fqn in self._known:
+            if fqn in fqns:
                 kinds.setdefault((fqn in self._sharded, parameter.dtype, parameter.device), []).append(fqn)
         return kinds
 
@@ -305,11 +377,47 @@ class GradientReducer:
         for fqn, slot in layout.slots.items():
             parameter, waiting = self._parameters[fqn], [buckets[bucket] for bucket in slot.buckets]
             view = flat[slot.start : slot.stop].view(parameter.shape)
-            self._gradients[fqn] = _Gradient(fqn=fqn, parameter=parameter, flat=view, buckets=waiting)
-            for bucket in waiting:
+            self._gradients[fqn] = _WholeGradient(fqn=fqn, parameter=parameter, flat=view, buckets=waiting)
+        self._enqueue(buckets, layout.slots, order)
+
+    def _lay_out_pieces(self, fqns: Collection[str]) -> list[ShardBuckets]:
+        return [
+            ShardBuckets({fqn: self._shards[fqn] for fqn in names}, self._group(is_sharded), self._bucket_nbytes)
+            for (is_sharded, _, _), names in self._kinds(fqns).items()
+        ]
+
+    def _watch_pieces(self, memory: ShardBuckets, order: Mapping[str, int]) -> None:
+        buckets = [
+            _Bucket(
+                flat=each.view(-1), own=memory.own_of(at), scratch=memory.scratch, group=memory.group, complete_at=-1
+            )
+            for at, each in enumerate(memory.buckets_RC)
+        ]
+        for fqn, columns in memory.columns.items():
+            self._gradients[fqn] = _PieceGradient(
+                fqn=fqn,
+                parameter=self._parameters[fqn],
+                buckets=[buckets[bucket] for bucket in columns.buckets],
+                shard=self._shards[fqn],
+                memory=memory,
+            )
+        self._enqueue(buckets, memory.columns, order)
+
+    def _enqueue(self, buckets: list[_Bucket], fqns: Iterable[str], order: Mapping[str, int]) -> None:
+        for fqn in fqns:
+            for bucket in self._gradients[fqn].buckets:
                 bucket.num_slots += 1
                 bucket.complete_at = max(bucket.complete_at, order[fqn])
         self._queue += buckets
+
+    def _gather(self, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
+        """Fill flat `whole` tensors from all owners' pieces, by the same names; without memory of its own for those that train."""
+        known = {fqn for memory in self._pieces for fqn in memory.columns}
+        for memory in [*self._pieces, *self._lay_out_pieces(own.keys() - known)]:
+            fqns = memory.columns.keys() & own.keys()
+            memory.gather(
+                self._lane, *({fqn: each[fqn] for fqn in memory.columns if fqn in fqns} for each in (own, whole))
+            )
 
     # -- one reduction -----------------------------------------------------------------------------------------------
 
@@ -328,10 +436,27 @@ class GradientReducer:
             )
         self._contribute(gradient)
 
+    def _keep_gradients(self) -> None:
+        """Continue from gradients that were not zeroed since the last reduction: of shards' parameters, ranks gather them."""
+        kept = dict[str, Tensor]()
+        for fqn, shard in self._shards.items():
+            grad, shard.stepped.grad = shard.stepped.grad, None
+            if grad is not None and not (self._whole_gradients and shard.whole.grad is None):
+                kept[fqn] = grad
+            shard.whole.grad = None
+        self._make_whole(kept)
+
+    def _make_whole(self, own: Mapping[str, Tensor]) -> None:
+        """Give parameters whole gradients, from all owners' pieces. Collective."""
+        whole = {fqn: torch.empty_like(self._shards[fqn].whole, requires_grad=False) for fqn in own}
+        self._gather(own, {fqn: each.view(-1) for fqn, each in whole.items()})
+        for fqn, each in whole.items():
+            self._shards[fqn].whole.grad = each
+
     def _contribute(self, gradient: _Gradient) -> None:
         gradient.fill()
         gradient.ready = True
-        stream = stream_writing(gradient.flat)
+        stream = stream_writing(gradient.parameter)
         for bucket in gradient.buckets:
             bucket.pending -= 1
             if stream is not None:
@@ -340,9 +465,11 @@ class GradientReducer:
             self._launched.append(self._launch(self._queue[position]))
 
     def _launch(self, bucket: _Bucket) -> Future[Tensor]:
+        own = () if bucket.own is None else (bucket.own,)
+        reduce = self._reduce_scatter if own else self._reduce
         divisor = self._groups.stage_size
         return self._lane.submit(
-            lambda: self._reduce(bucket.flat, bucket.group, divisor=divisor, scratch=bucket.scratch),
+            lambda: reduce(bucket.flat, *own, bucket.group, divisor=divisor, scratch=bucket.scratch),
             device=bucket.flat.device,
             after=bucket.writers,
         )
@@ -373,9 +500,16 @@ class GradientReducer:
             reduced.wait()
         with torch.no_grad():
             for fqn, gradient in self._gradients.items():
-                if present[fqn]:
-                    gradient.write_back()
+                gradient.write_back(present=present[fqn])
             for fqn in self._unshared:
                 grad = self._parameters[fqn].grad
                 if grad is not None:
                     grad.div_(self._groups.stage_size)
+        if self._whole_gradients:
+            own = {fqn: each.stepped for fqn, each in self._shards.items() if each.stepped.grad is not None}
+            self._make_whole({fqn: each.grad for fqn, each in own.items() if each.grad is not None})
+            for fqn, stepped in own.items():
+                shard = self._shards[fqn]
+                grad = shard.whole.grad
+                assert grad is not None
+                stepped.grad = grad.view(-1)[shard.start : shard.stop]

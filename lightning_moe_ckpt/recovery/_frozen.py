@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_moe_ckpt.operators import Operator, OperatorSet
+from lightning_moe_ckpt.parallel import stepped_of
 
 # Shape suffixes: E experts of a stack.
 
@@ -106,13 +107,14 @@ class Frozen:
 
     def fill_gradients(self) -> None:
         """Set gradients that were not computed to zero; call after backward."""
-        for param in self._off:
+        for param in map(stepped_of, self._off):
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
 
     def drop_gradients(self) -> None:
         """Take frozen parameters' gradients away; call right before the optimizer steps."""
-        self._dropped = [(param, param.grad) for param in self._passive if param.grad is not None]
+        passive = map(stepped_of, self._passive)
+        self._dropped = [(param, param.grad) for param in passive if param.grad is not None]
         for param, _ in self._dropped:
             param.grad = None
 

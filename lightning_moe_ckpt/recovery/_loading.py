@@ -304,7 +304,8 @@ def _shard(operator: Operator, source: ShardSource, box: Box | None) -> Shard:
     for whole in operator.slices:
         first, begin, numel = whole.global_start, whole.start, whole.numel
         if box is not None:
-            first, begin, numel = box.first if box.bounds is None else 0, 0, box.numel
+            shift = whole.global_start - whole.start
+            first, begin, numel = box.first + shift if box.bounds is None else 0, 0, box.numel
         at = source.global_start - first
         if whole.fqn == source.fqn and 0 <= at <= numel - source.numel:
             start, bounds = begin + at, None if box is None else box.bounds

@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.native import Column, Copy, CopyEngine, copy_through
-from lightning_moe_ckpt.operators import RecordKind, Region, with_memory
+from lightning_moe_ckpt.operators import RecordKind, Region, complete, with_memory
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery._frozen import Frozen
 from lightning_moe_ckpt.snapshot import JOURNAL, PRESENT, FileLayout, ParameterShards, WindowLayout, versions
@@ -203,6 +203,7 @@ class Replay:
         self._view.schema.load_rest(self.journals[self._newest]["start"].get("optimizer", {}), self._view.params)
         fqns = dict.fromkeys(shard.slice.fqn for region in layout.shards.values() for shard in region)
         params = [self._view.params[fqn] for fqn in fqns]
+        complete(self._view.params.values())
         self._loaded = with_memory([*params, *self._view.states(fqns)])
         self._versions = versions(self._loaded)
 

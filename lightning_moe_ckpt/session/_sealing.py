@@ -120,7 +120,7 @@ class Sealing:
         self._ticket: Ticket | None = None
         """Ticket of the newest copies; outlives the seal, since the optimizer steps after the seal."""
         self._thread, self.edits, self._arrivals = CallThread(), PassEdits(known=job.may_edit_unseen), Arrivals()
-        self._data = DataAccess(job.view.params.values(), self._before_data)
+        self._data = DataAccess(job.module.parameters(), self._before_data)
         self.journal_nbytes = 0
         """Bytes that later journal records need; 0 if all records had room, and once plans have it."""
         self._nearly_full = 0  # capacity of journal records for which more room was last requested

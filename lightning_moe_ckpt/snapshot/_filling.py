@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.journal import Arrival, Arrivals, Journal, encode_journal, held
 from lightning_moe_ckpt.native import Column, Copy, CopyEngine, CopyTable, PreparedTable, Ticket
-from lightning_moe_ckpt.operators import StateWatch, memory_of
+from lightning_moe_ckpt.operators import StateWatch, memory_of, whole_of
 from lightning_moe_ckpt.snapshot._layout import (
     GRADIENT,
     JOURNAL,
@@ -283,7 +283,7 @@ class StepCopies:
         self.watched = self.bases
         if view.boxes:
             whole, self.bases = self.bases, list(map(memory_of, self.bases))
-            self.watched = self.bases + whole
+            self.watched = self.bases + list(map(whole_of, whole))
         self._addresses = _addresses(self.bases)
         self._prepared = self._engine.prepare_table(self._columns.table(has_state), block_U8)
         if not self.records or has_state != self._has_state:

@@ -39,7 +39,7 @@ from lightning_moe_ckpt.native import (
     decompress_gradient,
     pack_gradient,
 )
-from lightning_moe_ckpt.operators import StateSchema, memory_of, with_memory
+from lightning_moe_ckpt.operators import StateSchema, memory_of, whole_of, with_memory
 from lightning_moe_ckpt.snapshot._filling import versions
 from lightning_moe_ckpt.snapshot._layout import StateView, StepLayout
 from lightning_moe_ckpt.snapshot._shards import PACKED
@@ -126,7 +126,7 @@ class DifferentialRecorder(_StepRecorder):
     """
 
     def __init__(self, view: StateView, *, error_feedback: bool = False, digests: bool = False) -> None:
-        self._accesses = DataAccess(view.params[fqn] for fqn in view.repeatable)
+        self._accesses = DataAccess(whole_of(view.params[fqn]) for fqn in view.repeatable)
         self._compares_bytes = digests
         super().__init__(view, view.repeatable)
         self._feeds_back = error_feedback

@@ -29,6 +29,7 @@ from lightning_moe_ckpt.operators import (
     StateSchema,
     boxes_of,
     memory_of,
+    stepped_parameters,
 )
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Audience, Shard, all_names
@@ -79,7 +80,7 @@ class StateView:
         averages: Averages | None = None,
     ) -> None:
         self.module, self.operators, self.schema = module, operators, schema
-        self.params = dict(module.named_parameters())
+        self.params = stepped_parameters(module)
         self.boxes = boxes_of(self.params)
         """Boxes for sharded parameters, by name."""
         self._parts: dict[int, tuple[ParamSlice, ParamSlice | None]] = {}
@@ -187,7 +188,8 @@ class StateView:
             part, found = box.part(whole.start, whole.stop), None
             if part is not None:
                 start, stop, first = part
-                found = replace(whole, start=start, stop=stop, global_start=first, box=box.bounds)
+                at = first if box.bounds is not None else first + whole.global_start - whole.start
+                found = replace(whole, start=start, stop=stop, global_start=at, box=box.bounds)
             known = self._parts[id(whole)] = whole, found
         return known[1]
 

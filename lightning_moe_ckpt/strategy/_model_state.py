@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.operators import whole_of
 from lightning_moe_ckpt.parallel import ParallelGroups, broadcast_tensors
 
 log = rank_logger(__name__)
@@ -75,26 +76,32 @@ def shard_module_state(
     return {**state, **parts}
 
 
-def gather_optimizer_state(optimizer: Optimizer, sharded: Collection[int], groups: ParallelGroups) -> dict[str, Any]:
+def gather_optimizer_state(
+    optimizer: Optimizer, own: dict[str, Any], sharded: Collection[int], groups: ParallelGroups
+) -> dict[str, Any]:
     """Return all experts' optimizer state on rank 0, as without expert parallelism, each stage apart. Collective.
 
     Args:
         optimizer: a plain torch optimizer.
+        own: its state dict, of whole parameters.
         sharded: `id` of parameters that differ between expert-parallel ranks.
         groups: this rank's place.
 
     Returns:
         On rank 0 a whole state dict; elsewhere this rank's own.
     """
-    own = _gather_experts(optimizer, sharded, groups) if sharded or groups.num_stages == 1 else optimizer.state_dict()
+    if sharded or groups.num_stages == 1:
+        own = _gather_experts(optimizer, own, sharded, groups)
     stages = _gather_stages(own, groups)
     return {STAGES: stages, "param_groups": own["param_groups"], "state": {}} if stages else own
 
 
-def _gather_experts(optimizer: Optimizer, sharded: Collection[int], groups: ParallelGroups) -> dict[str, Any]:
-    own = optimizer.state_dict()
+def _gather_experts(
+    optimizer: Optimizer, own: dict[str, Any], sharded: Collection[int], groups: ParallelGroups
+) -> dict[str, Any]:
     parameters = dict(_sharded_parameters(optimizer, sharded))
-    states = {idx: own["state"].get(idx, {}) for idx in parameters}
+    # Replicas add nothing, and may have pieces only.
+    states = {idx: own["state"].get(idx, {}) for idx in (parameters if groups.dp_rank == 0 else ())}
     for idx, outline in _exchange_outlines(states, parameters, groups).items():
         # A rank without state beside ranks with state: its first step starts from zeros.
         if outline.keys() != states[idx].keys():
@@ -136,7 +143,7 @@ def shard_optimizer_state(
 
 def _sharded_parameters(optimizer: Optimizer, sharded: Collection[int]) -> Iterator[tuple[int, Tensor]]:
     """Yield the sharded parameters with their index in `state_dict`."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    parameters = (whole_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
     return ((idx, parameter) for idx, parameter in enumerate(parameters) if id(parameter) in sharded)
 
 

@@ -32,10 +32,11 @@ from lightning_moe_ckpt.fit._callbacks import averaged_models
 from lightning_moe_ckpt.fit.loops import _port
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.moe import spread_experts
-from lightning_moe_ckpt.operators import is_sharded
+from lightning_moe_ckpt.operators import is_sharded, whole_of
 from lightning_moe_ckpt.parallel import (
     GradientReducer,
     GroupAbort,
+    OptimizerShard,
     ParallelGroups,
     broadcast_tensors,
     build_groups,
@@ -46,6 +47,7 @@ from lightning_moe_ckpt.parallel import (
     init_fresh_process_group,
     set_current_groups,
     shares_agent_store,
+    stepped_of,
 )
 from lightning_moe_ckpt.parallel._expert_parallel import refuse_tutel, zero_filled
 from lightning_moe_ckpt.strategy._model_state import (
@@ -55,6 +57,13 @@ from lightning_moe_ckpt.strategy._model_state import (
     gather_optimizer_state,
     shard_module_state,
     shard_optimizer_state,
+)
+from lightning_moe_ckpt.strategy._optimizer_shards import (
+    call_behind_steps,
+    cut_shards,
+    gather_shards,
+    reads_gradients,
+    shard_optimizers,
 )
 from lightning_moe_ckpt.strategy._pipelined import PipelinedStrategy
 
@@ -86,6 +95,9 @@ class MoEStrategy(PipelinedStrategy):
         gradient_reduction: ``"ordered"`` adds gradients in rank order, so a resumed run has the same bits as an
             uninterrupted run; ``"allreduce"`` leaves the order to the backend, faster on some networks, exact to
             rounding.
+        shard_optimizer: Whether each of the ranks that share a parameter keeps the optimizer's state for a piece of it only, and
+            gets the weights of all pieces behind each step (ZeRO-1): 1/N of the state, the same bits. The optimizer has flat pieces
+            in place of parameters, and `param.grad` is set where hooks on gradients read it, at the cost of a message.
         bucket_nbytes: Bytes per message of the gradient reduction, a number or text such as `32MiB`.
         timeout: Limit for one collective operation: a `timedelta`, seconds, or text such as `10min`.
         process_group_backend: ``"gloo"`` or ``"nccl"``; by default the device's.
@@ -109,6 +121,7 @@ class MoEStrategy(PipelinedStrategy):
         localized_recovery: bool = False,
         upstream_log_nbytes: int | str = 2**30,
         gradient_reduction: Literal["ordered", "allreduce"] = "ordered",
+        shard_optimizer: bool = False,
         bucket_nbytes: int | str = 32 * 2**20,
         timeout: timedelta | float | str = timedelta(minutes=30),
         process_group_backend: str | None = None,
@@ -138,7 +151,7 @@ class MoEStrategy(PipelinedStrategy):
             start_method=start_method,
         )
         self.expert_parallel = expert_parallel
-        self.gradient_reduction = gradient_reduction
+        self.gradient_reduction, self.shard_optimizer = gradient_reduction, shard_optimizer
         self.bucket_nbytes = int(number_of_bytes(self, "bucket_nbytes", bucket_nbytes))
         self.timeout: timedelta = limit
         self.last_grad_norm: Tensor | None = None
@@ -147,6 +160,7 @@ class MoEStrategy(PipelinedStrategy):
         self._names: dict[int, str] = {}
         self._sharded: set[str] = set()
         self._ignored: set[str] = set()
+        self._shards: dict[str, OptimizerShard] = {}
         self._untap: list[Callable[[], None]] = []
         self._abort: GroupAbort | None = None
 
@@ -316,7 +330,7 @@ class MoEStrategy(PipelinedStrategy):
         if apart:
             _port.ignore_names(module, ignored | self._sharded)
             self.configure_ddp()
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._names = {id(each): name for name, p in module.named_parameters() for each in (p, stepped_of(p))}
         self._ignored = ignored
         if self.pipeline_parallel > 1 and fits:
             self._untap.append(_port.tap_zero_grad(trainer, self._hold_zero_grad))
@@ -331,6 +345,24 @@ class MoEStrategy(PipelinedStrategy):
         """Make replicated states equal to the stage's first rank, without a wrapper."""
         if not self.apart:
             self._equalise_replicated(self.groups.ranks("stage")[0])
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        self._shards = {}
+        if self.shard_optimizer:
+            names = self._module.named_parameters()
+            self._shards = shard_optimizers(
+                self.optimizers, names, expert_parallel=self._sharded, groups=self.groups, gather=self._gather_weights
+            )
+            for optimizer in self.optimizers:
+                call_behind_steps(optimizer, self._gather_weights)
+
+    def _gather_weights(self, stepped: Optimizer | None = None) -> None:
+        """Give all ranks the owners' pieces of all weights, or of an optimizer's. Collective."""
+        assert self.reducer is not None
+        params = None if stepped is None else [p for group in stepped.param_groups for p in group["params"]]
+        self.reducer.gather_weights(params)
 
     @override
     def setup_precision_plugin(self) -> None:
@@ -398,10 +430,20 @@ class MoEStrategy(PipelinedStrategy):
     def _start_reducing(self) -> None:
         module, ignored = self._module, self._ignored
         self._buffer_sync = BufferSync(module, ignored, self.groups) if self.groups.stage_size > 1 else None
+        why = reads_gradients(module.trainer, module) if self._shards else ""
+        if why and getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ConfigurationError(
+                f"`shard_optimizer=True` under `16-mixed` unscales each rank's piece of a gradient only, and {why} may read all of it. Use "
+                "`bf16-mixed`, `shard_optimizer=False`, or no such hook."
+            )
+        if why:
+            log.info("ranks gather all gradients at every step: %s may read them", why, alike=True)
         self.reducer = GradientReducer(
             ((name, parameter) for name, parameter in module.named_parameters() if name not in ignored),
             groups=self.groups,
             is_expert_parallel=self._sharded,
+            shards=self._shards,
+            whole_gradients=bool(why),
             bucket_nbytes=self.bucket_nbytes,
             mode=self.gradient_reduction,
             stage_flags=self._buffer_sync.flags if self._buffer_sync is not None else (),
@@ -437,8 +479,9 @@ class MoEStrategy(PipelinedStrategy):
         return self.upstream.answer(
             "norm",
             lambda: global_grad_norm(
-                ((self._names.get(id(parameter), ""), parameter.grad) for parameter in parameters),
+                ((self._names.get(id(parameter), ""), stepped_of(parameter).grad) for parameter in parameters),
                 expert_parallel=self._sharded,
+                pieces={name: (shard.start, shard.stop) for name, shard in self._shards.items()},
                 groups=self.groups,
                 norm_type=norm_type,
                 device=self.root_device,
@@ -458,7 +501,9 @@ class MoEStrategy(PipelinedStrategy):
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
         self.last_grad_norm = self.grad_norm(parameters)
-        present = [parameter for parameter in parameters if parameter.grad is not None]
+        # A whole gradient, if there is one, has the piece's in its memory.
+        all_ = [each for p in parameters for each in [whole_of(p) if whole_of(p).grad is not None else p]]
+        present = [each for each in all_ if each.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(present, clip_val, self.last_grad_norm)
 
     def _combine_found_inf(self, found_inf: Tensor) -> None:
@@ -501,10 +546,13 @@ class MoEStrategy(PipelinedStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state for all experts, on rank 0. Collective."""
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer  # noqa: SLF001
-        stateless = not self._sharded_names and self.pipeline_parallel == 1
-        if stateless or hasattr(plain, "consolidate_state_dict"):
-            return super().optimizer_state(plain)
-        return gather_optimizer_state(plain, self._sharded_ids, self.groups)
+        own = super().optimizer_state(plain)
+        if hasattr(plain, "consolidate_state_dict"):
+            return own
+        own = gather_shards(own, plain, self.groups)
+        if not self._sharded_names and self.pipeline_parallel == 1:
+            return own
+        return gather_optimizer_state(plain, own, self._sharded_ids, self.groups)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -516,6 +564,7 @@ class MoEStrategy(PipelinedStrategy):
                 shard_optimizer_state(state, optimizer, sharded, self.groups)
                 for optimizer, state in zip(self.optimizers, states, strict=False)
             ]
+        states = [cut_shards(*pair) for pair in zip(states, self.optimizers, strict=False)]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
     @property

@@ -1,0 +1,170 @@
+"""Shards of parameters for optimizers with sharded state (ZeRO-1), and the buckets in which ranks exchange them.
+
+Ranks that share a parameter own a piece each, see `pieces`. The optimizer steps this rank's piece, a flat parameter in the whole
+one's memory, so it keeps 1/N of the state. Reduced gradients end with their owners, and behind a step all ranks gather the weights:
+together the bytes of an all-reduce. Elements are summed in the order of ranks whatever the layout, so bits do not depend on who
+owns what.
+
+A bucket has a row per rank, with columns of several parameters, so every rank owns equally much of it.
+
+Source: ZeRO (2020), Sec. 5.1; we differ in owning pieces of each parameter rather than of a flat vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_moe_ckpt.parallel._collectives import CollectiveQueue, share_first
+from lightning_moe_ckpt.parallel._norms import pieces
+
+# Shape suffixes: R ranks of the group, C columns of a bucket.
+
+_ATTRIBUTE = "_optimizer_shard"
+P = TypeVar("P", bound=Tensor)
+
+
+class OptimizerShard:
+    """This rank's piece of a parameter; known to the parameter, see `shard_of`.
+
+    Args:
+        whole: contiguous.
+        ranks: global ranks that share the parameter, ascending.
+        rank: this one.
+        gather: gives all ranks the pieces of all weights that others have loaded; collective.
+
+    Attributes:
+        stepped: the piece, flat, in the memory of `whole`, with a gradient and versions of its own.
+    """
+
+    def __init__(self, whole: nn.Parameter, ranks: list[int], rank: int, gather: Callable[[], None]) -> None:
+        self.whole, self.ranks, self.rank, self.gather = whole, tuple(ranks), rank, gather
+        cuts = pieces(whole.numel(), len(ranks))
+        self.start, self.stop = cuts[ranks.index(rank)]
+        self.width = max(stop - start for start, stop in cuts)
+        # Each `.data` has versions of its own: what a gather writes is no change of weights.
+        self.memory = whole.data.view(-1)
+        self.stepped = nn.Parameter(whole.data.view(-1)[self.start : self.stop])
+        for each in (whole, self.stepped):
+            vars(each)[_ATTRIBUTE] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles of a parameter have no shard."""
+        return type(None), ()
+
+    def refresh(self) -> None:
+        """Follow the whole parameter to other memory (`param.data = ...`)."""
+        if self.memory.data_ptr() != self.whole.data_ptr():
+            self.memory = self.whole.data.view(-1)
+            self.stepped.data = self.whole.data.view(-1)[self.start : self.stop]
+
+
+def shard_of(param: Tensor) -> OptimizerShard | None:
+    """Return the shard of a whole parameter, or of what an optimizer steps of it; `None` if its state is not sharded."""
+    found: OptimizerShard | None = getattr(param, _ATTRIBUTE, None)
+    return found
+
+
+def stepped_of(param: P) -> P:
+    """Return what the optimizer has of a parameter: this rank's piece if its state is sharded, else the parameter."""
+    shard = shard_of(param)
+    return param if shard is None else cast("P", shard.stepped)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Columns:
+    """Columns `[start, stop)` of one parameter, over all buckets."""
+
+    start: int
+    stop: int
+    buckets: range
+
+
+class ShardBuckets:
+    """Memory of all pieces of some parameters, in buckets `[R, C]`.
+
+    Args:
+        shards: by name, in order of registration; their parameters have one type and device.
+        group: ranks that share the parameters.
+        bucket_nbytes: bytes per bucket.
+    """
+
+    def __init__(self, shards: Mapping[str, OptimizerShard], group: dist.ProcessGroup, bucket_nbytes: int) -> None:
+        first, ranks = next(iter(shards.values())).whole, group.size()
+        self._shards, self.group = shards, group
+        num_columns = max(bucket_nbytes // first.element_size() // ranks, 1)
+        self.columns: dict[str, _Columns] = {}
+        start = 0
+        for fqn, shard in reversed(list(shards.items())):  # about the order in which backward finishes them
+            stop = start + shard.width
+            buckets = range(start // num_columns, -(-stop // num_columns))
+            self.columns[fqn] = _Columns(start=start, stop=stop, buckets=buckets)
+            start = stop
+        self._num_columns, like = num_columns, first.detach()
+        self.own = like.new_zeros(start)
+        """This rank's row over all buckets, with reduced gradients; padding stays."""
+        flat = like.new_zeros(ranks * start)
+        self.buckets_RC = [
+            flat[ranks * at : ranks * min(at + num_columns, start)].view(ranks, -1)
+            for at in range(0, start, num_columns)
+        ]
+        self.scratch = torch.empty_like(self.buckets_RC[0]).view(-1)
+
+    def own_of(self, bucket: int) -> Tensor:
+        """Return this rank's row in `own` of one bucket."""
+        return self.own[bucket * self._num_columns : (bucket + 1) * self._num_columns]
+
+    def own_piece(self, fqn: str) -> Tensor:
+        """Return this rank's piece in `own` of one parameter."""
+        shard, start = self._shards[fqn], self.columns[fqn].start
+        return self.own[start : start + shard.stop - shard.start]
+
+    def pairs(self, fqn: str, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield views of the buckets and of a flat whole tensor of one parameter that are for the same elements."""
+        width = self._shards[fqn].width
+        full, rest = divmod(whole.numel(), width)
+        for bucket_RC, first, last, at in self._cuts(fqn):
+            rows_RC = bucket_RC[:, at : at + last - first]
+            if full:
+                yield rows_RC[:full], whole[: full * width].view(full, width)[:, first:last]
+            if rest > first:
+                last = min(rest, last)
+                yield rows_RC[full, : last - first], whole[full * width + first : full * width + last]
+
+    def gather(self, lane: CollectiveQueue, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
+        """Fill the flat `whole` tensors from all ranks' `own` pieces, by the same names. Collective."""
+        if not own:
+            return
+        touched = sorted({bucket for fqn in own for bucket in self.columns[fqn].buckets})
+        pending = [lane.submit(partial(self._gather, bucket, own), self.own.device) for bucket in touched]
+        for each in pending:
+            each.wait()
+        with torch.no_grad():
+            for fqn, tensor in whole.items():
+                for received, place in self.pairs(fqn, tensor):
+                    place.copy_(received)
+
+    def _gather(self, bucket: int, own: Mapping[str, Tensor]) -> Tensor:
+        bucket_RC = self.buckets_RC[bucket]
+        sent_RC = self.scratch[: bucket_RC.numel()].view_as(bucket_RC)
+        for fqn, piece in own.items():
+            if bucket in self.columns[fqn].buckets:
+                for _, first, last, at in self._cuts(fqn, bucket):
+                    part = piece[first:last]
+                    sent_RC[0, at : at + part.numel()].copy_(part)
+        share_first(sent_RC, bucket_RC.view(-1), self.group)
+        return bucket_RC
+
+    def _cuts(self, fqn: str, only: int | None = None) -> Iterator[tuple[Tensor, int, int, int]]:
+        """Yield each bucket with columns of a parameter: the bucket, first and last element of a piece, first column."""
+        place = self.columns[fqn]
+        for bucket in place.buckets if only is None else (only,):
+            start = bucket * self._num_columns
+            first, last = max(place.start, start), min(place.stop, start + self._num_columns)
+            yield self.buckets_RC[bucket], first - place.start, last - place.start, first - start

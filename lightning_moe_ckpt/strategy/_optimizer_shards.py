@@ -1,0 +1,167 @@
+"""Give optimizers this rank's pieces of parameters, and their state dicts whole tensors as without shards.
+
+A Lightning checkpoint holds the state of whole parameters, so any number of ranks, with sharded state or without, can load it.
+
+Source: ZeRO (2020), Sec. 5.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_moe_ckpt.errors import ConfigurationError, UnsupportedOptimizer
+from lightning_moe_ckpt.fit._limits import gradients_are_seen
+from lightning_moe_ckpt.operators import StateSchema
+from lightning_moe_ckpt.parallel import OptimizerShard, ParallelGroups, shard_of
+
+_READERS = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")
+
+
+def shard_optimizers(
+    optimizers: Iterable[Optimizer],
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    expert_parallel: Collection[str],
+    groups: ParallelGroups,
+    gather: Callable[[], None],
+) -> dict[str, OptimizerShard]:
+    """Replace parameters that train by this rank's pieces, in all groups and in state that exists.
+
+    Args:
+        optimizers: as the user configured them.
+        named_parameters: of the module.
+        expert_parallel: names that differ between expert-parallel ranks.
+        groups: this rank's place.
+        gather: see `OptimizerShard`.
+
+    Returns:
+        The shards by name; parameters on a single rank, or without elements that follow each other in memory, have none.
+
+    Raises:
+        ConfigurationError: an optimizer does not update elements apart from each other, or changes weights between steps.
+    """
+    optimizers = list(optimizers)
+    if groups.world_size == 1:
+        return {}
+    for optimizer in optimizers:
+        _refuse(optimizer)
+    trained = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+    found: dict[str, OptimizerShard] = {}
+    for name, param in named_parameters:
+        ranks = groups.ranks("expert_data" if name in expert_parallel else "reduce")
+        if id(param) in trained and param.requires_grad and param.numel() and param.is_contiguous() and len(ranks) > 1:
+            found[name] = OptimizerShard(param, ranks, groups.rank, gather)
+    shards = {id(shard.whole): shard for shard in found.values()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [shards[id(p)].stepped if id(p) in shards else p for p in group["params"]]
+        states = list(optimizer.state.items())
+        optimizer.state.clear()
+        for owner, state in states:
+            shard = shards.get(id(owner))
+            optimizer.state[owner if shard is None else shard.stepped] = state if shard is None else _cut(state, shard)
+    return found
+
+
+def call_behind_steps(optimizer: Optimizer, gather: Callable[[Optimizer], None]) -> None:
+    """Call `gather` behind each step of an optimizer, before all other hooks, which see all ranks' weights."""
+    hook = optimizer.register_step_post_hook(lambda stepped, *_: gather(stepped))
+    hooks = hook.hooks_dict_ref()
+    assert hooks is not None, "the optimizer keeps its hooks"
+    hooks.move_to_end(hook.id, last=False)
+
+
+def reads_gradients(trainer: Trainer, module: LightningModule) -> str:
+    """Return why whole gradients are needed: the user's code that may read or keep them; empty if there is none."""
+    own = [hook for hook in _READERS if is_overridden(hook, module)]
+    if own:
+        return f"`{type(module).__qualname__}.{own[0]}`"
+    if not module.automatic_optimization:
+        return "manual optimization"
+    return "a hook that is called with gradients" if gradients_are_seen(trainer, module, ()) else ""
+
+
+def _refuse(optimizer: Optimizer) -> None:
+    name, why = type(optimizer).__qualname__, ""
+    if hasattr(optimizer, "consolidate_state_dict"):
+        why = "shards its state itself"
+    elif callable(getattr(optimizer, "eval", None)):
+        why = "changes weights between steps (`eval`), which no rank would get from the others"
+    else:
+        try:
+            reach = StateSchema.of(optimizer, in_parts=True).reach
+            if reach.coupling != "element":
+                why = f"updates elements of a {reach.coupling} together: {reach.shown}"
+        except UnsupportedOptimizer as error:
+            why = f"cannot be taken in parts: {error}"
+    if why:
+        raise ConfigurationError(
+            f"`shard_optimizer=True` gives each rank a piece of every parameter to step, and `{name}` {why}. Use an optimizer such as "
+            "AdamW, or `shard_optimizer=False`."
+        )
+
+
+def gather_shards(state: dict[str, Any], optimizer: Optimizer, groups: ParallelGroups) -> dict[str, Any]:
+    """Return a state dict of whole parameters, on the first of the ranks that share them. Collective.
+
+    Args:
+        state: the optimizer's own state dict, with pieces.
+        optimizer: stepping pieces.
+        groups: this rank's place.
+    """
+    whole = dict(state["state"])
+    for idx, shard in _shards(optimizer):
+        entries = whole.get(idx, {})
+        whole[idx] = {
+            key: _gathered(value, shard, groups) if _is_piece(value, shard) else value for key, value in entries.items()
+        }
+        if not entries:
+            del whole[idx]
+    return {**state, "state": whole}
+
+
+def cut_shards(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Return this rank's pieces of a state dict of whole parameters."""
+    pieces = dict(state["state"])
+    for idx, shard in _shards(optimizer):
+        if idx in pieces:
+            pieces[idx] = _cut(pieces[idx], shard)
+    return {**state, "state": pieces}
+
+
+def _shards(optimizer: Optimizer) -> Iterator[tuple[int, OptimizerShard]]:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return ((idx, shard) for idx, param in enumerate(params) if (shard := shard_of(param)) is not None)
+
+
+def _cut(state: Mapping[str, Any], shard: OptimizerShard) -> dict[str, Any]:
+    return {
+        key: value.reshape(-1)[shard.start : shard.stop].clone()
+        if isinstance(value, Tensor) and value.shape == shard.whole.shape and value.ndim
+        else value
+        for key, value in state.items()
+    }
+
+
+def _is_piece(value: Any, shard: OptimizerShard) -> bool:
+    return isinstance(value, Tensor) and value.shape == shard.stepped.shape
+
+
+def _gathered(piece: Tensor, shard: OptimizerShard, groups: ParallelGroups) -> Tensor:
+    ranks, group = shard.ranks, groups.among(shard.ranks)
+    sent = piece.new_zeros(shard.width)
+    sent[: piece.numel()] = piece
+    parts = [torch.empty_like(sent) for _ in ranks] if groups.rank == ranks[0] else None
+    received = None if parts is None else [each.view(torch.uint8) for each in parts]
+    dist.gather(sent.view(torch.uint8), received, dst=ranks[0], group=group)
+    if parts is None:
+        return piece
+    return torch.cat([each.cpu() for each in parts])[: shard.whole.numel()].view(shard.whole.shape)
