@@ -403,23 +403,28 @@ def _layers(operators: OperatorSet, counts: Counts, by: Order) -> dict[str, _Lay
 
 
 def _layer(layer: MoELayerSpec, counts_E: list[float], ep_size: int) -> _Layer:
-    if layer.owners:
-        return _owned(layer, counts_E)
     parts = ep_size if layer.holders == "expert_data" else 1
     each = layer.num_experts // parts
-    rows = [sorted(range(r * each, (r + 1) * each), key=lambda e: (counts_E[e], e)) for r in range(parts)]
-    local = sorted(layer.local_expert_ids, key=lambda e: (counts_E[e], e))
-    keys = [sum(counts_E[expert] for expert in column) for column in zip(*rows, strict=True)]
-    return _Layer(layer.prefix, local, rows, keys)
+    first = layer.local_expert_ids[0] // each if parts > 1 else 0
+    by_popularity = [sorted(range(r * each, (r + 1) * each), key=lambda e: (counts_E[e], e)) for r in range(parts)]
+    turns = [_in_turns(row, layer.owners) for row in by_popularity]
+    # One turn's positions come together, else one step would hold all experts of an owner.
+    sums = [
+        [sum(counts_E[row[k]] for row in columns) for k in range(len(columns[0]))]
+        for columns in zip(*turns, strict=True)
+    ]
+    totals = accumulate((sum(turn) for turn in sums), max) if layer.owners else iter(())
+    keys = [key for turn in sums for key in ([next(totals)] * len(turn) if layer.owners else turn)]
+    rows = [[expert for turn in row for expert in turn] for row in turns]
+    return _Layer(layer.prefix, rows[first], rows, keys)
 
 
-def _owned(layer: MoELayerSpec, counts_E: list[float]) -> _Layer:
-    """Return a layer in shards: one expert from each owner, then the next ones, or one step would hold all experts of an owner."""
+def _in_turns(experts: Sequence[int], owners: Sequence[int]) -> list[list[int]]:
+    """Return turns with one expert of each owner, in order; a single turn if experts have no owners."""
     rows: dict[int, list[int]] = {}
-    for expert in sorted(range(layer.num_experts), key=lambda e: (counts_E[e], e)):
-        rows.setdefault(layer.owners[expert], []).append(expert)
-    columns = [[row[k] for _, row in sorted(rows.items()) if k < len(row)] for k in range(max(map(len, rows.values())))]
-    totals = accumulate((sum(counts_E[expert] for expert in column) for column in columns), max)
-    ordered = [expert for column in columns for expert in column]
-    keys = [total for total, column in zip(totals, columns, strict=True) for _ in column]
-    return _Layer(layer.prefix, ordered, [ordered], keys)
+    for expert in experts:
+        rows.setdefault(owners[expert] if owners else 0, []).append(expert)
+    if not owners:
+        return list(rows.values())
+    most = max(map(len, rows.values()))
+    return [[row[k] for _, row in sorted(rows.items()) if k < len(row)] for k in range(most)]
