@@ -481,7 +481,7 @@ class MoEStrategy(PipelinedStrategy):
             lambda: global_grad_norm(
                 ((self._names.get(id(parameter), ""), stepped_of(parameter).grad) for parameter in parameters),
                 expert_parallel=self._sharded,
-                pieces={name: (shard.start, shard.stop) for name, shard in self._shards.items()},
+                whole={name: shard.whole.numel() for name, shard in self._shards.items()},
                 groups=self.groups,
                 norm_type=norm_type,
                 device=self.root_device,
