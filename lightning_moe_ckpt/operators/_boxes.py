@@ -141,11 +141,11 @@ def whole_of(tensor: Tensor) -> Tensor:
     return tensor if shard is None else shard.whole
 
 
-def complete(params: Iterable[Tensor]) -> None:
-    """Give all ranks the weights that owners have loaded into their optimizers' shards. Collective if there are any."""
-    shard = next(filter(None, map(shard_of, params)), None)
-    if shard is not None:
-        shard.gather()
+def complete(params: Mapping[str, Tensor]) -> None:
+    """Give all ranks what owners have loaded into their optimizers' shards, or into such parts of copies. Collective if there are any."""
+    shards = {fqn: shard for fqn, param in params.items() if (shard := shard_of(param)) is not None}
+    if shards:
+        next(iter(shards.values())).gather(shards)
 
 
 def sharding_of(params: Iterable[Any]) -> str:

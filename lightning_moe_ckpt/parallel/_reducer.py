@@ -299,10 +299,8 @@ class GradientReducer:
         self._write_back(self._agree(present))  # agrees while the last buckets are reduced
         self._finished = True
 
-    def gather_weights(self, stepped: Collection[Tensor] | None = None) -> None:
-        """Give all ranks the owners' pieces of weights: those `stepped`, or all. Collective."""
-        wanted = None if stepped is None else set(map(id, stepped))
-        shards = {fqn: each for fqn, each in self._shards.items() if wanted is None or id(each.stepped) in wanted}
+    def gather_weights(self, shards: Mapping[str, OptimizerShard]) -> None:
+        """Give all ranks the owners' pieces of parameters, or of copies that have their names. Collective."""
         for shard in shards.values():
             shard.refresh()
         whole = {fqn: shard.memory for fqn, shard in shards.items()}

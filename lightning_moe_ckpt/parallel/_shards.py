@@ -12,10 +12,10 @@ Source: ZeRO (2020), Sec. 5.1; we differ in owning pieces of each parameter rath
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from lightning_moe_ckpt.parallel._collectives import CollectiveQueue, share_firs
 from lightning_moe_ckpt.parallel._norms import pieces
 
 # Shape suffixes: R ranks of the group, C columns of a bucket.
+
+Gather: TypeAlias = "Callable[[Mapping[str, OptimizerShard]], None]"
 
 _ATTRIBUTE = "_optimizer_shard"
 P = TypeVar("P", bound=Tensor)
@@ -37,13 +39,13 @@ class OptimizerShard:
         whole: contiguous.
         ranks: global ranks that share the parameter, ascending.
         rank: this one.
-        gather: gives all ranks the pieces of all weights that others have loaded; collective.
+        gather: fills parameters from all owners' pieces, by name; collective.
 
     Attributes:
         stepped: the piece, flat, in the memory of `whole`, with a gradient and versions of its own.
     """
 
-    def __init__(self, whole: nn.Parameter, ranks: list[int], rank: int, gather: Callable[[], None]) -> None:
+    def __init__(self, whole: nn.Parameter, ranks: Sequence[int], rank: int, gather: Gather) -> None:
         self.whole, self.ranks, self.rank, self.gather = whole, tuple(ranks), rank, gather
         cuts = pieces(whole.numel(), len(ranks))
         self.start, self.stop = cuts[ranks.index(rank)]
@@ -57,6 +59,10 @@ class OptimizerShard:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles of a parameter have no shard."""
         return type(None), ()
+
+    def like(self, other: nn.Parameter) -> OptimizerShard:
+        """Return the same piece of a parameter of the same shape."""
+        return shard_of(other) or OptimizerShard(other, self.ranks, self.rank, self.gather)
 
     def refresh(self) -> None:
         """Follow the whole parameter to other memory (`param.data = ...`)."""

@@ -203,7 +203,8 @@ class Replay:
         self._view.schema.load_rest(self.journals[self._newest]["start"].get("optimizer", {}), self._view.params)
         fqns = dict.fromkeys(shard.slice.fqn for region in layout.shards.values() for shard in region)
         params = [self._view.params[fqn] for fqn in fqns]
-        complete(self._view.params.values())
+        for each in (self._view.params, *self._view.averages.all()):
+            complete(each)
         self._loaded = with_memory([*params, *self._view.states(fqns)])
         self._versions = versions(self._loaded)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+
+from lightning_moe_ckpt.parallel import shard_of
 
 AVERAGE_PREFIX = "average."
 """Prefix of averages' names; no key of an optimizer's state has it."""
@@ -35,7 +37,21 @@ class Averages:
         """Whether weights captured for forward are captured with their averages."""
         self.names = frozenset(self._models)
         """Names of the averages, which are keys of fields in records."""
-        self._tensors = {name: dict(model.module.named_parameters()) for name, model in self._models.items()}
+        self._tensors: dict[str, dict[str, nn.Parameter]] = {
+            name: dict(model.module.named_parameters()) for name, model in self._models.items()
+        }
+
+    def cut(self, params: Mapping[str, Tensor]) -> None:
+        """Follow pieces of parameters where `params`, by name, are an optimizer's shards."""
+        for tensors in self._tensors.values():
+            cut = {
+                fqn: shard.like(tensors[fqn]).stepped for fqn, p in params.items() if (shard := shard_of(p)) is not None
+            }
+            tensors.update(cut)
+
+    def all(self) -> list[dict[str, nn.Parameter]]:
+        """Return all averages, in the order of their models, by the parameter's name."""
+        return list(self._tensors.values())
 
     def assuming(self, *, consumed: bool) -> Averages:
         """Return these averages for another process's plan, which may have validated on averages."""

@@ -86,6 +86,7 @@ class StateView:
         self._parts: dict[int, tuple[ParamSlice, ParamSlice | None]] = {}
         """Operators' slices, kept alive, with their parts on this rank, by the slice's identity."""
         self.averages = averages if averages is not None else Averages([], consumed=False)
+        self.averages.cut(self.params)
         # By owner: a module may replace a buffer (`self.count = self.count + 1`) rather than change it in place.
         self._buffer_owners = {
             name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])

@@ -7,7 +7,7 @@ Source: ZeRO (2020), Sec. 5.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_moe_ckpt.errors import ConfigurationError, UnsupportedOptimizer
 from lightning_moe_ckpt.fit._limits import gradients_are_seen
 from lightning_moe_ckpt.operators import StateSchema
-from lightning_moe_ckpt.parallel import OptimizerShard, ParallelGroups, shard_of
+from lightning_moe_ckpt.parallel import Gather, OptimizerShard, ParallelGroups, shard_of
 
 _READERS = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")
 
@@ -31,7 +31,7 @@ def shard_optimizers(
     *,
     expert_parallel: Collection[str],
     groups: ParallelGroups,
-    gather: Callable[[], None],
+    gather: Gather,
 ) -> dict[str, OptimizerShard]:
     """Replace parameters that train by this rank's pieces, in all groups and in state that exists.
 
@@ -71,9 +71,14 @@ def shard_optimizers(
     return found
 
 
-def call_behind_steps(optimizer: Optimizer, gather: Callable[[Optimizer], None]) -> None:
-    """Call `gather` behind each step of an optimizer, before all other hooks, which see all ranks' weights."""
-    hook = optimizer.register_step_post_hook(lambda stepped, *_: gather(stepped))
+def gather_behind_steps(optimizer: Optimizer, shards: Mapping[str, OptimizerShard], gather: Gather) -> None:
+    """Gather weights behind each step of an optimizer, before all other hooks, which see all ranks' weights."""
+
+    def stepped(_: Optimizer, *__: Any) -> None:
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        gather({name: shard for name, shard in shards.items() if id(shard.stepped) in params})
+
+    hook = optimizer.register_step_post_hook(stepped)
     hooks = hook.hooks_dict_ref()
     assert hooks is not None, "the optimizer keeps its hooks"
     hooks.move_to_end(hook.id, last=False)

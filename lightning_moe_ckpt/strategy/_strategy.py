@@ -59,8 +59,8 @@ from lightning_moe_ckpt.strategy._model_state import (
     shard_optimizer_state,
 )
 from lightning_moe_ckpt.strategy._optimizer_shards import (
-    call_behind_steps,
     cut_shards,
+    gather_behind_steps,
     gather_shards,
     reads_gradients,
     shard_optimizers,
@@ -356,13 +356,11 @@ class MoEStrategy(PipelinedStrategy):
                 self.optimizers, names, expert_parallel=self._sharded, groups=self.groups, gather=self._gather_weights
             )
             for optimizer in self.optimizers:
-                call_behind_steps(optimizer, self._gather_weights)
+                gather_behind_steps(optimizer, self._shards, self._gather_weights)
 
-    def _gather_weights(self, stepped: Optimizer | None = None) -> None:
-        """Give all ranks the owners' pieces of all weights, or of an optimizer's. Collective."""
+    def _gather_weights(self, shards: Mapping[str, OptimizerShard]) -> None:
         assert self.reducer is not None
-        params = None if stepped is None else [p for group in stepped.param_groups for p in group["params"]]
-        self.reducer.gather_weights(params)
+        self.reducer.gather_weights(shards)
 
     @override
     def setup_precision_plugin(self) -> None:
