@@ -3,10 +3,10 @@
 *Blocks.* A parameter's flat elements are cut into blocks. Their size depends on the number of elements alone. Ranks own
 whole blocks if they share a parameter's optimizer state.
 
-*Sums.* The powers of a block's elements are added in a tree: the second half to the first, element by element, until one
-is left. Each addition is a correctly rounded one of IEEE 754. So a block's sum does not depend on the blocks beside it,
-threads, processor or device, as it may in a reduction of torch. The same trees add blocks to parameters and parameters
-to the model, in fp64.
+*Sums.* On a device the powers of a block's elements are added in a tree: the second half to the first, element by element,
+until one is left. So a block's sum does not depend on the blocks beside it, as it may in a reduction of torch, whose launch
+follows the number of blocks. On the CPU torch reduces a row alike whichever rows are beside it, at a third of a tree's cost.
+Blocks are added to parameters and parameters to the model likewise, in fp64.
 
 *Ranks.* Owners of blocks put their sums into a vector that is zero elsewhere, and add the vectors; adding zero is exact.
 Expert-parallel ranks hold different experts, so each contributes the sums of its own. Every rank combines the same
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from itertools import pairwise
 
 import torch
@@ -30,10 +30,11 @@ from lightning_moe_ckpt.parallel._groups import GroupName, ParallelGroups
 
 _SMALLEST, _LARGEST = 32, 32768
 _MOST_BLOCKS = 1024
-_CHUNK_NUMEL, _DEVICE_CHUNK_NUMEL = 2**20, 2**24
+_CHUNK_NUMEL, _DEVICE_CHUNK_NUMEL = 2**17, 2**24
 """Elements whose powers are in memory at once: few enough for a processor's cache, enough for few launches on a device."""
 
 
+@cache
 def block_numel(numel: int) -> int:
     """Return the elements per block of a parameter: a power of two, 32 to 32768, so that blocks are at most 1024 where the limits allow.
 
@@ -87,13 +88,12 @@ def global_grad_norm(
     named = list(named_gradients)
     present = [grad for _, grad in named if grad is not None]
     device = present[0].device if present else device or torch.device("cpu")
-    own = dict(named)
-    dense = [(name, grad) for name, grad in named if name not in expert_parallel]
-    experts = [(name, own.get(name)) for name in sorted(expert_parallel)]
-    of_names = partial(_totals, groups=groups, norm_type=norm_type, device=device, whole=whole)
-    totals = [of_names(dense, "stage")]
-    if experts:
-        totals.append(_gathered(of_names(experts, "expert_data"), groups, "expert"))
+    of_names = partial(_total, groups=groups, norm_type=norm_type, device=device, whole=whole)
+    totals = [of_names([(name, grad) for name, grad in named if name not in expert_parallel], "stage")]
+    if expert_parallel:
+        own = dict(named)
+        experts = of_names([(name, own.get(name)) for name in sorted(expert_parallel)], "expert_data")
+        totals.append(_gathered(experts, groups, "expert"))
     total = _root(_sum(torch.cat(totals), _added(norm_type)), norm_type)
     stage = groups.group("stage")
     if stage is not None and stage.size() > 1:
@@ -106,8 +106,8 @@ def global_grad_norm(
     return total.to(torch.float32)
 
 
-def _totals(
-    named: Sequence[tuple[str, Tensor | None]],
+def _total(
+    named: Iterable[tuple[str, Tensor | None]],
     owners: GroupName,
     *,
     groups: ParallelGroups,
@@ -115,74 +115,84 @@ def _totals(
     device: torch.device,
     whole: Mapping[str, int],
 ) -> Tensor:
-    """Return one sum per name, in fp64; zero for a name without a gradient. Collective among the owners of pieces, if there are pieces."""
-    zero = torch.zeros(1, device=device)
-    grads = [zero if grad is None or grad.numel() == 0 else grad for _, grad in named]
-    numels = [whole.get(name, grad.numel()) for (name, _), grad in zip(named, grads, strict=True)]
-    sums = [each.to(device) for each in _sums(grads, [block_numel(numel) for numel in numels], norm_type)]
-    cut = [position for position, (name, _) in enumerate(named) if name in whole]
-    if cut:
-        placed = _placed([sums[position] for position in cut], [numels[position] for position in cut], groups, owners)
-        for position, blocks in zip(cut, placed, strict=True):
-            sums[position] = blocks
-    lengths = [_power_of_two(each.numel()) for each in sums]
-    return torch.cat([zero.double()[:0], *_sums(sums, lengths, _added(norm_type))])
-
-
-def _placed(sums: Sequence[Tensor], numels: Sequence[int], groups: ParallelGroups, owners: GroupName) -> list[Tensor]:
-    """Return the sums of all blocks of parameters, given those of this rank's pieces. Collective among owners."""
-    ranks = groups.ranks(owners)
-    parts, part = len(ranks), ranks.index(groups.rank)
-    blocks = [max(-(-numel // block_numel(numel)), 1) for numel in numels]
-    zeros = sums[0].new_zeros(max(blocks))
-    spans = list[Tensor]()
-    for own, numel, count in zip(sums, numels, blocks, strict=True):
-        start, stop = (_cut(numel, parts, end) for end in (part, part + 1))
-        first = start // block_numel(numel)
-        kept = own[: -(-(stop - start) // block_numel(numel))]  # none of an empty piece, whose one sum is zero
-        spans += [zeros[:first], kept, zeros[: count - first - kept.numel()]]
-    everything = torch.cat(spans)
-    group = groups.group(owners)
-    if group is not None and parts > 1:
+    """Return the sum over names, `[1]` in fp64. Collective among the owners of pieces, if there are pieces."""
+    alike = defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[str, Tensor]]](list)
+    for name, grad in named:
+        if grad is not None:
+            numel = whole.get(name)
+            alike[block_numel(grad.numel() if numel is None else numel), grad.dtype, grad.device].append((name, grad))
+    sums = [torch.zeros(1, dtype=torch.float64, device=device)]
+    for (width, *_), kind in alike.items():
+        rows = _sums([grad for _, grad in kind], width, norm_type).to(device)
+        sums += _placed(rows, kind, width, (groups.ranks(owners), groups.rank), whole) if whole else [rows]
+    everything, group = torch.cat(sums), groups.group(owners)
+    if whole and group is not None and group.size() > 1:
         dist.all_reduce(everything, group=group)
-    return list(torch.split(everything, blocks))
+    return _sums([everything], _power_of_two(everything.numel()), _added(norm_type))
 
 
-def _sums(tensors: Sequence[Tensor], widths: Sequence[int], norm_type: float) -> list[Tensor]:
-    """Return for each tensor a vector in fp64: the sums of powers of its rows of `width` elements."""
-    alike = defaultdict[tuple[int, torch.dtype, torch.device], list[int]](list)
-    for position, (tensor, width) in enumerate(zip(tensors, widths, strict=True)):
-        alike[width, tensor.dtype, tensor.device].append(position)
-    sums = list(tensors)
-    for (width, *_), positions in alike.items():
-        chosen = [tensors[position] for position in positions]
-        rows = torch.cat([_fold(rows, norm_type) for rows in _packed(chosen, width)])
-        counts = [-(-tensor.numel() // width) for tensor in chosen]
-        for position, own in zip(positions, torch.split(rows, counts), strict=True):
-            sums[position] = own
-    return sums
+def _placed(
+    rows: Tensor,
+    kind: Sequence[tuple[str, Tensor]],
+    width: int,
+    place: tuple[Sequence[int], int],
+    whole: Mapping[str, int],
+) -> list[Tensor]:
+    """Return the sums of all blocks, zero where other owners have them; the first owner has those of whole gradients."""
+    (ranks, rank) = place
+    parts, part = len(ranks), ranks.index(rank)
+    counts = [-(-grad.numel() // width) for _, grad in kind]
+    spans = list[Tensor]()
+    for (name, _), own in zip(kind, torch.split(rows, counts), strict=True):
+        numel = whole.get(name)
+        if numel is None:
+            spans.append(own if part == 0 else torch.zeros_like(own))
+        else:
+            before = _cut(numel, parts, part) // width
+            spans += [own.new_zeros(before), own, own.new_zeros(-(-numel // width) - before - own.numel())]
+    return spans
+
+
+def _sums(tensors: Sequence[Tensor], width: int, norm_type: float) -> Tensor:
+    """Return the sums of powers of the tensors' rows of `width` elements, one tensor behind the other, in fp64."""
+    sums_of = _reduced if tensors[0].is_cpu else _fold
+    none = torch.zeros(0, dtype=torch.float64, device=tensors[0].device)
+    return torch.cat([none, *(sums_of(rows, norm_type) for rows in _packed(tensors, width))])
+
+
+def _reduced(rows: Tensor, norm_type: float) -> Tensor:
+    """Return the sums of the powers of each row, in fp64, by torch's own reduction on the CPU."""
+    norms: Tensor = torch.linalg.vector_norm(rows, norm_type, dim=1).double()
+    return norms if norm_type == math.inf else norms**norm_type
 
 
 def _packed(tensors: Sequence[Tensor], width: int) -> Iterator[Tensor]:
     """Yield the rows of tensors in their order, some at a time, each tensor's last row filled with zeros.
 
-    The caller may overwrite them. All are in the same memory: on CPU fresh pages would cost more than the sums. They are
-    in fp32 unless the tensors are in fp64.
+    The caller may overwrite those on a device. Small tensors are packed into the same memory, since on CPU fresh pages would cost
+    more than the sums. Rows are in fp32 unless the tensors are in fp64.
     """
-    most = max(_CHUNK_NUMEL if tensors[0].is_cpu else _DEVICE_CHUNK_NUMEL, width)
-    room = min(most, sum(tensor.numel() + -tensor.numel() % width for tensor in tensors))
-    memory = tensors[0].new_empty(room, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
+    wide, in_place = torch.promote_types(tensors[0].dtype, torch.float32), tensors[0].is_cpu
+    most = max(_CHUNK_NUMEL if in_place else _DEVICE_CHUNK_NUMEL, width)
+    room = min(most, sum(tensor.numel() + width for tensor in tensors))
+    memory = tensors[0].new_empty(room, dtype=wide)
     zeros, spans, filled = tensors[0].new_zeros(width), list[Tensor](), 0
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
-        for span in torch.split(flat, most) if flat.numel() > most else (flat,):
+        large = flat.numel() > (most // 8 if in_place else most)
+        for span in torch.split(flat, most) if large else (flat,):
             tail = -span.numel() % width
-            if filled + span.numel() + tail > most:
+            alone = large and in_place and not tail and flat.dtype is wide
+            if filled and (alone or filled + span.numel() + tail > most):
                 yield torch.cat(spans, out=memory[:filled]).view(-1, width)
                 spans, filled = [], 0
-            spans += [span, zeros[:tail]] if tail else [span]
-            filled += span.numel() + tail
-    yield torch.cat(spans, out=memory[:filled]).view(-1, width)
+            if alone:
+                yield span.view(-1, width)
+            else:
+                spans += [span, zeros[:tail]] if tail else [span]
+                filled += span.numel() + tail
+    if filled:
+        yield torch.cat(spans, out=memory[:filled]).view(-1, width)
 
 
 def _fold(rows: Tensor, norm_type: float) -> Tensor:
@@ -205,7 +215,7 @@ def _fold(rows: Tensor, norm_type: float) -> Tensor:
 
 def _sum(values: Tensor, norm_type: float) -> Tensor:
     """Return the sum of powers of a vector, a scalar."""
-    return _sums([values], [_power_of_two(values.numel())], norm_type)[0].sum()  # one value, or none
+    return _sums([values], _power_of_two(values.numel()), norm_type)[0]
 
 
 def _root(total: Tensor, norm_type: float) -> Tensor:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from lightning_moe_ckpt.parallel import ParallelGroups, block_numel, build_groups, global_grad_norm, pieces
+from lightning_moe_ckpt.parallel._norms import _fold, _sums
 
 
 def dense(name: str) -> Tensor:
@@ -53,28 +53,32 @@ def tree(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return values
 
 
-@pytest.mark.parametrize("numel", [1, 31, 33, 1000, 70_001, 3_000_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_bits_are_those_of_a_tree_of_additions(dtype: torch.dtype, numel: int) -> None:
-    """NumPy gets the same, block by block. Neither other parameters nor threads change a block's sum."""
-    grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel), dtype=dtype)
-    block = block_numel(numel)
-    count = -(-numel // block)
-    squares = np.zeros(count * block, grad.numpy().dtype)
-    squares[:numel] = grad.numpy() ** 2
-    sums = np.zeros(2 ** math.ceil(math.log2(count)))
-    sums[:count] = [tree(squares[start : start + block])[0] for start in range(0, count * block, block)]
-    want = torch.tensor(math.sqrt(tree(sums)[0]), dtype=dtype)
+def test_a_device_adds_the_bits_of_a_tree(dtype: torch.dtype) -> None:
+    """NumPy gets the same, block by block."""
+    rows = torch.randn(50, 64, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    want = [tree(row**2)[0] for row in rows.numpy()]
+    assert _fold(rows.clone(), 2.0).tolist() == want
 
-    def work(_: int) -> list[Tensor]:
-        results = list[Tensor]()
+
+@pytest.mark.parametrize("numel", [1, 31, 33, 1000, 70_001, 3_000_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_neither_other_blocks_nor_threads_change_bits(dtype: torch.dtype, numel: int) -> None:
+    """The norm is that of blocks taken one by one, and of parameters beside others."""
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    block = block_numel(numel)
+
+    def work(_: int) -> tuple[list[Tensor], list[Tensor]]:
+        totals, sums = list[Tensor](), list[Tensor]()
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results += [alone({"a": grad}), alone({"zero": torch.zeros(70_001, dtype=dtype), "a": grad})]
-        return results
+            totals += [alone({"a": grad}), alone({"zero": torch.zeros(70_001, dtype=dtype), "a": grad})]
+            sums.append(_sums([grad], block, 2.0))
+            sums.append(torch.cat([_sums([part], block, 2.0) for part in grad.split(block)]))
+        return totals, sums
 
-    for got in run_world(1, work)[0]:  # a process of its own, since no process with threads can be forked
-        assert torch.equal(got, want)
+    for found in run_world(1, work)[0]:  # a process of its own, since no process with threads can be forked
+        assert all(torch.equal(each, found[0]) for each in found)
 
 
 def test_no_value_is_waited_for() -> None:
