@@ -90,7 +90,7 @@ def gather_optimizer_state(
     Returns:
         On rank 0 a whole state dict; elsewhere this rank's own.
     """
-    if sharded or groups.num_stages == 1:
+    if sharded:
         own = _gather_experts(optimizer, own, sharded, groups)
     stages = _gather_stages(own, groups)
     return {STAGES: stages, "param_groups": own["param_groups"], "state": {}} if stages else own

@@ -12,15 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError, UnsupportedOptimizer
 from lightning_moe_ckpt.fit._limits import gradients_are_seen
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.parallel import Gather, OptimizerShard, ParallelGroups, shard_of
+
+log = rank_logger(__name__)
 
 _READERS = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")
 
@@ -84,14 +87,31 @@ def gather_behind_steps(optimizer: Optimizer, shards: Mapping[str, OptimizerShar
     hooks.move_to_end(hook.id, last=False)
 
 
-def reads_gradients(trainer: Trainer, module: LightningModule) -> str:
-    """Return why whole gradients are needed: the user's code that may read or keep them; empty if there is none."""
+def needs_whole_gradients(module: LightningModule) -> bool:
+    """Return whether the user's code may read or keep gradients, which is logged once.
+
+    Raises:
+        ConfigurationError: they would be unscaled in part.
+    """
+    reader = _reader(module)
+    if not reader:
+        return False
+    if getattr(module.trainer.precision_plugin, "scaler", None) is not None:
+        raise ConfigurationError(
+            f"`shard_optimizer=True` under `16-mixed` unscales each rank's piece of a gradient only, and {reader} may read all of it. "
+            "Use `bf16-mixed`, `shard_optimizer=False`, or no such code."
+        )
+    log.info("ranks gather all gradients at every step: %s may read them", reader, alike=True)
+    return True
+
+
+def _reader(module: LightningModule) -> str:
     own = [hook for hook in _READERS if is_overridden(hook, module)]
     if own:
         return f"`{type(module).__qualname__}.{own[0]}`"
     if not module.automatic_optimization:
         return "manual optimization"
-    return "a hook that is called with gradients" if gradients_are_seen(trainer, module, ()) else ""
+    return "a hook that is called with gradients" if gradients_are_seen(module.trainer, module, ()) else ""
 
 
 def _refuse(optimizer: Optimizer) -> None:

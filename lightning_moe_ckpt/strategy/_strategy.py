@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
@@ -49,9 +49,9 @@ from lightning_moe_ckpt.parallel import (
     shares_agent_store,
     stepped_of,
 )
-from lightning_moe_ckpt.parallel._expert_parallel import refuse_tutel, zero_filled
+from lightning_moe_ckpt.parallel._expert_parallel import zero_filled
+from lightning_moe_ckpt.strategy._checks import check_module
 from lightning_moe_ckpt.strategy._model_state import (
-    STAGES,
     BufferSync,
     gather_module_state,
     gather_optimizer_state,
@@ -62,7 +62,7 @@ from lightning_moe_ckpt.strategy._optimizer_shards import (
     cut_shards,
     gather_behind_steps,
     gather_shards,
-    reads_gradients,
+    needs_whole_gradients,
     shard_optimizers,
 )
 from lightning_moe_ckpt.strategy._pipelined import PipelinedStrategy
@@ -318,10 +318,10 @@ class MoEStrategy(PipelinedStrategy):
         if not is_sharded(module):  # which is refused below
             for root in (module, *averaged_models(trainer)):
                 spread_experts(root)
-        self._check(module)
+        check_module(module, self.groups)
         self._check_stages(trainer)
         self._sharded = expert_parallel_fqns(module)
-        ignored = _port.ignored_names(module) - self._sharded
+        self._ignored = ignored = _port.ignored_names(module) - self._sharded
         fits = trainer.state.fn == TrainerFn.FITTING
         # Outside of fits, Lightning makes states equal to rank 0's, and stages have no state in common.
         apart = set() if fits or self.pipeline_parallel == 1 else {n for n, _ in _port.named_states(module)}
@@ -331,7 +331,6 @@ class MoEStrategy(PipelinedStrategy):
             _port.ignore_names(module, ignored | self._sharded)
             self.configure_ddp()
         self._names = {id(each): name for name, p in module.named_parameters() for each in (p, stepped_of(p))}
-        self._ignored = ignored
         if self.pipeline_parallel > 1 and fits:
             self._untap.append(_port.tap_zero_grad(trainer, self._hold_zero_grad))
         if self.apart:
@@ -351,9 +350,9 @@ class MoEStrategy(PipelinedStrategy):
         super().setup_optimizers(trainer)
         self._shards = {}
         if self.shard_optimizer:
-            names = self._module.named_parameters()
+            reduced = ((name, p) for name, p in self._module.named_parameters() if name not in self._ignored)
             self._shards = shard_optimizers(
-                self.optimizers, names, expert_parallel=self._sharded, groups=self.groups, gather=self._gather_weights
+                self.optimizers, reduced, expert_parallel=self._sharded, groups=self.groups, gather=self._gather_weights
             )
             for optimizer in self.optimizers:
                 gather_behind_steps(optimizer, self._shards, self._gather_weights)
@@ -382,38 +381,6 @@ class MoEStrategy(PipelinedStrategy):
         # The process groups stay: `trainer.save_checkpoint` after `fit` still needs every rank's experts.
         set_current_groups(None)
 
-    def _check(self, module: LightningModule) -> None:
-        if is_sharded(module):
-            raise ConfigurationError(
-                "`strategy='moe'` reduces whole gradients, and this module has parameters in shards (`fully_shard`, `parallelize_module`). "
-                "Use `ModelParallelStrategy`, or leave parameters whole, and spread experts with `expert_parallel=`."
-            )
-        for name, layer in expert_parallel_modules(module):
-            if layer.ep_size != self.groups.ep_size:
-                raise ConfigurationError(
-                    f"`{name}` was built for `expert_parallel={layer.ep_size}`, the strategy has "
-                    f"`expert_parallel={self.groups.ep_size}`. Build it in `LightningModule.configure_model`, "
-                    "which runs once the strategy has set up its processes, not in `__init__`."
-                )
-        if self.groups.ep_size > 1 and not expert_parallel_fqns(module):
-            experts = next(
-                (f"`{name}`" for name, _ in module.named_parameters() if "expert" in name.lower()), "no expert"
-            )
-            raise ConfigurationError(
-                f"`expert_parallel={self.groups.ep_size}` would have no effect: found {experts} with all experts on "
-                "every rank, and no layer that shards them. Take a Hugging Face model whose experts are stacked, build `MoELayer`, "
-                "or a module that keeps the contract `ExpertParallelModule`, in `LightningModule.configure_model`, or use "
-                "`expert_parallel=1`."
-            )
-        reason = refuse_tutel(module, _port.ignored_names(module))
-        if reason is not None:
-            raise ConfigurationError(reason)
-        if self.groups.ep_size > 1 and not module.automatic_optimization:
-            raise ConfigurationError(
-                "Expert parallelism needs automatic optimization: every backward of manual optimization would divide "
-                "the experts' gradients again. Set `automatic_optimization = True` or `expert_parallel=1`."
-            )
-
     def _equalise_replicated(self, source: int) -> None:
         module, ignored = self._module, _port.ignored_names(self._module)
         if self.groups.stage_size > 1:
@@ -428,20 +395,12 @@ class MoEStrategy(PipelinedStrategy):
     def _start_reducing(self) -> None:
         module, ignored = self._module, self._ignored
         self._buffer_sync = BufferSync(module, ignored, self.groups) if self.groups.stage_size > 1 else None
-        why = reads_gradients(module.trainer, module) if self._shards else ""
-        if why and getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ConfigurationError(
-                f"`shard_optimizer=True` under `16-mixed` unscales each rank's piece of a gradient only, and {why} may read all of it. Use "
-                "`bf16-mixed`, `shard_optimizer=False`, or no such hook."
-            )
-        if why:
-            log.info("ranks gather all gradients at every step: %s may read them", why, alike=True)
         self.reducer = GradientReducer(
             ((name, parameter) for name, parameter in module.named_parameters() if name not in ignored),
             groups=self.groups,
             is_expert_parallel=self._sharded,
             shards=self._shards,
-            whole_gradients=bool(why),
+            whole_gradients=bool(self._shards) and needs_whole_gradients(module),
             bucket_nbytes=self.bucket_nbytes,
             mode=self.gradient_reduction,
             stage_flags=self._buffer_sync.flags if self._buffer_sync is not None else (),
@@ -500,8 +459,8 @@ class MoEStrategy(PipelinedStrategy):
         parameters = list(self.precision_plugin.main_params(optimizer))
         self.last_grad_norm = self.grad_norm(parameters)
         # A whole gradient, if there is one, has the piece's in its memory.
-        all_ = [each for p in parameters for each in [whole_of(p) if whole_of(p).grad is not None else p]]
-        present = [each for each in all_ if each.grad is not None]
+        wholes = [parameter if whole_of(parameter).grad is None else whole_of(parameter) for parameter in parameters]
+        present = [each for each in wholes if each.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(present, clip_val, self.last_grad_norm)
 
     def _combine_found_inf(self, found_inf: Tensor) -> None:
@@ -547,22 +506,14 @@ class MoEStrategy(PipelinedStrategy):
         own = super().optimizer_state(plain)
         if hasattr(plain, "consolidate_state_dict"):
             return own
-        own = gather_shards(own, plain, self.groups)
-        if not self._sharded_names and self.pipeline_parallel == 1:
-            return own
-        return gather_optimizer_state(plain, own, self._sharded_ids, self.groups)
+        return gather_optimizer_state(plain, gather_shards(own, plain, self.groups), self._sharded_ids, self.groups)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer states."""
-        states = checkpoint["optimizer_states"]
-        if self._sharded_names or self.pipeline_parallel > 1 or any(STAGES in state for state in states):
-            sharded = self._sharded_ids
-            states = [
-                shard_optimizer_state(state, optimizer, sharded, self.groups)
-                for optimizer, state in zip(self.optimizers, states, strict=False)
-            ]
-        states = [cut_shards(*pair) for pair in zip(states, self.optimizers, strict=False)]
+        sharded, states = self._sharded_ids, list[dict[str, Any]]()
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            states.append(cut_shards(shard_optimizer_state(state, optimizer, sharded, self.groups), optimizer))
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
     @property
