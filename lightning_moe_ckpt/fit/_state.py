@@ -27,6 +27,7 @@ from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.fit.loops._trainer import datamodule_of
 from lightning_moe_ckpt.journal import Constant, Written, differs, refusals, written
 from lightning_moe_ckpt.operators import MoELayerSpec, is_sharded, memory_of, show_shards, stepped_parameters
+from lightning_moe_ckpt.parallel import GradientReducer
 
 log = rank_logger(__name__)
 
@@ -331,6 +332,8 @@ class Trained:
             gradient = _zero_gradient(self._stepped[name], partial.get(name))
             memory_of(gradient).copy_(value)
             self._stepped[name].grad = gradient
+        if isinstance(reducer := getattr(self._strategy, "reducer", None), GradientReducer):
+            reducer.take_up_gradients()
 
     def unfit(self) -> str:
         """Return why no restart could go on from here, which is logged once; empty if a restart can.

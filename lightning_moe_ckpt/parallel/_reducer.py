@@ -297,7 +297,18 @@ class GradientReducer:
             if not gradient.ready:
                 self._contribute(gradient)
         self._write_back(self._agree(present))  # agrees while the last buckets are reduced
+
+    def take_up_gradients(self) -> None:
+        """Go on from the gradients that owners have, as behind a reduction, such as restored ones. Collective."""
         self._finished = True
+        if self._whole_gradients:
+            own = {fqn: each.stepped for fqn, each in self._shards.items() if each.stepped.grad is not None}
+            self._make_whole({fqn: each.grad for fqn, each in own.items() if each.grad is not None})
+            for fqn, stepped in own.items():
+                shard = self._shards[fqn]
+                grad = shard.whole.grad
+                assert grad is not None
+                stepped.grad = grad.view(-1)[shard.start : shard.stop]
 
     def gather_weights(self, shards: Mapping[str, OptimizerShard]) -> None:
         """Give all ranks the owners' pieces of parameters, or of copies that have their names. Collective."""
@@ -503,11 +514,4 @@ class GradientReducer:
                 grad = self._parameters[fqn].grad
                 if grad is not None:
                     grad.div_(self._groups.stage_size)
-        if self._whole_gradients:
-            own = {fqn: each.stepped for fqn, each in self._shards.items() if each.stepped.grad is not None}
-            self._make_whole({fqn: each.grad for fqn, each in own.items() if each.grad is not None})
-            for fqn, stepped in own.items():
-                shard = self._shards[fqn]
-                grad = shard.whole.grad
-                assert grad is not None
-                stepped.grad = grad.view(-1)[shard.start : shard.stop]
+        self.take_up_gradients()
