@@ -46,7 +46,7 @@ def shard_optimizers(
         gather: see `OptimizerShard`.
 
     Returns:
-        The shards by name; parameters on a single rank, or without elements that follow each other in memory, have none.
+        The shards by name; scalars, parameters on a single rank, and those without elements that follow each other in memory have none.
 
     Raises:
         ConfigurationError: an optimizer does not update elements apart from each other, or changes weights between steps.
@@ -60,7 +60,8 @@ def shard_optimizers(
     found: dict[str, OptimizerShard] = {}
     for name, param in named_parameters:
         ranks = groups.ranks("expert_data" if name in expert_parallel else "reduce")
-        if id(param) in trained and param.requires_grad and param.numel() and param.is_contiguous() and len(ranks) > 1:
+        cuts = param.ndim > 0 and param.numel() > 0 and param.is_contiguous() and len(ranks) > 1
+        if cuts and id(param) in trained and param.requires_grad:
             found[name] = OptimizerShard(param, ranks, groups.rank, gather)
     shards = {id(shard.whole): shard for shard in found.values()}
     for optimizer in optimizers:
