@@ -18,6 +18,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -371,6 +372,8 @@ class MoEStrategy(PipelinedStrategy):
         ]
         if self.pipeline_parallel > 1:
             self._untap.append(_port.tap_after_closure(self.precision_plugin, self._closure_ended))
+        callbacks: list[Any] = self._module.trainer.callbacks if self._shards else []  # type: ignore[attr-defined]
+        self._untap += [_port.tap_finetuning(each, stepped_of) for each in callbacks if isinstance(each, BaseFinetuning)]
 
     @override
     def teardown(self) -> None:

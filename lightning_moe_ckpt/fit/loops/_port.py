@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
@@ -99,6 +100,20 @@ def tap_zero_grad(trainer: Trainer, hold: Callable[[Callable[[], None] | None], 
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     original = loop._make_zero_grad_fn
     return tap(loop, "_make_zero_grad_fn", lambda batch_idx, optimizer: hold(original(batch_idx, optimizer)))
+
+
+def tap_finetuning(callback: BaseFinetuning, stepped: Callable[[Any], Any]) -> Callable[[], None]:
+    """Let a finetuning callback find, and name, what an optimizer has of each parameter. Uses `_apply_mapping_to_param_groups`.
+
+    Returns:
+        A function to remove the tap.
+    """
+    original = callback._apply_mapping_to_param_groups
+
+    def apply(groups: list[dict[str, Any]], mapping: dict[Any, Any]) -> list[dict[str, Any]]:
+        return original(groups, {stepped(key): stepped(value) for key, value in mapping.items()})
+
+    return tap(callback, "_apply_mapping_to_param_groups", apply)
 
 
 def tap_after_closure(precision: Precision, then: Callable[[], object]) -> Callable[[], None]:
