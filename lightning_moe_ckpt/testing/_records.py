@@ -23,6 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe_ckpt.operators import show_shards
+from lightning_moe_ckpt.parallel import stepped_of
 
 Record = dict[str, Any]
 
@@ -158,10 +159,10 @@ def _leaves(batch: Any) -> Iterator[Tensor]:
 def capture_end(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
     """Return all state to be reproduced by a resumed run: keys are paths, values tensors or plain scalars.
 
-    Of a DTensor the shard of this rank, with the place that it has in the whole.
+    Of a DTensor the shard of this rank, with the place that it has in the whole; of sharded state this rank's pieces.
     """
     show_shards(pl_module)
-    names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
+    names = {id(stepped_of(parameter)): name for name, parameter in pl_module.named_parameters()}
     end: dict[str, Any] = {}  # on the host, so that whoever reads it needs no device
     for name, parameter in pl_module.named_parameters():
         end.update(_flat(f"param/{name}", parameter.detach().cpu().clone()))

@@ -18,7 +18,16 @@ from lightning_moe_ckpt.testing import Kill
 LAYOUTS: tuple[tuple[Sharding, int], ...] = (
     *(("fsdp2", ranks) for ranks in (2, 3, 4)),
     *(("tp", 2), ("fsdp2+tp", 4), ("hsdp", 4)),
-    *(("none", 1), ("ddp", 3), ("moe", 3), ("hf+ep", 3), ("hf+ep", 4)),
+    *(
+        ("none", 1),
+        ("ddp", 3),
+        ("moe", 3),
+        ("moe+zero1", 3),
+        ("moe+zero1", 4),
+        ("hf+ep", 3),
+        ("hf+ep", 4),
+        ("hf+ep+zero1", 4),
+    ),
 )
 """Ways of sharding, with numbers of ranks."""
 
@@ -81,7 +90,7 @@ def _sharded(rng: random.Random, setup: Drawn, sharding: Sharding, ranks: int) -
         "changed": tuple(each for each in setup.changed if each != "detect_anomaly"),  # torch cannot, on DTensors
         "edits": rng.choice(get_args(Edits)) if rng.random() < 0.5 else "",
     }
-    if sharding == "hf+ep":
+    if "hf+ep" in sharding:
         changes["family"] = rng.choice([*SPREAD.values()])
     if setup.precision in {"16-mixed", "64-true"}:
         changes["precision"] = "32-true"

@@ -2,7 +2,7 @@
 
 Under `ModelParallelStrategy` parameters are DTensors: `fsdp2` shards each over all ranks, `tp` some over the ranks of a group that
 sees the same data, `fsdp2+tp` both, and `hsdp` shards over half of the ranks and replicates over the halves. `hf+ep` is another model, of
-Hugging Face: `MoEStrategy` spreads its experts over three ranks, or over each half of four.
+Hugging Face: `MoEStrategy` spreads its experts over three ranks, or over each half of four. `zero1` shards the optimizer alone.
 """
 
 # Shape suffixes: B sequences, S places, T = B * S tokens, E experts, D model dim, H hidden dim, V vocabulary.
@@ -27,12 +27,13 @@ from campaign._data import VOCABULARY
 from campaign._drawn import Drawn, DrawnModule, let_compile
 from campaign._hugging_face import FamilyModel
 from campaign._training import Module
+from lightning_moe_ckpt.operators import whole_of
 from lightning_moe_ckpt.testing import Attempt
 
 MODEL_DIM, HIDDEN_DIM, UP_DIM = 24, 24, 22
 """Of these only what `Shard(1)` cuts is a multiple of 2, 3, 4 and 8."""
 
-Sharding = Literal["none", "ddp", "moe", "hf+ep", "fsdp2", "tp", "fsdp2+tp", "hsdp"]
+Sharding = Literal["none", "ddp", "moe", "moe+zero1", "hf+ep", "hf+ep+zero1", "fsdp2", "tp", "fsdp2+tp", "hsdp"]
 Experts = Literal["stacked", "listed", "columns"]
 """`columns`: stacked, and cut along dimension 1. `listed` ones all get all tokens: FSDP2 waits for a module that some rank leaves out."""
 Part = Literal["block", "bias"]
@@ -61,7 +62,8 @@ class Sharded(Drawn):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", "ddp_ordered" if self.sharding == "ddp" else "moe")
-        if self.sharding == "hf+ep":
+        object.__setattr__(self, "shard_optimizer", "zero1" in self.sharding)
+        if "hf+ep" in self.sharding:
             object.__setattr__(
                 self, "expert_parallel", self.world_size // 2 if self.world_size > 3 else self.world_size
             )
@@ -74,7 +76,7 @@ class Sharded(Drawn):
     @property
     def is_sharded(self) -> bool:
         """Whether parameters are DTensors."""
-        return self.sharding not in {"none", "ddp", "moe", "hf+ep"}
+        return self.sharding not in {"none", "ddp", "moe", "moe+zero1", "hf+ep", "hf+ep+zero1"}
 
     @property
     def complaints(self) -> tuple[str, ...]:
@@ -118,7 +120,7 @@ class ShardedModule(DrawnModule):
     @override
     def configure_model(self) -> None:
         if self.model is None:
-            if self._sharded.sharding == "hf+ep":
+            if "hf+ep" in self._sharded.sharding:
                 self.model = spreadable(self._sharded)
                 return
             self.model = Uneven(self._sharded)
@@ -158,10 +160,10 @@ EDITING: dict[Edits, type[ShardedModule]] = {
 
 
 def edit(trainer: Trainer) -> None:
-    """Shrink the weights of an odd step, without a trace if they are in shards."""
+    """Shrink the weights of an odd step, without a trace if they are in shards; of an optimizer's pieces the whole weights."""
     if trainer.global_step % 2:
         for param in trainer.optimizers[0].param_groups[0]["params"]:
-            torch._foreach_mul_([param.detach()], 0.999)
+            torch._foreach_mul_([whole_of(param).detach()], 0.999)
 
 
 def spreadable(setup: Sharded) -> FamilyModel:

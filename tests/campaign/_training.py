@@ -156,6 +156,8 @@ class Setup:
     """With 16-mixed: values of `global_step` at which one expert's gradient becomes infinite."""
     expert_parallel: int = 1
     strategy: Literal["moe", "moe_fast", "ddp", "ddp_ordered"] = "moe"
+    shard_optimizer: bool = False
+    """Whether each rank has the optimizer's state for pieces of parameters only."""
     world_size: int = 1
     averaged: Literal["ema", "mean", "both"] | None = None
     """Running averages of the weights, by Lightning's callbacks; validation runs on them."""
@@ -461,6 +463,7 @@ def _strategy(setup: Setup, life: Attempt) -> Any:
     return MoEStrategy(
         expert_parallel=setup.expert_parallel,
         gradient_reduction="ordered" if setup.strategy == "moe" else "allreduce",
+        shard_optimizer=setup.shard_optimizer,
         bucket_nbytes=setup.bucket_nbytes[min(life.index, len(setup.bucket_nbytes) - 1)],
     )
 

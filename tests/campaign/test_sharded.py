@@ -45,6 +45,8 @@ SPREAD_DENSE = replace(
     SPREAD_SPARSE, world_size=3, family="gpt_oss", num_experts=1, recompute=True, checkpointing=DENSE
 )
 """Experts of Hugging Face; of the latter each rank has one in a layer."""
+ZERO = replace(EMPTY, sharding="moe+zero1")
+"""Ranks with a piece of each parameter in the optimizer, two of which have none of the parameter of one element."""
 LATE = Kill(phase="after_batch_end", step=6, settle=10.0)
 
 
@@ -57,6 +59,7 @@ LATE = Kill(phase="after_batch_end", step=6, settle=10.0)
         pytest.param(SPREAD_DENSE, Kill(phase="forward", step=6, rank=2, settle=10.0), id="hf+ep dense"),
         pytest.param(REPLICAS, Kill(phase="validation", step=7, rank=2), id="hsdp"),
         pytest.param(EDITED, LATE, id="edited without a trace"),
+        pytest.param(ZERO, Kill(phase="forward", step=6, rank=1, settle=10.0), id="moe+zero1"),
     ],
 )
 def test_killed_once_the_job_ends_the_same(campaigns: Campaigns, setup: Sharded, kill: Kill) -> None:
