@@ -315,7 +315,7 @@ class GradientReducer:
         for shard in shards.values():
             shard.refresh()
         whole = {fqn: shard.memory for fqn, shard in shards.items()}
-        self._gather({fqn: shard.stepped.detach() for fqn, shard in shards.items()}, whole)
+        self._gather(shards, {fqn: shard.stepped.detach() for fqn, shard in shards.items()}, whole)
 
     def exchange_flags(self) -> dict[str, int]:
         """Return the maximum over all ranks of the flags that concern more than one stage. Collective."""
@@ -342,7 +342,7 @@ class GradientReducer:
         if self._groups.world_size == 1:
             return
         order = {fqn: position for position, fqn in enumerate(reversed(self._parameters))}
-        self._pieces = self._lay_out_pieces(self._known & self._shards.keys())
+        self._pieces = self._lay_out_pieces({fqn: each for fqn, each in self._shards.items() if fqn in self._known})
         for memory in self._pieces:
             self._watch_pieces(memory, order)
         for (is_sharded, dtype, device), fqns in self._kinds(self._known - self._shards.keys()).items():
@@ -389,10 +389,10 @@ class GradientReducer:
             self._gradients[fqn] = _WholeGradient(fqn=fqn, parameter=parameter, flat=view, buckets=waiting)
         self._enqueue(buckets, layout.slots, order)
 
-    def _lay_out_pieces(self, fqns: Collection[str]) -> list[ShardBuckets]:
+    def _lay_out_pieces(self, shards: Mapping[str, OptimizerShard]) -> list[ShardBuckets]:
         return [
-            ShardBuckets({fqn: self._shards[fqn] for fqn in names}, self._group(is_sharded), self._bucket_nbytes)
-            for (is_sharded, _, _), names in self._kinds(fqns).items()
+            ShardBuckets({fqn: shards[fqn] for fqn in names}, self._group(is_sharded), self._bucket_nbytes)
+            for (is_sharded, _, _), names in self._kinds(shards.keys()).items()
         ]
 
     def _watch_pieces(self, memory: ShardBuckets, order: Mapping[str, int]) -> None:
@@ -419,14 +419,17 @@ class GradientReducer:
                 bucket.complete_at = max(bucket.complete_at, order[fqn])
         self._queue += buckets
 
-    def _gather(self, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
+    def _gather(
+        self, shards: Mapping[str, OptimizerShard], own: Mapping[str, Tensor], whole: Mapping[str, Tensor]
+    ) -> None:
         """Fill flat `whole` tensors from all owners' pieces, by the same names; without memory of its own for those that train."""
-        known = {fqn for memory in self._pieces for fqn in memory.columns}
-        for memory in [*self._pieces, *self._lay_out_pieces(own.keys() - known)]:
-            fqns = memory.columns.keys() & own.keys()
-            memory.gather(
-                self._lane, *({fqn: each[fqn] for fqn in memory.columns if fqn in fqns} for each in (own, whole))
-            )
+        rest = dict(own)
+        for memory in self._pieces:  # averages may be of another type than what trains
+            fqns = [fqn for fqn in memory.columns if fqn in own and own[fqn].dtype == memory.own.dtype]
+            memory.gather(self._lane, {fqn: rest.pop(fqn) for fqn in fqns}, {fqn: whole[fqn] for fqn in fqns})
+        for memory in self._lay_out_pieces({fqn: shards[fqn] for fqn in rest}):
+            fqns = list(memory.columns)
+            memory.gather(self._lane, {fqn: rest[fqn] for fqn in fqns}, {fqn: whole[fqn] for fqn in fqns})
 
     # -- one reduction -----------------------------------------------------------------------------------------------
 
@@ -458,7 +461,7 @@ class GradientReducer:
     def _make_whole(self, own: Mapping[str, Tensor]) -> None:
         """Give parameters whole gradients, from all owners' pieces. Collective."""
         whole = {fqn: torch.empty_like(self._shards[fqn].whole, requires_grad=False) for fqn in own}
-        self._gather(own, {fqn: each.view(-1) for fqn, each in whole.items()})
+        self._gather(self._shards, own, {fqn: each.view(-1) for fqn, each in whole.items()})
         for fqn, each in whole.items():
             self._shards[fqn].whole.grad = each
 
