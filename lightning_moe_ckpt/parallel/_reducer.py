@@ -187,6 +187,7 @@ class _PieceGradient(_Gradient):
     @override
     def write_back(self, *, present: bool) -> None:
         self.parameter.grad = None
+        self.shard.refresh()  # before the step, which writes there
         self.shard.stepped.grad = self.memory.own_piece(self.fqn) if present else None
 
 
