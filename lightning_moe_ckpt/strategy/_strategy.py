@@ -373,7 +373,17 @@ class MoEStrategy(PipelinedStrategy):
         if self.pipeline_parallel > 1:
             self._untap.append(_port.tap_after_closure(self.precision_plugin, self._closure_ended))
         callbacks: list[Any] = self._module.trainer.callbacks if self._shards else []  # type: ignore[attr-defined]
+        if self._shards and not self._module.automatic_optimization:
+            self._untap += _port.tap_toggling(self._module, self._toggle)
         self._untap += [_port.tap_finetuning(each, stepped_of) for each in callbacks if isinstance(each, BaseFinetuning)]
+
+    def _toggle(self, toggle: Callable[[], None]) -> None:
+        """Let whole parameters require gradients where Lightning lets the optimizers' pieces do."""
+        for shard in self._shards.values():
+            shard.stepped.requires_grad_(shard.whole.requires_grad)
+        toggle()
+        for shard in self._shards.values():
+            shard.whole.requires_grad_(shard.stepped.requires_grad)
 
     @override
     def teardown(self) -> None:

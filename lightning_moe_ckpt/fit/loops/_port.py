@@ -116,6 +116,15 @@ def tap_finetuning(callback: BaseFinetuning, stepped: Callable[[Any], Any]) -> C
     return tap(callback, "_apply_mapping_to_param_groups", apply)
 
 
+def tap_toggling(module: LightningModule, follow: Callable[[Callable[[], None]], None]) -> list[Callable[[], None]]:
+    """Let `follow` call what `toggle_optimizer` and `untoggle_optimizer` do. Return functions to remove the taps."""
+
+    def tapped(original: Callable[[Any], None]) -> Callable[[Any], None]:
+        return lambda optimizer: follow(lambda: original(optimizer))
+
+    return [tap(module, name, tapped(getattr(module, name))) for name in ("toggle_optimizer", "untoggle_optimizer")]
+
+
 def tap_after_closure(precision: Precision, then: Callable[[], object]) -> Callable[[], None]:
     """Call `then` when gradients are clipped, right before the optimizer steps. Uses `_after_closure`.
 
