@@ -85,7 +85,14 @@ def draw(seed: int) -> Case:
             setup = _further(random.Random(-1 - seed), setup)
             kills = tuple(_kill(rng, setup) for _ in range(rng.choice([1, 1, 2, 2, 3, 4])))
             kills = _stops(random.Random(-2 - seed), setup, kills)
-            return Case(_stuttering(random.Random(f"store {seed}"), _comes_again(setup, kills)), kills)
+            setup = _sharding(random.Random(f"shards {seed}"), _comes_again(setup, kills))
+            return Case(_stuttering(random.Random(f"store {seed}"), setup), kills)
+
+
+def _sharding(rng: random.Random, setup: Drawn) -> Drawn:
+    """At times with an optimizer in shards, if it steps elements apart from each other and no hook takes its pieces for parameters."""
+    apart = setup.world_size > 1 and setup.strategy == "moe" and not setup.other and not setup.optimizer_hooks
+    return replace(setup, shard_optimizer=apart and rng.random() < 0.5)
 
 
 def _stuttering(rng: random.Random, setup: Drawn) -> Drawn:

@@ -80,8 +80,11 @@ class Sharded(Drawn):
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """Where a rank dies while DDP broadcasts buffers, Lightning leaves its own `forward` in the modules of others."""
-        return ("`module.forward`",) if self.sharding == "ddp" else ()
+        """Where a rank dies while DDP broadcasts buffers, Lightning leaves its own `forward` in the modules of others. An edit that
+        whole parameters count, and that comes while they are copied, costs the first such boundary.
+        """
+        edited = not self.is_sharded and self.edits == "optimizer_step"
+        return (("`module.forward`",) if self.sharding == "ddp" else ()) + ("by a forward or backward pass",) * edited
 
     @override
     def fault_free(self) -> Self:

@@ -45,6 +45,10 @@ def _everything_low(probe: Any) -> dict[str, torch.dtype]:
     return dict.fromkeys(probe._params, torch.bfloat16)
 
 
+def _no_weights_of_others(_params: Any) -> None:
+    pass
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ablation:
     """A run in which one mechanism matters, and that mechanism taken away."""
@@ -83,6 +87,13 @@ ABLATIONS = {
                 attribute="ComputeDtypeProbe.verdict",
                 replacement=_everything_low,
             )
+        ],
+    ),
+    # Each rank has its own pieces of what was loaded, and of other ranks' what the module was made with.
+    "weights_of_owners": Ablation(
+        setup=replace(SHARED, shard_optimizer=True),
+        seams=[
+            Seam(module="lightning_moe_ckpt.recovery._replay", attribute="complete", replacement=_no_weights_of_others)
         ],
     ),
     # The buckets of a life are larger than those of the one before, as those of a DDP that restarts are smaller.

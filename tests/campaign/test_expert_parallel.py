@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 from door import Phase
@@ -51,6 +52,36 @@ def test_killed_on_random_ranks_the_job_ends_the_same(
     lives = campaigns.check(setup, *random_kills(setup, count, seed=10 * world_size + expert_parallel))
     assert [life.outcome for life in lives] == ["killed"] * count + ["finished"]
     assert lives[-1].steps()[0] > 1, "it did not start over"
+
+
+def sharded_setup(policy: Literal["sparse", "dense", "differential"], **changes: Any) -> Setup:
+    """Two groups of two that share experts; each rank's optimizer has a piece of what it shares with others."""
+    checkpointing = Checkpointing(policy=policy, every_n_steps=4 if policy == "differential" else 1, batch=2)
+    return replace(parallel_setup(4, 2), shard_optimizer=True, checkpointing=checkpointing, **changes)
+
+
+def test_with_sharded_optimizers_the_job_ends_the_same(campaigns: Campaigns) -> None:
+    """Killed between a base and its differences. Experts' pieces have owners among two ranks, those of the rest among four."""
+    setup = sharded_setup("differential")
+    lives = campaigns.check(setup, Kill(phase="forward", step=7, rank=3, settle=10.0))
+    assert lives[-1].steps()[0] > 4, "it did not start over"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "setup",
+    [
+        pytest.param(sharded_setup("dense", precision="bf16-mixed", accumulate=2, epochs=3), id="bf16-mixed"),
+        pytest.param(sharded_setup("sparse", optimizer="adamw_fused", clip=None), id="fused"),
+        pytest.param(sharded_setup("sparse", averaged="ema", precision="bf16-true"), id="averages"),
+        pytest.param(sharded_setup("differential", optimizer="sgd", scheduler="plateau"), id="sgd"),
+        pytest.param(replace(sharded_setup("sparse"), world_size=3, expert_parallel=3), id="three"),
+        pytest.param(replace(sharded_setup("dense"), expert_parallel=4), id="four"),
+    ],
+)
+def test_with_sharded_optimizers_several_kills_change_nothing(campaigns: Campaigns, setup: Setup) -> None:
+    """At random places."""
+    campaigns.check(setup, *random_kills(setup, 4, seed=setup.world_size))
 
 
 def test_a_schedule_names_the_operators_of_all_ranks(campaigns: Campaigns) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,3 +94,27 @@ def test_a_run_that_begins_from_a_file_goes_on_from_its_own_checkpoints(
     setup = Habit(from_file=True, checkpointing=checkpointing)
     lives = campaigns.check(setup, Kill(phase="forward", step=3), *killed(4, 8))
     assert "begin.ckpt is not loaded" in lives[-1].log()
+
+
+SHARDED: dict[str, Habit] = {
+    "added group": Habit(unfreezes_at=1, epochs=3, scheduler="epoch", checkpointing=SPARSE),
+    "added group, dense": Habit(unfreezes_at=1, epochs=3, scheduler="epoch", checkpointing=DENSE),
+    "by the step": Habit(freezes="steps", epochs=3, checkpointing=SPARSE),
+    "by the epoch": Habit(freezes="epochs", epochs=3, checkpointing=DENSE),
+    "from the start": Habit(freezes="start", epochs=3, checkpointing=SPARSE),
+    "by hand": Habit(manual=1, clip=None, checkpointing=DENSE),
+    "several steps by hand": Habit(manual=2, clip=None, checkpointing=DENSE),
+    "looks for a rate": Habit(finds="lr", scheduler="none", checkpointing=SPARSE),
+    "tunes a rate": Habit(tunes="lr", scheduler="none", checkpointing=SPARSE),
+    "from a file": Habit(from_file=True, checkpointing=SPARSE),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if i == 0 else pytest.param(name, marks=pytest.mark.soak) for i, name in enumerate(SHARDED)]
+)
+def test_habits_are_the_same_under_sharded_optimizers(campaigns: Campaigns, name: str) -> None:
+    """Of three ranks, one of which is killed. What thaws later is whole on all."""
+    setup = replace(SHARDED[name], world_size=3, shard_optimizer=True)
+    steps = (4, 8) if not setup.manual else (3 * setup.manual, 7 * setup.manual)
+    campaigns.check(setup, *[replace(kill, rank=2) for kill in killed(*steps)])

@@ -306,6 +306,13 @@ def test_a_rank_with_experts_of_hugging_face_dies(campaigns: Campaigns, policy: 
     check_killed(campaigns, setup, *kills, same_seed=True)
 
 
+@pytest.mark.parametrize("policy", ["sparse", pytest.param("dense", marks=pytest.mark.soak)])
+def test_a_rank_with_pieces_of_an_optimizer_dies(campaigns: Campaigns, policy: Any) -> None:
+    """What replaces it gets its pieces, and all weights from their owners."""
+    setup = replace(DENSE_3, shard_optimizer=True, checkpointing=Checkpointing(policy=policy, window=3))
+    check_killed(campaigns, setup, Kill(phase="after_backward", step=6, rank=1), same_seed=True)
+
+
 PLACES = [
     *PHASES,
     *INSIDE,
