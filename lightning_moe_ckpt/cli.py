@@ -368,6 +368,7 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             ),
             _flag("--breakdown", "Microseconds by hook, and CPU time by thread beside, of each policy."),
             number("--ranks", 1, "Processes of every fit."),
+            number("--expert-parallel", 1, "Of them share one set of experts."),
             number("--rounds", 5, "Turns of every fit."),
             number("--steps", 16, "Steps of a turn that count."),
             number("--settle", 8, "Steps of a turn before them."),

@@ -117,6 +117,11 @@ class BenchModel(LightningModule):
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
         self.size = size
+        self.build()
+
+    def build(self) -> None:
+        """Make the layers."""
+        size = self.size
         self.embed = nn.Embedding(size.vocabulary, size.model_dim)
         self.position = nn.Embedding(size.context, size.model_dim)
         self.blocks = self.blocks_of(size)

@@ -101,6 +101,24 @@ class Turn(NamedTuple):
     costs: StepCosts
     report: Report | None
     """Report of the checkpoint callback after the last step measured."""
+    state_nbytes: int
+    """Bytes of the optimizer's tensors on the first rank."""
+    shared_nbytes: int
+    """Bytes of shared memory in use by all ranks."""
+
+
+class _Late(BenchModel):
+    """Makes its layers once the strategy knows this rank's experts."""
+
+    @override
+    def build(self) -> None:
+        pass
+
+    @override
+    def configure_model(self) -> None:
+        if not hasattr(self, "head"):
+            torch.manual_seed(0)
+            super().build()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,12 +146,12 @@ class _Fit:
         total_steps = options.warm_up + self.num_turns * (options.settle + options.steps) - options.settle
         size = size_of(options)
         resting = wrapping_backends(gate.backend) if self.variant.memory_only else nullcontext()
-        torch.manual_seed(0)
-        model = BenchModel(size)
+        model = _Late(size)
+        moe = MoEStrategy(expert_parallel=options.expert_parallel, shard_optimizer=self.variant.shard_optimizer)
         with one_thread(), quiet_lightning(), patient_storage(), resting:
             trainer = bench_trainer(
                 accelerator=accelerator_for(options.accelerator, ranks),
-                strategy=MoEStrategy() if ranks > 1 else "auto",
+                strategy=moe if ranks > 1 else "auto",
                 devices=ranks,
                 precision=options.precision,
                 callbacks=[measured, *beside, *([checkpoint] if checkpoint is not None else [])],
@@ -191,7 +209,11 @@ class _Turns(Callback):
             after = self._read()
             if self._checkpoint is not None and not self._variant.memory_only:
                 self._checkpoint.wait_committed()
-            self._hand_over(Turn(self._costs(after), after.report))
+            states = [each for state in trainer.optimizers[0].state.values() for each in state.values()]
+            held = sum(each.nbytes for each in states if isinstance(each, torch.Tensor))
+            shared = [path.stat() for path in Path(os.environ["MOE_CKPT_SHARED_MEMORY"]).rglob("*")]
+            pages = sum(512 * each.st_blocks for each in shared)
+            self._hand_over(Turn(self._costs(after), after.report, held, pages))
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -303,6 +325,10 @@ class OverheadFigure(StepCosts):
     """Mean, 0 without checkpoints of this package."""
     dense_nbytes: int
     """Bytes of a full snapshot; 0 without checkpoints of this package."""
+    state_nbytes: int
+    """Bytes of the optimizer's tensors on the first rank."""
+    shared_nbytes: int
+    """Bytes of shared memory per rank."""
     rounds: list[StepCosts]
 
 
@@ -375,6 +401,8 @@ def _figure(variant: Variant, options: SimpleNamespace, turns: Sequence[tuple[Tu
         dense_nbytes=report.dense_nbytes if report is not None else 0,
         generations_complete=sum(run.generations_complete for run in rounds),
         generations_committed=sum(run.generations_committed for run in rounds),
+        state_nbytes=turns[-1][1].state_nbytes,
+        shared_nbytes=turns[-1][1].shared_nbytes // options.ranks,
         rounds=rounds,
     )
 
@@ -399,11 +427,22 @@ def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 # -- tables
 
-_COLUMNS = ("checkpoints", "+ms/step", "range", "idle +ms", "CPU +ms", "beside +ms", "hooks ms", "stored")
+_COLUMNS = (
+    "checkpoints",
+    "+ms/step",
+    "range",
+    "idle +ms",
+    "CPU +ms",
+    "beside +ms",
+    "hooks ms",
+    "stored",
+    "state MiB",
+    "shared MiB",
+)
 _NOTE = """\
 +ms/step: longer than without checkpoints, medians of rounds; idle: steps at which nothing is taken; CPU: of the training \
 thread, beside: of all other threads of the process; hooks: time of the training thread in them, waits included; stored: \
-generations of the steps measured"""
+generations of the steps measured; state: the optimizer's, of the first rank; shared: memory for checkpoints, per rank"""
 
 
 def table(figures: Sequence[OverheadFigure]) -> RenderableType:
@@ -447,8 +486,9 @@ def judged(figures: Sequence[OverheadFigure]) -> list[str]:
 
 def _row(figure: OverheadFigure) -> list[str]:
     low, high = figure.added_range
+    held = [f"{nbytes / 2**20:.1f}" for nbytes in (figure.state_nbytes, figure.shared_nbytes)]
     if figure.variant == "none":
-        return ["none"]
+        return ["none", *[""] * 7, *held]
     row = [
         figure.variant,
         _ms(figure.added_seconds),
@@ -457,7 +497,7 @@ def _row(figure: OverheadFigure) -> list[str]:
     ]
     row += [_ms(figure.added_thread_seconds), _ms(figure.added_beside_seconds)]
     stored = f"{figure.generations_committed} of {figure.generations_complete}" if figure.window else ""
-    return [*row, f"{figure.overhead_seconds * 1e3:.2f}", stored]
+    return [*row, f"{figure.overhead_seconds * 1e3:.2f}", stored, *held]
 
 
 def _ms(seconds: float | None) -> str:

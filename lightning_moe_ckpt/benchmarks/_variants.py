@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -260,10 +260,14 @@ class Variant:
     """Steps between two checkpoints; the window of sparse ones."""
     memory_only: bool = False
     """Whether storage rests."""
+    shard_optimizer: bool = False
+    """Whether each rank keeps the optimizer's state for a piece of every parameter."""
 
     @property
     def name(self) -> str:
         """Name on the command line."""
+        if self.shard_optimizer:
+            return f"zero1-{replace(self, shard_optimizer=False).name}"
         return f"{self.system}{self.every or ''}{'-memory' if self.memory_only and self.system not in PEERS else ''}"
 
     @property
@@ -290,6 +294,8 @@ _MORE = [
     *(Variant(system, 4, memory) for system in ("partial", "selective") for memory in (True, False)),
     Variant("monitored", 8),
     *(Variant("differential", 64, memory) for memory in (True, False)),
+    Variant("none", shard_optimizer=True),
+    *(Variant(system, every, True, True) for system, every in (("sparse", 8), ("dense", 1), ("dense", 4))),
 ]
 VARIANTS = {each.name: each for each in (Variant("none"), *_POLICIES, *_PEER_VARIANTS, *_MORE)}
 """All variants by name."""

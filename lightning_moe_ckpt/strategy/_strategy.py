@@ -375,7 +375,9 @@ class MoEStrategy(PipelinedStrategy):
         callbacks: list[Any] = self._module.trainer.callbacks if self._shards else []  # type: ignore[attr-defined]
         if self._shards and not self._module.automatic_optimization:
             self._untap += _port.tap_toggling(self._module, self._toggle)
-        self._untap += [_port.tap_finetuning(each, stepped_of) for each in callbacks if isinstance(each, BaseFinetuning)]
+        self._untap += [
+            _port.tap_finetuning(each, stepped_of) for each in callbacks if isinstance(each, BaseFinetuning)
+        ]
 
     def _toggle(self, toggle: Callable[[], None]) -> None:
         """Let whole parameters require gradients where Lightning lets the optimizers' pieces do."""
