@@ -90,9 +90,12 @@ def draw(seed: int) -> Case:
 
 
 def _sharding(rng: random.Random, setup: Drawn) -> Drawn:
-    """At times with an optimizer in shards, if it steps elements apart from each other and no hook takes its pieces for parameters."""
-    apart = setup.world_size > 1 and setup.strategy == "moe" and not setup.other and not setup.optimizer_hooks
-    return replace(setup, shard_optimizer=apart and rng.random() < 0.5)
+    """At times with an optimizer in shards, if it steps elements apart from each other. Not for hooks that look for a parameter in an
+    optimizer, nor with a scaler, which refuses hooks that read gradients.
+    """
+    apart = setup.world_size > 1 and setup.strategy == "moe" and not setup.other and setup.precision != "16-mixed"
+    known = {"reads_state", "replaces"}.isdisjoint(setup.hooks)
+    return replace(setup, shard_optimizer=apart and known and rng.random() < 0.5)
 
 
 def _stuttering(rng: random.Random, setup: Drawn) -> Drawn:

@@ -21,8 +21,16 @@ LIMIT = timedelta(seconds=30)
 EXPERTS = ("expert", "expert_bias")
 NEVER = ("unused",)
 SHAPES: dict[str, tuple[int, ...]] = {
-    **{"scalar": (), "one": (1,), "odd": (5, 7, 3), "matrix": (64, 33), "expert": (2, 30, 5), "expert_bias": (2, 31)},
-    **{"unused": (9,), "low": (41, 3), "low_bias": (3,), "late": (70,)},
+    "scalar": (),
+    "one": (1,),
+    "odd": (5, 7, 3),
+    "matrix": (64, 33),
+    "expert": (2, 30, 5),
+    "expert_bias": (2, 31),
+    "unused": (9,),
+    "low": (41, 3),
+    "low_bias": (3,),
+    "late": (70,),
 }
 """On three ranks some pieces are empty, some short, and none of the rest is as long as the first."""
 
@@ -105,7 +113,7 @@ def with_shards(
 
 
 def train(
-    model: Net, reducer: GradientReducer, rank: int, way: Way, see: Callable[[], None], clear: Callable[[], None]
+    model: Net, reducer: GradientReducer, rank: int, way: Way, *, see: Callable[[], None], clear: Callable[[], None]
 ) -> None:
     """Reduce gradients in three steps, without an optimizer."""
     skip = [name for each, name in way.skipped if each == rank]
@@ -130,7 +138,7 @@ def wanted(rank: int, way: Way) -> list[Gradients]:
         seen.append({name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
 
     reducer = reducer_of(model, groups, way)
-    train(model, reducer, rank, way, see, model.zero_grad)
+    train(model, reducer, rank, way, see=see, clear=model.zero_grad)
     reducer.close()
     return seen
 
@@ -151,7 +159,7 @@ def found(rank: int, way: Way) -> list[tuple[Gradients, Gradients, dict[str, tup
         for name, param in model.named_parameters():  # as an optimizer, which has pieces only
             (shards[name].stepped if name in shards else param).grad = None
 
-    train(model, reducer, rank, way, see, clear)
+    train(model, reducer, rank, way, see=see, clear=clear)
     reducer.close()
     return seen
 
@@ -310,7 +318,7 @@ def test_a_gather_of_what_does_not_train_has_memory_of_its_own() -> None:
 
     def work(_: int) -> bool:
         model, groups = Net(), build_groups(1, LIMIT)
-        model.odd.requires_grad_(False)
+        model.get_parameter("odd").requires_grad_(False)
         shards, reducer = with_shards(model, groups, PLAIN)
         average = copy.deepcopy(model)
         of_average = {name: shard.like(average.get_parameter(name)) for name, shard in shards.items()}
@@ -321,7 +329,7 @@ def test_a_gather_of_what_does_not_train_has_memory_of_its_own() -> None:
         reducer.gather_weights(of_average)
         fresh = Net()
         want = {name: param.detach() + 1 for name, param in fresh.named_parameters()}
-        return torch.equal(model.odd, want["odd"]) and all(
+        return torch.equal(model.get_parameter("odd"), want["odd"]) and all(
             torch.equal(param, want[name]) for name, param in average.named_parameters()
         )
 
@@ -336,14 +344,15 @@ def test_pieces_follow_a_parameter_to_other_memory() -> None:
         shards, reducer = with_shards(model, groups, PLAIN)
         shard = shards["matrix"]
         stepped = shard.stepped
-        model.matrix.data = torch.full((64, 33), 5.0)
+        matrix = model.get_parameter("matrix")
+        matrix.data = torch.full((64, 33), 5.0)
         shard.refresh()
         with torch.no_grad():
             shard.stepped.add_(1)
-        written = model.matrix.detach().view(-1)[shard.start : shard.stop]
-        follows = stepped is shard.stepped and bool((written == 6).all()) and bool((model.matrix == 5).any())
+        written = matrix.detach().view(-1)[shard.start : shard.stop]
+        follows = stepped is shard.stepped and bool((written == 6).all()) and bool((matrix == 5).any())
         reducer.gather_weights(shards)
-        return follows and bool((model.matrix == 6).all())
+        return follows and bool((matrix == 6).all())
 
     assert all(run_world(3, work))
 
@@ -352,7 +361,7 @@ def of_two() -> tuple[nn.Linear, OptimizerShard]:
     """A parameter of two ranks, in the place of the first."""
     torch.manual_seed(0)
     module = nn.Linear(30, 7)
-    return module, OptimizerShard(module.weight, (0, 1), 0, lambda _: None)
+    return module, OptimizerShard(module.get_parameter("weight"), (0, 1), 0, lambda _: None)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])  # noqa: S301
@@ -380,7 +389,7 @@ def test_a_step_of_a_piece_is_in_the_whole_parameter() -> None:
     assert torch.equal(after[: shard.stop], before[: shard.stop] - 1)
     assert torch.equal(after[shard.stop :], before[shard.stop :])
     twin = copy.deepcopy(module)
-    like = shard.like(twin.weight)
+    like = shard.like(twin.get_parameter("weight"))
     assert (like.start, like.stop, like.width, like.ranks) == (shard.start, shard.stop, shard.width, shard.ranks)
-    assert shard.like(twin.weight) is like
+    assert shard.like(twin.get_parameter("weight")) is like
     assert like.stepped.data_ptr() == twin.weight.data_ptr()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.parallel import shard_of
+from lightning_moe_ckpt.parallel import stepped_of
 from lightning_moe_ckpt.strategy import MoEStrategy
 from strategy.conftest import QUIET
 
@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, Callable[[Groups], Optimizer]] = {
     "adagrad": lambda groups: torch.optim.Adagrad(groups, 1e-2, initial_accumulator_value=0.1),
     "nadam": lambda groups: torch.optim.NAdam(groups, 1e-2),
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, 1e-3, centered=True),
-    "adadelta": lambda groups: torch.optim.Adadelta(groups),
+    "adadelta": torch.optim.Adadelta,
 }
 
 
@@ -122,8 +122,8 @@ class ByHand(Odd):
         super().__init__(training)
         self.automatic_optimization = False
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
-        first, second = self.optimizers()  # type: ignore[attr-defined, misc]
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        first, second = cast("list[Any]", self.optimizers())
         loss = self.loss(batch)
         first.zero_grad()
         self.manual_backward(loss)
@@ -142,14 +142,14 @@ class ByHand(Odd):
 class Toggles(ByHand):
     """Two optimizers, each of which steps with gradients of its own parameters only."""
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
-        for optimizer in self.optimizers():  # type: ignore[union-attr]
-            self.toggle_optimizer(optimizer)  # type: ignore[arg-type]
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        for optimizer in cast("list[Any]", self.optimizers()):
+            self.toggle_optimizer(optimizer)
             loss = self.loss(batch)
             self.manual_backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)  # type: ignore[arg-type]
+            self.untoggle_optimizer(optimizer)
         return loss
 
 
@@ -167,11 +167,11 @@ class Thaws(BaseFinetuning):
     """Adds a layer to the optimizer in the second epoch."""
 
     def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
-        self.freeze([pl_module.wide])  # type: ignore[list-item]
+        self.freeze([pl_module.wide])
 
     def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: Optimizer) -> None:
         if epoch == 1:
-            self.unfreeze_and_add_param_group([pl_module.wide], optimizer)  # type: ignore[list-item]
+            self.unfreeze_and_add_param_group([pl_module.wide], optimizer)
 
 
 class Freezable(Odd):
@@ -193,9 +193,8 @@ class Norms(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         strategy: Any = trainer.strategy
-        stepped = [p for group in trainer.optimizers[0].param_groups for p in group["params"]]
-        order = [p for p in pl_module.parameters() if shard_of(p) is None or shard_of(p) is not None]
-        self.of_whole.append(strategy.grad_norm(order))
+        stepped = [stepped_of(p) for p in pl_module.parameters()]
+        self.of_whole.append(strategy.grad_norm(pl_module.parameters()))
         self.of_stepped.append(strategy.grad_norm(stepped))
 
 
@@ -237,9 +236,13 @@ def differences(left: Any, right: Any, at: str = "") -> list[str]:
         return [] if left.dtype == right.dtype and torch.equal(left, right) else [at]
     if isinstance(left, dict) and isinstance(right, dict):
         lone = [f"{at}/{key}: in one" for key in left.keys() ^ right.keys()]
-        return lone + [line for key in left.keys() & right.keys() for line in differences(left[key], right[key], f"{at}/{key}")]
+        return lone + [
+            line for key in left.keys() & right.keys() for line in differences(left[key], right[key], f"{at}/{key}")
+        ]
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)) and len(left) == len(right):
-        return [line for i, pair in enumerate(zip(left, right, strict=True)) for line in differences(*pair, f"{at}/{i}")]
+        return [
+            line for i, pair in enumerate(zip(left, right, strict=True)) for line in differences(*pair, f"{at}/{i}")
+        ]
     return [] if type(left) is type(right) and left == right else [at]
 
 

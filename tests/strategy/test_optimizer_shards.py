@@ -8,13 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from launcher import WorldFailed, run_world
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_moe_ckpt.parallel import shard_of
 from strategy._sharded_optimizers import (
@@ -47,7 +45,9 @@ def scaled() -> Any:
 TRAININGS: dict[str, Training] = {
     **{name: Training(optimizer=name, steps=3) for name in OPTIMIZERS if name != "adamw"},
     "clipped": Training(options={**CLIPPED, "accumulate_grad_batches": 2}),
-    "clipped by value": Training(optimizer="sgd", options={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "clipped by value": Training(
+        optimizer="sgd", options={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    ),
     "bf16-mixed": Training(options={**CLIPPED, "precision": "bf16-mixed"}),
     "bf16-true": Training(options={"precision": "bf16-true"}),
     "overflow": Training(plugins=scaled),
@@ -75,7 +75,11 @@ def both(trainings: dict[str, Training], world_size: int, _: int) -> dict[str, t
         whole, one = train(training, world_size, shard=False)
         sharded, other = train(training, world_size, shard=True)
         assert any(shard_of(param) is not None for param in other.parameters())
-        found[name] = differences(end_of(whole, one), end_of(sharded, other)), state_nbytes(whole), state_nbytes(sharded)
+        found[name] = (
+            differences(end_of(whole, one), end_of(sharded, other)),
+            state_nbytes(whole),
+            state_nbytes(sharded),
+        )
     return found
 
 
@@ -172,7 +176,7 @@ def test_a_checkpoint_is_that_of_whole_optimizers(tmp_path: Path, world_size: in
             end_of(*train(Training(steps=4), 1, shard=shard, ckpt_path=str(tmp_path / f"{source}.ckpt")))
             for source, shard in ((False, False), (True, True))
         ]
-        return differences(*ends)
+        return differences(ends[0], ends[1])
 
     assert run_world(1, alone, process_group=False, timeout=LIMIT) == [[]]
 
