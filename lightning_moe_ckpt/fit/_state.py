@@ -247,6 +247,8 @@ class Trained:
         """Return newly found parameters with a gradient at a step's begin; call before its first backward pass."""
         if not self.looks:
             return []
+        if self._reducer is not None:
+            self._reducer.drop_cleared()
         graded = {name: param.grad for name, param in self._stepped.items() if param.grad is not None}
         known, self._guessed = self._kept - self._guessed, set()
         left = [name for name, some in zip(graded, _are_something(list(graded.values())), strict=True) if some]
@@ -257,6 +259,8 @@ class Trained:
     def take(self) -> dict[str, Any]:
         """Return the state, in types that the journal stores."""
         added = self._optimizer.param_groups[self._num_configured :]
+        if self._reducer is not None:
+            self._reducer.drop_cleared()
         graded = (param.grad is not None for param in self._stepped.values()) if self._may_keep else ()
         kept = {name: self._stepped[name].grad for name in sorted(self._kept)}
         partial = (
@@ -332,8 +336,13 @@ class Trained:
             gradient = _zero_gradient(self._stepped[name], partial.get(name))
             memory_of(gradient).copy_(value)
             self._stepped[name].grad = gradient
-        if isinstance(reducer := getattr(self._strategy, "reducer", None), GradientReducer):
-            reducer.take_up_gradients()
+        if self._reducer is not None:
+            self._reducer.take_up_gradients()
+
+    @property
+    def _reducer(self) -> GradientReducer | None:
+        found = getattr(self._strategy, "reducer", None)
+        return found if isinstance(found, GradientReducer) else None
 
     def unfit(self) -> str:
         """Return why no restart could go on from here, which is logged once; empty if a restart can.

@@ -311,6 +311,12 @@ class GradientReducer:
                 assert grad is not None
                 stepped.grad = grad.view(-1)[shard.start : shard.stop]
 
+    def drop_cleared(self) -> None:
+        """Take the piece's gradient away where the user has taken the whole one away."""
+        for shard in self._shards.values() if self._whole_gradients else ():
+            if shard.whole.grad is None:
+                shard.stepped.grad = None
+
     def gather_weights(self, shards: Mapping[str, OptimizerShard]) -> None:
         """Give all ranks the owners' pieces of parameters, or of copies that have their names. Collective."""
         for shard in shards.values():
@@ -451,10 +457,11 @@ class GradientReducer:
 
     def _keep_gradients(self) -> None:
         """Continue from gradients that were not zeroed since the last reduction: of shards' parameters, ranks gather them."""
+        self.drop_cleared()
         kept = dict[str, Tensor]()
         for fqn, shard in self._shards.items():
             grad, shard.stepped.grad = shard.stepped.grad, None
-            if grad is not None and not (self._whole_gradients and shard.whole.grad is None):
+            if grad is not None:
                 kept[fqn] = grad
             shard.whole.grad = None
         self._make_whole(kept)
