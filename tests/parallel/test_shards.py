@@ -393,3 +393,44 @@ def test_a_step_of_a_piece_is_in_the_whole_parameter() -> None:
     assert (like.start, like.stop, like.width, like.ranks) == (shard.start, shard.stop, shard.width, shard.ranks)
     assert shard.like(twin.get_parameter("weight")) is like
     assert like.stepped.data_ptr() == twin.weight.data_ptr()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_pieces_that_were_restored_are_taken_up(whole: bool) -> None:
+    """By a new reducer, which adds to them as the one before did; of what the user has taken away nothing is left."""
+    way = replace(PLAIN, whole=whole)
+
+    def work(rank: int) -> bool:
+        ends = []
+        for restores in (False, True):
+            model, groups = Net(), build_groups(1, LIMIT)
+            shards, reducer = with_shards(model, groups, way)
+            for step in range(2):
+                reducer.prepare(sync=True)
+                model(rank, step).backward()
+                reducer.finish()
+                if whole and step == 0:
+                    model.get_parameter("odd").grad = None
+                    reducer.drop_cleared()
+                    assert shards["odd"].stepped.grad is None
+                if restores and step == 0:
+                    kept = {
+                        name: None if s.stepped.grad is None else s.stepped.grad.clone() for name, s in shards.items()
+                    }
+                    reducer.close()
+                    model = Net()
+                    shards, reducer = with_shards(model, groups, way)
+                    for name, grad in kept.items():
+                        shards[name].stepped.grad = grad
+                    reducer.take_up_gradients()
+                    assert all(
+                        (p.grad is not None) == (whole and kept[n] is not None) for n, p in model.named_parameters()
+                    )
+            ends.append({name: shard.stepped.grad for name, shard in shards.items()})
+            reducer.close()
+        went_on, restored = ends
+        for name, grad in went_on.items():
+            assert_same(restored[name], grad, name)
+        return True
+
+    assert all(run_world(3, work))
