@@ -102,9 +102,9 @@ class Turn(NamedTuple):
     report: Report | None
     """Report of the checkpoint callback after the last step measured."""
     state_nbytes: int
-    """Bytes of the optimizer's tensors on the first rank."""
+    """Bytes in the optimizer's tensors on the first rank."""
     shared_nbytes: int
-    """Bytes of shared memory in use by all ranks."""
+    """Bytes in shared memory, for all ranks."""
 
 
 class _Late(BenchModel):

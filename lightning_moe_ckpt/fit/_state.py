@@ -208,7 +208,7 @@ class Trained:
         """
         self._params, self._optimizer = dict(module.named_parameters()), optimizer
         self._stepped = stepped_parameters(module)
-        """What the optimizer has of them, with gradients."""
+        """Parameters as the optimizer has them, with gradients."""
         self._names = {id(param): name for name, param in chain(self._params.items(), self._stepped.items())}
         self._may_keep = (
             is_overridden("optimizer_zero_grad", module)

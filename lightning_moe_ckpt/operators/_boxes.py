@@ -131,18 +131,18 @@ def with_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def stepped_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return what an optimizer steps of a module's parameters, by first name: with sharded state this rank's pieces."""
+    """Return a module's parameters as an optimizer has them, by first name: with sharded state this rank's pieces."""
     return {fqn: stepped_of(param) for fqn, param in module.named_parameters()}
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """Return the parameter around what an optimizer steps of it; other tensors as they are."""
+    """Return the parameter around an optimizer's piece; other tensors as they are."""
     shard = shard_of(tensor)
     return tensor if shard is None else shard.whole
 
 
 def complete(params: Mapping[str, Tensor]) -> None:
-    """Give all ranks what owners have loaded into their optimizers' shards, or into such parts of copies. Collective if there are any."""
+    """Give all ranks the owners' loaded pieces, or such parts in copies. Collective if there are any."""
     shards = {fqn: shard for fqn, param in params.items() if (shard := shard_of(param)) is not None}
     if shards:
         next(iter(shards.values())).gather(shards)

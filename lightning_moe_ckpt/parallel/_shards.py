@@ -1,4 +1,4 @@
-"""Shards of parameters for optimizers with sharded state (ZeRO-1), and the buckets in which ranks exchange them.
+"""Shards for optimizers with sharded state (ZeRO-1), and the buckets in which ranks exchange them.
 
 Ranks that share a parameter own a piece each, see `pieces`. The optimizer steps this rank's piece, a flat parameter in the whole
 one's memory, so it keeps 1/N of the state. Reduced gradients end with their owners, and behind a step all ranks gather the weights:
@@ -72,13 +72,13 @@ class OptimizerShard:
 
 
 def shard_of(param: Tensor) -> OptimizerShard | None:
-    """Return the shard of a whole parameter, or of what an optimizer steps of it; `None` if its state is not sharded."""
+    """Return the shard behind a whole parameter, or an optimizer's piece; `None` if the state is not sharded."""
     found: OptimizerShard | None = getattr(param, _ATTRIBUTE, None)
     return found
 
 
 def stepped_of(param: P) -> P:
-    """Return what the optimizer has of a parameter: this rank's piece if its state is sharded, else the parameter."""
+    """Return a parameter as the optimizer has it: this rank's piece if its state is sharded, else the parameter."""
     shard = shard_of(param)
     return param if shard is None else cast("P", shard.stepped)
 
@@ -93,7 +93,7 @@ class _Columns:
 
 
 class ShardBuckets:
-    """Memory of all pieces of some parameters, in buckets `[R, C]`.
+    """Memory for all pieces of some parameters, in buckets `[R, C]`.
 
     Args:
         shards: by name, in order of registration; their parameters have one type and device.
@@ -132,7 +132,7 @@ class ShardBuckets:
         return self.own[start : start + shard.stop - shard.start]
 
     def pairs(self, fqn: str, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views of the buckets and of a flat whole tensor of one parameter that are for the same elements."""
+        """Yield views into the buckets and into a flat whole tensor for the same elements; one parameter."""
         width = self._shards[fqn].width
         full, rest = divmod(whole.numel(), width)
         for bucket_RC, first, last, at in self._cuts(fqn):
@@ -168,7 +168,7 @@ class ShardBuckets:
         return bucket_RC
 
     def _cuts(self, fqn: str, only: int | None = None) -> Iterator[tuple[Tensor, int, int, int]]:
-        """Yield each bucket with columns of a parameter: the bucket, first and last element of a piece, first column."""
+        """Yield each bucket with the parameter's columns: the bucket, first and last element in a piece, first column."""
         place = self.columns[fqn]
         for bucket in place.buckets if only is None else (only,):
             start = bucket * self._num_columns

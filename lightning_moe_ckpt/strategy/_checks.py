@@ -1,4 +1,4 @@
-"""What a module must be like for `MoEStrategy`."""
+"""Requirements for a module under `MoEStrategy`."""
 
 from __future__ import annotations
 

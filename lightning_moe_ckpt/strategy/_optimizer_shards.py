@@ -7,12 +7,13 @@ Source: ZeRO (2020), Sec. 5.1.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,8 +21,9 @@ from torch.optim import Optimizer
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError, UnsupportedOptimizer
 from lightning_moe_ckpt.fit._limits import gradients_are_seen
+from lightning_moe_ckpt.fit.loops import _port
 from lightning_moe_ckpt.operators import StateSchema
-from lightning_moe_ckpt.parallel import Gather, OptimizerShard, ParallelGroups, shard_of
+from lightning_moe_ckpt.parallel import Gather, OptimizerShard, ParallelGroups, shard_of, stepped_of
 
 log = rank_logger(__name__)
 
@@ -88,6 +90,22 @@ def gather_behind_steps(optimizer: Optimizer, shards: Mapping[str, OptimizerShar
     hooks.move_to_end(hook.id, last=False)
 
 
+def tap_lightning(module: LightningModule, shards: Mapping[str, OptimizerShard]) -> list[Callable[[], None]]:
+    """Let Lightning find parameters where an optimizer has pieces; return functions that remove the taps."""
+
+    def follow(toggle: Callable[[], None]) -> None:
+        for shard in shards.values():
+            shard.stepped.requires_grad_(shard.whole.requires_grad)
+        toggle()
+        for shard in shards.values():
+            shard.whole.requires_grad_(shard.stepped.requires_grad)
+
+    callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+    finetuning = [each for each in callbacks if isinstance(each, BaseFinetuning)]
+    taps = [_port.tap_finetuning(each, stepped_of) for each in finetuning]
+    return taps if module.automatic_optimization else [*taps, *_port.tap_toggling(module, follow)]
+
+
 def needs_whole_gradients(module: LightningModule) -> bool:
     """Return whether the user's code may read or keep gradients, which is logged once.
 
@@ -136,7 +154,7 @@ def _refuse(optimizer: Optimizer) -> None:
 
 
 def gather_shards(state: dict[str, Any], optimizer: Optimizer, groups: ParallelGroups) -> dict[str, Any]:
-    """Return a state dict of whole parameters, on the first of the ranks that share them. Collective.
+    """Return a state dict for whole parameters, on the first rank that shares them. Collective.
 
     Args:
         state: the optimizer's own state dict, with pieces.
@@ -155,7 +173,7 @@ def gather_shards(state: dict[str, Any], optimizer: Optimizer, groups: ParallelG
 
 
 def cut_shards(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Return this rank's pieces of a state dict of whole parameters."""
+    """Return this rank's pieces from a state dict for whole parameters."""
     pieces = dict(state["state"])
     for idx, shard in _shards(optimizer):
         if idx in pieces:

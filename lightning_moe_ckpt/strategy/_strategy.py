@@ -18,7 +18,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -65,6 +64,7 @@ from lightning_moe_ckpt.strategy._optimizer_shards import (
     gather_shards,
     needs_whole_gradients,
     shard_optimizers,
+    tap_lightning,
 )
 from lightning_moe_ckpt.strategy._pipelined import PipelinedStrategy
 
@@ -372,20 +372,8 @@ class MoEStrategy(PipelinedStrategy):
         ]
         if self.pipeline_parallel > 1:
             self._untap.append(_port.tap_after_closure(self.precision_plugin, self._closure_ended))
-        callbacks: list[Any] = self._module.trainer.callbacks if self._shards else []  # type: ignore[attr-defined]
-        if self._shards and not self._module.automatic_optimization:
-            self._untap += _port.tap_toggling(self._module, self._toggle)
-        self._untap += [
-            _port.tap_finetuning(each, stepped_of) for each in callbacks if isinstance(each, BaseFinetuning)
-        ]
-
-    def _toggle(self, toggle: Callable[[], None]) -> None:
-        """Let whole parameters require gradients where Lightning lets the optimizers' pieces do."""
-        for shard in self._shards.values():
-            shard.stepped.requires_grad_(shard.whole.requires_grad)
-        toggle()
-        for shard in self._shards.values():
-            shard.whole.requires_grad_(shard.stepped.requires_grad)
+        if self._shards:
+            self._untap += tap_lightning(self._module, self._shards)
 
     @override
     def teardown(self) -> None:

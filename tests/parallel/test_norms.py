@@ -74,7 +74,7 @@ def test_neither_other_blocks_nor_threads_change_bits(dtype: torch.dtype, numel:
             torch.set_num_threads(threads)
             totals += [alone({"a": grad}), alone({"zero": torch.zeros(70_001, dtype=dtype), "a": grad})]
             sums.append(_sums([grad], block, 2.0))
-            sums.append(torch.cat([_sums([part], block, 2.0) for part in grad.split(block)]))
+            sums.append(torch.cat([_sums([part], block, 2.0) for part in torch.split(grad, block)]))
         return totals, sums
 
     for found in run_world(1, work)[0]:  # a process of its own, since no process with threads can be forked
