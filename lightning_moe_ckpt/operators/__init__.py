@@ -4,6 +4,7 @@ from lightning_moe_ckpt.operators._boxes import Box as Box
 from lightning_moe_ckpt.operators._boxes import Region as Region
 from lightning_moe_ckpt.operators._boxes import boxes_of as boxes_of
 from lightning_moe_ckpt.operators._boxes import complete as complete
+from lightning_moe_ckpt.operators._boxes import follow as follow
 from lightning_moe_ckpt.operators._boxes import is_sharded as is_sharded
 from lightning_moe_ckpt.operators._boxes import marks_of as marks_of
 from lightning_moe_ckpt.operators._boxes import memory_of as memory_of

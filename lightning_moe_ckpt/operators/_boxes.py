@@ -141,6 +141,13 @@ def whole_of(tensor: Tensor) -> Tensor:
     return tensor if shard is None else shard.whole
 
 
+def follow(params: Iterable[Tensor]) -> None:
+    """Let optimizers' shards follow whole parameters to other memory (`param.data = ...`)."""
+    for param in params:
+        if (shard := shard_of(param)) is not None:
+            shard.refresh()
+
+
 def complete(params: Mapping[str, Tensor]) -> None:
     """Give all ranks the owners' loaded pieces, or such parts in copies. Collective if there are any."""
     shards = {fqn: shard for fqn, param in params.items() if (shard := shard_of(param)) is not None}

@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.native import Column, Copy, CopyEngine, copy_through
-from lightning_moe_ckpt.operators import RecordKind, Region, complete, with_memory
+from lightning_moe_ckpt.operators import RecordKind, Region, complete, follow, with_memory
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery._frozen import Frozen
 from lightning_moe_ckpt.snapshot import JOURNAL, PRESENT, FileLayout, ParameterShards, WindowLayout, versions
@@ -193,6 +193,8 @@ class Replay:
     @torch.no_grad()
     def _load_records(self) -> None:
         layout, segment = self._newest_step()
+        for each in (self._view.params, *self._view.averages.all()):
+            follow(each.values())
         scalars: Scalars | None = self.journals[self._newest]["outcome"].get("scalars")
         shared = frozenset[str]() if scalars is None else self._shared()
         self._reset(shared, scalars or {})

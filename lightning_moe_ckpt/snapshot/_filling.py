@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.journal import Arrival, Arrivals, Journal, encode_journal, held
 from lightning_moe_ckpt.native import Column, Copy, CopyEngine, CopyTable, PreparedTable, Ticket
-from lightning_moe_ckpt.operators import StateWatch, memory_of, whole_of
+from lightning_moe_ckpt.operators import StateWatch, follow, memory_of, whole_of
 from lightning_moe_ckpt.snapshot._layout import (
     GRADIENT,
     JOURNAL,
@@ -258,6 +258,7 @@ class StepCopies:
     def current(self, block_U8: Tensor) -> PreparedTable:
         """Return the copies of the current tensors, for this slot and all others."""
         # A tensor keeps its identity when its memory is swapped (`param.data = ...`), and copies hold addresses.
+        follow((*self._params, *self._averages))
         stale = self._prepared is None or self._watch is None or not self._watch.holds
         if stale or self._addresses != _addresses(self.bases):
             self._rebuild(block_U8)
