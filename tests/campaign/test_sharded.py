@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -15,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from operators._families import SPREAD
+from typing_extensions import override
 
 from campaign._campaign import Campaigns, kill_at_every_step, lose_memory
 from campaign._draw_sharded import LAYOUTS, ShardedCase, draw_sharded, placed
 from campaign._pairs import Row, name, pairwise
-from campaign._sharded import Edits, Experts, Sharded
-from campaign._training import Checkpointing, train
+from campaign._sharded import Edits, Experts, Sharded, ShardedModule
+from campaign._training import Checkpointing, Module, train
 from campaign.test_configurations import failure
 from lightning_moe_ckpt.operators import memory_of
 from lightning_moe_ckpt.recovery._replay import Replay
@@ -182,6 +183,38 @@ def test_every_family_of_hugging_face_ends_the_same(campaigns: Campaigns, family
     setup = replace(SPREAD_SPARSE, world_size=4, family=family, num_experts=2, checkpointing=policy)
     campaigns.check(
         setup, Kill(phase="forward", step=5, rank=1, settle=10.0), Kill(phase="after_batch_end", step=7, rank=2)
+    )
+
+
+class MovesWeights(ShardedModule):
+    """Gives all weights other memory behind an odd step."""
+
+    @override
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        for param in self.parameters() if self.global_step % 2 else ():
+            param.data = param.data * 0.999
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved(Sharded):
+    """A run of a `MovesWeights`."""
+
+    @override
+    def make_module(self, life: Attempt) -> Module:
+        return self.module_of(MovesWeights, life)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("policy", [SPARSE, DENSE], ids=["sparse", "dense"])
+@pytest.mark.parametrize("sharding", ["moe", "moe+zero1"])
+def test_weights_in_other_memory_are_those_that_are_stored(
+    campaigns: Campaigns, sharding: Any, policy: Checkpointing
+) -> None:
+    """An optimizer's pieces follow them, where they are stored and where they are loaded."""
+    setup = Moved(world_size=3, sharding=sharding, batches=4, validate_every=3, checkpointing=policy)
+    campaigns.check(
+        setup, Kill(phase="after_batch_end", step=5, settle=10.0), Kill(phase="forward", step=7, rank=1, settle=10.0)
     )
 
 
