@@ -248,7 +248,7 @@ class Trained:
         if not self.looks:
             return []
         if self._reducer is not None:
-            self._reducer.drop_cleared()
+            self._reducer.pieces.drop_cleared()
         graded = {name: param.grad for name, param in self._stepped.items() if param.grad is not None}
         known, self._guessed = self._kept - self._guessed, set()
         left = [name for name, some in zip(graded, _are_something(list(graded.values())), strict=True) if some]
@@ -260,7 +260,7 @@ class Trained:
         """Return the state, in types that the journal stores."""
         added = self._optimizer.param_groups[self._num_configured :]
         if self._reducer is not None:
-            self._reducer.drop_cleared()
+            self._reducer.pieces.drop_cleared()
         graded = (param.grad is not None for param in self._stepped.values()) if self._may_keep else ()
         kept = {name: self._stepped[name].grad for name in sorted(self._kept)}
         partial = (
@@ -337,7 +337,7 @@ class Trained:
             memory_of(gradient).copy_(value)
             self._stepped[name].grad = gradient
         if self._reducer is not None:
-            self._reducer.take_up_gradients()
+            self._reducer.pieces.take_up_gradients()
 
     @property
     def _reducer(self) -> GradientReducer | None:

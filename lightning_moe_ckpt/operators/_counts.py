@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import WrongCounts
 from lightning_moe_ckpt.moe._layer import in_backward
-from lightning_moe_ckpt.operators._boxes import Box, boxes_of, memory_of
+from lightning_moe_ckpt.operators._boxes import Box, boxes_of, memory_of, whole_of
 from lightning_moe_ckpt.operators._count_taps import CountTap, IndexTap, TokenCounts, tensors_of
 from lightning_moe_ckpt.operators._discover import discover
 from lightning_moe_ckpt.operators._operator import MoELayerSpec, OperatorSet
@@ -155,8 +155,8 @@ class CountProbe:
 
     def __init__(self, operators: OperatorSet, module: nn.Module) -> None:
         self._module = module
-        params = dict(module.named_parameters(remove_duplicate=False))
-        boxes = boxes_of({fqn: stepped_of(param) for fqn, param in params.items()})
+        params = {fqn: stepped_of(param) for fqn, param in module.named_parameters(remove_duplicate=False)}
+        boxes = boxes_of(params)
         counted = [layer for layer in operators.layers if layer.count is not None]
         self._layers = [_LayerProbe(layer, module, params, boxes) for layer in counted]
         self._handles: list[RemovableHandle] = []
@@ -355,7 +355,7 @@ class _LayerProbe:
 
     def _has_gradient(self, expert: int) -> bool:
         for piece in self.layer.experts[expert]:
-            grad, start, stop = stepped_of(self._params[piece.fqn]).grad, piece.start, piece.stop
+            grad, start, stop = self._params[piece.fqn].grad, piece.start, piece.stop
             if piece.fqn in self._boxes and grad is not None:
                 grad, (start, stop, _) = memory_of(grad), self._boxes[piece.fqn].part(start, stop) or (0, 0, 0)
             if grad is not None and bool(grad.reshape(-1)[start:stop].any()):
@@ -369,4 +369,4 @@ class _LayerProbe:
 
 
 def _is_frozen(layer: MoELayerSpec, expert: int, params: Mapping[str, Tensor]) -> bool:
-    return not any(params[piece.fqn].requires_grad for piece in layer.experts[expert])
+    return not any(whole_of(params[piece.fqn]).requires_grad for piece in layer.experts[expert])

@@ -22,8 +22,8 @@ from lightning_moe_ckpt.parallel._groups import shares_agent_store as shares_age
 from lightning_moe_ckpt.parallel._norms import block_numel as block_numel
 from lightning_moe_ckpt.parallel._norms import global_grad_norm as global_grad_norm
 from lightning_moe_ckpt.parallel._norms import pieces as pieces
+from lightning_moe_ckpt.parallel._pieces import Gather as Gather
+from lightning_moe_ckpt.parallel._pieces import OptimizerShard as OptimizerShard
+from lightning_moe_ckpt.parallel._pieces import shard_of as shard_of
+from lightning_moe_ckpt.parallel._pieces import stepped_of as stepped_of
 from lightning_moe_ckpt.parallel._reducer import GradientReducer as GradientReducer
-from lightning_moe_ckpt.parallel._shards import Gather as Gather
-from lightning_moe_ckpt.parallel._shards import OptimizerShard as OptimizerShard
-from lightning_moe_ckpt.parallel._shards import shard_of as shard_of
-from lightning_moe_ckpt.parallel._shards import stepped_of as stepped_of

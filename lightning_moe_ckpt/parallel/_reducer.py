@@ -43,7 +43,7 @@ from lightning_moe_ckpt.parallel._collectives import (
     stream_writing,
 )
 from lightning_moe_ckpt.parallel._groups import ParallelGroups
-from lightning_moe_ckpt.parallel._shards import OptimizerShard, ShardBuckets
+from lightning_moe_ckpt.parallel._pieces import OptimizerShard, PieceExchange, ShardBuckets
 
 log = rank_logger(__name__)
 
@@ -236,8 +236,6 @@ class GradientReducer:
         self._sharded = frozenset(is_expert_parallel)
         self._bucket_nbytes = bucket_nbytes
         self._mode = mode
-        self._reduce, self._reduce_scatter = _REDUCE[mode]
-        self._shards, self._whole_gradients = shards, whole_gradients
         self._world_flags = tuple(flags)
         self.flags: dict[str, int] = dict.fromkeys((*self._world_flags, *stage_flags), 0)
         """This rank's values. The owner of a flag sets and clears it; a signal handler may do so at any time."""
@@ -245,7 +243,8 @@ class GradientReducer:
         """Maximum of each flag over all ranks, from the last reduction."""
         self._flag_names = tuple(self.flags)
         self._lane = CollectiveQueue()
-        self._sync = self._armed = self._finished = False
+        self.pieces = PieceExchange(shards, self._lay_out_pieces, self._lane, whole_gradients=whole_gradients)
+        self._sync = self._armed = False
         self._gradients: dict[str, _Gradient] = {}
         self._queue: list[_Bucket] = []
         self._launched: list[Future[Tensor]] = []
@@ -264,9 +263,7 @@ class GradientReducer:
         """
         self._sync = sync
         self._armed = sync and self._groups.world_size > 1
-        if self._finished:
-            self._finished = False
-            self._keep_gradients()
+        self.pieces.begin_step()
         if not self._armed:
             return
         if any(p.requires_grad and fqn not in self._known for fqn, p in self._parameters.items()):
@@ -299,31 +296,6 @@ class GradientReducer:
                 self._contribute(gradient)
         self._write_back(self._agree(present))  # agrees while the last buckets are reduced
 
-    def take_up_gradients(self) -> None:
-        """Go on from the gradients that owners have, as behind a reduction, such as restored ones. Collective."""
-        self._finished = True
-        if self._whole_gradients:
-            own = {fqn: each.stepped for fqn, each in self._shards.items() if each.stepped.grad is not None}
-            self._make_whole({fqn: each.grad for fqn, each in own.items() if each.grad is not None})
-            for fqn, stepped in own.items():
-                shard = self._shards[fqn]
-                grad = shard.whole.grad
-                assert grad is not None
-                stepped.grad = grad.view(-1)[shard.start : shard.stop]
-
-    def drop_cleared(self) -> None:
-        """Take the piece's gradient away where the user has taken the whole one away."""
-        for shard in self._shards.values() if self._whole_gradients else ():
-            if shard.whole.grad is None:
-                shard.stepped.grad = None
-
-    def gather_weights(self, shards: Mapping[str, OptimizerShard]) -> None:
-        """Give all ranks the owners' pieces of parameters, or of copies that have their names. Collective."""
-        for shard in shards.values():
-            shard.refresh()
-        whole = {fqn: shard.memory for fqn, shard in shards.items()}
-        self._gather(shards, {fqn: shard.stepped.detach() for fqn, shard in shards.items()}, whole)
-
     def exchange_flags(self) -> dict[str, int]:
         """Return the maximum over all ranks of the flags that concern more than one stage. Collective."""
         own = torch.tensor([self.flags[name] for name in self._world_flags], dtype=torch.int32)
@@ -345,14 +317,13 @@ class GradientReducer:
         """Lay out the parameters that require a gradient on any rank of the stage. Collective."""
         self.close()
         self._known = self._agree_on_names() if self._groups.world_size > 1 else frozenset(self._parameters)
-        self._gradients, self._queue, self._unshared, self._pieces = {}, [], [], []
+        self._gradients, self._queue, self._unshared, shards = {}, [], [], self.pieces.shards
         if self._groups.world_size == 1:
             return
         order = {fqn: position for position, fqn in enumerate(reversed(self._parameters))}
-        self._pieces = self._lay_out_pieces({fqn: each for fqn, each in self._shards.items() if fqn in self._known})
-        for memory in self._pieces:
+        for memory in self.pieces.lay_out(self._known):
             self._watch_pieces(memory, order)
-        for (is_sharded, dtype, device), fqns in self._kinds(self._known - self._shards.keys()).items():
+        for (is_sharded, dtype, device), fqns in self._kinds(self._known - shards.keys()).items():
             group = self._group(is_sharded)
             if group.size() == 1:
                 self._unshared += fqns
@@ -414,7 +385,7 @@ class GradientReducer:
                 fqn=fqn,
                 parameter=self._parameters[fqn],
                 buckets=[buckets[bucket] for bucket in columns.buckets],
-                shard=self._shards[fqn],
+                shard=self.pieces.shards[fqn],
                 memory=memory,
             )
         self._enqueue(buckets, memory.columns, order)
@@ -425,18 +396,6 @@ class GradientReducer:
                 bucket.num_slots += 1
                 bucket.complete_at = max(bucket.complete_at, order[fqn])
         self._queue += buckets
-
-    def _gather(
-        self, shards: Mapping[str, OptimizerShard], own: Mapping[str, Tensor], whole: Mapping[str, Tensor]
-    ) -> None:
-        """Fill flat `whole` tensors from all owners' pieces, by the same names; without memory of its own for those that train."""
-        rest = dict(own)
-        for memory in self._pieces:  # averages may be of another type than what trains
-            fqns = [fqn for fqn in memory.columns if fqn in own and own[fqn].dtype == memory.own.dtype]
-            memory.gather(self._lane, {fqn: rest.pop(fqn) for fqn in fqns}, {fqn: whole[fqn] for fqn in fqns})
-        for memory in self._lay_out_pieces({fqn: shards[fqn] for fqn in rest}):
-            fqns = list(memory.columns)
-            memory.gather(self._lane, {fqn: rest[fqn] for fqn in fqns}, {fqn: whole[fqn] for fqn in fqns})
 
     # -- one reduction -----------------------------------------------------------------------------------------------
 
@@ -455,24 +414,6 @@ class GradientReducer:
             )
         self._contribute(gradient)
 
-    def _keep_gradients(self) -> None:
-        """Continue from gradients that were not zeroed since the last reduction: of shards' parameters, ranks gather them."""
-        self.drop_cleared()
-        kept = dict[str, Tensor]()
-        for fqn, shard in self._shards.items():
-            grad, shard.stepped.grad = shard.stepped.grad, None
-            if grad is not None:
-                kept[fqn] = grad
-            shard.whole.grad = None
-        self._make_whole(kept)
-
-    def _make_whole(self, own: Mapping[str, Tensor]) -> None:
-        """Give parameters whole gradients, from all owners' pieces. Collective."""
-        whole = {fqn: torch.empty_like(self._shards[fqn].whole, requires_grad=False) for fqn in own}
-        self._gather(self._shards, own, {fqn: each.view(-1) for fqn, each in whole.items()})
-        for fqn, each in whole.items():
-            self._shards[fqn].whole.grad = each
-
     def _contribute(self, gradient: _Gradient) -> None:
         gradient.fill()
         gradient.ready = True
@@ -486,7 +427,7 @@ class GradientReducer:
 
     def _launch(self, bucket: _Bucket) -> Future[Tensor]:
         own = () if bucket.own is None else (bucket.own,)
-        reduce = self._reduce_scatter if own else self._reduce
+        reduce = _REDUCE[self._mode][len(own)]
         divisor = self._groups.stage_size
         return self._lane.submit(
             lambda: reduce(bucket.flat, *own, bucket.group, divisor=divisor, scratch=bucket.scratch),
@@ -525,4 +466,4 @@ class GradientReducer:
                 grad = self._parameters[fqn].grad
                 if grad is not None:
                     grad.div_(self._groups.stage_size)
-        self.take_up_gradients()
+        self.pieces.take_up_gradients()

@@ -421,10 +421,10 @@ def _layer(layer: MoELayerSpec, counts_E: list[float], ep_size: int) -> _Layer:
 
 def _in_turns(experts: Sequence[int], owners: Sequence[int]) -> list[list[int]]:
     """Return turns with one expert of each owner, in order; a single turn if experts have no owners."""
+    if not owners:
+        return [list(experts)]
     rows: dict[int, list[int]] = {}
     for expert in experts:
-        rows.setdefault(owners[expert] if owners else 0, []).append(expert)
-    if not owners:
-        return list(rows.values())
+        rows.setdefault(owners[expert], []).append(expert)
     most = max(map(len, rows.values()))
     return [[row[k] for _, row in sorted(rows.items()) if k < len(row)] for k in range(most)]

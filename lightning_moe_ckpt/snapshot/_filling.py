@@ -258,7 +258,8 @@ class StepCopies:
     def current(self, block_U8: Tensor) -> PreparedTable:
         """Return the copies of the current tensors, for this slot and all others."""
         # A tensor keeps its identity when its memory is swapped (`param.data = ...`), and copies hold addresses.
-        follow((*self._params, *self._averages))
+        if self.layout.view.boxes:
+            follow((*self._params, *self._averages))
         stale = self._prepared is None or self._watch is None or not self._watch.holds
         if stale or self._addresses != _addresses(self.bases):
             self._rebuild(block_U8)

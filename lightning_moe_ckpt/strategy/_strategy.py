@@ -360,7 +360,7 @@ class MoEStrategy(PipelinedStrategy):
 
     def _gather_weights(self, shards: Mapping[str, OptimizerShard]) -> None:
         assert self.reducer is not None
-        self.reducer.gather_weights(shards)
+        self.reducer.pieces.gather_weights(shards)
 
     @override
     def setup_precision_plugin(self) -> None:

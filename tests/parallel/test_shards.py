@@ -77,7 +77,7 @@ def sharded(model: nn.Module, groups: ParallelGroups, reducers: list[GradientRed
     """Shards of all parameters, which the first of `reducers` will gather."""
 
     def gather(shards: Any) -> None:
-        reducers[0].gather_weights(shards)
+        reducers[0].pieces.gather_weights(shards)
 
     def ranks(name: str) -> list[int]:
         return groups.ranks("expert_data" if name in EXPERTS and groups.ep_size > 1 else "reduce")
@@ -266,7 +266,7 @@ def gathered(rank: int, ep_size: int, names: Iterable[str] | None) -> list[tuple
             for shard in shards.values():
                 shard.stepped.copy_((torch.arange(shard.start, shard.stop) + 1000 * step + 7 * groups.ep_rank) % 256)
         versions = {name: param._version for name, param in model.named_parameters()}
-        reducer.gather_weights({name: shard for name, shard in shards.items() if names is None or name in names})
+        reducer.pieces.gather_weights({name: shard for name, shard in shards.items() if names is None or name in names})
         still = all(param._version == versions[name] for name, param in model.named_parameters())
         seen.append(({name: param.detach().clone() for name, param in model.named_parameters()}, still))
     reducer.close()
@@ -325,8 +325,8 @@ def test_a_gather_of_what_does_not_train_has_memory_of_its_own() -> None:
         for each in (*shards.values(), *of_average.values()):
             each.stepped.data.add_(1)
         frozen = {"odd": shards["odd"]}
-        reducer.gather_weights(frozen)
-        reducer.gather_weights(of_average)
+        reducer.pieces.gather_weights(frozen)
+        reducer.pieces.gather_weights(of_average)
         fresh = Net()
         want = {name: param.detach() + 1 for name, param in fresh.named_parameters()}
         return torch.equal(model.get_parameter("odd"), want["odd"]) and all(
@@ -351,7 +351,7 @@ def test_pieces_follow_a_parameter_to_other_memory() -> None:
             shard.stepped.add_(1)
         written = matrix.detach().view(-1)[shard.start : shard.stop]
         follows = stepped is shard.stepped and bool((written == 6).all()) and bool((matrix == 5).any())
-        reducer.gather_weights(shards)
+        reducer.pieces.gather_weights(shards)
         return follows and bool((matrix == 6).all())
 
     assert all(run_world(3, work))
@@ -411,7 +411,7 @@ def test_pieces_that_were_restored_are_taken_up(whole: bool) -> None:
                 reducer.finish()
                 if whole and step == 0:
                     model.get_parameter("odd").grad = None
-                    reducer.drop_cleared()
+                    reducer.pieces.drop_cleared()
                     assert shards["odd"].stepped.grad is None
                 if restores and step == 0:
                     kept = {
@@ -422,7 +422,7 @@ def test_pieces_that_were_restored_are_taken_up(whole: bool) -> None:
                     shards, reducer = with_shards(model, groups, way)
                     for name, grad in kept.items():
                         shards[name].stepped.grad = grad
-                    reducer.take_up_gradients()
+                    reducer.pieces.take_up_gradients()
                     assert all(
                         (p.grad is not None) == (whole and kept[n] is not None) for n, p in model.named_parameters()
                     )

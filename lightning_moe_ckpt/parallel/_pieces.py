@@ -12,7 +12,7 @@ Source: ZeRO (2020), Sec. 5.1; we differ in owning pieces of each parameter rath
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
@@ -174,3 +174,90 @@ class ShardBuckets:
             start = bucket * self._num_columns
             first, last = max(place.start, start), min(place.stop, start + self._num_columns)
             yield self.buckets_RC[bucket], first - place.start, last - place.start, first - start
+
+
+class PieceExchange:
+    """Exchanges pieces between owners behind a reduction: gradients that the user's code reads or keeps, and weights.
+
+    Args:
+        shards: by name.
+        make: makes buckets for some shards.
+        lane: runs the collectives.
+        whole_gradients: whether all ranks gather gradients behind each reduction.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[str, OptimizerShard],
+        make: Callable[[Mapping[str, OptimizerShard]], list[ShardBuckets]],
+        lane: CollectiveQueue,
+        *,
+        whole_gradients: bool,
+    ) -> None:
+        self.shards, self._make, self._lane, self._whole_gradients = shards, make, lane, whole_gradients
+        self._memories: list[ShardBuckets] = []
+        self._owned = False
+        """Whether gradients are the owners' pieces, from a reduction on to the next backward pass."""
+
+    def lay_out(self, trained: Collection[str]) -> list[ShardBuckets]:
+        """Return new buckets for the shards whose parameters train."""
+        self._memories = self._make({fqn: each for fqn, each in self.shards.items() if fqn in trained})
+        return self._memories
+
+    def begin_step(self) -> None:
+        """Go on from gradients that were not zeroed since the last reduction, which ranks gather. Collective."""
+        if not self._owned:
+            return
+        self._owned = False
+        self.drop_cleared()
+        kept = dict[str, Tensor]()
+        for fqn, shard in self.shards.items():
+            grad, shard.stepped.grad = shard.stepped.grad, None
+            if grad is not None:
+                kept[fqn] = grad
+            shard.whole.grad = None
+        self._make_whole(kept)
+
+    def take_up_gradients(self) -> None:
+        """Go on from the gradients that owners have, reduced or restored. Collective."""
+        self._owned = True
+        if self._whole_gradients:
+            own = {fqn: each.stepped for fqn, each in self.shards.items() if each.stepped.grad is not None}
+            self._make_whole({fqn: each.grad for fqn, each in own.items() if each.grad is not None})
+            for fqn, stepped in own.items():
+                shard = self.shards[fqn]
+                grad = shard.whole.grad
+                assert grad is not None
+                stepped.grad = grad.view(-1)[shard.start : shard.stop]
+
+    def drop_cleared(self) -> None:
+        """Take the piece's gradient away where the user has taken the whole one away."""
+        for shard in self.shards.values() if self._whole_gradients else ():
+            if shard.whole.grad is None:
+                shard.stepped.grad = None
+
+    def gather_weights(self, shards: Mapping[str, OptimizerShard]) -> None:
+        """Give all ranks the owners' pieces of parameters, or of copies that have their names. Collective."""
+        for shard in shards.values():
+            shard.refresh()
+        whole = {fqn: shard.memory for fqn, shard in shards.items()}
+        self._gather(shards, {fqn: shard.stepped.detach() for fqn, shard in shards.items()}, whole)
+
+    def _make_whole(self, own: Mapping[str, Tensor]) -> None:
+        """Give parameters whole gradients, from all owners' pieces. Collective."""
+        whole = {fqn: torch.empty_like(self.shards[fqn].whole, requires_grad=False) for fqn in own}
+        self._gather(self.shards, own, {fqn: each.view(-1) for fqn, each in whole.items()})
+        for fqn, each in whole.items():
+            self.shards[fqn].whole.grad = each
+
+    def _gather(
+        self, shards: Mapping[str, OptimizerShard], own: Mapping[str, Tensor], whole: Mapping[str, Tensor]
+    ) -> None:
+        """Fill flat `whole` tensors from all owners' pieces, by the same names; without new memory for those that train."""
+        rest = dict(own)
+        for memory in self._memories:  # averages may be of another type than what trains
+            fqns = [fqn for fqn in memory.columns if fqn in own and own[fqn].dtype == memory.own.dtype]
+            memory.gather(self._lane, {fqn: rest.pop(fqn) for fqn in fqns}, {fqn: whole[fqn] for fqn in fqns})
+        for memory in self._make({fqn: shards[fqn] for fqn in rest}):
+            fqns = list(memory.columns)
+            memory.gather(self._lane, {fqn: rest[fqn] for fqn in fqns}, {fqn: whole[fqn] for fqn in fqns})
