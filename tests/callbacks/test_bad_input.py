@@ -135,7 +135,7 @@ def test_expert_parallelism_that_shards_nothing_stops_all_ranks(tmp_path: Path) 
 
     for said in every_rank(2, lambda _: DenseCheckpoint(tmp_path), module=Theirs, expert_parallel=2):
         assert said.startswith("ConfigurationError: `expert_parallel=2` would have no effect: found `experts.0.weight`")
-        assert "Build `MoELayer`" in said
+        assert "build `MoELayer`" in said
 
 
 def whole(url: Path) -> list[str]:

@@ -196,7 +196,8 @@ def test_no_rank_ever_holds_all_experts_of_files(tmp_path: Path, name: str) -> N
     for found in run_world(2, lambda rank: peak(partial(spread, load, 3 * rank, 4)), process_group=False):
         print(f"{name}, one of four: {found}")
         assert 4 * found.experts == whole.experts
-        assert found.grown < 2 * found.experts + found.rest + 10 * MIB < whole.experts < whole.grown
+        assert found.grown < 2 * found.experts + found.rest + 10 * MIB < whole.experts
+        assert found.grown < whole.grown  # of which free pages of the heap may hide some
 
 
 def test_no_rank_ever_holds_all_experts_when_they_are_drawn() -> None:
@@ -207,4 +208,5 @@ def test_no_rank_ever_holds_all_experts_when_they_are_drawn() -> None:
     (found,) = run_world(1, lambda _: peak(partial(spread, build, 3, 4)), process_group=False)
     print(f"one process: {whole}, one of four: {found}")
     assert 4 * found.experts == whole.experts
-    assert found.grown < found.experts + whole.experts / 4 + found.rest + 8 * MIB < whole.experts < whole.grown
+    assert found.grown < found.experts + whole.experts / 4 + found.rest + 8 * MIB < whole.experts
+    assert found.grown < whole.grown
