@@ -180,7 +180,7 @@ def _packed(tensors: Sequence[Tensor], width: int) -> Iterator[Tensor]:
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
         large = flat.numel() > (most // 8 if in_place else most)
-        for span in torch.split(flat, most) if large else (flat,):
+        for span in torch.split(flat, _lengths(flat.numel(), width, most)) if large else (flat,):
             tail = -span.numel() % width
             alone = large and in_place and not tail and flat.dtype is wide
             if filled and (alone or filled + span.numel() + tail > most):
@@ -193,6 +193,13 @@ def _packed(tensors: Sequence[Tensor], width: int) -> Iterator[Tensor]:
                 filled += span.numel() + tail
     if filled:
         yield torch.cat(spans, out=memory[:filled]).view(-1, width)
+
+
+def _lengths(numel: int, width: int, most: int) -> list[int]:
+    """Return lengths of parts: whole rows, then the rest of a row."""
+    end = numel // width * width
+    full, rest = divmod(end, most)
+    return [length for length in (*[most] * full, rest, numel - end) if length]
 
 
 def _fold(rows: Tensor, norm_type: float) -> Tensor:
