@@ -121,6 +121,8 @@ def shard_optimizer_state(
     Raises:
         ConfigurationError: the state has another number of pipeline stages.
     """
+    if not sharded and groups.num_stages == 1 and STAGES not in state:
+        return dict(state)  # of any form
     stages = state.get(STAGES, [state])
     if len(stages) != groups.num_stages:
         raise ConfigurationError(

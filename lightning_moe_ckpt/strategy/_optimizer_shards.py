@@ -7,7 +7,7 @@ Source: ZeRO (2020), Sec. 5.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -161,8 +161,11 @@ def gather_shards(state: dict[str, Any], optimizer: Optimizer, groups: ParallelG
         optimizer: stepping pieces.
         groups: this rank's place.
     """
+    shards = _shards(optimizer)
+    if not shards:
+        return state  # of any form
     whole = dict(state["state"])
-    for idx, shard in _shards(optimizer):
+    for idx, shard in shards:
         entries = whole.get(idx, {})
         whole[idx] = {
             key: _gathered(value, shard, groups) if _is_piece(value, shard) else value for key, value in entries.items()
@@ -172,18 +175,21 @@ def gather_shards(state: dict[str, Any], optimizer: Optimizer, groups: ParallelG
     return {**state, "state": whole}
 
 
-def cut_shards(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+def cut_shards(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Return this rank's pieces from a state dict for whole parameters."""
+    shards = _shards(optimizer)
+    if not shards:
+        return state
     pieces = dict(state["state"])
-    for idx, shard in _shards(optimizer):
+    for idx, shard in shards:
         if idx in pieces:
             pieces[idx] = _cut(pieces[idx], shard)
     return {**state, "state": pieces}
 
 
-def _shards(optimizer: Optimizer) -> Iterator[tuple[int, OptimizerShard]]:
+def _shards(optimizer: Optimizer) -> list[tuple[int, OptimizerShard]]:
     params = (param for group in optimizer.param_groups for param in group["params"])
-    return ((idx, shard) for idx, param in enumerate(params) if (shard := shard_of(param)) is not None)
+    return [(idx, shard) for idx, param in enumerate(params) if (shard := shard_of(param)) is not None]
 
 
 def _cut(state: Mapping[str, Any], shard: OptimizerShard) -> dict[str, Any]:

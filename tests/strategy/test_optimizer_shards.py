@@ -14,7 +14,9 @@ from launcher import WorldFailed, run_world
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
-from lightning_moe_ckpt.parallel import shard_of
+from lightning_moe_ckpt.parallel import ParallelGroups, shard_of
+from lightning_moe_ckpt.strategy._model_state import gather_optimizer_state, shard_optimizer_state
+from lightning_moe_ckpt.strategy._optimizer_shards import cut_shards, gather_shards
 from strategy._sharded_optimizers import (
     OPTIMIZERS,
     ByHand,
@@ -237,3 +239,10 @@ def test_what_pieces_do_not_allow_is_refused(training: Training, message: str) -
     """With the name and the remedy."""
     with pytest.raises(WorldFailed, match=rf"(?s){message}.*`shard_optimizer=False`"):
         run_world(2, lambda _: train(training, 2, shard=True), process_group=False, timeout=LIMIT)
+
+
+def test_state_dicts_of_any_form_stay_where_nothing_is_sharded() -> None:
+    """An optimizer may have a `state_dict` of its own, which the strategy neither reads nor changes then."""
+    state, optimizer, groups = {"mine": 1}, torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))]), ParallelGroups()
+    assert gather_optimizer_state(optimizer, gather_shards(state, optimizer, groups), (), groups) == state
+    assert cut_shards(shard_optimizer_state(state, optimizer, (), groups), optimizer) == state
