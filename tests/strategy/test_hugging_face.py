@@ -19,16 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ckpt.parallel import expert_parallel_fqns
 from lightning_moe_ckpt.strategy import MoEStrategy
+from strategy._staged import QUIET
 
 E = 6
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-    "limit_val_batches": 1,
-}
 
 
 class LitMixtral(pl.LightningModule):
@@ -96,7 +89,14 @@ def trained(
         pl.seed_everything(1, verbose=False)
         strategy = MoEStrategy(expert_parallel=ep_size)
         fresh = {"accelerator": "cpu", "devices": world_size, "strategy": strategy, "callbacks": callbacks()}
-        trainer = pl.Trainer(**{**QUIET, **fresh, "max_steps": 4, "gradient_clip_val": 0.5, **options})
+        short = {
+            "limit_val_batches": 1,
+            "num_sanity_val_steps": 0,
+            "max_epochs": -1,
+            "max_steps": 4,
+            "gradient_clip_val": 0.5,
+        }
+        trainer = pl.Trainer(**{**QUIET, **fresh, **short, **options})
         made = LitMixtral(**(module or {}))
         before(trainer, made)
         trainer.fit(made, ckpt_path=ckpt_path)
