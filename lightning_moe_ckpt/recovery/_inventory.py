@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import MappingProxyType
 from typing import TypeVar
 
 from lightning_moe_ckpt._logging import rank_logger
@@ -68,6 +69,8 @@ class Item:
     """Name of the file in memory; empty for storage."""
     whole: bool = field(default=True, compare=False)
     """Whether the whole part is there, not some experts only."""
+    world_size: int = field(default=0, compare=False)
+    """Number of ranks that wrote the version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class Stock:
         """Return plain values, for an exchange."""
         commits = {version: Version(commit, "").plain() for version, commit in self.seen.items()}
         rows = [
-            [*each.version.plain(), each.owner, each.file, each.whole, commits.get(each.version, [])]
+            [*each.version.plain(), each.owner, each.file, each.whole, each.world_size, commits.get(each.version, [])]
             for each in self.items
         ]
         return [self.memory, *rows]
@@ -94,8 +97,8 @@ class Stock:
         """Invert `plain`."""
         assert isinstance(value, list)
         memory, *rows = value
-        items = tuple(Item(Version.from_plain(row[:4]), *row[4:7]) for row in rows)
-        seen = {Version.from_plain(row[:4]): Version.from_plain(row[7]).generation for row in rows if row[7]}
+        items = tuple(Item(Version.from_plain(row[:4]), *row[4:8]) for row in rows)
+        seen = {Version.from_plain(row[:4]): Version.from_plain(row[8]).generation for row in rows if row[8]}
         return cls(memory, items, seen)
 
 
@@ -112,6 +115,8 @@ class Replica:
     """Ranks that can read the copy: the owner itself, or ranks on the peer's node."""
     version: Version
     """The copied version."""
+    owner: int
+    """Rank that wrote the part."""
     whole: bool = True
     """Whether the copy has the whole part, not some experts only."""
 
@@ -150,11 +155,19 @@ class Inventory:
     """Versions whole in storage, for every rank."""
     sources: frozenset[Version] = frozenset()
     """Versions kept in storage only for references to their files; files that they reference themselves may be gone."""
+    wrote: Mapping[Version, int] = field(default_factory=dict)
+    """Number of ranks that wrote each version in storage; by default as many as there are."""
 
     @classmethod
-    def of(cls, stocks: Iterable[object], committed: Iterable[Version], sources: Iterable[Version] = ()) -> Inventory:
+    def of(
+        cls,
+        stocks: Iterable[object],
+        committed: Iterable[Version],
+        sources: Iterable[Version] = (),
+        wrote: Mapping[Version, int] = MappingProxyType({}),
+    ) -> Inventory:
         """Return the inventory of all ranks' stocks in plain values, and the commits."""
-        return cls(tuple(Stock.from_plain(stock) for stock in stocks), frozenset(committed), frozenset(sources))
+        return cls(tuple(map(Stock.from_plain, stocks)), frozenset(committed), frozenset(sources), wrote)
 
     @property
     def seen(self) -> dict[Version, GenerationId]:
@@ -189,27 +202,38 @@ class Inventory:
         Args:
             alive: versions that the run's log allows.
         """
-        items = [item for stock in self.stocks for item in stock.items if item.whole]
-        owned = [{item.version for item in items if item.owner == rank} for rank in range(len(self.stocks))]
-        return sorted(self.committed.union(set.intersection(*owned)).intersection(alive), reverse=True)
+        owners: dict[Version, set[int]] = {}
+        for item in (item for stock in self.stocks for item in stock.items if item.whole):
+            owners.setdefault(item.version, set()).add(item.owner)
+        whole = {version for version, own in owners.items() if own.issuperset(range(self.writers(version)))}
+        return sorted(whole.union(self.committed).intersection(alive), reverse=True)
 
-    def copies(self, version: Version, owner: int) -> list[Replica]:
-        """Return copies of one rank's part of a version, cheapest first; peers rotated by owner, to spread load."""
+    def writers(self, version: Version) -> int:
+        """Return the number of ranks that wrote a version."""
+        items = (item for stock in self.stocks for item in stock.items if item.version == version and item.world_size)
+        return self.wrote.get(version) or next((item.world_size for item in items), len(self.stocks))
+
+    def copies(self, version: Version, owner: int, rank: int | None = None) -> list[Replica]:
+        """Return copies of one rank's part of a version as `rank` (default: `owner`) reaches them, cheapest first; peers rotated by
+        owner, to spread load.
+        """
+        rank = owner if rank is None else rank
         readers: dict[tuple[str, str, bool], list[int]] = {}
-        for rank, stock in enumerate(self.stocks):
+        for reader, stock in enumerate(self.stocks):
             for item in stock.items:
                 if (item.version, item.owner) == (version, owner):
-                    readers.setdefault((stock.memory, item.file, item.whole), []).append(rank)
-        own = self.stocks[owner].memory
+                    readers.setdefault((stock.memory, item.file, item.whole), []).append(reader)
+        own = self.stocks[rank].memory
         host = [
-            Replica("host", own, file, (owner,), version, whole) for memory, file, whole in readers if memory == own
+            Replica("host", own, file, (rank,), version, owner, whole) for memory, file, whole in readers if memory == own
         ]
         peers = [
-            Replica("peer", memory, file, tuple(_rotated(ranks, owner)), version, whole)
+            Replica("peer", memory, file, tuple(_rotated(ranks, owner)), version, owner, whole)
             for (memory, file, whole), ranks in readers.items()
             if memory != own
         ]
-        return [*host, *_rotated(peers, owner), *([stored(version, owner)] if version in self.in_storage else [])]
+        storage = [stored(version, owner, rank)] if version in self.in_storage else []
+        return [*host, *_rotated(peers, owner), *storage]
 
 
 class Reader:
@@ -224,9 +248,9 @@ class Reader:
     def __init__(self, run_id: str, memory: Tier, storage: Tier) -> None:
         self._run_id, self._memory, self._storage = run_id, memory, storage
         self._holdings = {
-            Item(Version(holding.generation, holding.plan_hash), holding.owner, holding.file, holding.whole): holding
+            Item(Version(each.generation, each.plan_hash), each.owner, each.file, each.whole, each.world_size): each
             for tier in (memory, storage)
-            for holding in _holdings(tier)
+            for each in _holdings(tier)
         }
         self._markers: dict[Item, RankMarker] = {}
         self._lock = threading.Lock()
@@ -260,15 +284,15 @@ class Reader:
             return marker
 
     def read(self, request: Request, out: memoryview) -> None:
-        """Fill `out` with bytes from a copy of this rank's own part, unverified. Raises one of `UNREADABLE`."""
+        """Fill `out` with bytes from a copy that this rank reaches, unverified. Raises one of `UNREADABLE`."""
         copy, entry = request.copy, request.entry
         if copy.file:
-            self.read_into(Item(copy.version, request.reader, copy.file), entry.key, request.offset, out)
+            self.read_into(Item(copy.version, copy.owner, copy.file), entry.key, request.offset, out)
             return
         # The key alone says where a file in storage is, even if another generation's marker references it.
         version = copy.version
         holding = Holding(
-            generation=version.generation, plan_hash=version.plan_hash, owner=request.reader, nbytes=entry.nbytes
+            generation=version.generation, plan_hash=version.plan_hash, owner=copy.owner, nbytes=entry.nbytes
         )
         self._storage.read_into(holding, entry, request.offset, out)
 
@@ -285,9 +309,9 @@ class Reader:
         self._memory.read_into(self._holdings[item], entry, offset, out)
 
 
-def stored(version: Version, owner: int) -> Replica:
-    """Return the copy of a rank's part in storage."""
-    return Replica(STORAGE, "", "", (owner,), version)
+def stored(version: Version, owner: int, rank: int | None = None) -> Replica:
+    """Return the copy of a rank's part in storage, as `rank` (default: `owner`) reads it."""
+    return Replica(STORAGE, "", "", (owner if rank is None else rank,), version, owner)
 
 
 def memory_of(directory: Path) -> str:

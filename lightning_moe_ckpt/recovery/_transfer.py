@@ -71,6 +71,8 @@ class FetchRequest:
     receiver: int
     reader: int
     version: Version
+    owner: int
+    """Rank that wrote the part."""
     file: str
     """Name of the copy in the reader's memory."""
     number: int
@@ -83,11 +85,12 @@ class FetchRequest:
     @property
     def item(self) -> Item:
         """The copy, as the reader finds it."""
-        return Item(self.version, self.receiver, self.file)
+        return Item(self.version, self.owner, self.file)
 
     def plain(self) -> list[object]:
         """Return the fields as plain values for `gather_values`, without `receiver`: it is the rank that sends them."""
-        return [*self.version.plain(), self.reader, self.file, self.number, self.key, self.offset, self.nbytes]
+        where = self.owner, self.file, self.number, self.key, self.offset, self.nbytes
+        return [*self.version.plain(), self.reader, *where]
 
     @classmethod
     def from_plain(cls, receiver: int, row: Sequence[Any]) -> FetchRequest:
@@ -221,7 +224,7 @@ class Transfer:
     def _fetch(self, number: int, request: Request) -> FetchRequest:
         copy = request.copy
         wanted = (request.entry.key, request.offset, request.nbytes)
-        return FetchRequest(self._rank, request.reader, copy.version, copy.file, number, *wanted)
+        return FetchRequest(self._rank, request.reader, copy.version, copy.owner, copy.file, number, *wanted)
 
     def _log_complaints(self, assemblies: Sequence[Assembly]) -> None:
         for assembly in assemblies:
@@ -362,13 +365,13 @@ class MarkerSearch:
             while sought.is_open and sought.left[0].source != "peer":
                 copy = sought.left.pop(0)
                 try:
-                    marker = self._reader.marker(Item(copy.version, self._rank, copy.file))
+                    marker = self._reader.marker(Item(copy.version, copy.owner, copy.file))
                     sought.found = self._checked(copy, marker)
                 except UNREADABLE as error:
                     sought.complain(copy, str(error))
             if sought.is_open:
                 copy = sought.left[0]
-                fetches.append(FetchRequest(self._rank, copy.readers[0], copy.version, copy.file, number))
+                fetches.append(FetchRequest(self._rank, copy.readers[0], copy.version, copy.owner, copy.file, number))
         lost = ""
         if required is not None and not self._sought[required].is_open and self._sought[required].found is None:
             lost = f"its marker is nowhere as it was written: {', '.join(self._sought[required].complaints)}"
@@ -384,14 +387,14 @@ class MarkerSearch:
             sought.complain(copy, str(error))
 
     def _checked(self, copy: Replica, marker: RankMarker) -> RankMarker:
-        """Return the marker if it belongs to this rank and version, and equals the committed marker, if any. Raises
+        """Return the marker if it belongs to the copy's owner and version, and equals the committed marker, if any. Raises
         `Corrupt`.
 
         Memory may have more files of a partial generation than are committed, so its digest is not compared.
         """
         version = copy.version
         found = (marker.generation, marker.plan_hash, marker.rank)
-        if found != (version.generation, version.plan_hash, self._rank):
+        if found != (version.generation, version.plan_hash, copy.owner):
             raise Corrupt(f"is of rank {marker.rank}, {marker.generation}, plan {marker.plan_hash[:8]}.")
         digest = self._digests.get(version)
         if copy.source != "storage" and (is_partial(marker.policy) or is_differential(marker.policy)):

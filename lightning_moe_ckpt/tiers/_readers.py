@@ -106,6 +106,8 @@ class Holding:
     """File name of a copy in memory, different for each copy of the same part."""
     seen: GenerationId | None = field(default=None, compare=False)
     """Newest commit known when the copy in memory was taken."""
+    world_size: int = field(default=0, compare=False)
+    """Number of ranks that wrote the generation; 0 where it was not looked up."""
 
 
 class Tier(Protocol):
@@ -290,6 +292,7 @@ def _holding(file: MemoryMarker, name: MemoryName) -> Holding:
         whole=not file.experts,
         file=str(name),
         seen=file.seen,
+        world_size=marker.world_size,
     )
 
 
@@ -329,6 +332,7 @@ class ObjectTier:
                 plan_hash=commit.plan_hash,
                 owner=owner,
                 nbytes=commit.nbytes // commit.world_size,
+                world_size=commit.world_size,
             )
             for generation, commit in sorted(self._commits.items(), reverse=True)
             for owner in range(commit.world_size)

@@ -36,7 +36,7 @@ def version(step: int) -> Version:
 
 
 def copy_of(number: int, source: TierName, step: int = 1) -> Replica:
-    return Replica(source, f"m{number}", "tier", (number,), version(step))
+    return Replica(source, f"m{number}", "tier", (number,), version(step), 0)
 
 
 COPIES = [copy_of(number, source) for number, source in enumerate(SOURCES)]
