@@ -18,7 +18,7 @@ from lightning_moe_ckpt._units import duration, number_of_bytes
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.fit import Batches, OnChange, OnMismatch
 from lightning_moe_ckpt.storage import Resume, Retention
-from lightning_moe_ckpt.tiers import DEFAULT_MAX_CHUNK, FailureDomain
+from lightning_moe_ckpt.tiers import DEFAULT_MAX_CHUNK, Elastic, FailureDomain
 
 T = TypeVar("T")
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -71,6 +71,8 @@ class CheckpointArguments(TypedDict, total=False):
         stop_grace: longest time from SIGTERM to the end of the process, a `timedelta`, seconds, or text such as `25s`. Within it all ranks agree on a boundary and store
             it; what cannot be stored in time is left. Keep it below the limit of your launcher: torchrun and SLURM
             kill after 30 s.
+        elastic: `auto` resumes from what another number of ranks wrote, or ranks that shared the model otherwise (`expert_parallel`, stages,
+            shards); a WARNING names what is not exact then. `refuse` raises `IdentityMismatch`.
         freeze_heap: keep objects that are alive as training begins, and after the first generation, out of garbage
             collections (`gc.freeze`) until the fit ends. Such collections hold up training for a quarter of a second now
             and then. It affects the whole process, and is not done where collections are off or frozen already.
@@ -94,6 +96,7 @@ class CheckpointArguments(TypedDict, total=False):
     on_change: OnChange
     on_mismatch: OnMismatch
     stop_grace: timedelta | float | str
+    elastic: Elastic
     freeze_heap: bool
 
 
@@ -192,6 +195,7 @@ class SharedArguments:
     on_mismatch: OnMismatch = _argument("stop", partial(require_choice, choices=get_args(OnMismatch)))
     # Within the 30 s that launchers commonly give, with time left for the rest of the script.
     stop_grace: timedelta = _argument(timedelta(seconds=25), duration)
+    elastic: Elastic = _argument("auto", partial(require_choice, choices=get_args(Elastic)))
     freeze_heap: bool = _argument(default=True)
 
     def _take(self, shared: CheckpointArguments) -> None:

@@ -34,7 +34,7 @@ from lightning_moe_ckpt.recovery._index import (
     LinkSource,
     RecordIndex,
     Replicas,
-    named_links,
+    add_links,
     neighbours,
     newest_whole,
 )
@@ -57,7 +57,7 @@ LEVELS: Mapping[LedgerLevel, Collection[TierName]] = {
 }
 """Tiers that together hold all of a copy; memory is the own node's and other nodes' together."""
 
-_COMMITS = 3
+COMMITS = 3
 """Newest commits searched for a version's differences: each names its whole chain."""
 
 _NAMED = 16
@@ -182,10 +182,7 @@ class RestoreAttempt:
         """Return this rank's links up to the version, from all readable copies, with the means to fetch them."""
         found: dict[int, list[LinkSource]] = {}
         for which, marker in sorted(self._markers.items(), key=lambda each: _doubt(each[0]) == 0):  # storage last
-            for link in named_links(marker, self._copies(which), is_base=not is_differential(marker.policy)):
-                known = found.setdefault(link.entry.step, [])
-                if not known or (known[0].entry.digest, known[0].is_base) == (link.entry.digest, link.is_base):
-                    known.append(link)
+            add_links(found, marker, self._copies(which), self._transport.rank)
         return self._transport, self._transfer, found
 
     def _read_chain(self) -> None:
@@ -193,7 +190,7 @@ class RestoreAttempt:
         own = (self.version.generation.incarnation, self.version.generation.nonce)
         line = [each for each in self._reachable if (each.generation.incarnation, each.generation.nonce) == own]
         in_memory = [each for each in line if each in self._inventory.in_memory]
-        in_storage = [each for each in line if each in self._inventory.committed][:_COMMITS]
+        in_storage = [each for each in line if each in self._inventory.committed][:COMMITS]
         self._markers.pop((self.version, None), None)
         self._read_markers([*product(in_storage, [STORAGE]), *product(in_memory, [HOST, PEER])])
 

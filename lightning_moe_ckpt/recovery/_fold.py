@@ -35,6 +35,7 @@ from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, Restored, Resto
 from lightning_moe_ckpt.recovery._index import Links, LinkSource, named_links, neighbours
 from lightning_moe_ckpt.recovery._inventory import Replica, Version, stored
 from lightning_moe_ckpt.recovery._loading import stored_layout
+from lightning_moe_ckpt.recovery._transfer import Transfer, Transport
 from lightning_moe_ckpt.snapshot import GRADIENT, JOURNAL, PACKED, PARAM, PRESENT, PlanRecord, is_average, step_settings
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordRows, SegmentEntry, SegmentLayout
 
@@ -54,73 +55,97 @@ def base_step(links: Links, step: int) -> int | None:
 
 
 class ChainRestore:
-    """Restore of one chain; all ranks do it together.
+    """Restore of this rank's chains up to one boundary; all ranks do it together, and one may have no chain.
+
+    Args:
+        transport: to the other ranks.
+        transfer: brings this rank's records.
+        chains: links of each chain.
+        last: the boundary.
+    """
+
+    def __init__(self, transport: Transport, transfer: Transfer, chains: Sequence[Links], last: int) -> None:
+        self._transport, self._transfer, self._chains, self._last = transport, transfer, chains, last
+        self.reasons: list[str] = []
+        """Reasons why the chains were given up, or end earlier; the same on all ranks."""
+        self.reached = last
+        """Last boundary that is good on all ranks."""
+        self.supplied = Counter[Replica]()
+        """Bytes read, by copy."""
+
+    def run(self) -> list[Brought] | None:
+        """Return this rank's states at `reached`; `None`, on all ranks, without a base. Collective."""
+        last = self._last
+        bases = self._transport.gather_values([base_step(links, last) for links in self._chains])
+        first, *others = {base for own in bases for base in own}
+        if others or first is None:
+            lacking = [f"rank {rank}" for rank, own in enumerate(bases) if None in own]
+            self.reasons.append(f"{', '.join(lacking) or 'ranks together'}: what it follows on is not all there")
+            return None
+        brought = self._bring([first])
+        if brought is None or self.reasons:
+            return None
+        states = [state for state, *_ in brought]
+        self.reached, seconds = first, 0.0
+        for steps in _portions(range(first + 1, last + 1)):
+            brought = self._bring(steps)
+            if brought is None:
+                return None
+            started = time.perf_counter()
+            for state, links in zip(states, brought, strict=True):
+                if links:
+                    fold(state.segment, state.layout, [each.difference for each in links])
+            seconds += time.perf_counter() - started
+            if self.reasons:
+                break
+        log.info("%d differences were applied to the state of step %d in %.2f s", self.reached - first, first, seconds)
+        return states
+
+    # -- private
+
+    def _bring(self, steps: Sequence[int]) -> list[list[Brought]] | None:
+        """Bring each chain's records of these steps; return the steps before the first that is damaged on any rank.
+
+        Adds reasons to `self.reasons`. Returns `None` if a rank could not be served at all. Collective.
+        """
+        brought = [[Brought(step, links[step]) for step in steps] for links in self._chains]
+        flat = [each for own in brought for each in own]
+        if not self._transfer.fill([each.assembly for each in flat if each.assembly is not None], ""):
+            return None
+        said = self._transport.gather_values([[each.step, why] for each in flat if (why := each.check())])
+        bad = [(step, f"rank {rank}: {why}") for rank, rows in enumerate(said) for step, why in rows]
+        end = min((step for step, _ in bad), default=steps[-1] + 1)
+        self.reasons += [
+            f"step {step} is bad, and what follows on it of no use: {why}" for step, why in bad if step == end
+        ]
+        self.reached = end - 1
+        good = [own[: end - steps[0]] for own in brought]
+        for each in (each for own in good for each in own):
+            self.supplied += each.supplied
+        return good
+
+
+def restore_chain(attempt: RestoreAttempt, marker: RankMarker) -> tuple[Restored | None, list[str]]:
+    """Return this rank's part of the last good boundary of a chain, and the reasons why it ends earlier. Collective.
 
     Args:
         attempt: attempt at the chain's last version.
         marker: the attempt's marker.
     """
-
-    def __init__(self, attempt: RestoreAttempt, marker: RankMarker) -> None:
-        self._transport, self._transfer, self._links = attempt.chain()
-        self._marker = marker
-        self.reasons: list[str] = []
-        """Reasons why the chain was given up, or ends earlier; the same on all ranks."""
-
-    def run(self) -> Restored | None:
-        """Return this rank's part of the last good boundary; `None`, on all ranks, without a base. Collective."""
-        last = self._marker.generation.step
-        bases = self._transport.gather_values(base_step(self._links, last))
-        if None in bases or len(set(bases)) != 1:
-            lacking = [f"rank {rank}" for rank, base in enumerate(bases) if base is None]
-            self.reasons.append(f"{', '.join(lacking) or 'ranks together'}: what it follows on is not all there")
-            return None
-        first = bases[0]
-        brought = self._bring([first])
-        if brought is None or self.reasons:
-            return None
-        (state,) = brought
-        reached, supplied, seconds = first, Counter(state.supplied), 0.0
-        for steps in _portions(range(first + 1, last + 1)):
-            brought = self._bring(steps)
-            if brought is None:
-                return None
-            for each in brought:
-                supplied += each.supplied
-            if brought:
-                started = time.perf_counter()
-                fold(state.segment, state.layout, [each.difference for each in brought])
-                seconds += time.perf_counter() - started
-                reached += len(brought)
-            if self.reasons:
-                break
-        log.info("%d differences were applied to the state of step %d in %.2f s", reached - first, first, seconds)
-        marker = _dense(self._marker, self._links[first][0].entry, reached)
-        nothing = RestorePlan(generations={}, shards={}, levels={})
-        return Restored(
-            marker=marker, segments=[state.segment], layouts=[state.layout], nbytes=dict(supplied), chosen=nothing
-        )
-
-    # -- private
-
-    def _bring(self, steps: Sequence[int]) -> list[_Brought] | None:
-        """Bring each rank's records of these steps; return the steps before the first that is damaged on any rank.
-
-        Adds reasons to `self.reasons`. Returns `None` if a rank could not be served at all. Collective.
-        """
-        brought = [_Brought(step, self._links[step]) for step in steps]
-        if not self._transfer.fill([each.assembly for each in brought if each.assembly is not None], ""):
-            return None
-        own = [[each.step, each.check()] for each in brought]
-        said = self._transport.gather_values([row for row in own if row[1]])
-        bad = [(step, f"rank {rank}: {why}") for rank, rows in enumerate(said) for step, why in rows]
-        if not bad:
-            return brought
-        end = min(step for step, _ in bad)
-        self.reasons += [
-            f"step {step} is bad, and what follows on it of no use: {why}" for step, why in bad if step == end
-        ]
-        return brought[: end - steps[0]]
+    transport, transfer, links = attempt.chain()
+    chain = ChainRestore(transport, transfer, [links], marker.generation.step)
+    states = chain.run()
+    if states is None:
+        return None, chain.reasons
+    (state,), base = states, links[states[0].step][0].entry
+    restored = Restored(
+        marker=full_state(marker, base, chain.reached),
+        segments=[state.segment],
+        layouts=[state.layout],
+        nbytes=dict(chain.supplied),
+        chosen=RestorePlan(generations={}, shards={}, levels={}),
+    )
+    return restored, chain.reasons
 
 
 def folded(marker: RankMarker, read: Read) -> tuple[RankMarker, Tensor]:
@@ -140,7 +165,7 @@ def folded(marker: RankMarker, read: Read) -> tuple[RankMarker, Tensor]:
     first, last = base_step(links, marker.generation.step), marker.generation.step
     if first is None:
         raise Corrupt(f"{marker.generation}: what it follows on is not all named. Another generation may be whole.")
-    brought = [_Brought(step, links[step]) for step in range(first, last + 1)]
+    brought = [Brought(step, links[step]) for step in range(first, last + 1)]
     for each in brought:
         if each.assembly is not None:
             each.assembly.fill(read)
@@ -152,14 +177,14 @@ def folded(marker: RankMarker, read: Read) -> tuple[RankMarker, Tensor]:
     state.layout.write_header(state.segment)
     base = links[first][0].entry
     records = RecordRows(base.records).digested(memoryview(state.segment.numpy()))  # type: ignore[arg-type]
-    return _dense(marker, replace(base, records=records), last), state.segment
+    return full_state(marker, replace(base, records=records), last), state.segment
 
 
 _OWN = Version(GenerationId(step=0, incarnation=0, nonce=""), "")
 """Placeholder for the version of files whose keys say where they are."""
 
 
-class _Brought:
+class Brought:
     """One boundary on its way into memory."""
 
     def __init__(self, step: int, sources: Sequence[LinkSource]) -> None:
@@ -205,7 +230,7 @@ def _portions(steps: range) -> Iterator[range]:
     return (steps[at : at + AT_ONCE] for at in range(0, len(steps), AT_ONCE))
 
 
-def _dense(marker: RankMarker, base: SegmentEntry, step: int) -> RankMarker:
+def full_state(marker: RankMarker, base: SegmentEntry, step: int) -> RankMarker:
     """Return the marker of a full state at boundary `step`, in the file of `base`."""
     record = PlanRecord.from_json(str(marker.policy["plan"]))
     whole = replace(record, plan=Plan.of_everything(record.plan.names))

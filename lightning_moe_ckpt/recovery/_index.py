@@ -26,7 +26,7 @@ from lightning_moe_ckpt.storage import (
     SegmentLayout,
     dtype_of,
 )
-from lightning_moe_ckpt.tiers import CHEAPEST
+from lightning_moe_ckpt.tiers import CHEAPEST, is_differential
 
 FULL, PARAM = "full", "param"
 """Kind of a whole state in markers, and state key of the parameter itself."""
@@ -57,18 +57,29 @@ Links = Mapping[int, Sequence[LinkSource]]
 """Links of a chain by step; cheapest sources first."""
 
 
-def named_links(marker: RankMarker, own: Sequence[Replica], *, is_base: bool) -> Iterator[LinkSource]:
+def add_links(links: dict[int, list[LinkSource]], marker: RankMarker, own: Sequence[Replica], rank: int) -> None:
+    """Add the links that a marker names, unless links added before contradict them; arguments as of `named_links`."""
+    for link in named_links(marker, own, is_base=not is_differential(marker.policy), rank=rank):
+        known = links.setdefault(link.entry.step, [])
+        if not known or (known[0].entry.digest, known[0].is_base) == (link.entry.digest, link.is_base):
+            known.append(link)
+
+
+def named_links(
+    marker: RankMarker, own: Sequence[Replica], *, is_base: bool, rank: int | None = None
+) -> Iterator[LinkSource]:
     """Yield the links of a chain that a marker names: its own files, then the files it follows on, the base first.
 
     Args:
         marker: marker of a base, or of differences.
         own: copies of its own files.
         is_base: whether `marker` is a base's.
+        rank: rank that reads; by default the marker's.
     """
     for entry in marker.segments:
         yield LinkSource(entry, own, is_base)
     for number, each in enumerate(() if is_base else marker.referenced):
-        yield LinkSource(each.segment, [stored(Version(each.generation, ""), marker.rank)], number == 0)
+        yield LinkSource(each.segment, [stored(Version(each.generation, ""), marker.rank, rank)], number == 0)
 
 
 class RecordIndex:

@@ -225,7 +225,9 @@ class Inventory:
                     readers.setdefault((stock.memory, item.file, item.whole), []).append(reader)
         own = self.stocks[rank].memory
         host = [
-            Replica("host", own, file, (rank,), version, owner, whole) for memory, file, whole in readers if memory == own
+            Replica("host", own, file, (rank,), version, owner, whole)
+            for memory, file, whole in readers
+            if memory == own
         ]
         peers = [
             Replica("peer", memory, file, tuple(_rotated(ranks, owner)), version, owner, whole)

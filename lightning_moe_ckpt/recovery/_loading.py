@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,10 +34,12 @@ from lightning_moe_ckpt.snapshot import (
     JOURNAL,
     SEGMENT_METADATA,
     FileLayout,
+    Identity,
     PlanRecord,
     Shard,
     StateView,
     StepLayout,
+    Topology,
     WindowLayout,
     lay_out,
 )
@@ -145,6 +147,35 @@ def read_start(part: Restored, start: Journal) -> None:
     start.update(journals[0]["start"])
 
 
+class Retold(NamedTuple):
+    """A rank's journal, made from those of all ranks that wrote a generation."""
+
+    journal: Journal
+    notes: Sequence[str]
+    """What is not as it was, in words."""
+
+
+Retell = Callable[[Sequence[Journal], Topology], Retold]
+"""Function from all writers' journals of a boundary, by rank, and their topology, to this rank's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeRequest:
+    """The job to resume, with its identity to compare with the stored run's."""
+
+    identity: Identity
+    view: StateView
+    groups: ParallelGroups
+    may_lack_experts: bool = False
+    """Whether experts without a good copy may begin anew, if no whole generation is left."""
+    elastic: bool = False
+    """Whether other ranks, or ranks in another layout, may have written the generation."""
+    as_user: Callable[[Journal], None] = lambda _: None
+    """See `Replay`."""
+    retell: Retell = lambda journals, _: Retold(journals[0], ())
+    """Makes this rank's journal from those of other ranks."""
+
+
 @dataclass(kw_only=True)
 class RestoreSource:
     """A generation that every rank could read, with this rank's bytes."""
@@ -164,6 +195,8 @@ class RestoreSource:
     tokens: TokensByGeneration
     start: Journal
     """Start half of the first boundary's journal."""
+    recut: bool = False
+    """Whether other ranks wrote the generation, so that nothing that these ranks store can build on it."""
 
     @classmethod
     def of(cls, part: Restored, start: Journal, tokens: TokensByGeneration, *, committed: bool) -> RestoreSource:

@@ -15,7 +15,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,10 +25,11 @@ from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, IdentityMisma
 from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, RestorePlan
-from lightning_moe_ckpt.recovery._fold import ChainRestore
+from lightning_moe_ckpt.recovery._fold import restore_chain
 from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, Replica, Version, memory_of
 from lightning_moe_ckpt.recovery._loading import (
     RestoreSource,
+    ResumeRequest,
     journal_capacity,
     misfit,
     read_start,
@@ -38,11 +38,11 @@ from lightning_moe_ckpt.recovery._loading import (
     tokens_behind,
     understood,
 )
+from lightning_moe_ckpt.recovery._recut import Recut
 from lightning_moe_ckpt.snapshot import (
     Facts,
     Identity,
     PlanRecord,
-    StateView,
     constant_facts,
     expect_header_fits,
     live_facts,
@@ -68,17 +68,6 @@ _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 """Variables in which launchers count earlier starts of a job."""
 
 StoredFacts = tuple[Facts, list[str]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResumeRequest:
-    """The job to resume, with its identity to compare with the stored run's."""
-
-    identity: Identity
-    view: StateView
-    groups: ParallelGroups
-    may_lack_experts: bool = False
-    """Whether experts without a good copy may begin anew, if no whole generation is left."""
 
 
 class RunOpener:
@@ -267,7 +256,8 @@ class Search:
             self._store.run_id, self._memory, ObjectTier(self._store, list(self._in_storage.values()))
         )
         stocks = self._exchange.gather_values(self._reader.stock(memory_of(shared_directory())).plain())
-        self._inventory = Inventory.of(stocks, self._commits, sources)
+        wrote = {version: commit.world_size for version, commit in self._in_storage.items()}
+        self._inventory = Inventory.of(stocks, self._commits, sources, wrote)
         self.committed = self._inventory.committed
         self.volatile = frozenset(version.generation for version in self._inventory.in_memory)
         judged = self._exchange.run_on_coordinator(self._judged)  # the coordinator knows the log
@@ -327,32 +317,65 @@ class Search:
 
     def _first_of(self, versions: Sequence[Version], *, may_lack: bool) -> RestoreSource | None:
         for version in versions:
-            if version in self._commits:
-                self._check_identity(self._commits[version])
-            found = self._bring(version, may_lack=may_lack)
+            commit = self._commits.get(version)
+            if self._inventory.writers(version) != self._exchange.world_size or (
+                commit is not None and not self._is_alike(commit)
+            ):
+                found = self._bring_recut(version)
+            else:
+                found = self._bring(version, may_lack=may_lack)
             if found is not None:
                 return found
         return None
 
+    def _bring_recut(self, version: Version) -> RestoreSource | None:
+        """Bring a version that other ranks wrote, or ranks in another layout. Raises `IdentityMismatch`. Collective."""
+        exchange = self._exchange
+        attempt = Recut(
+            *(exchange, self._reader, self._inventory, version, self._alive),
+            digests=self._digests,
+        )
+        markers = attempt.markers()
+        if markers is not None and self._is_alike(markers[0], markers):
+            raise AssertionError(f"{version} is of these ranks, in this layout")
+        found = None if markers is None else attempt.bring(markers, self._job, self._store)
+        self._note(version, attempt.reasons, given_up=found is None)
+        if found is not None:
+            self._log_sources(str(version), attempt.nbytes)
+            self.volatile |= {found.generation}
+        return found
+
+    def _digests(self, owner: int) -> dict[Version, str]:
+        """Return a rank's marker digests in manifests."""
+        commits = self._in_storage.items()
+        return {version: commit.markers[owner] for version, commit in commits if owner < commit.world_size}
+
+    def _note(self, version: Version, reasons: Sequence[str], *, given_up: bool) -> None:
+        """Keep reasons why a version was given up, or ended earlier."""
+        for reason in reasons:
+            if given_up:
+                log.error("cannot resume from %s, %s; trying an older generation", version.generation, reason)
+            self.reasons.append(f"{version.generation}, {reason}")
+
     def _bring(self, version: Version, *, may_lack: bool) -> RestoreSource | None:
-        digests = {version: commit.markers[self._exchange.rank] for version, commit in self._in_storage.items()}
+        writers = self._inventory.writers(version)
+        alive = [each for each in self._alive if self._inventory.writers(each) == writers]
         attempt = RestoreAttempt(
-            *(self._exchange, self._reader, self._inventory, version, self._alive),
-            digests=digests,
+            *(self._exchange, self._reader, self._inventory, version, alive),
+            digests=self._digests(self._exchange.rank),
             allow_missing=may_lack,
             num_stages=self._job.groups.num_stages,
         )
         marker = attempt.marker()
-        if marker is not None and version not in self._commits:
-            self._check_identity(marker)
+        if marker is not None and version not in self._commits and not self._is_alike(marker):
+            return self._bring_recut(version)
         misfits = [] if marker is None else self._misfits(marker)
         part, reasons = None, list(misfits)
         if marker is not None and not misfits:
             self._follow(marker)
             experts = {op.name: op.numel for op in self._job.view.operators if op.kind == "expert"}
             if attempt.is_differential:
-                chain = ChainRestore(attempt, marker)
-                part, reasons = chain.run(), chain.reasons
+                part, reasons = restore_chain(attempt, marker)
             else:
                 part = attempt.bring(marker, experts, partial(self._lay_out, marker))
         self._stored_layouts, start = [], Journal()
@@ -361,13 +384,11 @@ class Search:
         if part is None:
             self.missing = self.missing or attempt.missing
             self._partial += [version] if attempt.is_partial and not may_lack else []
-            for reason in (*attempt.reasons, *reasons):
-                log.error("cannot resume from %s, %s; trying an older generation", version.generation, reason)
-                self.reasons.append(f"{version.generation}, {reason}")
+            self._note(version, (*attempt.reasons, *reasons), given_up=True)
             return None
         self._log_sources(str(version), part.nbytes)
         reached = part.marker.generation
-        self.reasons += [f"{version.generation}, {reason}" for reason in reasons]
+        self._note(version, reasons, given_up=False)
         self.volatile |= {reached}  # in memory; storage need not have it under this name
         committed = version in self._commits and reached == version.generation
         return RestoreSource.of(part, start, tokens_behind(attempt, part.chosen), committed=committed)
@@ -421,25 +442,44 @@ class Search:
 
     # -- whether the run is this job's
 
-    def _check_identity(self, stored: Commit | RankMarker) -> None:
-        if self._exchange.all_agree(self._job.identity == Identity.of_stored(stored)):
-            return
+    def _is_alike(self, stored: Commit | RankMarker, markers: Sequence[RankMarker] = ()) -> bool:
+        """Return whether a generation is of these ranks in this layout; false if other ranks may have written it. Collective.
+
+        Args:
+            stored: says who wrote the generation.
+            markers: of all its writers, where that is known to be so.
+
+        Raises:
+            IdentityMismatch: the model differs, or the layout does and must not.
+        """
+        own, identity = self._job.identity, Identity.of_stored(stored)
+        if self._exchange.all_agree(own == identity):
+            return True
+        moved = self._exchange.all_agree(self._job.elastic and own.topology != identity.topology)
+        if moved and (not markers or self._exchange.all_agree(own.is_same_model(identity))):
+            return False  # without markers of all writers there is more to look at
         live: Facts = {}
         for each in self._exchange.gather_values(
             live_facts(self._job.view.operators.whole or self._job.view.operators)
         ):
             assert isinstance(each, dict)
             live |= each  # ranks may hold different experts
-        was = self._stored_facts(stored)
-        differences = self._exchange.run_on_coordinator(lambda: self._differences(stored, was, live))
+        was = self._stored_facts(stored, markers)
+        differences = self._exchange.run_on_coordinator(lambda: self._differences(stored, was, live, moved=moved))
+        if moved and not differences:
+            return False
+        refused = own.topology != identity.topology and not self._job.elastic
+        also = ", allow other ranks with elastic='auto'" if refused else ""
         raise IdentityMismatch(
             f"{self._store.url} was written by a run that differs from this one: {differences}. Resume with what "
-            "wrote it, give another URL, or start anew with resume='never'. Weights alone are carried over by "
-            "`moe-ckpt export`. Nothing stored was lost."
+            f"wrote it{also}, give another URL, or start anew with "
+            "resume='never'. Weights alone are carried over by `moe-ckpt export`. Nothing stored was lost."
         )
 
-    def _stored_facts(self, stored: Commit | RankMarker) -> Callable[[], StoredFacts]:
+    def _stored_facts(self, stored: Commit | RankMarker, markers: Sequence[RankMarker]) -> Callable[[], StoredFacts]:
         """Return a reader of the stored run's facts, from storage on the coordinator or from all markers. Collective."""
+        if markers:
+            return lambda: stored_facts(markers)
         if isinstance(stored, Commit):
             return lambda: stored_facts([self._store.read_marker(stored, rank) for rank in range(stored.world_size)])
         facts: Facts = {}
@@ -451,9 +491,12 @@ class Search:
         optimizer = said[0][1]  # rank 0 knows it for all
         return lambda: (facts, optimizer)
 
-    def _differences(self, stored: Commit | RankMarker, was: Callable[[], StoredFacts], live: Facts) -> str:
+    def _differences(
+        self, stored: Commit | RankMarker, was: Callable[[], StoredFacts], live: Facts, *, moved: bool
+    ) -> str:
+        """Return all differences in words; if the layout may have moved, those besides, empty without any."""
         identity = Identity.of_stored(stored)
-        lines = list(self._job.identity.job_differences(identity))
+        lines = list(self._job.identity.job_differences(identity, moved=moved))
         if self._job.identity.fingerprint != identity.fingerprint:
             facts, optimizer_was = was()
             facts |= constant_facts(self._store.read_constants(stored.policy))
@@ -462,7 +505,7 @@ class Search:
             view = self._job.view
             optimizer = live_optimizer(view.operators, view.schema, view.params) if one else optimizer_was
             lines += model_differences((facts, optimizer_was), (live, optimizer))
-        return "; ".join(lines) or "the order of parameters, or settings of the optimizer's state"
+        return "; ".join(lines) or ("" if moved else "the order of parameters, or settings of the optimizer's state")
 
 
 def _warn_of_a_restart(url: str) -> None:

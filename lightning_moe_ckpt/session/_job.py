@@ -16,6 +16,7 @@ from lightning_moe_ckpt.operators import OperatorSet, StateSchema, discover, mar
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import StallMeter, collections_paused
+from lightning_moe_ckpt.recovery import Retell
 from lightning_moe_ckpt.snapshot import Averages, StateView, owners_of
 from lightning_moe_ckpt.tiers import SessionConfig
 
@@ -44,6 +45,8 @@ class SessionJob:
     """The module's averages kept by callbacks."""
     as_user: Callable[[Journal], None]
     """See `Replay`."""
+    retell: Retell
+    """Makes this rank's journal from those of other ranks."""
 
     @collections_paused()
     def __post_init__(self) -> None:

@@ -39,6 +39,11 @@ class OpenRun:
     dense: DenseCapture
     capture: CaptureSession
 
+    @property
+    def is_first(self) -> bool:
+        """Whether no generation of these ranks in this layout is known yet, on which others could build."""
+        return self.found is None or self.found.recut
+
     def memory_is_superseded(self, *, ask: bool = False) -> bool:
         """Return whether no restart needs this rank's memory; `ask` storage, or go by generations known here."""
         found, storage = self.found, self.storage
@@ -69,7 +74,13 @@ def open_run(job: SessionJob, planner: Planner, *, load: bool) -> OpenRun:
         found = opener.open(
             resume=config.resume,
             job=ResumeRequest(
-                identity=identity, view=view, groups=groups, may_lack_experts=policy.allow_missing_experts
+                identity=identity,
+                view=view,
+                groups=groups,
+                may_lack_experts=policy.allow_missing_experts,
+                elastic=config.elastic == "auto" and load,
+                as_user=job.as_user,
+                retell=job.retell,
             ),
         )
         resumed, stored = (None, None) if found is None else (found.generation, found.policy)

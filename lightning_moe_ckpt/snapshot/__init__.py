@@ -27,6 +27,7 @@ from lightning_moe_ckpt.snapshot._gradients import why_no_deltas as why_no_delta
 from lightning_moe_ckpt.snapshot._identity import STAGES as STAGES
 from lightning_moe_ckpt.snapshot._identity import Facts as Facts
 from lightning_moe_ckpt.snapshot._identity import Identity as Identity
+from lightning_moe_ckpt.snapshot._identity import Topology as Topology
 from lightning_moe_ckpt.snapshot._identity import constant_facts as constant_facts
 from lightning_moe_ckpt.snapshot._identity import live_facts as live_facts
 from lightning_moe_ckpt.snapshot._identity import live_optimizer as live_optimizer

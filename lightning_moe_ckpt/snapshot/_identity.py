@@ -34,6 +34,29 @@ _UNRECORDED = "without a record here"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Ranks of a run, and how they share the model. No part of what a run is: other ranks may go on with it."""
+
+    world_size: int
+    expert_parallel: int = 1
+    pipeline_parallel: int = 1
+    sharding: str = ""
+    """How many parameters are in which shards, in words; empty without any."""
+
+    @classmethod
+    def of_stored(cls, stored: Commit | RankMarker) -> Topology:
+        """Return the topology of the run that wrote a generation. Raises `Corrupt` if the generation does not say."""
+        return Identity.of_stored(stored).topology
+
+    def __str__(self) -> str:
+        sizes = ("expert_parallel", self.expert_parallel), ("pipeline_parallel", self.pipeline_parallel)
+        said = [f"{name}={size}" for name, size in sizes if size > 1]
+        said += [f"parameters {self.sharding}"] if self.sharding else []
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        return f"{ranks} ({', '.join(said)})" if said else ranks
+
+
+@dataclass(frozen=True, kw_only=True)
 class Identity:
     """Facts that a job must have in common with the run that it resumes."""
 
@@ -97,6 +120,16 @@ class Identity:
             sharding=str(policy.get("sharding", "")),
         )
 
+    @property
+    def topology(self) -> Topology:
+        """The ranks, and how they share the model."""
+        return Topology(
+            world_size=self.world_size,
+            expert_parallel=self.expert_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            sharding=self.sharding,
+        )
+
     def policy(self) -> dict[str, object]:
         """Return the identity's entries in every marker."""
         return {
@@ -109,13 +142,20 @@ class Identity:
             VERSIONS: dict(self.versions),
         }
 
-    def job_differences(self, stored: Identity) -> Iterator[str]:
-        """Yield differences in ranks and precision, a line each."""
-        for what, was, now in (
+    def is_same_model(self, stored: Identity) -> bool:
+        """Return whether model, optimizer and precision are a stored run's; if not, names may still agree."""
+        return (self.fingerprint, self.autocast) == (stored.fingerprint, stored.autocast)
+
+    def job_differences(self, stored: Identity, *, moved: bool = False) -> Iterator[str]:
+        """Yield differences in ranks and precision, a line each; in precision only if the ranks may have `moved`."""
+        ranks = (
             ("processes", stored.world_size, self.world_size),
             ("expert_parallel", stored.expert_parallel, self.expert_parallel),
             ("pipeline_parallel", stored.pipeline_parallel, self.pipeline_parallel),
             ("parameters", stored.sharding or "plain", self.sharding or "plain"),
+        )
+        for what, was, now in (
+            *(() if moved else ranks),
             ("autocast", stored.autocast or "none", self.autocast or "none"),
         ):
             if was != now:

@@ -34,6 +34,7 @@ from lightning_moe_ckpt.tiers._readers import DEFAULT_MAX_CHUNK as DEFAULT_MAX_C
 from lightning_moe_ckpt.tiers._readers import HOST as HOST
 from lightning_moe_ckpt.tiers._readers import PEER as PEER
 from lightning_moe_ckpt.tiers._readers import STORAGE as STORAGE
+from lightning_moe_ckpt.tiers._readers import Elastic as Elastic
 from lightning_moe_ckpt.tiers._readers import Holding as Holding
 from lightning_moe_ckpt.tiers._readers import HostTier as HostTier
 from lightning_moe_ckpt.tiers._readers import ObjectTier as ObjectTier

@@ -57,6 +57,10 @@ DEFAULT_MAX_CHUNK = 16 * 2**20
 """Bytes per message. Larger messages gain nothing even on fast networks, and training waits for one at most."""
 
 
+Elastic = Literal["auto", "refuse"]
+"""What to do about a generation that other ranks wrote, or ranks in another layout."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig:
     """Configuration of one incarnation of a run, without the capture policy."""
@@ -84,6 +88,8 @@ class SessionConfig:
     """Share of training time that checkpoints may cost; `None` for as fast as possible."""
     storage_at_least: timedelta = timedelta(minutes=10)
     """Longest time from one generation of a tier to the next, whatever the cost."""
+    elastic: Elastic = "auto"
+    """Whether generations of other ranks, or of ranks in another layout, are resumed from, or refused."""
     freeze_heap: bool = True
     """Whether the garbage collector may ignore all objects alive as training begins."""
 

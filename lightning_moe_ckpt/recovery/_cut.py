@@ -1,0 +1,259 @@
+"""Cut records by box, and send each part to the ranks that want it.
+
+Every rank knows the coordinates of all records that were read and of all that are wanted, by the reading and the wanting
+rank. So both sides of a transfer compute which parts travel in which order, and no message describes itself. Memory is one
+message per pair of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, zip_longest
+from operator import add
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.errors import IdentityMismatch
+from lightning_moe_ckpt.recovery._transfer import MESSAGE_NBYTES, Transport
+from lightning_moe_ckpt.snapshot import JOURNAL, PARAM, PRESENT, is_average
+from lightning_moe_ckpt.storage import Bounds, RecordEntry, dtype_of
+
+Key = tuple[int, str, str, str]
+"""Step, kind of record, parameter or buffer, and state key: records with the same key are parts of one tensor."""
+
+Scalars = Mapping[tuple[int, int, str], bytes]
+"""Single values of shards, by writer, boundary and name of the record."""
+
+BUFFER, FULL = "buffer", "full"
+_ABSENT = (b"", b"\0")
+
+_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types by their bytes: elements are moved bit by bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A record in the memory of a rank that has read it, or wants it."""
+
+    rank: int
+    at: int
+    """Number of the boundary in its window."""
+    owner: int
+    """Writer; of a wanted buffer the writer whose buffer is wanted."""
+    place: int
+    """Number of the buffer among the rank's."""
+    record: RecordEntry
+    """The record, with its offset in that buffer."""
+
+    @classmethod
+    def of(cls, record: RecordEntry, rank: int, at: int, owner: int, *, place: int | None = None) -> Piece:
+        """Return a record in a rank's memory; a parameter or buffer without dimensions counts as a vector."""
+        shape = record.global_shape
+        if not shape and not is_scalar(record):
+            record = replace(record, global_shape=(1,))
+        return cls(rank, at, owner, at if place is None else place, record)
+
+    def scalar(self, key: str, values: Scalars) -> bytes:
+        """Return one of the shard's scalars; empty if it has none."""
+        return values.get((self.owner, self.at, f"{self.record.name.rpartition('/')[0]}/{key}"), b"")
+
+    @property
+    def boxes(self) -> Iterator[tuple[int, Bounds]]:
+        """Boxes of the record, each with its first element in the record."""
+        boxes = list(self.record.boxes())
+        starts = accumulate((math.prod(size) for _, size in boxes), initial=0)
+        return zip(starts, boxes, strict=False)
+
+    def view(self, buffers: Sequence[Tensor], start: int, size: Sequence[int]) -> Tensor:
+        """Return the elements of one of the boxes, as integers, without a copy."""
+        itemsize = dtype_of(self.record.dtype).itemsize
+        first = self.record.offset + start * itemsize
+        return buffers[self.place][first : first + math.prod(size) * itemsize].view(_UNITS[itemsize]).view(tuple(size))
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A part of a record that one rank has read and another wants."""
+
+    source: Piece
+    target: Piece
+    size: tuple[int, ...]
+    first: tuple[int, int]
+    """First element of the box with the part, in the source's record and in the target's."""
+    boxes: tuple[Bounds, Bounds]
+    """These two boxes."""
+    offset: tuple[int, ...]
+    """Global offset of the part."""
+
+    @property
+    def numel(self) -> int:
+        """Elements in the part."""
+        return math.prod(self.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return self.numel * dtype_of(self.source.record.dtype).itemsize
+
+    def sent(self, buffers: Sequence[Tensor]) -> Tensor:
+        """Return the part in the source's memory."""
+        return self._of(self.source, 0, buffers)
+
+    def received(self, buffers: Sequence[Tensor]) -> Tensor:
+        """Return the part in the target's memory."""
+        return self._of(self.target, 1, buffers)
+
+    def _of(self, piece: Piece, side: int, buffers: Sequence[Tensor]) -> Tensor:
+        offset, size = self.boxes[side]
+        whole = piece.view(buffers, self.first[side], size)
+        places = zip(self.offset, offset, self.size, strict=True)
+        return whole[tuple(slice(at - begin, at - begin + length) for at, begin, length in places)]
+
+
+Pieces = Mapping[Key, Sequence[Piece]]
+
+
+def overlaps(source: Piece, target: Piece) -> Iterator[Move]:
+    """Yield the parts that two records of one tensor share, in the order of the target's boxes, then of the source's."""
+    for to, (at, size) in target.boxes:
+        for start, (begin, length) in source.boxes:
+            offset = tuple(map(max, at, begin))
+            end = map(min, map(add, at, size), map(add, begin, length))
+            both = tuple(stop - first for stop, first in zip(end, offset, strict=True))
+            if min(both, default=1) > 0:
+                yield Move(source, target, both, (start, to), ((begin, length), (at, size)), offset)
+
+
+def key_of(piece: Piece) -> Key:
+    """Return the key of a piece's tensor; each writer's buffer is one by itself."""
+    record = piece.record
+    return piece.at, record.kind, record.fqn, str(piece.owner) if record.kind == BUFFER else record.state_key
+
+
+def is_scalar(record: RecordEntry) -> bool:
+    """Return whether a record is a single value of a shard, such as its optimizer's step count."""
+    return not record.global_shape and record.state_key != PARAM and record.kind not in (BUFFER, JOURNAL)
+
+
+def _is_state(record: RecordEntry) -> bool:
+    return record.kind == FULL and record.state_key != PARAM and not is_average(record.state_key)
+
+
+def moves(sources: Pieces, targets: Pieces, values: Scalars, rank: int) -> Iterator[Move]:
+    """Yield all moves from or to a rank, in one order on all ranks; state that does not exist yet is not moved."""
+    for key in sorted(targets):
+        for target in targets[key]:
+            for source in sources.get(key, ()):
+                if rank in (source.rank, target.rank) and not (
+                    _is_state(source.record) and source.scalar(PRESENT, values) in _ABSENT
+                ):
+                    yield from overlaps(source, target)
+
+
+def expect_all(rank: int, targets: Pieces, sources: Pieces) -> None:
+    """Raise `IdentityMismatch` if elements that this rank wants are nowhere, or twice."""
+    for key, pieces in targets.items():
+        for piece in (each for each in pieces if each.rank == rank):
+            found = sum(move.numel for source in sources.get(key, ()) for move in overlaps(source, piece))
+            if found != piece.record.numel and (key in sources or not _is_state(piece.record)):
+                raise IdentityMismatch(
+                    f"`{piece.record.fqn}`: of the {piece.record.numel} elements of its {piece.record.state_key or 'buffer'} that this rank "
+                    f"has, {found} are stored. Resume with the model and the callbacks that wrote the run, or start anew with resume='never'."
+                )
+
+
+def fill_scalars(
+    wanted: Sequence[Piece], targets: Pieces, sources: Pieces, values: Scalars, segments: Sequence[Tensor]
+) -> None:
+    """Give a rank's shards the scalars of stored shards that they overlap, of the first with state."""
+    params = (
+        {
+            (each.at, each.record.name): each
+            for pieces in targets.values()
+            for each in pieces
+            if each.rank == wanted[0].rank
+        }
+        if wanted
+        else {}
+    )
+    for piece in wanted:
+        record = piece.record
+        param = params[piece.at, f"{record.name.rpartition('/')[0]}/{PARAM}"]
+        stored = sources.get(key_of(param), ())
+        near = [each for each in stored if param.record.numel == 0 or any(overlaps(each, param))]
+        having = [each for each in near if each.scalar(PRESENT, values) not in _ABSENT]
+        if record.state_key == PRESENT:
+            value = bytes([bool(having)])
+        else:
+            found = (each.scalar(record.state_key, values) for each in (having if _is_state(record) else near))
+            value = next((each for each in found if each), b"")
+        if value:
+            segments[piece.place][record.offset : record.offset + record.nbytes] = torch.frombuffer(
+                bytearray(value), dtype=torch.uint8
+            )
+
+
+def deliver(
+    transport: Transport,
+    all_moves: Iterable[Move],
+    read: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    message_nbytes: int = MESSAGE_NBYTES,
+) -> None:
+    """Copy every part to its place on every rank. Collective.
+
+    Args:
+        transport: to the other ranks.
+        all_moves: of this rank, from `moves`.
+        read: this rank's buffers of records that it has read, uint8.
+        wanted: this rank's buffers of records that it wants, uint8.
+        message_nbytes: bytes after which a message ends.
+    """
+    rank = transport.rank
+    outgoing: dict[int, list[list[Move]]] = {}
+    incoming: dict[int, list[list[Move]]] = {}
+    for move in all_moves:
+        if move.source.rank == move.target.rank:
+            move.received(wanted).copy_(move.sent(read))
+            continue
+        is_sent = move.source.rank == rank
+        queue = (outgoing if is_sent else incoming).setdefault(move.target.rank if is_sent else move.source.rank, [[]])
+        if sum(each.nbytes for each in queue[-1]) >= message_nbytes:
+            queue.append([])
+        queue[-1].append(move)
+    for sends, receives in zip_longest(_heads(outgoing), _heads(incoming), fillvalue=()):
+        packed = [(to, _packed(message, read)) for to, message in sends]
+        empty = [(of, bytearray(sum(each.nbytes for each in message))) for of, message in receives]
+        wait: Callable[[], None] = transport.transfer(
+            [(to, memoryview(each)) for to, each in packed], [(of, memoryview(each)) for of, each in empty]
+        )
+        wait()
+        for (_, message), (_, payload) in zip(receives, empty, strict=True):
+            _unpack(payload, message, wanted)
+
+
+def _heads(queues: Mapping[int, list[list[Move]]]) -> Iterator[list[tuple[int, list[Move]]]]:
+    """Yield the first messages of all queues, then the second ones, and so on."""
+    for row in zip_longest(*queues.values()):
+        yield [(other, message) for other, message in zip(queues, row, strict=True) if message is not None]
+
+
+def _packed(message: Sequence[Move], buffers: Sequence[Tensor]) -> bytearray:
+    payload = bytearray(sum(move.nbytes for move in message))
+    flat, at = torch.frombuffer(payload, dtype=torch.uint8), 0
+    for move in message:
+        flat[at : at + move.nbytes] = move.sent(buffers).reshape(-1).view(torch.uint8)
+        at += move.nbytes
+    return payload
+
+
+def _unpack(payload: bytearray, message: Sequence[Move], buffers: Sequence[Tensor]) -> None:
+    flat, at = torch.frombuffer(payload, dtype=torch.uint8), 0
+    for move in message:
+        to = move.received(buffers)
+        # a part may begin at any byte of the message
+        to.copy_(flat[at : at + move.nbytes].clone().view(to.dtype).view(move.size))
+        at += move.nbytes

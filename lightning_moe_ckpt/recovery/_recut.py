@@ -1,0 +1,574 @@
+"""Bring a generation that other ranks wrote, or ranks in another layout, cut for the ranks of this job.
+
+Records name global coordinates, so who wrote them does not matter. Every rank gets the markers of all writers. From these
+all ranks choose the same records, give each record to one rank, by bytes, and that rank reads it whole and verifies it.
+Chains of differences are folded as they were written. Then each rank lays a generation out as if it took one now, and gets
+the parts of its records from those who have read them. The result is loaded like any other generation.
+
+What belongs to a rank rather than to the model is retold: each rank makes its journal from those of all writers.
+
+Source: ByteCheckpoint (2024), Sec. 3, for resharding by reading each record once. We differ in verifying records whole, and
+in reading from memory of any node.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import Corrupt, IdentityMismatch
+from lightning_moe_ckpt.journal import Journal, decode_journal, encode, encode_journal
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.recovery._assembly import Assembly, Place, Wanted
+from lightning_moe_ckpt.recovery._attempt import COMMITS, RestorePlan
+from lightning_moe_ckpt.recovery._cut import (
+    BUFFER,
+    Key,
+    Piece,
+    Scalars,
+    deliver,
+    expect_all,
+    fill_scalars,
+    is_scalar,
+    key_of,
+    moves,
+)
+from lightning_moe_ckpt.recovery._fold import ChainRestore, base_step
+from lightning_moe_ckpt.recovery._index import LinkSource, RecordIndex, Replicas, add_links, newest_whole
+from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, Replica, Version, stored
+from lightning_moe_ckpt.recovery._loading import (
+    RestoreSource,
+    ResumeRequest,
+    journal_capacity,
+    note_recovery,
+    understood,
+)
+from lightning_moe_ckpt.recovery._transfer import MESSAGE_NBYTES, MarkerSearch, Rounds, Transfer, Which
+from lightning_moe_ckpt.snapshot import (
+    JOURNAL,
+    SEGMENT_METADATA,
+    PlanRecord,
+    StateView,
+    Topology,
+    WindowLayout,
+    dense_layout,
+    lay_out,
+)
+from lightning_moe_ckpt.storage import (
+    CONSTANTS,
+    RankMarker,
+    RecordEntry,
+    RecordRows,
+    RunStore,
+    SegmentEntry,
+    SegmentLayout,
+    dtype_of,
+)
+from lightning_moe_ckpt.tiers import HOST, PEER, STORAGE, is_differential, is_partial
+
+log = rank_logger(__name__)
+
+_NAMED = 6
+_OF_NONE = -1
+"""Writer of constants, which are in files of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A record of one writer at one boundary."""
+
+    owner: int
+    at: int
+    """Number of the boundary in its window."""
+    replicas: Replicas
+
+    @property
+    def record(self) -> RecordEntry:
+        """The record's coordinates."""
+        return self.replicas.record
+
+    @property
+    def unit(self) -> tuple[int, str]:
+        """Records that one rank reads together: those of a shard, at all boundaries."""
+        return self.owner, _part(self.record.name)
+
+
+def _part(name: str) -> str:
+    """Return a record's name without its kind and key, the same in all files; the whole name where it is of no shard."""
+    return name if name == JOURNAL or name.startswith(f"{BUFFER}/") else name.partition("/")[2].rpartition("/")[0]
+
+
+@dataclass(slots=True)
+class _Brought:
+    """Records of all writers, and the memory of those that this rank has read."""
+
+    reached: int = 0
+    """Boundary of the state."""
+    chosen: Mapping[str, Version] = field(default_factory=dict)
+    """Version of each expert of a partial generation."""
+    records: list[_Stored] = field(default_factory=list)
+    reader_of: dict[tuple[int, str], int] = field(default_factory=dict)
+    """Reading rank of each unit."""
+    buffers: list[Tensor] = field(default_factory=list)
+    places: dict[tuple[int, int], tuple[int, SegmentLayout]] = field(default_factory=dict)
+    """Number of this rank's buffer, and its layout, by writer and boundary."""
+    supplied: Counter[Replica] = field(default_factory=Counter)
+    """Bytes read here, by copy."""
+
+    def share_out(self, records: Sequence[_Stored], num_ranks: int) -> None:
+        """Add records, and give each unit to a rank: equally many bytes to each, neighbours together."""
+        sizes: dict[tuple[int, str], int] = {}
+        for each in records:
+            sizes[each.unit] = sizes.get(each.unit, 0) + each.record.nbytes
+        total, before = max(1, sum(sizes.values())), 0
+        for unit, nbytes in sizes.items():
+            self.reader_of[unit] = min(num_ranks - 1, (2 * before + nbytes) * num_ranks // (2 * total))
+            before += nbytes
+        self.records += records
+
+    def read_by(self, rank: int) -> Iterator[_Stored]:
+        """Yield the records that a rank reads."""
+        return (each for each in self.records if self.reader_of[each.unit] == rank)
+
+    def add(self, owner: int, at: int, buffer_U8: Tensor, layout: SegmentLayout) -> None:
+        """Take memory with records of a writer at a boundary."""
+        self.places[owner, at] = len(self.buffers), layout
+        self.buffers.append(buffer_U8)
+
+    def bytes_of(self, each: _Stored) -> bytes:
+        """Return a record that this rank has read."""
+        number, layout = self.places[each.owner, each.at]
+        return layout.view(self.buffers[number], each.record.name).view(torch.uint8).numpy().tobytes()
+
+
+class Recut:
+    """One attempt to bring one version for other ranks; every method is collective.
+
+    Args:
+        exchange: between all ranks.
+        reader: of the copies that this rank reaches.
+        inventory: of all ranks.
+        version: the version to bring.
+        alive: versions that the run's log allows.
+        digests: returns a writer's marker digests in manifests, by version in storage.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        reader: Reader,
+        inventory: Inventory,
+        version: Version,
+        alive: Collection[Version],
+        *,
+        digests: Callable[[int], Mapping[Version, str]],
+    ) -> None:
+        self._exchange, self._reader, self._inventory, self.version = exchange, reader, inventory, version
+        self._digests, self._rounds = digests, Rounds(exchange)
+        self._transfer = Transfer(self._rounds, reader, str(version), MESSAGE_NBYTES)
+        self._num_writers = inventory.writers(version)
+        ours = [each for each in alive if each <= version and inventory.writers(each) == self._num_writers]
+        self._reachable = sorted(ours, reverse=True)
+        self.reasons = self._rounds.reasons
+        """Reasons why the version was given up, or ends earlier; the same on all ranks."""
+        self.nbytes: Mapping[Replica, int] = {}
+        """Bytes that this rank has read, by copy."""
+
+    def markers(self) -> list[RankMarker] | None:
+        """Return the markers of all writers; `None`, on all ranks, if one of them is nowhere."""
+        found = self._read_markers((self.version, None))
+        if lost := [f"rank {owner}" for owner, marker in enumerate(found) if marker is None]:
+            self.reasons.append(f"no good copy is left of what {', '.join(lost[:_NAMED])} wrote")
+            return None
+        return [marker for marker in found if marker is not None]
+
+    def bring(self, markers: Sequence[RankMarker], job: ResumeRequest, store: RunStore) -> RestoreSource | None:
+        """Return the generation as if this job's ranks had taken it; `None`, on all ranks, if some record has no good copy.
+
+        Args:
+            markers: of all writers, from `markers`.
+            job: the job to resume.
+            store: of the run, for constants.
+
+        Raises:
+            IdentityMismatch: the records lack something that the model has.
+        """
+        policy, view, generation = markers[0].policy, job.view, self.version.generation
+        with understood(f"{generation}: its plan"):
+            record = PlanRecord.from_json(str(policy["plan"]))
+        kept = _kept_constants(record, view, job.groups, self._exchange)
+        brought = self._bring_chains(markers) if is_differential(policy) else self._bring_records(markers, view)
+        if brought is None:
+            return None
+        chosen, reached = brought.chosen, brought.reached
+        if not kept and not self._bring_constants(store.read_constants(policy) if record.constants else (), brought):
+            return None
+        was = Topology.of_stored(markers[0])
+        if (told := self._retold(brought, was, job)) is None:
+            return None
+        if chosen:
+            sources = RestorePlan(generations={n: v.generation for n, v in chosen.items()}, shards={}, levels={})
+            note_recovery(generation, sources, {}, told[0]["outcome"], view.operators)
+        job.as_user(told[0]["start"])  # first: the optimizer's groups decide which records there are
+        room = max(journal_capacity(markers[0]), *(2 * len(encode(each)) for each in told))
+        layout = self._lay_out(record, kept, job, brought, room)
+        if layout is None:
+            return None
+        segments = self._cut(brought, layout)
+        for journal, segment, step in zip(told, segments, layout.steps, strict=True):
+            written = step.durable.segment.view(segment, JOURNAL)
+            payload = encode_journal(journal, written.numel())
+            written[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        self.nbytes = dict(brought.supplied)
+        by_tier = Counter[str]()
+        for copy, nbytes in brought.supplied.items():
+            by_tier[copy.source] += nbytes
+        without = {} if kept else {CONSTANTS}
+        return RestoreSource(
+            generation=replace(generation, step=reached),
+            policy={**{k: v for k, v in policy.items() if k not in without}, "plan": layout.record.to_json()},
+            steps=sorted(set(markers[0].steps)) if len(layout.steps) > 1 else [reached],
+            segments=segments,
+            layouts=[step.durable.segment for step in layout.steps],
+            restored_from=dict(by_tier),
+            committed=self.version in self._inventory.committed and reached == generation.step,
+            chosen=RestorePlan(generations={}, shards={}, levels={}),
+            tokens={},
+            start=told[0]["start"],
+            recut=True,
+        )
+
+    # -- markers
+
+    def _read_markers(self, which: Which) -> list[RankMarker | None]:
+        """Return one version's markers by writer, `None` where there is no good copy; the same on all ranks."""
+        (version, source), rank = which, self._exchange.rank
+        found: list[RankMarker | None] = []
+        for first in range(0, self._num_writers, self._exchange.world_size):
+            owner = first + rank
+            copies = {which: self._copies(version, owner, source)} if owner < self._num_writers else {}
+            # with reasons of its own: a marker that is nowhere is no reason yet
+            own = MarkerSearch(Rounds(self._exchange), self._reader, copies, self._digests(owner)).run(None) or {}
+            said = self._exchange.gather_values(own[which].to_bytes() if which in own else b"")
+            parsed = [
+                RankMarker.from_bytes(cast("bytes", each), f"marker of {version}") if each else None for each in said
+            ]
+            found += parsed[: self._num_writers - first]
+        return found
+
+    def _copies(self, version: Version, owner: int, source: str | None) -> list[Replica]:
+        copies = self._inventory.copies(version, owner, self._exchange.rank)
+        return [copy for copy in copies if (copy.whole if source is None else source == copy.source)]
+
+    # -- exact and partial generations
+
+    def _bring_records(self, markers: Sequence[RankMarker], view: StateView) -> _Brought | None:
+        """Read all records of an exact or partial generation, of experts the newest."""
+        steps, partial = sorted(set(markers[0].steps)), is_partial(markers[0].policy)
+        sizes = self._expert_sizes(view) if partial else {}
+        indexes = [RecordIndex() for _ in markers]
+        in_storage = [each for each in self._reachable if each in self._inventory.in_storage]
+        if partial:
+            in_memory = [each for each in self._reachable if each in self._inventory.in_memory]
+            for which in [
+                *((each, STORAGE) for each in in_storage[:1]),
+                *((e, t) for t in (HOST, PEER) for e in in_memory),
+            ]:
+                self._add(indexes, which, self._read_markers(which))
+        else:
+            self._add(indexes, (self.version, None), markers)
+        deeper = in_storage[1:]
+        while True:
+            offered = {name: Counter[Version]() for name in sizes}
+            for index in indexes:
+                for name, rows in index.offered(sizes).items():
+                    offered[name].update(dict(rows))
+            chosen, missing = newest_whole(offered, sizes)
+            if missing and not deeper:
+                self.reasons.append(f"no whole copy is left of {len(missing)} experts: {', '.join(missing[:_NAMED])}")
+                return None
+            if missing:
+                self._add(indexes, (deeper[0], STORAGE), self._read_markers((deeper.pop(0), STORAGE)))
+                continue
+            brought = _Brought(reached=self.version.generation.step, chosen=chosen)
+            brought.share_out([*self._chosen(indexes, steps, chosen)], self._exchange.world_size)
+            lost = self._read(brought)
+            if not lost:
+                return None if lost is None else brought
+            for index in indexes:
+                for name in lost:
+                    index.exclude(name, chosen[name])
+
+    def _add(self, indexes: Sequence[RecordIndex], which: Which, markers: Sequence[RankMarker | None]) -> None:
+        version, rank = which[0], self._exchange.rank
+        known = {each.generation: each for each in self._inventory.in_storage}
+        for owner, (index, marker) in enumerate(zip(indexes, markers, strict=True)):
+            if marker is None:
+                continue
+            # A window of several steps has no states of one step, which other generations could use.
+            if len(marker.steps) == 1 or version == self.version:
+                for entry in marker.segments:
+                    index.add(version, entry, self._copies(version, owner, which[1]))
+            for each in (*marker.referenced, *marker.spares):
+                source = known.get(each.generation, Version(each.generation, ""))
+                index.add(source, each.segment, [stored(source, owner, rank)])
+
+    def _expert_sizes(self, view: StateView) -> dict[str, int]:
+        said = self._exchange.gather_values({op.name: op.numel for op in view.operators if op.kind == "expert"})
+        rows = cast("list[dict[str, int]]", said)
+        return {name: size for row in rows for name, size in row.items()}
+
+    def _chosen(
+        self, indexes: Sequence[RecordIndex], steps: Sequence[int], chosen: Mapping[str, Version]
+    ) -> Iterator[_Stored]:
+        """Yield the records that make up the generation, buffers only where some rank takes them."""
+        for owner, index in enumerate(indexes):
+            for at, step in enumerate(steps):
+                for each in index.step(self.version, step).values():
+                    if each.record.operator not in chosen:
+                        yield _Stored(owner, at, each)
+            for name, source in chosen.items():
+                for each in index.operator(name, source).values():
+                    yield _Stored(owner, len(steps) - 1, each)
+
+    def _read(self, brought: _Brought) -> list[str] | None:
+        """Read this rank's records; return the experts with a bad copy on any rank, `None` if something else is bad."""
+        groups: dict[tuple[int, int], list[_Stored]] = {}
+        for each in brought.read_by(self._exchange.rank):
+            groups.setdefault((each.owner, each.at), []).append(each)
+        assemblies: list[tuple[str, Assembly]] = []
+        for (owner, at), records in groups.items():
+            layout = SegmentLayout.of_columns(
+                [each.record.name for each in records],
+                [(dtype_of(each.record.dtype), (each.record.numel,)) for each in records],
+                metadata=SEGMENT_METADATA,
+                header_nbytes=0,
+            )
+            buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+            brought.add(owner, at, buffer, layout)
+            wanted: dict[str, list[Wanted]] = {}
+            for each, (start, nbytes) in zip(records, layout.places, strict=True):
+                expert = each.record.operator if each.record.operator in brought.chosen else ""
+                record = Wanted(each.record.name, start, nbytes, each.record.digest, each.replicas.places)
+                wanted.setdefault(expert, []).append(record)
+            for expert, of in wanted.items():
+                what = f"{expert or 'records'} of rank {owner}"
+                assemblies.append((expert, Assembly(what, buffer, of, may_be_lost=bool(expert))))
+        if not self._transfer.fill([assembly for _, assembly in assemblies], ""):
+            return None
+        for _, assembly in assemblies:
+            brought.supplied += assembly.supplied
+        said = self._exchange.gather_values([expert for expert, assembly in assemblies if assembly.lost])
+        return [str(expert) for row in cast("list[list[str]]", said) for expert in row]
+
+    def _bring_constants(self, files: Sequence[SegmentEntry], brought: _Brought) -> bool:
+        """Read constants that are ordinary parameters here; return whether all are good."""
+        copy, last = stored(self.version, 0, self._exchange.rank), max(each.at for each in brought.records)
+        places = [(record, Place(copy, file, record.offset)) for file in files for record in file.records]
+        constants = _Brought(buffers=brought.buffers, places=brought.places, supplied=brought.supplied)
+        constants.share_out(
+            [_Stored(_OF_NONE, last, Replicas(record, [place])) for record, place in places], self._exchange.world_size
+        )
+        if self._read(constants) is None:
+            return False
+        brought.records += constants.records
+        brought.reader_of |= constants.reader_of
+        return True
+
+    # -- chains of differences
+
+    def _bring_chains(self, markers: Sequence[RankMarker]) -> _Brought | None:
+        """Read each writer's base and differences, and fold them."""
+        last, rank = self.version.generation, self._exchange.rank
+        own = (last.incarnation, last.nonce)
+        line = [each for each in self._reachable if (each.generation.incarnation, each.generation.nonce) == own]
+        in_memory = [each for each in line if each in self._inventory.in_memory]
+        in_storage = [each for each in line if each in self._inventory.committed][:COMMITS]
+        chains: list[dict[int, list[LinkSource]]] = [{} for _ in markers]
+        for version, tier in [*((e, t) for t in (HOST, PEER) for e in in_memory), *((e, STORAGE) for e in in_storage)]:
+            for owner, marker in enumerate(self._read_markers((version, tier))):
+                if marker is not None:
+                    copies = self._copies(version, owner, tier)
+                    add_links(chains[owner], marker, copies, rank)
+        bases = {base_step(links, last.step) for links in chains}
+        base = next(iter(bases))
+        if len(bases) > 1 or base is None:
+            self.reasons.append("what it follows on is not all there")
+            return None
+        brought = _Brought()
+        brought.share_out(
+            [
+                _Stored(owner, 0, Replicas(record))
+                for owner, links in enumerate(chains)
+                for record in links[base][0].entry.records
+            ],
+            self._exchange.world_size,
+        )
+        units: dict[int, set[str]] = {}
+        for each in brought.read_by(rank):
+            units.setdefault(each.owner, {JOURNAL}).add(each.unit[1])
+        own_chains = [{s: _filtered(row, units[owner]) for s, row in chains[owner].items()} for owner in units]
+        restore = ChainRestore(self._exchange, self._transfer, own_chains, last.step)
+        states = restore.run()
+        self.reasons += restore.reasons
+        if states is None:
+            return None
+        for owner, state in zip(units, states, strict=True):
+            brought.add(owner, 0, state.segment, state.layout)
+        brought.supplied += restore.supplied
+        brought.reached = restore.reached
+        return brought
+
+    # -- journals
+
+    def _retold(self, brought: _Brought, was: Topology, job: ResumeRequest) -> list[Journal] | None:
+        """Return this rank's journal at each boundary; say what is not as it was."""
+        own = [each for each in brought.read_by(self._exchange.rank) if each.record.kind == JOURNAL]
+        said = self._exchange.gather_values([[each.owner, each.at, brought.bytes_of(each)] for each in own])
+        rows = [row for part in cast("list[list[list[Any]]]", said) for row in part]
+        told: list[Journal] = []
+        notes: dict[str, None] = {}
+        try:
+            for at in range(1 + max(each.at for each in brought.records)):
+                found = {
+                    o: decode_journal(torch.frombuffer(bytearray(b), dtype=torch.uint8)) for o, a, b in rows if a == at
+                }
+                retold = job.retell([found[owner] for owner in sorted(found)], was)
+                told.append(retold.journal)
+                notes |= dict.fromkeys(retold.notes)
+        except Corrupt as error:
+            self.reasons.append(str(error))
+            return None
+        notes |= dict.fromkeys(_differing_buffers(brought))
+        if len(told) > 1:
+            notes[
+                f"{len(told) - 1} steps are trained again on other ranks, with gradients summed in another order: right to rounding. For "
+                "the bits of the run, `moe-ckpt densify` repeats them on the ranks that wrote them"
+            ] = None
+        log.info("resumes on %s what %s wrote", job.identity.topology, was, alike=True)
+        if notes:
+            log.warning("not as on the ranks that wrote %s: %s", self.version.generation, "; ".join(notes), alike=True)
+        return told
+
+    # -- cutting
+
+    def _lay_out(
+        self, record: PlanRecord, kept: Sequence[str], job: ResumeRequest, brought: _Brought, journal_nbytes: int
+    ) -> WindowLayout | None:
+        """Return the layout in which this job's ranks would have taken the generation; `None` if its window cannot be."""
+        view, groups = job.view, job.groups
+        view.fit_buffers(
+            {
+                each.record.name: (dtype_of(each.record.dtype), each.record.global_shape)
+                for each in reversed(brought.records)
+                if each.record.kind == BUFFER
+            }
+        )
+        sparse = len(record.plan.steps) > 1 and not record.plan.is_differential
+        view.operators = view.operators.without(kept, record.thawed if sparse else ())
+        if not sparse:
+            return dense_layout(view, groups, journal_nbytes)
+        facts = {"popularity": [], "budget_nbytes": 0, "split_nbytes": record.split_nbytes, "incomplete": False}
+        stages = (facts,) * groups.num_stages if groups.num_stages > 1 else ()
+        mine = replace(
+            record, config={"recut": True}, popularity=(), budget_nbytes=0, constants=tuple(kept), stages=stages
+        )
+        why, layout = "", None
+        try:
+            layout = lay_out(mine, view, groups, journal_nbytes)
+        except IdentityMismatch as error:
+            why = f"its window was planned for the ranks that wrote it ({error}); `moe-ckpt densify` makes a dense one of it"
+        said = self._exchange.gather_values(why)
+        self.reasons += [str(each) for each in dict.fromkeys(said) if each]
+        return None if self.reasons else layout
+
+    def _cut(self, brought: _Brought, layout: WindowLayout) -> list[Tensor]:
+        """Return this rank's segments, with every record but the journal. Raises `IdentityMismatch` if one is nowhere."""
+        rank, view = self._exchange.rank, layout.steps[0].view
+        has_state = dict.fromkeys(view.params, True)
+        said = self._exchange.gather_values([list(step.durable.records(has_state)[0]) for step in layout.steps])
+        segments = [torch.zeros(step.durable.segment.nbytes, dtype=torch.uint8) for step in layout.steps]
+        owners = _buffer_owners(brought, self._exchange.world_size)
+        targets: dict[Key, list[Piece]] = {}
+        scalars: list[Piece] = []
+        for other, steps in enumerate(cast("list[list[list[str]]]", said)):
+            for at, rows in enumerate(steps):
+                for each in RecordRows(lambda rows=rows: (rows, [])).columns.entries():  # type: ignore[misc]
+                    piece = Piece.of(each, other, at, owners.get((each.fqn, other), 0))
+                    if is_scalar(each):
+                        scalars += [piece] if other == rank else []
+                    elif each.kind != JOURNAL:
+                        targets.setdefault(key_of(piece), []).append(piece)
+        values = self._scalars(brought)
+        sources = self._sources(brought)
+        with self._exchange.raise_together(IdentityMismatch):
+            expect_all(rank, targets, sources)
+        deliver(self._exchange, moves(sources, targets, values, rank), brought.buffers, segments)
+        fill_scalars(scalars, targets, sources, values, segments)
+        return segments
+
+    def _scalars(self, brought: _Brought) -> Scalars:
+        own = [each for each in brought.read_by(self._exchange.rank) if is_scalar(each.record)]
+        said = self._exchange.gather_values(
+            [[each.owner, each.at, each.record.name, brought.bytes_of(each)] for each in own]
+        )
+        rows = (row for part in cast("list[list[list[Any]]]", said) for row in part)
+        return {(owner, at, name): value for owner, at, name, value in rows}
+
+    def _sources(self, brought: _Brought) -> dict[Key, list[Piece]]:
+        """Return all records with elements, equal copies once."""
+        found: dict[Key, dict[tuple[object, ...], Piece]] = {}
+        for each in brought.records:
+            record = each.record
+            if record.kind == JOURNAL or is_scalar(record):
+                continue
+            reader, place = brought.reader_of[each.unit], -1
+            if reader == self._exchange.rank:
+                place, layout = brought.places[each.owner, each.at]
+                record = replace(record, offset=layout.span(record.name).offset)
+            piece = Piece.of(record, reader, each.at, each.owner, place=place)
+            found.setdefault(key_of(piece), {}).setdefault((record.global_start, record.numel, record.box), piece)
+        return {key: list(pieces.values()) for key, pieces in found.items()}
+
+
+def _kept_constants(record: PlanRecord, view: StateView, groups: ParallelGroups, exchange: Exchange) -> tuple[str, ...]:
+    """Return the constants of the plan if all ranks have them whole, so that they stay constants; else nothing. Collective."""
+    held = [fqn for fqn in record.constants if fqn in view.params and fqn not in view.boxes]
+    kept = len(held) == len(record.constants) and groups.num_stages == 1
+    return record.constants if exchange.all_agree(kept) else ()
+
+
+def _filtered(sources: Sequence[LinkSource], parts: Collection[str]) -> list[LinkSource]:
+    """Return files of a chain with the records of some shards only."""
+    return [
+        replace(each, entry=replace(each.entry, records=[r for r in each.entry.records if _part(r.name) in parts]))
+        for each in sources
+    ]
+
+
+def _digests_of_buffers(brought: _Brought) -> dict[str, dict[int, list[str]]]:
+    found: dict[str, dict[int, list[str]]] = {}
+    for each in brought.records:
+        if each.record.kind == BUFFER:
+            found.setdefault(each.record.fqn, {}).setdefault(each.owner, []).append(each.record.digest)
+    return found
+
+
+def _differing_buffers(brought: _Brought) -> Iterator[str]:
+    found = _digests_of_buffers(brought)
+    names = [name for name, own in found.items() if len({*map(tuple, own.values())}) > 1]
+    if names:
+        yield f"buffers that differed between ranks ({', '.join(names[:_NAMED])}): each rank has those of one of the former ranks"
+
+
+def _buffer_owners(brought: _Brought, num_ranks: int) -> dict[tuple[str, int], int]:
+    """Return the writer whose buffer each rank takes, by name and rank: in turn among those that have it."""
+    found = _digests_of_buffers(brought)
+    return {(name, rank): sorted(own)[rank % len(own)] for name, own in found.items() for rank in range(num_ranks)}
