@@ -282,6 +282,7 @@ def load_found(
         engine=engine,
         as_user=as_user,
         missing=found.chosen.missing,
+        compares=not found.recut,
     )
     replay.load(found.first_step)
     replay.load_buffers()

@@ -142,6 +142,7 @@ class RunOpener:
                         run_id=self.run_id,
                         url=self.store.place,
                         offered=search.foreign,
+                        world_size=self._exchange.world_size,
                         seen=max((each for each in stored if resumed is None or each <= resumed), default=None),
                     )
                     if found is None and self._exchange.is_coordinator:

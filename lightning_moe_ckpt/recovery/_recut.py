@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -28,6 +28,7 @@ from lightning_moe_ckpt.journal import Journal, decode_journal, encode, encode_j
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery._assembly import Assembly, Place, Wanted
 from lightning_moe_ckpt.recovery._attempt import COMMITS, RestorePlan
+from lightning_moe_ckpt.recovery._brought import Brought, WrittenRecord, buffer_owners, differing_buffers, part_of
 from lightning_moe_ckpt.recovery._cut import (
     BUFFER,
     Key,
@@ -64,7 +65,6 @@ from lightning_moe_ckpt.snapshot import (
 from lightning_moe_ckpt.storage import (
     CONSTANTS,
     RankMarker,
-    RecordEntry,
     RecordRows,
     RunStore,
     SegmentEntry,
@@ -78,74 +78,6 @@ log = rank_logger(__name__)
 _NAMED = 6
 _OF_NONE = -1
 """Writer of constants, which are in files of their own."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A record of one writer at one boundary."""
-
-    owner: int
-    at: int
-    """Number of the boundary in its window."""
-    replicas: Replicas
-
-    @property
-    def record(self) -> RecordEntry:
-        """The record's coordinates."""
-        return self.replicas.record
-
-    @property
-    def unit(self) -> tuple[int, str]:
-        """Records that one rank reads together: those of a shard, at all boundaries."""
-        return self.owner, _part(self.record.name)
-
-
-def _part(name: str) -> str:
-    """Return a record's name without its kind and key, the same in all files; the whole name where it is of no shard."""
-    return name if name == JOURNAL or name.startswith(f"{BUFFER}/") else name.partition("/")[2].rpartition("/")[0]
-
-
-@dataclass(slots=True)
-class _Brought:
-    """Records of all writers, and the memory of those that this rank has read."""
-
-    reached: int = 0
-    """Boundary of the state."""
-    chosen: Mapping[str, Version] = field(default_factory=dict)
-    """Version of each expert of a partial generation."""
-    records: list[_Stored] = field(default_factory=list)
-    reader_of: dict[tuple[int, str], int] = field(default_factory=dict)
-    """Reading rank of each unit."""
-    buffers: list[Tensor] = field(default_factory=list)
-    places: dict[tuple[int, int], tuple[int, SegmentLayout]] = field(default_factory=dict)
-    """Number of this rank's buffer, and its layout, by writer and boundary."""
-    supplied: Counter[Replica] = field(default_factory=Counter)
-    """Bytes read here, by copy."""
-
-    def share_out(self, records: Sequence[_Stored], num_ranks: int) -> None:
-        """Add records, and give each unit to a rank: equally many bytes to each, neighbours together."""
-        sizes: dict[tuple[int, str], int] = {}
-        for each in records:
-            sizes[each.unit] = sizes.get(each.unit, 0) + each.record.nbytes
-        total, before = max(1, sum(sizes.values())), 0
-        for unit, nbytes in sizes.items():
-            self.reader_of[unit] = min(num_ranks - 1, (2 * before + nbytes) * num_ranks // (2 * total))
-            before += nbytes
-        self.records += records
-
-    def read_by(self, rank: int) -> Iterator[_Stored]:
-        """Yield the records that a rank reads."""
-        return (each for each in self.records if self.reader_of[each.unit] == rank)
-
-    def add(self, owner: int, at: int, buffer_U8: Tensor, layout: SegmentLayout) -> None:
-        """Take memory with records of a writer at a boundary."""
-        self.places[owner, at] = len(self.buffers), layout
-        self.buffers.append(buffer_U8)
-
-    def bytes_of(self, each: _Stored) -> bytes:
-        """Return a record that this rank has read."""
-        number, layout = self.places[each.owner, each.at]
-        return layout.view(self.buffers[number], each.record.name).view(torch.uint8).numpy().tobytes()
 
 
 class Recut:
@@ -269,7 +201,7 @@ class Recut:
 
     # -- exact and partial generations
 
-    def _bring_records(self, markers: Sequence[RankMarker], view: StateView) -> _Brought | None:
+    def _bring_records(self, markers: Sequence[RankMarker], view: StateView) -> Brought | None:
         """Read all records of an exact or partial generation, of experts the newest."""
         steps, partial = sorted(set(markers[0].steps)), is_partial(markers[0].policy)
         sizes = self._expert_sizes(view) if partial else {}
@@ -297,7 +229,7 @@ class Recut:
             if missing:
                 self._add(indexes, (deeper[0], STORAGE), self._read_markers((deeper.pop(0), STORAGE)))
                 continue
-            brought = _Brought(reached=self.version.generation.step, chosen=chosen)
+            brought = Brought(reached=self.version.generation.step, chosen=chosen)
             brought.share_out([*self._chosen(indexes, steps, chosen)], self._exchange.world_size)
             lost = self._read(brought)
             if not lost:
@@ -327,20 +259,20 @@ class Recut:
 
     def _chosen(
         self, indexes: Sequence[RecordIndex], steps: Sequence[int], chosen: Mapping[str, Version]
-    ) -> Iterator[_Stored]:
+    ) -> Iterator[WrittenRecord]:
         """Yield the records that make up the generation, buffers only where some rank takes them."""
         for owner, index in enumerate(indexes):
             for at, step in enumerate(steps):
                 for each in index.step(self.version, step).values():
                     if each.record.operator not in chosen:
-                        yield _Stored(owner, at, each)
+                        yield WrittenRecord(owner, at, each)
             for name, source in chosen.items():
                 for each in index.operator(name, source).values():
-                    yield _Stored(owner, len(steps) - 1, each)
+                    yield WrittenRecord(owner, len(steps) - 1, each)
 
-    def _read(self, brought: _Brought) -> list[str] | None:
+    def _read(self, brought: Brought) -> list[str] | None:
         """Read this rank's records; return the experts with a bad copy on any rank, `None` if something else is bad."""
-        groups: dict[tuple[int, int], list[_Stored]] = {}
+        groups: dict[tuple[int, int], list[WrittenRecord]] = {}
         for each in brought.read_by(self._exchange.rank):
             groups.setdefault((each.owner, each.at), []).append(each)
         assemblies: list[tuple[str, Assembly]] = []
@@ -368,13 +300,14 @@ class Recut:
         said = self._exchange.gather_values([expert for expert, assembly in assemblies if assembly.lost])
         return [str(expert) for row in cast("list[list[str]]", said) for expert in row]
 
-    def _bring_constants(self, files: Sequence[SegmentEntry], brought: _Brought) -> bool:
+    def _bring_constants(self, files: Sequence[SegmentEntry], brought: Brought) -> bool:
         """Read constants that are ordinary parameters here; return whether all are good."""
         copy, last = stored(self.version, 0, self._exchange.rank), max(each.at for each in brought.records)
         places = [(record, Place(copy, file, record.offset)) for file in files for record in file.records]
-        constants = _Brought(buffers=brought.buffers, places=brought.places, supplied=brought.supplied)
+        constants = Brought(buffers=brought.buffers, places=brought.places, supplied=brought.supplied)
         constants.share_out(
-            [_Stored(_OF_NONE, last, Replicas(record, [place])) for record, place in places], self._exchange.world_size
+            [WrittenRecord(_OF_NONE, last, Replicas(record, [place])) for record, place in places],
+            self._exchange.world_size,
         )
         if self._read(constants) is None:
             return False
@@ -384,7 +317,7 @@ class Recut:
 
     # -- chains of differences
 
-    def _bring_chains(self, markers: Sequence[RankMarker]) -> _Brought | None:
+    def _bring_chains(self, markers: Sequence[RankMarker]) -> Brought | None:
         """Read each writer's base and differences, and fold them."""
         last, rank = self.version.generation, self._exchange.rank
         own = (last.incarnation, last.nonce)
@@ -402,10 +335,10 @@ class Recut:
         if len(bases) > 1 or base is None:
             self.reasons.append("what it follows on is not all there")
             return None
-        brought = _Brought()
+        brought = Brought()
         brought.share_out(
             [
-                _Stored(owner, 0, Replicas(record))
+                WrittenRecord(owner, 0, Replicas(record))
                 for owner, links in enumerate(chains)
                 for record in links[base][0].entry.records
             ],
@@ -428,7 +361,7 @@ class Recut:
 
     # -- journals
 
-    def _retold(self, brought: _Brought, was: Topology, job: ResumeRequest) -> list[Journal] | None:
+    def _retold(self, brought: Brought, was: Topology, job: ResumeRequest) -> list[Journal] | None:
         """Return this rank's journal at each boundary; say what is not as it was."""
         own = [each for each in brought.read_by(self._exchange.rank) if each.record.kind == JOURNAL]
         said = self._exchange.gather_values([[each.owner, each.at, brought.bytes_of(each)] for each in own])
@@ -446,7 +379,7 @@ class Recut:
         except Corrupt as error:
             self.reasons.append(str(error))
             return None
-        notes |= dict.fromkeys(_differing_buffers(brought))
+        notes |= dict.fromkeys(differing_buffers(brought))
         if len(told) > 1:
             notes[
                 f"{len(told) - 1} steps are trained again on other ranks, with gradients summed in another order: right to rounding. For "
@@ -460,7 +393,7 @@ class Recut:
     # -- cutting
 
     def _lay_out(
-        self, record: PlanRecord, kept: Sequence[str], job: ResumeRequest, brought: _Brought, journal_nbytes: int
+        self, record: PlanRecord, kept: Sequence[str], job: ResumeRequest, brought: Brought, journal_nbytes: int
     ) -> WindowLayout | None:
         """Return the layout in which this job's ranks would have taken the generation; `None` if its window cannot be."""
         view, groups = job.view, job.groups
@@ -489,13 +422,13 @@ class Recut:
         self.reasons += [str(each) for each in dict.fromkeys(said) if each]
         return None if self.reasons else layout
 
-    def _cut(self, brought: _Brought, layout: WindowLayout) -> list[Tensor]:
+    def _cut(self, brought: Brought, layout: WindowLayout) -> list[Tensor]:
         """Return this rank's segments, with every record but the journal. Raises `IdentityMismatch` if one is nowhere."""
         rank, view = self._exchange.rank, layout.steps[0].view
         has_state = dict.fromkeys(view.params, True)
         said = self._exchange.gather_values([list(step.durable.records(has_state)[0]) for step in layout.steps])
         segments = [torch.zeros(step.durable.segment.nbytes, dtype=torch.uint8) for step in layout.steps]
-        owners = _buffer_owners(brought, self._exchange.world_size)
+        owners = buffer_owners(brought, self._exchange.world_size)
         targets: dict[Key, list[Piece]] = {}
         scalars: list[Piece] = []
         for other, steps in enumerate(cast("list[list[list[str]]]", said)):
@@ -514,7 +447,7 @@ class Recut:
         fill_scalars(scalars, targets, sources, values, segments)
         return segments
 
-    def _scalars(self, brought: _Brought) -> Scalars:
+    def _scalars(self, brought: Brought) -> Scalars:
         own = [each for each in brought.read_by(self._exchange.rank) if is_scalar(each.record)]
         said = self._exchange.gather_values(
             [[each.owner, each.at, each.record.name, brought.bytes_of(each)] for each in own]
@@ -522,7 +455,7 @@ class Recut:
         rows = (row for part in cast("list[list[list[Any]]]", said) for row in part)
         return {(owner, at, name): value for owner, at, name, value in rows}
 
-    def _sources(self, brought: _Brought) -> dict[Key, list[Piece]]:
+    def _sources(self, brought: Brought) -> dict[Key, list[Piece]]:
         """Return all records with elements, equal copies once."""
         found: dict[Key, dict[tuple[object, ...], Piece]] = {}
         for each in brought.records:
@@ -548,27 +481,6 @@ def _kept_constants(record: PlanRecord, view: StateView, groups: ParallelGroups,
 def _filtered(sources: Sequence[LinkSource], parts: Collection[str]) -> list[LinkSource]:
     """Return files of a chain with the records of some shards only."""
     return [
-        replace(each, entry=replace(each.entry, records=[r for r in each.entry.records if _part(r.name) in parts]))
+        replace(each, entry=replace(each.entry, records=[r for r in each.entry.records if part_of(r.name) in parts]))
         for each in sources
     ]
-
-
-def _digests_of_buffers(brought: _Brought) -> dict[str, dict[int, list[str]]]:
-    found: dict[str, dict[int, list[str]]] = {}
-    for each in brought.records:
-        if each.record.kind == BUFFER:
-            found.setdefault(each.record.fqn, {}).setdefault(each.owner, []).append(each.record.digest)
-    return found
-
-
-def _differing_buffers(brought: _Brought) -> Iterator[str]:
-    found = _digests_of_buffers(brought)
-    names = [name for name, own in found.items() if len({*map(tuple, own.values())}) > 1]
-    if names:
-        yield f"buffers that differed between ranks ({', '.join(names[:_NAMED])}): each rank has those of one of the former ranks"
-
-
-def _buffer_owners(brought: _Brought, num_ranks: int) -> dict[tuple[str, int], int]:
-    """Return the writer whose buffer each rank takes, by name and rank: in turn among those that have it."""
-    found = _digests_of_buffers(brought)
-    return {(name, rank): sorted(own)[rank % len(own)] for name, own in found.items() for rank in range(num_ranks)}

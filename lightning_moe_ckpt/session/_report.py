@@ -80,6 +80,8 @@ class Report:
     """Shares of training's time, with the slowdown by tiers; replayed steps and the first steps do not count."""
     deltas: DeltaFigures | None = None
     """Bytes sent to other nodes, where gradients may be sent for experts that stay chosen."""
+    exact: bool = True
+    """Whether every repeated step gave the bits of the run: false where losses differed, or other ranks repeated steps."""
     redundancy: RedundancyFigures | None = None
     """Bytes sent to other nodes, and bytes not sent since other nodes have them; `None` without copies there."""
     bubbles: BubbleFigures | None = None
@@ -219,5 +221,6 @@ def run_figures(run: OpenRun) -> dict[str, Any]:
         "resumed_from": found.generation.step if found is not None else None,
         "restored_from": found.restored_from if found is not None else {},
         "missing_experts": tuple(found.chosen.missing) if found is not None else (),
-        "replay_steps": len(found.segments) - 1 if found is not None else 0,
+        "replay_steps": (again := len(found.segments) - 1 if found is not None else 0),
+        "exact": not (again and found is not None and found.recut),
     }

@@ -430,6 +430,7 @@ class CheckpointSession:
             return Report.empty()
         durations, stalls = self._durations, self.job.stalls
         seconds, in_hooks = durations.training()
+        figures = run_figures(self._run)
         overhead = self._run.tiers.governor.overhead(start_seconds=durations.start, end_seconds=durations.end)
         return Report(
             steps=self._progress.steps,
@@ -438,7 +439,7 @@ class CheckpointSession:
             device_stall_seconds=stalls.device_totals(),
             overhead_seconds=in_hooks,
             seconds=seconds,
-            **run_figures(self._run),
+            **{**figures, "exact": figures["exact"] and not self.repeats.mismatches},
             replayed_steps=self.repeats.steps,
             replay_mismatches=self.repeats.mismatches,
             restore_seconds=durations.restore,

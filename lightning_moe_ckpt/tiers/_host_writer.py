@@ -61,7 +61,7 @@ def claim_memory(
     """
     log_unused_memory(claim, rank, resumed)
     memory = RankMemory(claim.tag, rank, url=claim.url)
-    memory.claim(resumed, older=older, offered=claim.offered)
+    memory.claim(resumed, older=older, offered=claim.offered, world_size=claim.world_size)
     memory.saw(claim.seen)
     # The first plan decides the ring's exact size.
     expect_room(shared_directory(), _DENSE_GENERATIONS * dense_nbytes - memory.nbytes)

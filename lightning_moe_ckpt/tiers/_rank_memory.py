@@ -67,6 +67,8 @@ class MemoryClaim:
     """Generations in memory outside storage's history; users may ask for them at the next start."""
     seen: GenerationId | None = None
     """Newest commit."""
+    world_size: int = 0
+    """Number of ranks of this incarnation, after which no rank's memory is in use."""
 
 
 class RankMemory:
@@ -89,6 +91,8 @@ class RankMemory:
         self.ring: SegmentRing | None = None
         """Ring in use."""
         self._kept: list[SegmentRing] = []
+        self._of_gone: list[SegmentRing] = []
+        """Rings and copies of ranks that this incarnation does not have, until the generation in them is not needed."""
         self._offered: list[SegmentRing] = []
         """Unused rings with generations outside storage's history, kept while there is room."""
         self._seen: GenerationId | None = None
@@ -110,7 +114,7 @@ class RankMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of all rings that this process owns."""
-        return sum(ring.nbytes for ring in (*self._all(), *self._offered))
+        return sum(ring.nbytes for ring in (*self._all(), *self._of_gone, *self._offered))
 
     def saw(self, committed: GenerationId | None) -> None:
         """Note the newest commit, to be stated in later markers. From any thread."""
@@ -121,7 +125,12 @@ class RankMemory:
     # -- start
 
     def claim(
-        self, resumed: GenerationId | None, *, older: bool = False, offered: Collection[GenerationId] = ()
+        self,
+        resumed: GenerationId | None,
+        *,
+        older: bool = False,
+        offered: Collection[GenerationId] = (),
+        world_size: int = 0,
     ) -> None:
         """Take over the memory of earlier processes of this rank, once the generation to resume from is known.
 
@@ -130,12 +139,15 @@ class RankMemory:
             older: whether earlier generations are kept too, since `resumed` lacks some of the state.
             offered: generations of another history that users may still ask for; a ring with such a generation is not
                 changed.
+            world_size: number of ranks now; memory of ranks beyond is shared out among them.
         """
         self._remove_replaced_runs()
         for path, name in memory_files(self._directory, self._tag):
             if self._is_own(name):
                 with contextlib.suppress(FileNotFoundError):
                     self._claim(path, resumed, older=older, offered=offered)
+            elif name.tag == self._tag and 0 < world_size <= name.owner and name.owner % world_size == self.rank:
+                self._of_gone += [ring for ring in [_adopted(path)] if ring is not None]
         for path, name in orphaned_markers(self._directory):
             if self._is_own(name):
                 remove_shared(path)
@@ -237,8 +249,8 @@ class RankMemory:
         Args:
             unlink: whether the names are removed too; otherwise names stay if a later process could restore something.
         """
-        rings, self._kept, self.ring = [*self._all(), *self._offered], [], None
-        self._offered = []
+        rings, self._kept, self.ring = [*self._all(), *self._of_gone, *self._offered], [], None
+        self._of_gone, self._offered = [], []
         for ring in rings:
             nothing = not ring.published
             ring.close(unlink=unlink or nothing)
@@ -303,7 +315,7 @@ class RankMemory:
         try:
             return self._create_beside(slot_nbytes, num_slots, small)
         except ConfigurationError:
-            if not self._kept and not self._foreign and not self._offered:
+            if not self._kept and not self._foreign and not self._offered and not self._of_gone:
                 raise
         log.warning("no room for a new ring beside what an earlier one holds, which is given up")
         self._forget_others()
@@ -330,7 +342,8 @@ class RankMemory:
             ring.close(unlink=True)
 
     def _forget_others(self) -> None:
-        self._close(self._kept)
+        self._close([*self._kept, *self._of_gone])
+        self._of_gone = []
         self._remove_foreign()
 
     def _remove_foreign(self) -> None:

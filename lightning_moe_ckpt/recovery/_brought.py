@@ -1,0 +1,107 @@
+"""Records of all writers of a generation, who reads which, and the memory of those that this rank has read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.recovery._cut import BUFFER
+from lightning_moe_ckpt.recovery._index import Replicas
+from lightning_moe_ckpt.recovery._inventory import Replica, Version
+from lightning_moe_ckpt.snapshot import JOURNAL
+from lightning_moe_ckpt.storage import RecordEntry, SegmentLayout
+
+_NAMED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRecord:
+    """A record of one writer at one boundary."""
+
+    owner: int
+    at: int
+    """Number of the boundary in its window."""
+    replicas: Replicas
+
+    @property
+    def record(self) -> RecordEntry:
+        """The record's coordinates."""
+        return self.replicas.record
+
+    @property
+    def unit(self) -> tuple[int, str]:
+        """Records that one rank reads together: those of a shard, at all boundaries."""
+        return self.owner, part_of(self.record.name)
+
+
+def part_of(name: str) -> str:
+    """Return a record's name without its kind and key, the same in all files; the whole name where it is of no shard."""
+    return name if name == JOURNAL or name.startswith(f"{BUFFER}/") else name.partition("/")[2].rpartition("/")[0]
+
+
+@dataclass(slots=True)
+class Brought:
+    """Records of all writers, and the memory of those that this rank has read."""
+
+    reached: int = 0
+    """Boundary of the state."""
+    chosen: Mapping[str, Version] = field(default_factory=dict)
+    """Version of each expert of a partial generation."""
+    records: list[WrittenRecord] = field(default_factory=list)
+    reader_of: dict[tuple[int, str], int] = field(default_factory=dict)
+    """Reading rank of each unit."""
+    buffers: list[Tensor] = field(default_factory=list)
+    places: dict[tuple[int, int], tuple[int, SegmentLayout]] = field(default_factory=dict)
+    """Number of this rank's buffer, and its layout, by writer and boundary."""
+    supplied: Counter[Replica] = field(default_factory=Counter)
+    """Bytes read here, by copy."""
+
+    def share_out(self, records: Sequence[WrittenRecord], num_ranks: int) -> None:
+        """Add records, and give each unit to a rank: equally many bytes to each, neighbours together."""
+        sizes: dict[tuple[int, str], int] = {}
+        for each in records:
+            sizes[each.unit] = sizes.get(each.unit, 0) + each.record.nbytes
+        total, before = max(1, sum(sizes.values())), 0
+        for unit, nbytes in sizes.items():
+            self.reader_of[unit] = min(num_ranks - 1, (2 * before + nbytes) * num_ranks // (2 * total))
+            before += nbytes
+        self.records += records
+
+    def read_by(self, rank: int) -> Iterator[WrittenRecord]:
+        """Yield the records that a rank reads."""
+        return (each for each in self.records if self.reader_of[each.unit] == rank)
+
+    def add(self, owner: int, at: int, buffer_U8: Tensor, layout: SegmentLayout) -> None:
+        """Take memory with records of a writer at a boundary."""
+        self.places[owner, at] = len(self.buffers), layout
+        self.buffers.append(buffer_U8)
+
+    def bytes_of(self, each: WrittenRecord) -> bytes:
+        """Return a record that this rank has read."""
+        number, layout = self.places[each.owner, each.at]
+        return layout.view(self.buffers[number], each.record.name).view(torch.uint8).numpy().tobytes()
+
+
+def _digests_of_buffers(brought: Brought) -> dict[str, dict[int, list[str]]]:
+    found: dict[str, dict[int, list[str]]] = {}
+    for each in brought.records:
+        if each.record.kind == BUFFER:
+            found.setdefault(each.record.fqn, {}).setdefault(each.owner, []).append(each.record.digest)
+    return found
+
+
+def differing_buffers(brought: Brought) -> Iterator[str]:
+    found = _digests_of_buffers(brought)
+    names = [name for name, own in found.items() if len({*map(tuple, own.values())}) > 1]
+    if names:
+        yield f"buffers that differed between ranks ({', '.join(names[:_NAMED])}): each rank has those of one of the former ranks"
+
+
+def buffer_owners(brought: Brought, num_ranks: int) -> dict[tuple[str, int], int]:
+    """Return the writer whose buffer each rank takes, by name and rank: in turn among those that have it."""
+    found = _digests_of_buffers(brought)
+    return {(name, rank): sorted(own)[rank % len(own)] for name, own in found.items() for rank in range(num_ranks)}
