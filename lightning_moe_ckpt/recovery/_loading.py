@@ -196,7 +196,7 @@ class RestoreSource:
     start: Journal
     """Start half of the first boundary's journal."""
     recut: bool = False
-    """Whether other ranks wrote the generation, so that nothing that these ranks store can build on it."""
+    """Whether other ranks wrote the generation: nothing that these ranks store builds on it, their next is stored whole."""
 
     @classmethod
     def of(cls, part: Restored, start: Journal, tokens: TokensByGeneration, *, committed: bool) -> RestoreSource:

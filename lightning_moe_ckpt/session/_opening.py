@@ -39,11 +39,6 @@ class OpenRun:
     dense: DenseCapture
     capture: CaptureSession
 
-    @property
-    def is_first(self) -> bool:
-        """Whether no generation of these ranks in this layout is known yet, on which others could build."""
-        return self.found is None or self.found.recut
-
     def memory_is_superseded(self, *, ask: bool = False) -> bool:
         """Return whether no restart needs this rank's memory; `ask` storage, or go by generations known here."""
         found, storage = self.found, self.storage

@@ -95,7 +95,7 @@ class CheckpointSession:
             self.is_open, self._planner, found = True, run.planner, run.found
             if job.exchange.is_coordinator:
                 run.opener.store.tell(self._figures)
-            if not job.policy.exact and found is not None and not run.is_first:
+            if not job.policy.exact and found is not None and not found.recut:
                 build_on_stored(run.opener.store, job.exchange, run.tiers, run.storage, found)
             self._planner.begin()
             start = None if found is None else found.start
@@ -265,14 +265,14 @@ class CheckpointSession:
         """
         run, capture, steps = self._run, self._run.capture, self._progress.steps
         first = self._durations.began is None
-        fresh = run.is_first and first and not self.replaying
+        fresh = run.found is None and first
         if first:
             self._durations.first_batch()
         if steps < _MEASURED_JOURNALS:
             outcome = {**self._progress.outcome, **self._planner.state()}
             with suppress(CodecError):  # a boundary with this journal spoils its window, and says why
                 self._planner.journal_needs(2 * len(encode({"outcome": outcome, "start": start})) + room())
-        if fresh or capture.whole_at == step or (run.is_first and steps == 1):
+        if fresh or capture.whole_at == step or (run.found is None and steps == 1):
             self._copies.compare(first=fresh)
         if fresh or capture.whole_at == step:
             self._thaw()
