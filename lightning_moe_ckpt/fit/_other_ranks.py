@@ -18,6 +18,7 @@ from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.fit.loaders._loaders import use_batches_done
 from lightning_moe_ckpt.fit.loaders._positions import spread_of
 from lightning_moe_ckpt.fit.loaders._random import NO_FETCHES
+from lightning_moe_ckpt.fit.loops._trainer import stage_size
 from lightning_moe_ckpt.fit.objects._kinds import CONTENT
 from lightning_moe_ckpt.fit.objects._values import unnumbered
 from lightning_moe_ckpt.journal import UNFIT, Journal, RngState, differs, retold_rng
@@ -27,7 +28,7 @@ from lightning_moe_ckpt.snapshot import Topology
 log = rank_logger(__name__)
 
 OTHER_RANKS = "other_ranks"
-"""Key of a start half that other ranks wrote."""
+"""Key of a start half that other ranks wrote: how many they were, in each pipeline stage."""
 _MOST_NAMED = 4
 _OF_RANK_0 = {
     "schedulers": "schedulers",
@@ -51,7 +52,7 @@ def retold(journals: Sequence[Journal], was: Topology, rank: int, world_size: in
     """
     if "imported" in journals[0]["start"]:
         return Retold(journals[0], [])
-    telling = _Telling(len(journals) // was.pipeline_parallel, rank, world_size)
+    telling = _Telling(was.world_size // was.pipeline_parallel, rank, world_size)
     starts, outcomes = ([journal[half] for journal in journals] for half in ("start", "outcome"))
     return Retold({"start": telling.start(starts), "outcome": telling.outcome(outcomes)}, telling.notes)
 
@@ -76,7 +77,7 @@ class _Telling:
 
     def start(self, starts: Sequence[Mapping[str, Any]]) -> Journal:
         """Return the start half."""
-        found = self._joined(starts) | {"batch": None, OTHER_RANKS: {"was": len(starts)}}
+        found = self._joined(starts) | {"batch": None, OTHER_RANKS: self._size}
         unfit = [start[UNFIT] for start in starts if UNFIT in start]
         if "end" in starts[0]:
             end = self._joined([{**start, **start.get("end", {})} for start in starts])
@@ -111,13 +112,8 @@ class _Telling:
         for name, what in _OF_RANK_0.items():
             if any(differs(row.get(name), first.get(name)) for row in rows[1 : self._size]):
                 self._name(what)
-        for name, what in (
-            ("callbacks", "callbacks"),
-            ("attributes", "attributes"),
-            ("attributes_since", "attributes"),
-        ):
-            if name in first:
-                found[name] = self._by_name(what, [row.get(name, {}) for row in rows])
+        for name in [each for each in ("callbacks", "attributes", "attributes_since") if each in first]:
+            found[name] = self._by_name(name.removesuffix("_since"), [row.get(name, {}) for row in rows])
         found["trained"], found["metrics"] = self._trained(rows), self._metrics([row["metrics"] for row in rows])
         layers = [row["parts"]["layers"] for row in rows]
         found["parts"] = {
@@ -187,12 +183,13 @@ def placed(trainer: Trainer, start: Journal, *, logged: bool) -> Journal:
         IdentityMismatch: only the user's code, or that of another package, knows which samples follow.
     """
     was, now, done = start.get("spread") or [_UNSAID], spread_of(trainer), start["batches_done"]
-    inside, num_ranks = not (logged or start["between_epochs"] or not done), start[OTHER_RANKS]["was"]
-    if own := next((each["own"] for each in (*was, *now) if "own" in each), ""):
-        _require(not inside, own, num_ranks)
+    inside = done and not (logged or start["between_epochs"])
+    own = next((each["own"] for each in (*was, *now) if "own" in each), "")
+    if own or not now:
+        _require(not inside or start[OTHER_RANKS] == stage_size(trainer), own, start)
         return start
     before, after = start["loops"]["settings"]["accumulate_grad_batches"], trainer.accumulate_grad_batches
-    then, here = was[0]["size"] * was[0]["replicas"], now[0]["size"] * now[0]["replicas"]
+    then, here = (spread[0]["size"] * spread[0]["replicas"] for spread in (was, now))
     if then * before != here * after:
         ways = {"batch_size": now[0]["replicas"] * after, "accumulate_grad_batches": here}
         kept = [f"{name}={then * before // each}" for name, each in ways.items() if then * before % each == 0]
@@ -204,34 +201,25 @@ def placed(trainer: Trainer, start: Journal, *, logged: bool) -> Journal:
         )
     if not inside:
         return start
-    place = _batches(done, then, here, after)
-    several = len(was) > 1 or len(now) > 1
-    _require(place == done or not several, "a combination of loaders", num_ranks)
-    if (again := done * then - place * here) > 0 and not several:
-        log.warning("the newest %d samples are trained on again: they do not fill a step", again, alike=True)
-    if was[0]["order"] != now[0]["order"]:
-        log.warning(
-            "samples were %s and are %s now: in the rest of this epoch some come again, and others not",
-            *(was[0]["order"], now[0]["order"]),
-            alike=True,
-        )
+    if (orders := [each[0]["order"] for each in (was, now)])[0] != orders[1]:
+        said = "samples were %s and are %s now: in the rest of this epoch some come again, and others not"
+        log.warning(said, *orders, alike=True)
+    place, fetched = (number * then // (here * after) * after for number in (done, done - start["not_fetched"]))
+    if place * here != done * then:
+        _require(len(was) == len(now) == 1, "a combination of loaders", start)
+        said = "the newest %d samples are trained on again: they do not fill a step"
+        log.warning(said, done * then - place * here, alike=True)
     use_batches_done(trainer, place)
-    not_fetched = place - _batches(done - start["not_fetched"], then, here, after)
     fetches = start["fetches"] if place == done else NO_FETCHES
-    return {**start, "batches_done": place, "not_fetched": not_fetched, "fetches": fetches}
+    return {**start, "batches_done": place, "not_fetched": place - fetched, "fetches": fetches}
 
 
 _UNSAID = {"own": "a loader of an older release, which did not store how samples are spread over ranks,"}
 
 
-def _batches(number: int, then: int, here: int, accumulate: int) -> int:
-    """Return the batches of `here` samples in whole steps that have the samples of a `number` of batches of `then`."""
-    return number * then // (here * accumulate) * accumulate
-
-
-def _require(holds: bool, own: str, num_ranks: int) -> None:
+def _require(holds: bool, own: str, start: Journal) -> None:
     if not holds:
         raise IdentityMismatch(
-            f"{own} decides which samples each of {num_ranks} ranks takes, and other ranks cannot go on within the epoch. Start on {num_ranks} "
-            "ranks again, use torch's `DistributedSampler`, or let the data go on with what the pipeline gives: batches='log'."
+            f"{own} decides which samples a rank takes of how many, and another number of ranks cannot go on within the epoch. Start on the "
+            "ranks that wrote it, use torch's `DistributedSampler`, or let the data go on with what the pipeline gives: batches='log'."
         )
