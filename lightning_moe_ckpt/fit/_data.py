@@ -37,6 +37,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError, OtherData
 from lightning_moe_ckpt.fit._callbacks import resting
+from lightning_moe_ckpt.fit._other_ranks import OTHER_RANKS
 from lightning_moe_ckpt.fit._owners import OF_OTHERS, HeldGenerators, MovedAttributes
 from lightning_moe_ckpt.fit._state import Extras, copied
 from lightning_moe_ckpt.fit.loaders import _loaders, _positions
@@ -186,7 +187,7 @@ class DataRecord:
     def before_iter(self) -> None:
         """Record data's attributes before an epoch's iterator is made."""
         self._own = (None, None)
-        self.taken = {"before": self._moved.take(_LOADERS), "settings": _positions.settings_of(self._trainer)}
+        self.taken = {"before": self._moved.take(_LOADERS), **_described(self._trainer)}
         if any(epochs := _positions.epochs_of(self._trainer)):
             self.taken["epochs"] = epochs
 
@@ -201,7 +202,7 @@ class DataRecord:
         """Record data's attributes before an iterator that was made while optimizers were configured."""
         before = watched.before(self._moved)
         if before is not None:
-            self.taken = {"before": before, "settings": _positions.settings_of(self._trainer)}
+            self.taken = {"before": before, **_described(self._trainer)}
 
     def load(self, name: str) -> None:
         """Let a loop ask for loaders, if it has to, and record the state from which it does.
@@ -258,7 +259,7 @@ class DataRecord:
         if "before" in self._resumed:
             self._moved.restore(self._resumed["before"], _LOADERS, forget_new=True)
             _positions.set_epochs(self._trainer, self._resumed.get("epochs", []))
-            self.taken = {**self._resumed}
+            self.taken = {**self._resumed, **_described(self._trainer)}
         self._require_settings()
 
     def restore_after(self, attributes: Mapping[str, Any]) -> None:
@@ -333,6 +334,10 @@ class DataRecord:
                 raise OtherData(f"{_OTHER % (step, why)} To train on with what the data gives: on_mismatch='warn'.")
 
 
+def _described(trainer: Trainer) -> dict[str, Any]:
+    return {"settings": _positions.settings_of(trainer), "spread": _positions.spread_of(trainer)}
+
+
 def _changes(stored: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
     if len(stored) != len(now):
         return [f"{len(now)} loaders instead of {len(stored)}"]
@@ -383,7 +388,7 @@ class BatchLog:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Log how exact this resume is. Raises `ConfigurationError` if the checkpoint has the other mode."""
-        if self._mode != state["mode"]:
+        if self._mode != state["mode"] and not (self._mode == "log" and OTHER_RANKS in state):
             raise ConfigurationError(
                 f"`batches={self._mode!r}`, but the checkpoint was written with {state['mode']!r}. "
                 "Resume with the same, or start anew with resume='never'."

@@ -353,7 +353,9 @@ class BoundaryRecorder:
             self._settings.settle(mid_epoch=not between_epochs)
         self._start = self._take(between_epochs=between_epochs, resumed=resumed)
         if original is not None:
-            self._start["trained"] = copied(original["trained"])  # replay has frozen parameters here
+            self._start["trained"] = copied(
+                dict(self._trained.own(original["trained"]))
+            )  # replay has frozen parameters here
 
     def _take(self, *, between_epochs: bool, resumed: bool = True) -> Start:
         place: Start = {}
