@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -21,7 +21,7 @@ from lightning_moe_ckpt.fit.loaders._random import NO_FETCHES
 from lightning_moe_ckpt.fit.objects._kinds import CONTENT
 from lightning_moe_ckpt.fit.objects._values import unnumbered
 from lightning_moe_ckpt.journal import UNFIT, Journal, RngState, differs, retold_rng
-from lightning_moe_ckpt.recovery import joined_outcome
+from lightning_moe_ckpt.recovery import Retold, joined_outcome
 from lightning_moe_ckpt.snapshot import Topology
 
 log = rank_logger(__name__)
@@ -38,14 +38,6 @@ _OF_RANK_0 = {
     "datamodule": "data module",
 }
 """Entries taken from rank 0, and their names."""
-
-
-class Retold(NamedTuple):
-    """One rank's journal of a boundary that other ranks wrote."""
-
-    journal: Journal
-    notes: list[str]
-    """What is not exact, in words."""
 
 
 def retold(journals: Sequence[Journal], was: Topology, rank: int, world_size: int) -> Retold:
