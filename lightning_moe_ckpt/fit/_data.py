@@ -164,6 +164,8 @@ class DataRecord:
         """State of the epoch's data for a restart; replaced, not changed, by a new state."""
         self.knows = False
         """Whether loaders know their position."""
+        self.spread: list[dict[str, Any]] = []
+        """How loaders spread samples over ranks, see `spread_of`."""
         self._own: tuple[Any, Any] = (None, None)
         """Loaders' own states before the last fetch but one, and before the last."""
         self.loads: dict[str, Any] = {}
@@ -182,12 +184,12 @@ class DataRecord:
     def look(self) -> None:
         """Find the loaders before one of them makes an iterator."""
         self._moved.look_at_data()
-        self.knows = _positions.know_position(self._trainer)
+        self.knows, self.spread = _positions.know_position(self._trainer), _positions.spread_of(self._trainer)
 
     def before_iter(self) -> None:
         """Record data's attributes before an epoch's iterator is made."""
         self._own = (None, None)
-        self.taken = {"before": self._moved.take(_LOADERS), **_described(self._trainer)}
+        self.taken = {"before": self._moved.take(_LOADERS), "settings": _positions.settings_of(self._trainer)}
         if any(epochs := _positions.epochs_of(self._trainer)):
             self.taken["epochs"] = epochs
 
@@ -200,9 +202,9 @@ class DataRecord:
 
     def begin(self, watched: WatchedData) -> None:
         """Record data's attributes before an iterator that was made while optimizers were configured."""
-        before = watched.before(self._moved)
+        before, self.spread = watched.before(self._moved), _positions.spread_of(self._trainer)
         if before is not None:
-            self.taken = {"before": before, **_described(self._trainer)}
+            self.taken = {"before": before, "settings": _positions.settings_of(self._trainer)}
 
     def load(self, name: str) -> None:
         """Let a loop ask for loaders, if it has to, and record the state from which it does.
@@ -259,7 +261,7 @@ class DataRecord:
         if "before" in self._resumed:
             self._moved.restore(self._resumed["before"], _LOADERS, forget_new=True)
             _positions.set_epochs(self._trainer, self._resumed.get("epochs", []))
-            self.taken = {**self._resumed, **_described(self._trainer)}
+            self.taken = {**self._resumed}
         self._require_settings()
 
     def restore_after(self, attributes: Mapping[str, Any]) -> None:
@@ -332,10 +334,6 @@ class DataRecord:
             if other:
                 why = "this restart ends before it trains on other data, and what is stored stays as it is"
                 raise OtherData(f"{_OTHER % (step, why)} To train on with what the data gives: on_mismatch='warn'.")
-
-
-def _described(trainer: Trainer) -> dict[str, Any]:
-    return {"settings": _positions.settings_of(trainer), "spread": _positions.spread_of(trainer)}
 
 
 def _changes(stored: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:

@@ -186,7 +186,7 @@ def placed(trainer: Trainer, start: Journal, *, logged: bool) -> Journal:
     Raises:
         IdentityMismatch: only the user's code, or that of another package, knows which samples follow.
     """
-    was, now, done = start["data"].get("spread") or [_UNSAID], spread_of(trainer), start["batches_done"]
+    was, now, done = start.get("spread") or [_UNSAID], spread_of(trainer), start["batches_done"]
     inside, num_ranks = not (logged or start["between_epochs"] or not done), start[OTHER_RANKS]["was"]
     if own := next((each["own"] for each in (*was, *now) if "own" in each), ""):
         _require(not inside, own, num_ranks)

@@ -364,7 +364,7 @@ class BoundaryRecorder:
             place["loops"] = self._progress.take()
             place["not_fetched"] = self._moments.not_fetched
             place["fetches"] = self._moments.fetches()
-            place["loads"] = self._data.loads
+            place["loads"], place["spread"] = self._data.loads, self._data.spread
             place["settings"] = self._settings.take()
         if why := self._trained.unfit():
             place[UNFIT] = why

@@ -219,7 +219,8 @@ class CheckpointSession:
                     use(layout)
             if capture.memory.layout is None or not self._due(step) or self._thaw():
                 return
-            if not capture.open_window(step, use, dense=self._turns.due(step, replaying=self.replaying)):
+            dense = self._turns.due(step, replaying=self.replaying) or self._takes_first
+            if not capture.open_window(step, use, dense=dense):
                 return
             progress.last_window = step
             outcome = {**outcome, **self._planner.state()}
@@ -239,6 +240,11 @@ class CheckpointSession:
         last = self._progress.last_window
         soon = last is not None and step - last < self._run.tiers.governor.gap_steps
         return not soon and self.job.policy.due(step, last, self._planner.interval_steps)
+
+    @property
+    def _takes_first(self) -> bool:
+        """Whether the next boundary is taken as a whole, since no generation of these ranks is there yet."""
+        return self._run.is_first and self._durations.began is None and not self.replaying
 
     def takes(self, step: int) -> bool:
         """Return whether the newest boundary, `step`, needs a call of `seal`."""
@@ -264,9 +270,8 @@ class CheckpointSession:
             ConfigurationError: a run begins with parameters that differ among ranks that should hold the same.
         """
         run, capture, steps = self._run, self._run.capture, self._progress.steps
-        first = self._durations.began is None
-        fresh = run.is_first and first and not self.replaying
-        if first:
+        fresh = self._takes_first
+        if self._durations.began is None:
             self._durations.first_batch()
         if steps < _MEASURED_JOURNALS:
             outcome = {**self._progress.outcome, **self._planner.state()}

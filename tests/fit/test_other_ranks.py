@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import random
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import tiny
 import torch
 from campaign._states import in_storage
-from launcher import run_world
+from launcher import WorldFailed, run_world
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.utilities import dim_zero_cat
 from typing_extensions import override
@@ -102,42 +105,63 @@ class Logging(tiny.ToZero):
         value = ids.double()
         for metric in (self.total, self.mean, self.top, self.all, self.own):
             metric.update(value)
-        sync = {"on_step": False, "on_epoch": True, "sync_dist": True, "batch_size": len(ids)}
+        sync: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True, "batch_size": len(ids)}
         self.log("mean", value.mean(), **sync)
         self.log("sum", value.sum(), reduce_fx="sum", **sync)
         self.log("max", value.max(), reduce_fx="max", **sync)
         self.samples.append([self.trainer.global_step, *ids.tolist()])
-        return self(x).square().mean()
+        loss: Tensor = self(x).square().mean()
+        return loss
 
     @override
     def on_train_epoch_end(self) -> None:
-        metrics = {"total": self.total, "mean": self.mean, "top": self.top, "all": self.all}
+        metrics = {"total": self.total, "average": self.mean, "top": self.top, "all": self.all}
         found = {name: metric.compute() for name, metric in metrics.items()}
-        self.ended = {**found, "all": found["all"].sort().values} | self.ended
+        self.ended = self.ended or {**found, "all": found["all"].sort().values}
         for metric in (*metrics.values(), self.own):
             metric.reset()
 
+    @override
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.current_epoch == 1:
+            self.ended |= {name: self.trainer.callback_metrics[name] for name in ("mean", "sum", "max")}
 
-def train(
-    folder: Path, ranks: int, steps: int, *callbacks: Callback, batch: int | None = None, **options: Any
-) -> list[tuple[list[list[int]], dict[str, Any], dict[str, Any]]]:
-    """Train on `ranks` up to a step; return each rank's samples by step, metrics of the first epoch's end, and weights."""
-    keep = options.pop("keep", True)
 
-    def rank(_: int) -> Any:
+class Found(NamedTuple):
+    """What a training of all ranks has done."""
+
+    steps: dict[int, list[int]]
+    """Samples of all ranks, by step, in order of their number."""
+    ended: dict[str, Any]
+    """Values at the first epoch's end."""
+    weights: dict[str, Tensor]
+    log: str
+    """What rank 0 has logged as a warning."""
+
+
+def train(folder: Path, ranks: int, steps: int, *callbacks: Callback, data: Any = None, **options: Any) -> Found:
+    """Train on `ranks` up to a step; without `folder` nothing is stored."""
+    arguments = {"every_n_steps": 2, "untouched": ["module.samples", "module.ended"], **options.pop("arguments", {})}
+    batch, make = options.pop("batch", GLOBAL_BATCH // ranks), options.pop("policy", DenseCheckpoint)
+    options = {"strategy": "moe", "devices": ranks, "use_distributed_sampler": data is None, **options}
+
+    def rank(number: int) -> Any:
         torch.manual_seed(0)
         module = Logging()
-        torch.manual_seed(1 + _)  # ranks draw apart from each other
-        random.seed(1 + _)
-        checkpoint = [DenseCheckpoint(str(folder), every_n_steps=2, **options.pop("arguments", {}))] if keep else []
-        data = DataLoader(Numbered(), batch or GLOBAL_BATCH // ranks, shuffle=True)
-        trainer = tiny.fit(
-            module, data, *checkpoint, *callbacks, strategy="moe", devices=ranks, max_steps=steps, **options
-        )
-        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        return module.samples, {**logged, **module.ended}, module.state_dict()
+        torch.manual_seed(1 + number)  # ranks draw apart from each other
+        random.seed(1 + number)
+        lines = io.StringIO()
+        handler = logging.StreamHandler(lines)
+        handler.setLevel(logging.WARNING)
+        logging.getLogger("lightning_moe_ckpt").addHandler(handler)
+        loader = DataLoader(Numbered(), batch, shuffle=True) if data is None else data()
+        tiny.fit(module, loader, make(str(folder), **arguments), *callbacks, max_steps=steps, **options)
+        return module.samples, module.ended, module.state_dict(), lines.getvalue()
 
-    return run_world(ranks, rank, process_group=False)
+    found = run_world(ranks, rank, process_group=False) if options["strategy"] == "moe" else [rank(0)]
+    rows = [row for samples, *_ in found for row in samples]
+    samples = {step: sorted(i for at, *ids in rows if at == step for i in ids) for step, *_ in rows}
+    return Found(samples, *found[0][1:])
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +185,7 @@ def told(journals: Sequence[dict[str, Any]], ranks: int, stages: int = 1) -> tup
     was = Topology(world_size=len(journals), pipeline_parallel=stages)
     found = [retold(journals, was, rank, ranks) for rank in range(ranks)]
     assert len({tuple(each.notes) for each in found}) == 1
-    return [each.journal["start"] for each in found], found[0].notes
+    return [each.journal["start"] for each in found], [*found[0].notes]
 
 
 CHANGES = pytest.mark.parametrize(("was", "ranks"), [(4, 2), (2, 3), (3, 4)])
@@ -256,10 +280,7 @@ def test_metrics_reduce_to_what_the_ranks_of_before_would_have(journals_of: Jour
 def test_what_differs_between_ranks_is_rank_0s_and_named(journals_of: JournalsOf) -> None:
     """Callbacks and attributes; nothing else is, and no digest is left to compare."""
     starts, notes = told(journals_of(4), 2)
-    assert notes[:2] == [
-        "callbacks `Counts`",
-        "attributes `callback.Counts.number`, `module.samples.0`, `module.samples.1`",
-    ]
+    assert notes[:2] == ["callbacks `Counts`", "attributes `callback.Counts.number`"]
     assert len(notes) == 3
     for start in starts:
         assert start["callbacks"]["Counts"] == {"number": 2}
@@ -312,3 +333,118 @@ def test_stages_are_joined_and_cut_again() -> None:
         assert own["popularity"]["planned"].tolist() == [float(stage)] * sum(sizes[stage])
         added = joined["popularity"]["value"][:6] if stage == 0 else joined["popularity"]["value"][6:]
         assert torch.equal(own["popularity"]["value"], added * (rank % 2 == 0))
+
+
+# -- whole trainings
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """One that stays on two ranks."""
+    return train(tmp_path_factory.mktemp("undisturbed"), 2, 7)
+
+
+SAME_STEPS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
+    "more ranks": (2, 3, {}, {}),
+    "by accumulation": (4, 2, {}, {"batch": 3, "accumulate_grad_batches": 2}),
+    "of accumulation": (2, 4, {"batch": 2, "accumulate_grad_batches": 3}, {}),
+}
+
+
+@pytest.mark.parametrize("case", SAME_STEPS)
+def test_steps_take_the_same_samples_as_on_the_ranks_of_before(case: str, undisturbed: Found, tmp_path: Path) -> None:
+    """Where a step has as many in all: so do the epoch's values; and a second start does all that the first did."""
+    was, ranks, before, after = SAME_STEPS[case]
+    first = train(tmp_path / "one", was, 3, **before)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    found, *again = (train(tmp_path / name, ranks, 7, **after) for name in ("one", "two")[: 1 + (ranks > was)])
+    assert {**first.steps, **found.steps} == undisturbed.steps
+    assert list(found.steps) == [3, 4, 5, 6]
+    assert not differs(found.ended, undisturbed.ended)
+    assert not any(differs(each.weights, found.weights) for each in again)
+    assert f"resumes on {ranks} ranks" not in found.log, "which is no warning"
+    assert "random numbers, which ranks drew apart from each other" in found.log
+    assert "samples" not in found.log.replace("behind the samples that it has consumed", "")
+
+
+def in_order(epoch: int = 0) -> list[int]:
+    """Return the samples of an epoch in the order in which torch gives them to all ranks."""
+    sampler: DistributedSampler[int] = DistributedSampler(Numbered(), 1, 0)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def test_another_number_of_samples_per_step_goes_on_behind_whole_steps(tmp_path: Path) -> None:
+    """And says how many come again, and what would keep the number."""
+    train(tmp_path, 2, 2)
+    found = train(tmp_path, 3, 5, batch=5)
+    assert found.steps == {
+        2: sorted(in_order()[15:30]),
+        3: sorted(in_order()[30:45]),
+        4: sorted(in_order()[45:]),
+    }
+    assert "took 12 samples (batch_size=6, accumulate_grad_batches=1), and takes 15 from here on" in found.log
+    assert "To keep that number: batch_size=4\n" in found.log
+    assert "the newest 9 samples are trained on again" in found.log
+
+
+def test_between_epochs_nothing_has_a_place(tmp_path: Path) -> None:
+    """The next epoch is that of the new ranks, whoever decides on its samples."""
+    train(tmp_path, 2, 4)
+    found = train(tmp_path, 1, 6, batch=8)
+    assert found.steps == {4: sorted(in_order(1)[:8]), 5: sorted(in_order(1)[8:16])}
+    assert "To keep that number: batch_size=12" in found.log
+    assert "again" not in found.log
+
+
+def test_from_one_process_to_many_samples_come_in_another_order(tmp_path: Path) -> None:
+    """The plain sampler's order is another one than that of samplers that share an epoch."""
+    train(tmp_path, 1, 2, strategy="auto")
+    found = train(tmp_path, 2, 4)
+    assert found.steps == {2: sorted(in_order()[24:36]), 3: sorted(in_order()[36:])}
+    assert "were shuffled by RandomSampler and are shuffled by DistributedSampler now" in found.log
+
+
+class Mine(Sampler[int]):
+    """A sampler that knows its ranks by itself."""
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(ITEMS))
+
+    def __len__(self) -> int:
+        return ITEMS
+
+
+class Stream(IterableDataset[Any]):
+    """As many items, one after another."""
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        return map(Numbered().__getitem__, range(ITEMS))
+
+
+OWN: dict[str, tuple[Callable[[], Any], str]] = {
+    "sampler": (lambda: DataLoader(Numbered(), 6, sampler=Mine()), "the sampler `Mine`"),
+    "batches": (
+        lambda: DataLoader(Numbered(), batch_sampler=BatchedMine(Mine(), 6, drop_last=False)),
+        "the batch sampler `BatchedMine`",
+    ),
+    "stream": (lambda: DataLoader(Stream(), 6), "`Stream`, an iterable data set,"),
+}
+
+
+class BatchedMine(BatchSampler):
+    """A batch sampler of the user's."""
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_what_only_the_user_knows_is_refused_or_goes_on_with_what_comes(kind: str, tmp_path: Path) -> None:
+    """Unless batches are logged, which is a way out of a run that has logged none."""
+    data, said = OWN[kind]
+    train(tmp_path, 1, 2, data=data)
+    if kind in ("sampler", "stream"):
+        with pytest.raises(WorldFailed, match=f"{said} decides which samples each of 1 ranks takes"):
+            train(tmp_path, 2, 4, data=data)
+    found = train(tmp_path, 2, 3, data=data, arguments={"batches": "log"})
+    assert found.steps == {2: sorted([*range(6)] * 2)}

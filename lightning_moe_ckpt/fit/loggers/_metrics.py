@@ -128,7 +128,8 @@ def settled(state: MetricState, module: LightningModule, rank: int) -> MetricSta
 
 def _settled_value(rows: list[dict[str, Any]], rank: int) -> dict[str, Any]:
     own = rows[rank % len(rows)]
-    if own["value"] is None or not own["sync"]["should"] or own["sync"]["rank_zero_only"]:
+    reduces = own["sync"]["should"] or len(rows) == 1  # one process may say that ranks reduce, and does not
+    if own["value"] is None or not reduces or own["sync"]["rank_zero_only"]:
         return own
     names = [name for name in ("value", "cumulated_batch_size") if own[name] is not None]
     found = {name: torch.stack([row[name] for row in rows]) for name in names}
@@ -220,10 +221,22 @@ def _rebuild(trainer: Trainer, module: LightningModule, taken: dict[str, Any]) -
 
 
 def _metadata(trainer: Trainer, taken: dict[str, Any]) -> _Metadata:
-    meta = _Metadata(**taken["given"], reduce_fx=_REDUCTIONS[taken["reduction"]])
+    meta = _Resumed(**taken["given"], reduce_fx=_REDUCTIONS[taken["reduction"]])
     sync = taken["sync"]
     meta.sync = _Sync(_should=sync["should"], fn=trainer.strategy.reduce, rank_zero_only=sync["rank_zero_only"])
     return meta
+
+
+class _Resumed(_Metadata):
+    """Arguments of a value that an earlier process logged. Whether ranks reduce the value, the next call says: other ranks may log it."""
+
+    __hash__ = None  # type: ignore[assignment]  # as of its base
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Metadata):
+            return NotImplemented
+        self._sync = other._sync
+        return vars(self) == vars(other)
 
 
 class _Parts(NamedTuple):
