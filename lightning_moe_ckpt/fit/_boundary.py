@@ -142,14 +142,17 @@ class BoundaryState:
     def restore_metrics(self, start: Start, _: Mapping[str, Any]) -> None:
         """Restore logged values, after Lightning's reset at a fit's start."""
         mid_epoch = not start["between_epochs"]
-        _metrics.restore_metrics(self.trainer, self.module, self._settled_metrics(start), mid_epoch=mid_epoch)
+        _metrics.restore_metrics(
+            self.trainer, self.module, self._settled_metrics(start, says=True), mid_epoch=mid_epoch
+        )
 
     def follow_metrics(self, start: Start, _: Mapping[str, Any]) -> None:
         """Set logged values to the original run's."""
-        _metrics.follow_metrics(self.trainer, self.module, self._settled_metrics(start))
+        _metrics.follow_metrics(self.trainer, self.module, self._settled_metrics(start, says=False))
 
-    def _settled_metrics(self, start: Start) -> _metrics.MetricState:
-        return _metrics.settled(copied(start["metrics"]), self.module, _trainer.rank_in_stage(self.trainer))
+    def _settled_metrics(self, start: Start, *, says: bool) -> _metrics.MetricState:
+        rank = _trainer.rank_in_stage(self.trainer)
+        return _metrics.settled(copied(start["metrics"]), self.module, rank, says=says)
 
     def restore_stop(self, start: Start, here: Mapping[str, Any]) -> None:
         """Request a stop if the original run did. Collective where a run begins to go on."""

@@ -437,7 +437,7 @@ class Settings:
                 else "as many batches as it has had"
             )
             notes.append(f"this epoch goes on behind {passed}")
-        return ": ".join([later if name in _REPLAYED else "yours", *notes])
+        return ": ".join([later if name in (_CLIPPING if self._regrouped else _REPLAYED) else "yours", *notes])
 
 
 def _step_again(scheduler: Any, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, cast
 
 import torch
@@ -27,8 +27,10 @@ def joined_outcome(outcomes: Sequence[Mapping[str, Any]], stage_size: int) -> Jo
     if "scalars" in found:
         found["scalars"] = dict(chain.from_iterable(each["scalars"].items() for each in firsts))
     if found.get("accounting") is not None:
-        sizes = [*chain.from_iterable(each["accounting"]["num_experts"] for each in firsts)]
-        found["accounting"] = {**_joined([each["accounting"] for each in firsts]), "num_experts": sizes}
+        ledgers = [each["accounting"] for each in firsts]
+        starts = accumulate((sum(each["num_experts"]) for each in ledgers), initial=0)
+        joined = _joined([_moved(each, start) for each, start in zip(ledgers, starts, strict=False)])
+        found["accounting"] = {**joined, "num_experts": [*chain.from_iterable(each["num_experts"] for each in ledgers)]}
     if found.get("popularity") is not None:
         states = [each["popularity"] for each in outcomes]
         stages = [states[at : at + stage_size] for at in range(0, len(states), stage_size)]
@@ -61,13 +63,20 @@ def _added(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     return {**a, "value": a["value"] + b["value"], "held": [*map(torch.add, a["held"], b["held"])]}
 
 
+def _moved(value: Any, start: int) -> Any:
+    """Return a stage's ledger with the places of experts among those of all stages, of which the stage's begin at `start`."""
+    if isinstance(value, dict):
+        return {name: each + start if name == "experts" else _moved(each, start) for name, each in value.items()}
+    return [_moved(each, start) for each in value] if isinstance(value, list) else value
+
+
 def _joined(rows: Sequence[Any]) -> Any:
-    """Return values by expert, one stage's behind another's; generations under way end with the ranks that took them."""
+    """Return values by expert, one stage's behind another's."""
     first = rows[0]
     if isinstance(first, Tensor):
         return torch.cat([*rows])
     if isinstance(first, dict):
-        return {name: [] if name == "pending" else _joined([row[name] for row in rows]) for name in first}
+        return {name: _joined([row[name] for row in rows]) for name in first}
     return [_joined(each) for each in zip(*rows, strict=False)] if isinstance(first, list) else first
 
 
@@ -75,6 +84,9 @@ def _part(value: Any, here: slice) -> Any:
     """Return the values of the experts in these places."""
     if isinstance(value, Tensor):
         return value[here]
+    if isinstance(value, dict) and "experts" in value:
+        within = (value["experts"] >= here.start) & (value["experts"] < here.stop)
+        return {**value, "experts": value["experts"][within] - here.start, "alive": value["alive"][within]}
     if isinstance(value, dict):
         return {name: _part(each, here) for name, each in value.items()}
     return [_part(each, here) for each in value] if isinstance(value, list) else value

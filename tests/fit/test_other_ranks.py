@@ -38,7 +38,7 @@ from lightning_moe_ckpt.journal import (
     retold_rng,
 )
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.policies import STORAGE, TokenLedger
+from lightning_moe_ckpt.policies import STORAGE, Selection, TokenLedger
 from lightning_moe_ckpt.recovery import joined_outcome, own_outcome
 from lightning_moe_ckpt.snapshot import Topology
 
@@ -65,7 +65,7 @@ class Own(Metric):
 
     @override
     def update(self, value: Tensor) -> None:
-        self.seen = self.seen + value.sum()
+        self.seen: Tensor = self.seen + value.sum()
 
     @override
     def compute(self) -> Tensor:
@@ -298,6 +298,10 @@ def test_stages_are_joined_and_cut_again() -> None:
     ]
     ledgers = [
         each.restore(each.alive - 1, torch.full_like(each.alive, 5), {STORAGE: each.alive > 2})[0] for each in ledgers
+    ]
+    ledgers = [
+        each.take(6, Selection(memory=rows, storage=rows))
+        for each, rows in zip(ledgers, (((1,), (0, 1)), ((0, 2),)), strict=True)
     ]
 
     def outcome(rank: int) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def restore_metrics(trainer: Trainer, module: LightningModule, state: MetricStat
                 results[key] = rebuilt
 
 
-def settled(state: MetricState, module: LightningModule, rank: int) -> MetricState:
+def settled(state: MetricState, module: LightningModule, rank: int, *, says: bool = True) -> MetricState:
     """Return a rank's state from one with lists of the states of all ranks that wrote it; any other state as it is.
 
     The value that ranks reduce to at the epoch's end is as if the ranks that wrote the state were among them.
@@ -113,13 +113,14 @@ def settled(state: MetricState, module: LightningModule, rank: int) -> MetricSta
         state: result of `take_metrics`, in which other ranks' entries may be lists, by rank.
         module: the module with the metrics.
         rank: this rank's place in its pipeline stage.
+        says: whether to log metrics whose states nothing puts together.
     """
     metrics = dict(module_metrics(module))
     epoch = {
         key: _settled_value(each, rank) if isinstance(each, list) else each for key, each in state["epoch"].items()
     }
     states = {
-        name: _settled_states(name, metrics[name], each, rank) if isinstance(each, list) else each
+        name: _settled_states(name, metrics[name], each, rank, says=says) if isinstance(each, list) else each
         for name, each in state["module"].items()
         if name in metrics
     }
@@ -138,7 +139,7 @@ def _settled_value(rows: list[dict[str, Any]], rank: int) -> dict[str, Any]:
     return {**own, **{name: each.sum(0) * (rank == 0) for name, each in found.items()}}
 
 
-def _settled_states(name: str, metric: Metric, rows: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+def _settled_states(name: str, metric: Metric, rows: list[dict[str, Any]], rank: int, *, says: bool) -> dict[str, Any]:
     own, apart = rows[rank % len(rows)], list[str]()
     values = dict(own["values"])
     for key, value in values.items():
@@ -149,9 +150,9 @@ def _settled_states(name: str, metric: Metric, rows: list[dict[str, Any]], rank:
             values[key] = whole if rank == 0 else whole[:0]
         elif how in (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min):
             values[key] = how(torch.stack(found)) * (rank == 0 or how is not dim_zero_sum)
-        else:
+        elif any(differs(each, value) for each in found):
             apart.append(key)
-    if apart:
+    if apart and says:
         log.warning(
             "metric `%s` does not say how states of ranks become one (%s): a rank goes on with that of one rank of before",
             *(name, ", ".join(apart)),
