@@ -17,6 +17,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.fit import _files
 from lightning_moe_ckpt.fit._callbacks import show_epoch
 from lightning_moe_ckpt.fit._data import DataRecord, RandomSource, WatchedData
+from lightning_moe_ckpt.fit._other_ranks import OTHER_RANKS, placed
 from lightning_moe_ckpt.fit._owners import MovedAttributes
 from lightning_moe_ckpt.fit._settings import Settings
 from lightning_moe_ckpt.fit._state import Extras, JournalPart, Trained, copied
@@ -140,12 +141,18 @@ class BoundaryState:
 
     def restore_metrics(self, start: Start, _: Mapping[str, Any]) -> None:
         """Restore logged values, after Lightning's reset at a fit's start."""
-        metrics, mid_epoch = copied(start["metrics"]), not start["between_epochs"]
-        _metrics.restore_metrics(self.trainer, self.module, metrics, mid_epoch=mid_epoch)
+        mid_epoch = not start["between_epochs"]
+        _metrics.restore_metrics(
+            self.trainer, self.module, self._settled_metrics(start, says=True), mid_epoch=mid_epoch
+        )
 
     def follow_metrics(self, start: Start, _: Mapping[str, Any]) -> None:
         """Set logged values to the original run's."""
-        _metrics.follow_metrics(self.trainer, self.module, copied(start["metrics"]))
+        _metrics.follow_metrics(self.trainer, self.module, self._settled_metrics(start, says=False))
+
+    def _settled_metrics(self, start: Start, *, says: bool) -> _metrics.MetricState:
+        rank = _trainer.rank_in_stage(self.trainer)
+        return _metrics.settled(copied(start["metrics"]), self.module, rank, says=says)
 
     def restore_stop(self, start: Start, here: Mapping[str, Any]) -> None:
         """Request a stop if the original run did. Collective where a run begins to go on."""
@@ -252,6 +259,8 @@ class Resumption:
         if self._unplaced:
             return False
         self._data.restore_before()
+        if OTHER_RANKS in self.start:
+            placed(self._trainer, self.start, logged=self._state.settings.logged)
         if (own := self._data.own()) is not None:
             _positions.load_positions(self._trainer, own)
         self._random.restore(self.start["random"]["iter"])
@@ -292,8 +301,10 @@ class Resumption:
     def _position(self) -> None:
         start, random = self.start, self.start["random"]
         self._state.settings.begin(mid_epoch=True)
+        if OTHER_RANKS in start:
+            self.start = start = placed(self._trainer, start, logged=self._state.settings.logged)
         # Logged batches are replayed from the log: fetching again cannot reach the batches behind them.
-        num_batches = 0 if start["parts"]["batches"]["mode"] == "log" else start["batches_done"]
+        num_batches = 0 if self._state.settings.logged else start["batches_done"]
         num_batches = max(0, num_batches - start.get("not_fetched", 0))
         fetches = start.get("fetches", NO_FETCHES)
         states = {0: random["first_fetch"], **fetches["states"], num_batches - 1: random["last_fetch"]}

@@ -37,6 +37,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError, OtherData
 from lightning_moe_ckpt.fit._callbacks import resting
+from lightning_moe_ckpt.fit._other_ranks import OTHER_RANKS
 from lightning_moe_ckpt.fit._owners import OF_OTHERS, HeldGenerators, MovedAttributes
 from lightning_moe_ckpt.fit._state import Extras, copied
 from lightning_moe_ckpt.fit.loaders import _loaders, _positions
@@ -163,6 +164,8 @@ class DataRecord:
         """State of the epoch's data for a restart; replaced, not changed, by a new state."""
         self.knows = False
         """Whether loaders know their position."""
+        self.spread: list[dict[str, Any]] = []
+        """How loaders spread samples over ranks, see `spread_of`."""
         self._own: tuple[Any, Any] = (None, None)
         """Loaders' own states before the last fetch but one, and before the last."""
         self.loads: dict[str, Any] = {}
@@ -181,7 +184,7 @@ class DataRecord:
     def look(self) -> None:
         """Find the loaders before one of them makes an iterator."""
         self._moved.look_at_data()
-        self.knows = _positions.know_position(self._trainer)
+        self.knows, self.spread = _positions.know_position(self._trainer), _positions.spread_of(self._trainer)
 
     def before_iter(self) -> None:
         """Record data's attributes before an epoch's iterator is made."""
@@ -199,7 +202,7 @@ class DataRecord:
 
     def begin(self, watched: WatchedData) -> None:
         """Record data's attributes before an iterator that was made while optimizers were configured."""
-        before = watched.before(self._moved)
+        before, self.spread = watched.before(self._moved), _positions.spread_of(self._trainer)
         if before is not None:
             self.taken = {"before": before, "settings": _positions.settings_of(self._trainer)}
 
@@ -383,7 +386,7 @@ class BatchLog:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Log how exact this resume is. Raises `ConfigurationError` if the checkpoint has the other mode."""
-        if self._mode != state["mode"]:
+        if self._mode != state["mode"] and not (self._mode == "log" and OTHER_RANKS in state):
             raise ConfigurationError(
                 f"`batches={self._mode!r}`, but the checkpoint was written with {state['mode']!r}. "
                 "Resume with the same, or start anew with resume='never'."

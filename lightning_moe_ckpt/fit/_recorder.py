@@ -353,7 +353,9 @@ class BoundaryRecorder:
             self._settings.settle(mid_epoch=not between_epochs)
         self._start = self._take(between_epochs=between_epochs, resumed=resumed)
         if original is not None:
-            self._start["trained"] = copied(original["trained"])  # replay has frozen parameters here
+            self._start["trained"] = copied(
+                dict(self._trained.own(original["trained"]))
+            )  # replay has frozen parameters here
 
     def _take(self, *, between_epochs: bool, resumed: bool = True) -> Start:
         place: Start = {}
@@ -362,7 +364,7 @@ class BoundaryRecorder:
             place["loops"] = self._progress.take()
             place["not_fetched"] = self._moments.not_fetched
             place["fetches"] = self._moments.fetches()
-            place["loads"] = self._data.loads
+            place["loads"], place["spread"] = self._data.loads, self._data.spread
             place["settings"] = self._settings.take()
         if why := self._trained.unfit():
             place[UNFIT] = why

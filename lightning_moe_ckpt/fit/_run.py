@@ -303,7 +303,7 @@ class FitSession:
 
     def _original_batches(self) -> Logged | None:
         outcome = self.session.repeats.outcome(self._step + 1)
-        return None if outcome is None else outcome["batches"]
+        return None if outcome is None else outcome["batches"] or None  # a run of other ranks may have logged none
 
     def _stop(self) -> None:
         if not self.session.dense_possible:

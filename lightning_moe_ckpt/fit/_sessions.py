@@ -17,12 +17,13 @@ from lightning.pytorch import Callback, Trainer
 from lightning_moe_ckpt.coordination import Exchange, Neighbours
 from lightning_moe_ckpt.fit import _limits
 from lightning_moe_ckpt.fit._callbacks import averages_of
+from lightning_moe_ckpt.fit._other_ranks import retold
 from lightning_moe_ckpt.fit._state import Trained
 from lightning_moe_ckpt.fit._stops import say_who_is_gone
 from lightning_moe_ckpt.fit.loops import _trainer
 from lightning_moe_ckpt.operators import StateSchema, agreed_schema
 from lightning_moe_ckpt.policies import Policy
-from lightning_moe_ckpt.recovery import Repeats, Retold
+from lightning_moe_ckpt.recovery import Repeats
 from lightning_moe_ckpt.session import CheckpointSession, Report, SessionJob
 from lightning_moe_ckpt.tiers import SessionConfig
 
@@ -175,6 +176,6 @@ class Sessions:
             extra=_trainer.checkpoint_extra(trainer, module),
             averages=averages_of(trainer),
             as_user=lambda start: self._trained.restore(start["trained"]),
-            retell=lambda journals, _: Retold(journals[self._groups.rank % len(journals)], ()),
+            retell=lambda journals, was: retold(journals, was, self._groups.rank, self._groups.world_size),
         )
         return CheckpointSession(job, repeats)

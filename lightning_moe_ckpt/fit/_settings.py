@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
+from lightning_moe_ckpt.fit._other_ranks import OTHER_RANKS
 from lightning_moe_ckpt.fit._state import copied
 from lightning_moe_ckpt.fit.loaders import _loaders
 from lightning_moe_ckpt.fit.loops import _trainer
@@ -162,7 +163,7 @@ class Settings:
         logged: bool,
         replay: Callable[[], Replay | None],
     ) -> None:
-        self._trainer, self._on_change, self._logged, self._replay = trainer, on_change, logged, replay
+        self._trainer, self._on_change, self.logged, self._replay = trainer, on_change, logged, replay
         users = [
             callback
             for callback in _trainer.callbacks_of(trainer)
@@ -186,6 +187,8 @@ class Settings:
         self.pending = False
         """Whether some of your settings are not in force yet."""
         self._settled = False
+        self._regrouped = False
+        """Whether other ranks wrote the stored run, so that a step's samples are cut into batches anew, by your settings."""
 
     def take(self) -> Written:
         """Return the settings in force, for a boundary's journal from which a run may resume."""
@@ -206,6 +209,7 @@ class Settings:
             IdentityMismatch: the stored run had other schedulers than this start.
         """
         self._stored, self._start, self._step = dict(start.get("settings", {})), start, step
+        self._regrouped = OTHER_RANKS in start and not self.logged
         was = self._stored.pop("schedulers", [f"{len(start['schedulers'])} of them"])
         if len(start["schedulers"]) != len(self._schedulers) or (self._stored and was != self._schedulers):
             raise IdentityMismatch(
@@ -230,7 +234,7 @@ class Settings:
         """Put the chosen settings into force when a resumed run's first epoch begins and hooks at its start have run."""
         if self.pending and self._replay() is not None:
             self._use_clipping(self._stored)
-            self._use_accumulation(self._stored)
+            self._use_accumulation(self._mine if self._regrouped else self._stored)
         elif self.pending:
             self.settle(mid_epoch=mid_epoch)
 
@@ -250,7 +254,8 @@ class Settings:
             if self._on_change == "mine" and any(name.startswith(("optimizer.", "scheduler")) for name in self._differ):
                 self._use_configs(self._mine)
                 self._use_own_rates()
-        self.pending = mid_epoch and bool(_trainer.batches_done(self._trainer) % own) and _ACCUMULATE in self._differ
+        inside = mid_epoch and not self._regrouped and bool(_trainer.batches_done(self._trainer) % own)
+        self.pending = inside and _ACCUMULATE in self._differ
         if not self.pending:
             self._use_accumulation(self._mine)
         mine = [name for name in self._mine if name in _REPLAYED or (self._on_change == "mine" and name != "seed")]
@@ -277,7 +282,7 @@ class Settings:
         self._mine |= found
         kept = (
             {"batch_size": self._stored["batch_size"]}
-            if self.pending and not self._settled and "batch_size" in self._differ
+            if self.pending and not self._settled and "batch_size" in self._differ and not self._regrouped
             else {}
         )
         if any(self._used.get(name) != value for name, value in {**found, **kept}.items()):
@@ -350,7 +355,7 @@ class Settings:
     def _resize(self) -> None:
         """Give batches the stored size up to the place where yours begins, to replay or only to pass over them."""
         (was, now), replay, trainer = self._differ["batch_size"], self._replay(), self._trainer
-        if self._logged:
+        if self.logged:
             return
         can = len(was) == len(now) == 1 and None not in (*was, *now) and _loaders.can_resize(trainer)
         if replay is not None and not can:
@@ -425,12 +430,14 @@ class Settings:
         if rule is None:
             return later if self._on_change == "mine" and name != "seed" else "stored"
         notes = [rule.note] if rule.note else []
-        if name == "batch_size" and self._start is not None and not self._start["between_epochs"] and not self._logged:
+        if name == "batch_size" and self._start is not None and not self._start["between_epochs"] and not self.logged:
             passed = (
-                "the samples that it has consumed" if self._resized is not None else "as many batches as it has had"
+                "the samples that it has consumed"
+                if self._resized or self._regrouped
+                else "as many batches as it has had"
             )
             notes.append(f"this epoch goes on behind {passed}")
-        return ": ".join([later if name in _REPLAYED else "yours", *notes])
+        return ": ".join([later if name in (_CLIPPING if self._regrouped else _REPLAYED) else "yours", *notes])
 
 
 def _step_again(scheduler: Any, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:

@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Optimizer
 
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.fit.loops._trainer import datamodule_of
+from lightning_moe_ckpt.fit.loops._trainer import datamodule_of, groups_of
 from lightning_moe_ckpt.journal import Constant, Written, differs, refusals, written
 from lightning_moe_ckpt.operators import MoELayerSpec, is_sharded, memory_of, show_shards, stepped_parameters
 from lightning_moe_ckpt.parallel import GradientReducer
@@ -227,6 +228,8 @@ class Trained:
         """Whether the coming step may begin with gradients that the boundary at hand lacks."""
         self.awaited: dict[str, Any] | None = None
         """Start half whose gradients the next batch begins with, until it begins; `None` if nothing was loaded."""
+        self._place: slice | None = None
+        """Places of this stage's parameters among those of all stages, once asked for."""
         self._order: tuple[Any, dict[str, Written]] = (None, {})
         """Number and last key of the optimizer's states when the order was last read, and the unusual order then."""
 
@@ -285,8 +288,21 @@ class Trained:
         if left := {name: _copied_shard(each) for name, each in gradients.items() if each is not None}:
             taken["kept"] = {**taken.get("kept", {}), **left}
 
+    def own(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the part of this pipeline stage, if the state is of all stages. Collective in the first call with such a state."""
+        if len(state["requires_grad"]) == len(self._params):
+            return state
+        if self._place is None:
+            groups = groups_of(self._strategy)
+            rows = Exchange(groups).gather([len(self._params)])[:: groups.stage_size]
+            first = sum(number for (number,) in rows[: groups.stage])
+            self._place = slice(first, first + len(self._params))
+        added = [[name for name in names if name in self._stepped] for names in state["added"]]
+        return {**state, "added": added, **{name: state[name][self._place] for name in ("requires_grad", "gradients")}}
+
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state. New groups get the optimizer's defaults; restoring learning rates sets their fields later."""
+        state = self.own(state)
         for param, trains in zip(self._params.values(), state["requires_grad"], strict=True):
             if param.requires_grad != bool(trains):  # most have not changed
                 param.requires_grad_(bool(trains))
@@ -320,7 +336,7 @@ class Trained:
     def restore_gradients(self) -> None:
         """Restore the `awaited` gradients; call when the next batch begins, after all loading of state."""
         assert self.awaited is not None
-        state, self.awaited = self.awaited["trained"], None
+        state, self.awaited = self.own(self.awaited["trained"]), None
         self.restore_order(state)
         if state.get("gradients"):
             self.not_zeroed()

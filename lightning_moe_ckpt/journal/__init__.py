@@ -34,3 +34,4 @@ from lightning_moe_ckpt.journal._rng import capture_rng as capture_rng
 from lightning_moe_ckpt.journal._rng import held_state as held_state
 from lightning_moe_ckpt.journal._rng import restore_held as restore_held
 from lightning_moe_ckpt.journal._rng import restore_rng as restore_rng
+from lightning_moe_ckpt.journal._rng import retold_rng as retold_rng

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from struct import pack
 from typing import Any, TypeAlias
@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
+from xxhash import xxh3_64_intdigest
 
-from lightning_moe_ckpt.journal._codec import Constant
+from lightning_moe_ckpt.journal._codec import Constant, encode
 
 RngState: TypeAlias = dict[str, Any]
 HeldGenerator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
@@ -247,3 +248,52 @@ def _restore_cuda(states: list[Tensor], current: int) -> None:
     for device, state in enumerate(states[: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state, device)
     torch.cuda.set_rng_state(states[current], torch.cuda.current_device())
+
+
+def retold_rng(states: Sequence[RngState | None], rank: int, world_size: int) -> tuple[RngState | None, bool]:
+    """Return one of `world_size` ranks' random state from the `states` of another number of ranks, and whether these agreed.
+
+    A generator that was in one state on all ranks stays in that state. Of any other, a rank that was there keeps its own; a further rank
+    gets a state that follows from its number and from the state of rank `rank % len(states)`.
+    """
+    own, differ = states[rank % len(states)], False
+    if own is None:
+        return None, True
+
+    def of(value: Any, others: Sequence[Any]) -> Any:
+        nonlocal differ
+        if all(encode(each) == encode(value) for each in others):
+            return value
+        differ = True
+        return value if rank < len(states) else _derived(value, rank, world_size)
+
+    found, rows = dict(own), [state or {} for state in states]
+    for name, value in own.items():
+        if name in ("generators", "held"):
+            found[name] = {key: of(each, [row.get(name, {}).get(key) for row in rows]) for key, each in value.items()}
+        elif name == "cuda":  # a rank draws on its own device, and that state goes along
+            now = of(_current(own), list(map(_current, rows)))
+            found[name] = [now if device == own.get("cuda_current", 0) else each for device, each in enumerate(value)]
+        elif name != "cuda_current":
+            found[name] = of(value, [row.get(name) for row in rows])
+    return found, not differ
+
+
+def _current(state: RngState) -> Any:
+    return state["cuda"][state.get("cuda_current", 0)] if "cuda" in state else None
+
+
+def _derived(state: Any, rank: int, world_size: int) -> Any:
+    """Return another state of a generator of the same kind, which follows from the arguments alone."""
+    seed = xxh3_64_intdigest(encode([state, rank, world_size])) >> 1
+    if isinstance(state, Tensor):
+        cpu = torch.Generator().manual_seed(seed).get_state()
+        if state.numel() == cpu.numel():
+            return cpu
+        words = torch.zeros(state.numel() // 8, dtype=torch.int64)  # a device's: seed and offset
+        words[0] = seed
+        return words.view(torch.uint8)
+    if isinstance(state, tuple):
+        return _python_state(*random.Random(seed).getstate())  # no secret
+    gaussian = {"has_gauss": 0, "gauss": 0.0} if "has_gauss" in state else {}
+    return {**state, **getattr(np.random, state["bit_generator"])(seed).state, **gaussian}

@@ -51,6 +51,7 @@ from lightning_moe_ckpt.recovery._loading import (
     note_recovery,
     understood,
 )
+from lightning_moe_ckpt.recovery._outcomes import own_outcome
 from lightning_moe_ckpt.recovery._transfer import MESSAGE_NBYTES, MarkerSearch, Rounds, Transfer, Which
 from lightning_moe_ckpt.snapshot import (
     JOURNAL,
@@ -374,7 +375,8 @@ class Recut:
                     o: decode_journal(torch.frombuffer(bytearray(b), dtype=torch.uint8)) for o, a, b in rows if a == at
                 }
                 retold = job.retell([found[owner] for owner in sorted(found)], was)
-                told.append(retold.journal)
+                outcome = own_outcome(retold.journal["outcome"], job.view, job.groups, self._exchange)
+                told.append({**retold.journal, "outcome": outcome})
                 notes |= dict.fromkeys(retold.notes)
         except Corrupt as error:
             self.reasons.append(str(error))

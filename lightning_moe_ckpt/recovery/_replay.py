@@ -116,12 +116,12 @@ class Replay:
     def matches(self, step: int, losses: list[Tensor], known: str = "") -> bool:
         """Return whether the step that ended at boundary `step` gave the original run's losses; log a difference.
 
-        A `known` cause of other losses is logged once, and no other cause is looked for.
+        A `known` cause of other losses is logged once, and no other cause is looked for. Other ranks' losses are not compared.
         """
         if not self.compares:
             return True
         expected = self.outcome(step)["losses"]
-        same = _same_bits(losses, expected)
+        same = expected is None or _same_bits(losses, expected)
         if not same and known:
             if not self._named:
                 log.warning(

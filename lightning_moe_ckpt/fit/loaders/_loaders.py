@@ -317,8 +317,7 @@ class Resized(BatchSampler):
             self.remove()
         if mid_epoch:
             done = max(0, len(self._original) - left) // accumulate * accumulate
-            current: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
-            current.ready = current.started = current.processed = current.completed = done
+            use_batches_done(self._trainer, done)
             _use_length(self._trainer, done, done + left)
 
 
@@ -334,6 +333,12 @@ def _use_length(trainer: Trainer, fetched: int | None = None, length: int | None
         fetcher.fetched = fetched
     elif isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
         trainer.val_check_batch = max(1, int(fit_loop.max_batches * trainer.val_check_interval))
+
+
+def use_batches_done(trainer: Trainer, done: int) -> None:
+    """Count `done` batches in the current epoch."""
+    current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    current.ready = current.started = current.processed = current.completed = done
 
 
 def loaders_of(trainer: Trainer) -> list[Any]:

@@ -7,14 +7,22 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from typing_extensions import Self, override
 
-from lightning_moe_ckpt.fit.loaders._loaders import loaders_of
+from lightning_moe_ckpt.fit.loaders._loaders import Resized, described, loaders_of
 from lightning_moe_ckpt.fit.objects._users import is_library
 
 
@@ -31,6 +39,38 @@ def settings_of(trainer: Trainer) -> list[dict[str, Any]]:
             settings["num_workers"] = getattr(loader, "num_workers", 0)
         found.append({name: value if isinstance(value, str | int) else None for name, value in settings.items()})
     return found
+
+
+def spread_of(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return the form in which each loader gives samples to ranks: `size` of a batch, `replicas` that share an epoch, and their `order`.
+
+    Where only the user's code, or another package, decides which samples follow, there is `own` instead: what was found, in words.
+    """
+    return [_spread(loader) for loader in loaders_of(trainer)]
+
+
+def _spread(loader: Any) -> dict[str, Any]:
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader):
+        return {"own": f"the loader `{type(loader).__qualname__}`"}
+    if isinstance(loader.dataset, IterableDataset):
+        return {"own": f"`{type(loader.dataset).__qualname__}`, an iterable data set,"}
+    if type(batches) not in (BatchSampler, Resized, type(None)):
+        return {"own": f"the batch sampler `{type(batches).__qualname__}`"}
+    if type(sampler) not in _ORDERS:
+        users = sampler.dataset._sampler if isinstance(sampler, DistributedSamplerWrapper) else sampler  # type: ignore[attr-defined]
+        return {"own": f"the sampler `{type(users).__qualname__}`"}
+    order, replicas = _ORDERS[type(sampler)], getattr(sampler, "num_replicas", 1)
+    if not getattr(sampler, "shuffle", True):
+        order = _ORDERS[SequentialSampler]
+    return {"size": described(loader)["batch_size"] or 1, "replicas": replicas, "order": order}
+
+
+_ORDERS: dict[type, str] = {
+    SequentialSampler: "in order",
+    RandomSampler: "shuffled by RandomSampler",
+    DistributedSampler: "shuffled by DistributedSampler",
+}
 
 
 def know_position(trainer: Trainer) -> bool:

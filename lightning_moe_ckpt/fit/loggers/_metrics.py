@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_moe_ckpt._logging import rank_logger
@@ -103,6 +104,63 @@ def restore_metrics(trainer: Trainer, module: LightningModule, state: MetricStat
                 results[key] = rebuilt
 
 
+def settled(state: MetricState, module: LightningModule, rank: int, *, says: bool = True) -> MetricState:
+    """Return a rank's state from one with lists of the states of all ranks that wrote it; any other state as it is.
+
+    The value that ranks reduce to at the epoch's end is as if the ranks that wrote the state were among them.
+
+    Args:
+        state: result of `take_metrics`, in which other ranks' entries may be lists, by rank.
+        module: the module with the metrics.
+        rank: this rank's place in its pipeline stage.
+        says: whether to log metrics whose states nothing puts together.
+    """
+    metrics = dict(module_metrics(module))
+    epoch = {
+        key: _settled_value(each, rank) if isinstance(each, list) else each for key, each in state["epoch"].items()
+    }
+    states = {
+        name: _settled_states(name, metrics[name], each, rank, says=says) if isinstance(each, list) else each
+        for name, each in state["module"].items()
+        if name in metrics
+    }
+    return {**state, "epoch": epoch, "module": states}
+
+
+def _settled_value(rows: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+    own = rows[rank % len(rows)]
+    reduces = own["sync"]["should"] or len(rows) == 1  # one process may say that ranks reduce, and does not
+    if own["value"] is None or not reduces or own["sync"]["rank_zero_only"]:
+        return own
+    names = [name for name in ("value", "cumulated_batch_size") if own[name] is not None]
+    found = {name: torch.stack([row[name] for row in rows]) for name in names}
+    if (reduction := own["reduction"].removeprefix("torch.")) in ("max", "min"):
+        return {**own, "value": getattr(found["value"], reduction)()}
+    return {**own, **{name: each.sum(0) * (rank == 0) for name, each in found.items()}}
+
+
+def _settled_states(name: str, metric: Metric, rows: list[dict[str, Any]], rank: int, *, says: bool) -> dict[str, Any]:
+    own, apart = rows[rank % len(rows)], list[str]()
+    values = dict(own["values"])
+    for key, value in values.items():
+        found, how = [row["values"][key] for row in rows], metric._reductions[key]
+        if how is dim_zero_cat:
+            items = [item for each in found for item in (each if isinstance(each, list) else [each])]
+            whole = items if isinstance(value, list) else torch.cat(items)
+            values[key] = whole if rank == 0 else whole[:0]
+        elif how in (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min):
+            values[key] = how(torch.stack(found)) * (rank == 0 or how is not dim_zero_sum)
+        elif any(differs(each, value) for each in found):
+            apart.append(key)
+    if apart and says:
+        log.warning(
+            "metric `%s` does not say how states of ranks become one (%s): a rank goes on with that of one rank of before",
+            *(name, ", ".join(apart)),
+            alike=True,
+        )
+    return {**own, "values": values, "updates": max(row["updates"] for row in rows)}
+
+
 def _take(metric: _ResultMetric) -> dict[str, Any]:
     return {
         **_take_meta(metric.meta),
@@ -164,10 +222,22 @@ def _rebuild(trainer: Trainer, module: LightningModule, taken: dict[str, Any]) -
 
 
 def _metadata(trainer: Trainer, taken: dict[str, Any]) -> _Metadata:
-    meta = _Metadata(**taken["given"], reduce_fx=_REDUCTIONS[taken["reduction"]])
+    meta = _Resumed(**taken["given"], reduce_fx=_REDUCTIONS[taken["reduction"]])
     sync = taken["sync"]
     meta.sync = _Sync(_should=sync["should"], fn=trainer.strategy.reduce, rank_zero_only=sync["rank_zero_only"])
     return meta
+
+
+class _Resumed(_Metadata):
+    """Arguments of a value that an earlier process logged. Whether ranks reduce the value, the next call says: other ranks may log it."""
+
+    __hash__ = None  # type: ignore[assignment]  # as of its base
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Metadata):
+            return NotImplemented
+        self._sync = other._sync
+        return vars(self) == vars(other)
 
 
 class _Parts(NamedTuple):

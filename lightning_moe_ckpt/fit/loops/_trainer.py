@@ -67,7 +67,7 @@ def take_buffer_sync(trainer: Trainer) -> bool | None:
 
 def restore_buffer_sync(trainer: Trainer, taken: bool | None) -> None:
     """Restore the result of `take_buffer_sync`."""
-    if taken is not None:
+    if taken is not None and take_buffer_sync(trainer) is not None:  # another strategy may have none
         trainer.strategy.model.require_forward_param_sync = taken  # type: ignore[union-attr]
 
 
@@ -91,6 +91,11 @@ def use_clipping(trainer: Trainer, value: float | None, algorithm: str | None) -
 def batches_done(trainer: Trainer) -> int:
     """Return the number of batches trained in this epoch."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def rank_in_stage(trainer: Trainer) -> int:
+    """Return this rank's place in its pipeline stage, or in the world without stages."""
+    return trainer.global_rank % (trainer.world_size // int(getattr(trainer.strategy, "pipeline_parallel", 1)))
 
 
 def dtype_of_steps(trainer: Trainer, module: LightningModule) -> torch.dtype:
