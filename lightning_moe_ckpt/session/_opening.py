@@ -69,7 +69,11 @@ def open_run(job: SessionJob, planner: Planner, *, load: bool) -> OpenRun:
         found = opener.open(
             resume=config.resume,
             job=ResumeRequest(
-                identity=identity, view=view, groups=groups, may_lack_experts=policy.allow_missing_experts
+                identity=identity,
+                view=view,
+                groups=groups,
+                may_lack_experts=policy.allow_missing_experts,
+                only_tag=config.densify,
             ),
         )
         resumed, stored = (None, None) if found is None else (found.generation, found.policy)

@@ -86,6 +86,8 @@ class SessionConfig:
     """Longest time from one generation of a tier to the next, whatever the cost."""
     freeze_heap: bool = True
     """Whether the garbage collector may ignore all objects alive as training begins."""
+    densify: str = ""
+    """Tag, as of shared memory, of the only run that may be resumed; it ends once dense and stored. Empty to train on."""
 
 
 @dataclass(frozen=True, order=True, kw_only=True, slots=True)
