@@ -203,7 +203,7 @@ def densify(backend: Backend, *, command: Sequence[str], module: bool, force: bo
     if torch.cuda.device_count() < ranks:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PL_TRAINER_ACCELERATOR": "cpu"}
     launcher = importlib.import_module("lightning_moe_ckpt.launch.run_command")
-    place = ["--standalone", "--nproc-per-node", str(ranks)]
+    place = ["--standalone", "--nnodes", "1", "--nproc-per-node", str(ranks)]
     status = launcher.run(command, torchrun=place, module=module, max_failures="0")
     if status > _KILLED:
         return Answer({}, list, status)
