@@ -1,7 +1,7 @@
 """A training to be made dense: to_densify.py FOLDER STEPS WORLD [layout], layout being `experts`, `stages`,
 `at_once` (windows of one step) or `none` (no checkpoints).
 
-FOLDER says by its files what becomes of it: `whole` saves Lightning's checkpoint as each batch begins, and takes steps of its own;
+FOLDER says by its files what becomes of it: `whole` saves Lightning's checkpoint as each batch begins;
 `die` ends every rank by SIGKILL once steps enough are in storage; `full` lets storage refuse what comes after a few.
 """
 
