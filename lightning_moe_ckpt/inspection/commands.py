@@ -192,11 +192,12 @@ def densify(backend: Backend, *, command: Sequence[str], module: bool, force: bo
     assert view.history is not None, "and without a log it refuses"
     step, ranks = commit.generation.step, commit.world_size
     if kind_of(commit) != "sparse" and all(place.step <= step for place in now.places if place.tier == "host"):
-        return _dense(commit, f"nothing to do: generation step {step} of run {view.run_id} is {kind_of(commit)}")
+        return Answer({}, lambda: [f"nothing to do: generation step {step} of run {view.run_id} is {kind_of(commit)}"])
     if now.state == "training" and not force:
         raise ConfigurationError(
-            f"Run {view.run_id} seems to train still: something of it changed {now.silent_seconds or 0:.0f} s ago. This start would end "
-            "it, as every later start does. Stop it, or wait for a minute of silence; --force starts nevertheless."
+            f"Run {view.run_id} seems to train still: its last change is {now.silent_seconds or 0:.0f} s old, or a process of this "
+            "node holds its memory. This start would end it, as every later start does. Stop it, or, if it has ended, wait "
+            "for a minute; --force starts nevertheless."
         )
     tag = memory_tag(view.history.key, view.url)
     os.environ |= {DENSIFY: tag, "PL_TRAINER_DEVICES": str(ranks), "PL_TRAINER_NUM_NODES": "1"}
@@ -211,15 +212,8 @@ def densify(backend: Backend, *, command: Sequence[str], module: bool, force: bo
     if status or made is None or kind_of(made) == "sparse" or made.generation <= commit.generation:
         raise CheckpointError(_not_dense(status, commit))
     replayed = f", {len(commit.steps) - 1} steps replayed" if made.generation.step == step else ""
-    return _dense(
-        made, f"densified: generation step {made.generation.step} of run {view.run_id}; {ranks} processes{replayed}"
-    )
-
-
-def _dense(commit: Commit, said: str) -> Answer:
-    generation = commit.generation
-    document = {"run_id": commit.run_id, "step": generation.step, "incarnation": generation.incarnation}
-    return Answer(document | {"ranks": commit.world_size}, lambda: [said])
+    said = f"densified: generation step {made.generation.step} of run {view.run_id}; {ranks} processes{replayed}"
+    return Answer({}, lambda: [said])
 
 
 def _not_dense(status: int, commit: Commit) -> str:
