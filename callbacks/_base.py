@@ -7,8 +7,9 @@ ModelCheckpoint, a validation) sees it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from lightning_moe_ckpt.fit._cli import explain_errors
 from lightning_moe_ckpt.fit._files import LightningResume, let_best_come_first
 from lightning_moe_ckpt.fit._stops import name_status
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
+from lightning_moe_ckpt.launch import DENSIFY
 from lightning_moe_ckpt.parallel import restart_is_likely
 from lightning_moe_ckpt.policies import Policy, TokenLedger
 from lightning_moe_ckpt.process import EXIT_STATUS
@@ -293,6 +295,8 @@ class CheckpointCallback(SharedArguments, Checkpoint):
             dense_every_n_steps=self.dense_every_n_steps,
             **{field.name: getattr(self, field.name) for field in fields(SessionConfig) if field.name in DEFAULTS},
         )
+        if densify := os.environ.get(DENSIFY):
+            config = replace(config, resume="must", densify=densify, elastic="refuse")
         watched, self._watched = self._watched or self._watch(trainer, module), None
         watched.close()
         self._run = FitSession(

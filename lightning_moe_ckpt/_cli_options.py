@@ -55,9 +55,22 @@ OUT decides what is written:
 Names are those of the module's state_dict: with tied weights, without buffers that are not persistent. Buffers are
 those of rank 0. No format has what an exact restart needs; a run itself resumes from URL. A sparse generation is several
 steps in one and cannot be exported, since only replay in training makes them one: the message names the nearest dense one.
-SparseCheckpoint(dense_every_n_steps=...) leaves one now and then, and each run where it ends.
+SparseCheckpoint(dense_every_n_steps=...) leaves one now and then, each run where it ends, and `densify` makes the newest one.
 
 Exit status: 0 written, 2 not written."""
+
+DENSIFY = """\
+Make the newest generation dense: resume the run in its own SCRIPT, replay until every part is of one step, store that, and
+end. Any number of ranks resumes from the result for bits, and `export` reads it.
+
+SCRIPT is started with as many processes as wrote the generation, all on this machine, by gloo on its CPUs unless it has a GPU for
+each. The Trainer gets devices and num_nodes to match; values that SCRIPT gives it itself, and its strategy, have to be those of the
+run: say so by ARGS. Several processes have a thread each unless OMP_NUM_THREADS says another number. Replays on other
+hardware than that of the run are right to rounding, not to bits.
+
+This is a start of the run like any other: earlier ones that still live stop. It is refused while the run seems to train.
+
+Exit status: 0 dense, or it was already, 2 not, 128 + N ended by signal N."""
 
 GC = """\
 Delete what no restart would use any more, and say why; with --dry-run only say it.

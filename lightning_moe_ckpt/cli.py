@@ -238,6 +238,18 @@ _LOOKING = [
         _flag("--merge", "Folder: with a PEFT adapter added to the weights of its base, not the adapter alone."),
         _flag("--force", "Replace files that exist."),
     ),
+    _command(
+        "densify",
+        "Replay a sparse generation in its training script, and store it dense.",
+        _cli_options.DENSIFY,
+        [
+            _URL,
+            click.Argument(["command"], metavar="-- SCRIPT [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED),
+            click.Option(["-m", "--module", "module"], help="SCRIPT is the name of a module.", is_flag=True),
+            _flag("--force", "Also if the run seems to train still: this start ends it."),
+            _STORAGE,
+        ],
+    ),
     _on_a_run(
         "gc",
         "Delete what no restart would use any more.",

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.fit import _limits
 from lightning_moe_ckpt.fit._callbacks import Findings, ProgressNote, finish_with_averages, resting
 from lightning_moe_ckpt.fit._data import Batches, BatchLog, Logged, OnMismatch, WatchedData
@@ -305,6 +306,18 @@ class FitSession:
         outcome = self.session.repeats.outcome(self._step + 1)
         return None if outcome is None else outcome["batches"] or None  # a run of other ranks may have logged none
 
+    def _end_dense(self, start: dict[str, Any] | None) -> NoReturn:
+        """Store the boundary at which the state is dense, for `moe-ckpt densify`, and end this process with status 0.
+
+        `start` is its start half; `None` for a boundary of storage at which an earlier process had stopped.
+        """
+        seconds = self.sessions.config.commit_timeout.total_seconds()
+        if start is not None and not self.session.stop(self._step, start, timeout=seconds):
+            raise CheckpointError(
+                f"Step {self._step} is dense, and was not stored, as the log says. Run `moe-ckpt densify` again when that is mended."
+            )
+        raise SystemExit(0)
+
     def _stop(self) -> None:
         if not self.session.dense_possible:
             self._stops.leave(self._step, "nothing to save beyond what is committed")
@@ -331,8 +344,10 @@ class FitSession:
         disturbed, self._disturbed = self._disturbed or self.trained.edits_unseen, False
         # Reconciling changes the state with which the step begins, so its failure cannot be put off.
         session.reconcile(sessions.among, disturbed=disturbed)
-        if self.trained.awaited is not None:
+        if (awaited := self.trained.awaited) is not None:
             self.trained.restore_gradients()
+        if sessions.config.densify and not session.replaying:
+            self._end_dense(awaited if start is None else start)
         if start is not None and sessions.standing is not Standing.BROKEN:
             self.trained.may_begin = True
             if sessions.standing is Standing.TOGETHER:

@@ -286,12 +286,14 @@ def _dense_commit(view: RunView, step: int | None) -> Commit:
         if generation.usable and (c := generation.commit) and _is_dense(c)
     ]
     nearest = min(dense, key=lambda other: abs(other - wanted), default=None)
-    remedy = (
-        "There is no dense one. Resume the run and let it end: what a run that ends leaves last is dense; while it trains, "
-        "`SparseCheckpoint(dense_every_n_steps=...)` leaves one now and then."
+    found = (
+        "There is no dense one."
         if nearest is None
-        else f"The nearest dense one is step {nearest}: give --step {nearest}, or resume the run and let it end, "
-        "which leaves a dense one; so does `SparseCheckpoint(dense_every_n_steps=...)` now and then."
+        else f"The nearest dense one is step {nearest}: give --step {nearest}."
+    )
+    remedy = (
+        f"{found} `moe-ckpt densify {view.url} -- SCRIPT ARGS` replays the newest in the run's own script, and stores it dense. A run "
+        "that ends leaves a dense one last, and `SparseCheckpoint(dense_every_n_steps=...)` leaves one now and then."
     )
     raise NoUsableGeneration(
         f"{commit.generation} is sparse: its operators are of {len(commit.steps)} different steps "

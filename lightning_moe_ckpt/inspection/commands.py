@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import json
+import os
 import signal
 import sys
 from collections import Counter
@@ -18,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
@@ -34,6 +37,7 @@ from lightning_moe_ckpt.inspection._answers import (
     gc_tables,
     generation_rows,
     inspect_tables,
+    kind_of,
     ls_tables,
     plain_table,
     repair_document,
@@ -44,11 +48,14 @@ from lightning_moe_ckpt.inspection._conformance import Check, examine_url
 from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
 from lightning_moe_ckpt.inspection._progress_views import follow, progress_now, write_page
+from lightning_moe_ckpt.inspection._run_progress import Follower
 from lightning_moe_ckpt.inspection._verify import Verdict
 from lightning_moe_ckpt.inspection._verify import verify as read_everything
+from lightning_moe_ckpt.launch import DENSIFY
 from lightning_moe_ckpt.native import Finding, examine
 from lightning_moe_ckpt.storage import (
     Backend,
+    Commit,
     GenerationId,
     Retention,
     RunView,
@@ -71,6 +78,8 @@ _STYLES = {
 }  # fmt: skip
 _PROSE = 52
 """Widest column of sentences, also in a pipe: the table then takes 80 columns."""
+_KILLED = 128
+"""Exit statuses above it are of a signal."""
 _PATIENCE = timedelta(seconds=5)
 """How long a store that does not answer is tried: somebody sits and waits."""
 
@@ -101,7 +110,9 @@ def _of_run(look: Callable[..., Answer]) -> Callable[..., int]:
     """Make a command on the run at a URL."""
 
     @functools.wraps(look)
-    def command(*, url: str, as_json: bool, storage_option: Sequence[tuple[str, object]], **arguments: Any) -> int:
+    def command(
+        *, url: str, as_json: bool = False, storage_option: Sequence[tuple[str, object]], **arguments: Any
+    ) -> int:
         try:
             backend = open_backend(url, storage_options=dict(storage_option), patience=_PATIENCE)
             try:
@@ -170,6 +181,52 @@ def export(backend: Backend, *, out: Path, step: int | None, tie: Sequence[tuple
     ]
     lines += [f"note: {note}" for note in done.notes]
     return Answer(dataclasses.asdict(done), lambda: lines)
+
+
+@_of_run
+def densify(backend: Backend, *, command: Sequence[str], module: bool, force: bool) -> Answer:
+    """Replay the newest generation in the user's training, with as many processes as wrote it, and store it dense."""
+    view = RunView.open(backend)
+    now, commit = Follower(view).look(), select(view, None).commit
+    assert commit is not None, "`select` chooses among those with a manifest"
+    assert view.history is not None, "and without a log it refuses"
+    step, ranks = commit.generation.step, commit.world_size
+    if kind_of(commit) != "sparse" and all(place.step <= step for place in now.places if place.tier == "host"):
+        return Answer({}, lambda: [f"nothing to do: generation step {step} of run {view.run_id} is {kind_of(commit)}"])
+    if now.state == "training" and not force:
+        raise ConfigurationError(
+            f"Run {view.run_id} seems to train still: its last change is {now.silent_seconds or 0:.0f} s old, or a process of this "
+            "node holds its memory. This start would end it, as every later start does. Stop it, or, if it has ended, wait "
+            "for a minute; --force starts nevertheless."
+        )
+    tag = memory_tag(view.history.key, view.url)
+    os.environ |= {DENSIFY: tag, "PL_TRAINER_DEVICES": str(ranks), "PL_TRAINER_NUM_NODES": "1"}
+    if torch.cuda.device_count() < ranks:
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PL_TRAINER_ACCELERATOR": "cpu"}
+    launcher = importlib.import_module("lightning_moe_ckpt.launch.run_command")
+    place = ["--standalone", "--nnodes", "1", "--nproc-per-node", str(ranks)]
+    status = launcher.run(command, torchrun=place, module=module, max_failures="0")
+    if status > _KILLED:
+        return Answer({}, list, status)
+    made = select(RunView.open(backend), None).commit
+    if status or made is None or kind_of(made) == "sparse" or made.generation <= commit.generation:
+        raise CheckpointError(_not_dense(status, commit))
+    replayed = f", {len(commit.steps) - 1} steps replayed" if made.generation.step == step else ""
+    said = f"densified: generation step {made.generation.step} of run {view.run_id}; {ranks} processes{replayed}"
+    return Answer({}, lambda: [said])
+
+
+def _not_dense(status: int, commit: Commit) -> str:
+    """Return why the script has left no dense generation, as far as its exit status and the stored topology tell."""
+    policy, ranks = commit.policy, commit.world_size
+    layout = [f"{key}={policy[key]}" for key in ("expert_parallel", "pipeline_parallel") if policy.get(key, 1) != 1]
+    layout += [str(policy[key]) for key in ("sharding",) if key in policy]
+    why = f"ended with status {status}, as its output says" if status else "ended, and its fit has resumed nothing here"
+    return (
+        f"SCRIPT {why}. It has to train as the run did until step {commit.generation.step}, with a checkpoint callback at this URL: "
+        f"{', '.join([f'{ranks} processes', *layout])}. A Trainer without values of its own gets devices={ranks}, num_nodes=1 and, "
+        "without a GPU for each, accelerator='cpu'; where it has others, give SCRIPT arguments that change them."
+    )
 
 
 @_of_run

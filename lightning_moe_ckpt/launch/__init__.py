@@ -8,4 +8,5 @@ several nodes tell each other what happens through a log that all read in one or
 Internal: may change in any version.
 """
 
+from lightning_moe_ckpt.launch._supervised import DENSIFY as DENSIFY
 from lightning_moe_ckpt.launch._supervised import Supervised as Supervised

@@ -274,6 +274,9 @@ SUPERVISOR = "MOE_CKPT_SUPERVISOR"
 SPARE = "MOE_CKPT_SPARE"
 """Environment variable of a process that waits for a place."""
 
+DENSIFY = "MOE_CKPT_DENSIFY"
+"""Environment variable with the tag of the run that `moe-ckpt densify` names, whose fit ends once the state is dense."""
+
 HELLO = b"!"
 """Byte sent with the page's descriptor."""
 

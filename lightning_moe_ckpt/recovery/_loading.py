@@ -168,6 +168,8 @@ class ResumeRequest:
     groups: ParallelGroups
     may_lack_experts: bool = False
     """Whether experts without a good copy may begin anew, if no whole generation is left."""
+    only_tag: str = ""
+    """Tag of the only run that may be resumed, see `SessionConfig.densify`; empty for any."""
     elastic: bool = False
     """Whether other ranks, or ranks in another layout, may have written the generation."""
     as_user: Callable[[Journal], None] = lambda _: None

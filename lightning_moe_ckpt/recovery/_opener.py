@@ -113,13 +113,18 @@ class RunOpener:
         """Find the generation to resume from and open a new incarnation; return `None` for a fresh start. Collective.
 
         Raises:
-            ConfigurationError: this rank has more operators than a file can describe.
+            ConfigurationError: this rank has more operators than a file can describe, or the tag is not `only_tag`.
             NoUsableGeneration: none of the generations could be read, or `resume='must'` found none.
             IdentityMismatch: the run was written by another model, optimizer or world.
         """
         with self._exchange.raise_together():
             expect_header_fits(job.view, job.groups)
         self._open_store(resume)
+        if job.only_tag not in {"", self._tag}:
+            raise ConfigurationError(
+                f"`moe-ckpt densify` was given another URL than the callback of this script, {self._backend.url}. Give it that "
+                "one, or change the script's by arguments behind `--`."
+            )
         any_memory, fresh = resume == "memory", job.view.operators
         with closing(HostTier(self._tag)) as memory:
             while True:

@@ -76,6 +76,7 @@ def open_run(job: SessionJob, planner: Planner, *, load: bool) -> OpenRun:
                 elastic=config.elastic == "auto" and load,
                 as_user=job.as_user,
                 retell=job.retell,
+                only_tag=config.densify,
             ),
         )
         resumed, stored = (None, None) if found is None else (found.generation, found.policy)

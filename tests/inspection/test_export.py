@@ -138,6 +138,7 @@ def test_a_sparse_generation_is_refused_with_the_way_out(
     err = capsys.readouterr().err
     assert "is sparse" in err
     assert "--step 7" in err
+    assert f"`moe-ckpt densify {open_backend(sparse_run).url} -- SCRIPT ARGS`" in err
     assert main(["export", sparse_run, str(out), "--step", "7"]) == 0
 
 

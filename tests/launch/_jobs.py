@@ -59,7 +59,8 @@ def descriptors() -> set[str]:
 class Job:
     """A supervisor in a process of its own, forked from here, where torch is imported already; so are its ranks.
 
-    With `forks=False` each rank is an interpreter that imports what it needs. `program` is what ranks run.
+    With `forks=False` each rank is an interpreter that imports what it needs. `program` is what ranks run; `work` is done in its
+    place.
     """
 
     def __init__(self, folder: Path, ranks: int, steps: int, *script: str, **options: Any) -> None:
@@ -69,9 +70,10 @@ class Job:
         self._console, self._forks = folder / options.pop("name", "console"), options.pop("forks", True)
         torchrun = ["--nproc-per-node", str(ranks), *options.pop("torchrun", ())]
         command = [str(options.pop("program", ADD_UP)), str(folder), str(steps), *script]
+        work = options.pop("work", None) or (lambda: run(command, torchrun=torchrun, **options))
         self.pid = os.fork()
         if self.pid == 0:
-            exit_after(lambda: self._run(lambda: run(command, torchrun=torchrun, **options)))
+            exit_after(lambda: self._run(work))
 
     def _run(self, work: Callable[[], int]) -> None:
         # Nodes that meet look again after a second, and begin to after up to 0.3: torch spares a store of thousands.
