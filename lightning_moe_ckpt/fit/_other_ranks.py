@@ -1,8 +1,8 @@
-"""Make a boundary's journal for one rank from the journals of all ranks that wrote the boundary, of another number or layout.
+"""Make a rank's journal for a boundary from all writers' journals, after a resume on other ranks.
 
-What all ranks have alike goes on as it is; what belongs to a rank is kept, derived, merged or left out, and is named. Entries by
-name, or by parameter, are joined over pipeline stages, and a stage takes its own from them where it restores. Positions in data
-wait for the loaders, see `placed`; states of metrics wait for the metrics, see `_metrics.settled`.
+Entries equal on all writers go on unchanged. Entries by rank are kept, derived, merged or left out, and named. Entries by name or
+parameter are joined over pipeline stages; each stage takes its own when it restores. Positions in data wait for the loaders
+(`placed`), and states for their metrics (`_metrics.settled`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_moe_ckpt.snapshot import Topology
 log = rank_logger(__name__)
 
 OTHER_RANKS = "other_ranks"
-"""Key of a start half that other ranks wrote: how many they were, in each pipeline stage."""
+"""Key in start halves by other ranks: their number per pipeline stage."""
 _MOST_NAMED = 4
 _OF_RANK_0 = {
     "schedulers": "schedulers",
@@ -45,10 +45,10 @@ def retold(journals: Sequence[Journal], was: Topology, rank: int, world_size: in
     """Return the journal of a boundary for `rank` of `world_size` ranks.
 
     Args:
-        journals: journals of the ranks that wrote the boundary, by rank.
-        was: topology of these ranks.
+        journals: the writers' journals, by rank.
+        was: the writers' topology.
         rank: this rank.
-        world_size: number of ranks of this job.
+        world_size: this job's number.
     """
     if "imported" in journals[0]["start"]:
         return Retold(journals[0], [])
@@ -58,7 +58,7 @@ def retold(journals: Sequence[Journal], was: Topology, rank: int, world_size: in
 
 
 class _Telling:
-    """One boundary's journal in the making. `size`: number of ranks of a stage, of those that wrote the boundary."""
+    """One boundary's journal in the making. `size`: writers per pipeline stage."""
 
     def __init__(self, size: int, rank: int, world_size: int) -> None:
         self._size, self._rank, self._world_size = size, rank, world_size
@@ -97,7 +97,7 @@ class _Telling:
             names.append(name)
 
     def _by_name(self, what: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return entries by name, of the first rank of the first stage that has them; name those that its other ranks have otherwise."""
+        """Return entries by name, each from the first rank in a stage; note names with differences inside a stage."""
         found: dict[str, Any] = {}
         for first in range(0, len(rows), self._size):
             own, *others = rows[first : first + self._size]
@@ -145,7 +145,7 @@ class _Telling:
         return {**rows[self._rank % len(rows)], "epoch": epoch, "module": module}
 
     def _drawn(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return random state of all moments, and what goes with it: fetches, loads, and data without positions of its own."""
+        """Return random state at all moments, and the entries with random state inside: fetches, loads, data."""
         own, first = rows[self._rank % len(rows)], rows[0]
         random = {
             name: self._rng(row["random"].get(name) for row in rows) for name in first["random"] if name != "workers"
@@ -169,18 +169,17 @@ class _Telling:
 
 
 def placed(trainer: Trainer, start: Journal, *, logged: bool) -> Journal:
-    """Return a start half with its place in the batches of this job's ranks, and give the loops that place.
+    """Return a start half with its position counted in this job's batches, and give the loops this position.
 
-    Samples count as consumed by whole steps. Rank 0 warns of what is not as on the ranks that wrote the start half. Call once loaders
-    exist and accumulation is in force.
+    Samples count as consumed by whole steps. Rank 0 warns about differences. Call once loaders exist and accumulation is in force.
 
     Args:
         trainer: trainer with the loaders.
         start: the start half, from `retold`.
-        logged: whether batches are logged, so that the data goes on with what the pipeline gives.
+        logged: whether batches are logged; then data goes on with the pipeline's next batches.
 
     Raises:
-        IdentityMismatch: only the user's code, or that of another package, knows which samples follow.
+        IdentityMismatch: only users' code, or another package, knows the next samples.
     """
     was, now, done = start.get("spread") or [_UNSAID], spread_of(trainer), start["batches_done"]
     inside = done and not (logged or start["between_epochs"])

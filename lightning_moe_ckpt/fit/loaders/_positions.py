@@ -42,9 +42,9 @@ def settings_of(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def spread_of(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return the form in which each loader gives samples to ranks: `size` of a batch, `replicas` that share an epoch, and their `order`.
+    """Return each loader's batch `size`, number of `replicas` sharing an epoch, and `order` in words.
 
-    Where only the user's code, or another package, decides which samples follow, there is `own` instead: what was found, in words.
+    Samples chosen by users' code or another package have `own` instead: its name, in words.
     """
     return [_spread(loader) for loader in loaders_of(trainer)]
 

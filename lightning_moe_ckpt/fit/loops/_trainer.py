@@ -94,7 +94,7 @@ def batches_done(trainer: Trainer) -> int:
 
 
 def stage_size(trainer: Trainer) -> int:
-    """Return the number of ranks in each pipeline stage; all of them without stages."""
+    """Return the number of ranks per pipeline stage; without stages, the world size."""
     return trainer.world_size // int(getattr(trainer.strategy, "pipeline_parallel", 1))
 
 
