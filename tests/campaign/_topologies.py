@@ -12,7 +12,7 @@ the next strategy loads, by names of parameters; the sampler of the next leg lea
 from __future__ import annotations
 
 import math
-import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from door import Fit
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from stored._outages import stop_storing_after
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -83,8 +84,10 @@ class Leg:
     layout: Layout
     kill: Kill | None = None
     """`None` for the last one, which finishes."""
-    arguments: tuple[tuple[str, Any], ...] = ()
-    """Further ones of the callback."""
+    checkpointing: Checkpointing | None = None
+    """In place of that of the trip."""
+    stores_until: int | None = None
+    """Step behind which storage takes nothing any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,8 +248,10 @@ def travel(trip: Trip, legs: Sequence[Leg], life: Attempt) -> Mapping[str, Any]:
     quiet()
     seed_everything(life.seed, verbose=False)
     leg = legs[life.index]
-    checkpointing = replace(trip.checkpointing, arguments=(*trip.checkpointing.arguments, *leg.arguments))
-    callbacks = life.callbacks(Notes(life), *make_averaging(trip.averaged), checkpointing.make(life.url))
+    if leg.stores_until is not None:
+        stop_storing_after(leg.stores_until)
+    own = (leg.checkpointing or trip.checkpointing).make(life.url)
+    callbacks = life.callbacks(Notes(life), *make_averaging(trip.averaged), own)
     trip.trainer(leg.layout, callbacks).fit(Travelling(trip, leg.layout), trip.loader(leg.layout))
     return {}
 
@@ -261,10 +266,17 @@ class Ends(Callback):
         self._step, self._path = step, path
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end(trainer)
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step == self._step and not self._path.exists():
+        self._end(trainer)
+
+    def _end(self, trainer: Trainer) -> None:
+        if trainer.global_step == self._step and not trainer.should_stop:
             trainer.save_checkpoint(self._path)
             trainer.strategy.barrier()
             trainer.should_stop = True
@@ -283,10 +295,10 @@ class LeavesOut(DistributedSampler[Any]):
         return iter(whole[self._seen :] if self.epoch == self._first else whole)
 
 
-def carry(trip: Trip, layouts: Sequence[Layout], stops: Sequence[int], life: Attempt) -> Mapping[str, Any]:
+def carry(trip: Trip, layouts: Sequence[Layout], stops: Sequence[int], seed: int, life: Attempt) -> Mapping[str, Any]:
     """Train a leg of the reference: from the file of the one before to a stop, and from the last one to the end."""
     quiet()
-    seed_everything(FIRST_SEED, verbose=False)
+    seed_everything(seed, verbose=False)
     layout, options = layouts[life.index], {}
     loader, source = trip.loader(layout), None
     if life.index:
@@ -295,7 +307,7 @@ def carry(trip: Trip, layouts: Sequence[Layout], stops: Sequence[int], life: Att
         position = {"num_replicas": layout.replicas, "rank": life.rank % layout.replicas}
         seen = steps * trip.global_batch // layout.replicas
         sampler = LeavesOut(
-            loader.dataset, **position, seed=FIRST_SEED, shuffle=trip.shuffle, epoch=epoch, seen=seen
+            loader.dataset, **position, seed=seed, shuffle=trip.shuffle, epoch=epoch, seen=seen
         )
         loader, options = trip.loader(layout, sampler=sampler), {"use_distributed_sampler": False}
     end = [Ends(stops[life.index], life.workdir / f"out{life.index}.ckpt")] if life.index < len(stops) else []
@@ -308,7 +320,13 @@ def put_into_form(trip: Trip, workdir: Path, index: int, was: Layout, now: Layou
     """Number the optimizer's state of a whole file as the next layout's strategy does, by names."""
     file = torch.load(workdir / f"out{index - 1}.ckpt", weights_only=False)
     (state,) = file["optimizer_states"]
-    file["optimizer_states"] = [_numbered(trip, _named(trip, state, was), now)]
+    whole = _named(trip, state, was)
+    if file["global_step"] == 0:
+        # FSDP2 makes state by a step of its own, which it then counts, in saving and in loading.
+        zeros = {name: torch.zeros_like(value) for name, value in file["state_dict"].items()}
+        empty = {name: {"step": torch.tensor(0.0), "exp_avg": value, "exp_avg_sq": value} for name, value in zeros.items()}
+        whole["state"] = empty if now.sharding else {}
+    file["optimizer_states"] = [_numbered(trip, whole, now)]
     torch.save(file, workdir / f"in{index}.ckpt")
 
 
@@ -393,14 +411,25 @@ class _Forms:
         put_into_form(self.trip, workdir, index, *self.layouts[index - 1 : index + 1])
 
 
-def reference(campaigns: Campaigns, trip: Trip, layouts: Sequence[Layout], stops: Sequence[int]) -> AttemptResult:
-    """Return the last life of the run that Lightning's files carry from layout to layout; `stops` are the steps of the files."""
-    key = f"{type(trip).__name__}-{abs(hash((replace(trip, checkpointing=Checkpointing(policy='dense')), tuple(layouts), tuple(stops)))):x}"
+def reference(
+    campaigns: Campaigns, trip: Trip, layouts: Sequence[Layout], stops: Sequence[int], *, seeded_by: int = 0
+) -> AttemptResult:
+    """Return the last life of the run that Lightning's files carry from layout to layout.
+
+    Args:
+        campaigns: those of the test.
+        trip: what is trained.
+        layouts: of each leg.
+        stops: steps of the files.
+        seeded_by: number of the life whose seed the run has.
+    """
+    plain = replace(trip, checkpointing=Checkpointing(policy="dense"))
+    key = f"Trip-{abs(hash((plain, tuple(layouts), tuple(stops), seeded_by))):x}"
     folder = campaigns._references / key  # noqa: SLF001  # shared by all tests of the session
     layouts = tuple(layouts)
     last = len(layouts) - 1
     if not (folder / f"attempt{last}.rank0.returned").exists():
-        fit = partial(carry, trip, layouts, tuple(stops))
+        fit = partial(carry, trip, layouts, tuple(stops), FIRST_SEED + 7919 * seeded_by)
         forms = _Forms(trip=trip, layouts=layouts)
         kills = [None] * len(layouts)
         campaigns._warm.call(run_legs, fit, layouts, kills, forms, url="", workdir=folder)  # noqa: SLF001
@@ -422,6 +451,19 @@ class Journey:
         """What rank 0 of the last life said."""
         return self.lives[-1].log()
 
+    def lineage(self) -> list[int]:
+        """Return the lives that the last one's state comes from, oldest first: the first one began from nothing."""
+        found = [re.search(_BEGINS, life.log()) for life in self.lives]
+        by_number = {int(match[1]): index for index, match in enumerate(found) if match}
+        chain, at = [], found[-1]
+        while at is not None:
+            chain.append(by_number[int(at[1])])
+            at = found[by_number[int(at[2])]] if at[2] else None
+        return chain[::-1]
+
+
+_BEGINS = re.compile(r"incarnation (\d+) begins from (?:nothing|step \d+ \(incarnation (\d+)\))")
+
 
 def run_trip(campaigns: Campaigns, trip: Trip, *legs: Leg, between: Any = None, **options: Any) -> Journey:
     """Run the legs over one URL."""
@@ -439,8 +481,9 @@ def run_trip(campaigns: Campaigns, trip: Trip, *legs: Leg, between: Any = None, 
 def check_trip(campaigns: Campaigns, trip: Trip, *legs: Leg, **options: Any) -> Journey:
     """Run the legs, and require the end of the reference, by bits on each rank, and no shared memory left behind."""
     journey = run_trip(campaigns, trip, *legs, **options)
-    first = max(i for i, step in enumerate(journey.begun) if step == 0)
-    wanted = reference(campaigns, trip, [leg.layout for leg in legs[first:]], journey.begun[first + 1 :])
+    lineage = journey.lineage()
+    stops = [journey.begun[index] for index in lineage[1:]]
+    wanted = reference(campaigns, trip, [legs[index].layout for index in lineage], stops, seeded_by=lineage[0])
     require_same(wanted, journey)
     left = memory_of_run(checkpoints(journey.lives[0].workdir))
     assert not left, f"the finished run left {left} behind"

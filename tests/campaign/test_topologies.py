@@ -63,7 +63,7 @@ def check(campaigns: Campaigns, trip: Trip, way: str, **options: Any) -> Journey
 def test_the_reference_is_the_uninterrupted_run_where_nothing_changes(campaigns: Campaigns, layout: Layout) -> None:
     """Lightning's file in the midst of an epoch and at its end, and the samples that are left, add up to one run."""
     whole = reference(campaigns, DENSE, [layout], [])
-    cut = reference(campaigns, DENSE, [layout] * 3, [FIRST, SECOND])
+    cut = reference(campaigns, DENSE, [layout] * 4, [0, FIRST, SECOND])
     for rank in range(layout.ranks):
         assert not differences(*[compared(life.end(rank)) for life in (whole, cut)])
         lines = {line["step"]: line for line in whole.records(rank, "train")}
