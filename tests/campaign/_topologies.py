@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +40,7 @@ from lightning_moe_ckpt.strategy._model_state import STAGES
 from lightning_moe_ckpt.testing import Attempt, AttemptResult, Kill, Seam, differences
 from lightning_moe_ckpt.testing._attempts import FIRST_SEED, _RunningAttempt, _Script
 
-MODEL_DIM, HIDDEN_DIM, NUM_EXPERTS, BLOCKS = 8, 12, 4, 3
+MODEL_DIM, NUM_EXPERTS, BLOCKS = 8, 4, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,8 @@ class Leg:
     """In place of that of the trip."""
     stores_until: int | None = None
     """Step behind which storage takes nothing any more."""
+    changes: tuple[tuple[str, Any], ...] = ()
+    """What this life sets otherwise than the trip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +101,6 @@ class Trip:
     samples: int = 60
     global_batch: int = 12
     epochs: int = 3
-    shuffle: bool = True
     accumulate: int = 1
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     clip: float | None = 0.5
@@ -107,6 +109,8 @@ class Trip:
     top_k: int = 1
     auxiliary: float = 0.01
     """Weight of the loss that balances experts, which is of the tokens of one rank."""
+    hidden: int = 12
+    """Rows of an expert's first matrix."""
     frozen: bool = False
     """Whether the first block does not train."""
     averaged: Literal["ema", "mean", "both"] | None = None
@@ -124,7 +128,7 @@ class Trip:
     def loader(self, layout: Layout, **options: Any) -> DataLoader[Any]:
         """Return the loader; the strategy decides about its sampler."""
         batch_size = self.global_batch // layout.replicas // self.accumulate
-        options = options or {"shuffle": self.shuffle}
+        options = options or {"shuffle": True}
         return DataLoader(Tokens(self.samples, augment=False), batch_size=batch_size, **options)
 
     def trainer(self, layout: Layout, callbacks: Sequence[Callback], **options: Any) -> Trainer:
@@ -149,10 +153,10 @@ class Trip:
 class Block(nn.Module):
     """Experts on a residual stream."""
 
-    def __init__(self, top_k: int) -> None:
+    def __init__(self, trip: Trip) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(MODEL_DIM)
-        self.moe = MoELayer(MODEL_DIM, HIDDEN_DIM, NUM_EXPERTS, top_k=top_k)
+        self.moe = MoELayer(MODEL_DIM, trip.hidden, NUM_EXPERTS, top_k=trip.top_k)
 
     @override
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -163,11 +167,11 @@ class Block(nn.Module):
 class Part(nn.Module):
     """Some of the blocks, by their number in the whole model; embedding and head at its ends."""
 
-    def __init__(self, stage: int, num_stages: int, top_k: int) -> None:
+    def __init__(self, stage: int, num_stages: int, trip: Trip) -> None:
         super().__init__()
         cuts = [-(-BLOCKS * i // num_stages) for i in range(num_stages + 1)]
         self.embed = nn.Embedding(VOCABULARY, MODEL_DIM) if stage == 0 else None
-        self.blocks = nn.ModuleDict({str(i): Block(top_k) for i in range(cuts[stage], cuts[stage + 1])})
+        self.blocks = nn.ModuleDict({str(i): Block(trip) for i in range(cuts[stage], cuts[stage + 1])})
         self.head = nn.Linear(MODEL_DIM, VOCABULARY) if stage == num_stages - 1 else None
 
     @override
@@ -198,7 +202,7 @@ class Travelling(LightningModule):
             fully_shard(self.stage, mesh=mesh["data_parallel"])
 
     def configure_stage(self, stage: int, num_stages: int) -> Part:
-        made = Part(stage, num_stages, self._trip.top_k)
+        made = Part(stage, num_stages, self._trip)
         if self._trip.frozen and "0" in made.blocks:
             made.blocks["0"].requires_grad_(False)
         return made
@@ -207,7 +211,9 @@ class Travelling(LightningModule):
         return functional.cross_entropy(output.float().flatten(0, 1), target.flatten())
 
     def stage_auxiliary_loss(self) -> Tensor:
-        losses = [module.l_aux for module in self.modules() if isinstance(module, MoELayer) and module.l_aux is not None]
+        losses = [
+            module.l_aux for module in self.modules() if isinstance(module, MoELayer) and module.l_aux is not None
+        ]
         return self._trip.auxiliary * torch.stack(losses).sum()
 
     @override
@@ -248,6 +254,7 @@ def travel(trip: Trip, legs: Sequence[Leg], life: Attempt) -> Mapping[str, Any]:
     quiet()
     seed_everything(life.seed, verbose=False)
     leg = legs[life.index]
+    trip = replace(trip, **dict(leg.changes))
     if leg.stores_until is not None:
         stop_storing_after(leg.stores_until)
     own = (leg.checkpointing or trip.checkpointing).make(life.url)
@@ -273,6 +280,11 @@ class Ends(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if not trainer.is_last_batch:  # Lightning counts the epoch of such a file twice
+            self._end(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end(trainer)
 
     def _end(self, trainer: Trainer) -> None:
@@ -306,9 +318,7 @@ def carry(trip: Trip, layouts: Sequence[Layout], stops: Sequence[int], seed: int
         epoch, steps = divmod(stops[life.index - 1], trip.steps_per_epoch)
         position = {"num_replicas": layout.replicas, "rank": life.rank % layout.replicas}
         seen = steps * trip.global_batch // layout.replicas
-        sampler = LeavesOut(
-            loader.dataset, **position, seed=seed, shuffle=trip.shuffle, epoch=epoch, seen=seen
-        )
+        sampler = LeavesOut(loader.dataset, **position, seed=seed, epoch=epoch, seen=seen)
         loader, options = trip.loader(layout, sampler=sampler), {"use_distributed_sampler": False}
     end = [Ends(stops[life.index], life.workdir / f"out{life.index}.ckpt")] if life.index < len(stops) else []
     trainer = trip.trainer(layout, life.callbacks(*make_averaging(trip.averaged), *end), **options)
@@ -324,7 +334,9 @@ def put_into_form(trip: Trip, workdir: Path, index: int, was: Layout, now: Layou
     if file["global_step"] == 0:
         # FSDP2 makes state by a step of its own, which it then counts, in saving and in loading.
         zeros = {name: torch.zeros_like(value) for name, value in file["state_dict"].items()}
-        empty = {name: {"step": torch.tensor(0.0), "exp_avg": value, "exp_avg_sq": value} for name, value in zeros.items()}
+        empty = {
+            name: {"step": torch.tensor(0.0), "exp_avg": value, "exp_avg_sq": value} for name, value in zeros.items()
+        }
         whole["state"] = empty if now.sharding else {}
     file["optimizer_states"] = [_numbered(trip, whole, now)]
     torch.save(file, workdir / f"in{index}.ckpt")
@@ -359,7 +371,7 @@ def _numbered(trip: Trip, whole: Mapping[str, Any], layout: Layout) -> dict[str,
     stages = []
     for stage in range(layout.stages):
         members = _names(trip, layout, stage)
-        number: dict[str, Any] = {name: i for i, name in enumerate(sum(members, []))}
+        number: dict[str, Any] = {name: i for i, name in enumerate(chain.from_iterable(members))}
         if layout.sharding:
             number = {name: name for name in number}
         groups = [
@@ -425,17 +437,15 @@ def reference(
     """
     plain = replace(trip, checkpointing=Checkpointing(policy="dense"))
     key = f"Trip-{abs(hash((plain, tuple(layouts), tuple(stops), seeded_by))):x}"
-    folder = campaigns._references / key  # noqa: SLF001  # shared by all tests of the session
+    folder = campaigns._references / key  # shared by all tests of the session
     layouts = tuple(layouts)
     last = len(layouts) - 1
     if not (folder / f"attempt{last}.rank0.returned").exists():
         fit = partial(carry, trip, layouts, tuple(stops), FIRST_SEED + 7919 * seeded_by)
         forms = _Forms(trip=trip, layouts=layouts)
         kills = [None] * len(layouts)
-        campaigns._warm.call(run_legs, fit, layouts, kills, forms, url="", workdir=folder)  # noqa: SLF001
-    return AttemptResult(
-        index=last, outcome="finished", seconds=0.0, world_size=layouts[last].ranks, workdir=folder
-    )
+        campaigns._warm.call(run_legs, fit, layouts, kills, forms, url="", workdir=folder)
+    return AttemptResult(index=last, outcome="finished", seconds=0.0, world_size=layouts[last].ranks, workdir=folder)
 
 
 @dataclass(frozen=True)
@@ -467,11 +477,11 @@ _BEGINS = re.compile(r"incarnation (\d+) begins from (?:nothing|step \d+ \(incar
 
 def run_trip(campaigns: Campaigns, trip: Trip, *legs: Leg, between: Any = None, **options: Any) -> Journey:
     """Run the legs over one URL."""
-    folder = campaigns._folder()  # noqa: SLF001
+    folder = campaigns._folder()
     fit = partial(travel, trip, legs)
     layouts, kills = [leg.layout for leg in legs], [leg.kill for leg in legs]
     arguments = {"url": checkpoints(folder).as_uri(), "workdir": folder, **options}
-    lives = campaigns._warm.call(run_legs, fit, layouts, kills, between, **arguments)  # noqa: SLF001
+    lives = campaigns._warm.call(run_legs, fit, layouts, kills, between, **arguments)
     begun = [begun_path(folder, life.index) for life in lives]
     missing = [life.log() for life, path in zip(lives, begun, strict=True) if not path.exists()]
     assert not missing, f"a life trained nothing:\n{missing[0]}"
@@ -492,21 +502,25 @@ def check_trip(campaigns: Campaigns, trip: Trip, *legs: Leg, **options: Any) -> 
 
 def require_same(wanted: AttemptResult, journey: Journey) -> None:
     """Raise if weights, optimizer, rates or losses differ by a bit from those of the reference."""
-    last, lines = journey.lives[-1], list[str]()
+    last, lines, ends = journey.lives[-1], list[str](), list[str]()
     for rank in range(last.world_size):
-        ends = [compared(life.end(rank)) for life in (wanted, last)]
-        lines += [f"rank {rank}: {line}" for line in differences(*ends)]
         seen = [{line["seen"]: line for line in life.records(rank, "train")} for life in (wanted, last)]
         for step in sorted(seen[0].keys() | seen[1].keys()):
             want, got = (each.get(step) for each in seen)
             if want is None or got is None or any(want[k] != got[k] for k in ("loss", "data", "lr", "step")):
                 lines.append(f"rank {rank}, batch {step}: {got} instead of {want}")
+        ends += [f"rank {rank}: {each}" for each in differences(*[compared(life.end(rank)) for life in (wanted, last)])]
     steps = [life.steps() for life in journey.lives]
     said = "".join(f"--- life {life.index} ---\n{life.log()}" for life in journey.lives)
-    assert not lines, "\n".join(["the run is not that of Lightning's files:", *lines[:40], f"steps: {steps}", said])
+    told = [
+        "the run is not that of Lightning's files:",
+        *lines[:5],
+        *ends[:20],
+        f"steps: {steps}, begun: {journey.begun}",
+    ]
+    assert not lines and not ends, "\n".join([*told, said])
 
 
 def compared(end: Mapping[str, Any]) -> dict[str, Any]:
     """What Lightning's file carries: no random state, and no order of entries."""
     return {key: value for key, value in end.items() if not key.startswith("rng/") and not key.endswith("/order")}
-
