@@ -11,6 +11,7 @@ the next strategy loads, by names of parameters; the sampler of the next leg lea
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -29,10 +30,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
+from torchmetrics import MeanMetric, SumMetric
 from typing_extensions import override
 
 from campaign._campaign import Campaigns, checkpoints, memory_of_run
-from campaign._data import VOCABULARY, Tokens
+from campaign._data import VOCABULARY, Tokens, make_validation_loader
 from campaign._training import Checkpointing, make_averaging, make_optimizer, quiet
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.strategy import MoEStrategy
@@ -113,6 +115,14 @@ class Trip:
     """Rows of an expert's first matrix."""
     frozen: bool = False
     """Whether the first block does not train."""
+    thaws_at: int | None = None
+    """Step from which on the first block trains."""
+    batch_norm: bool = False
+    """Whether there is one behind the embedding, with running statistics."""
+    counted: bool = False
+    """Whether a metric of the module counts samples, and another one averages losses, over an epoch."""
+    validated: bool = False
+    dropout: float = 0.0
     averaged: Literal["ema", "mean", "both"] | None = None
     one_process: Literal["moe", "auto"] = "moe"
 
@@ -131,6 +141,10 @@ class Trip:
         options = options or {"shuffle": True}
         return DataLoader(Tokens(self.samples, augment=False), batch_size=batch_size, **options)
 
+    def validation(self) -> Any:
+        """Return the loader of validation, if there is any."""
+        return make_validation_loader(4) if self.validated else None
+
     def trainer(self, layout: Layout, callbacks: Sequence[Callback], **options: Any) -> Trainer:
         alone = self.one_process == "auto" and layout == Layout(ranks=1)
         return Trainer(
@@ -143,6 +157,9 @@ class Trip:
             gradient_clip_algorithm=self.clip_algorithm,
             precision=self.precision,
             callbacks=[*callbacks],
+            val_check_interval=2 if self.validated else None,
+            limit_val_batches=1.0 if self.validated else 0,
+            num_sanity_val_steps=0,
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -171,12 +188,16 @@ class Part(nn.Module):
         super().__init__()
         cuts = [-(-BLOCKS * i // num_stages) for i in range(num_stages + 1)]
         self.embed = nn.Embedding(VOCABULARY, MODEL_DIM) if stage == 0 else None
+        self.running = nn.BatchNorm1d(MODEL_DIM) if trip.batch_norm and stage == 0 else None
+        self.dropout = nn.Dropout(trip.dropout)
         self.blocks = nn.ModuleDict({str(i): Block(trip) for i in range(cuts[stage], cuts[stage + 1])})
         self.head = nn.Linear(MODEL_DIM, VOCABULARY) if stage == num_stages - 1 else None
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        x_BSD = x if self.embed is None else self.embed(x)
+        x_BSD = x if self.embed is None else self.dropout(self.embed(x))
+        if self.running is not None:
+            x_BSD = self.running(x_BSD.flatten(0, 1)).view(x_BSD.shape)
         for block in self.blocks.values():
             x_BSD = block(x_BSD)
         return x_BSD if self.head is None else self.head(x_BSD).clone()  # FSDP2 warns of views
@@ -189,6 +210,8 @@ class Travelling(LightningModule):
         super().__init__()
         self._trip, self._layout = trip, layout
         self.stage: Part | None = None
+        if trip.counted:
+            self.samples, self.mean_loss = SumMetric(), MeanMetric()
 
     @override
     def configure_model(self) -> None:
@@ -203,7 +226,7 @@ class Travelling(LightningModule):
 
     def configure_stage(self, stage: int, num_stages: int) -> Part:
         made = Part(stage, num_stages, self._trip)
-        if self._trip.frozen and "0" in made.blocks:
+        if (self._trip.frozen or self._trip.thaws_at is not None) and "0" in made.blocks:
             made.blocks["0"].requires_grad_(False)
         return made
 
@@ -219,7 +242,31 @@ class Travelling(LightningModule):
     @override
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
         assert self.stage is not None
-        return self.stage_loss(self.stage(batch[0]), batch[1]) + self.stage_auxiliary_loss()
+        loss = self.stage_loss(self.stage(batch[0]), batch[1]) + self.stage_auxiliary_loss()
+        if self._trip.counted:
+            self.samples.update(len(batch[0]))
+            self.mean_loss.update(loss.detach(), len(batch[0]))
+        return loss
+
+    @override
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        assert self.stage is not None
+        loss = self.stage_loss(self.stage(batch[0]), batch[1])
+        self.log("validation_loss", loss, batch_size=len(batch[0]), sync_dist=True)
+        return loss
+
+    @override
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        if self._trip.thaws_at is not None and self.trainer.global_step >= self._trip.thaws_at:
+            self.requires_grad_(True)
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        if self._trip.counted:
+            told = {"samples": float(self.samples.compute()), "mean_loss": float(self.mean_loss.compute())}
+            print("at the end of the epoch:", json.dumps(told), flush=True)
+            self.samples.reset()
+            self.mean_loss.reset()
 
     @override
     def configure_optimizers(self) -> Any:
@@ -259,7 +306,8 @@ def travel(trip: Trip, legs: Sequence[Leg], life: Attempt) -> Mapping[str, Any]:
         stop_storing_after(leg.stores_until)
     own = (leg.checkpointing or trip.checkpointing).make(life.url)
     callbacks = life.callbacks(Notes(life), *make_averaging(trip.averaged), own)
-    trip.trainer(leg.layout, callbacks).fit(Travelling(trip, leg.layout), trip.loader(leg.layout))
+    trainer = trip.trainer(leg.layout, callbacks)
+    trainer.fit(Travelling(trip, leg.layout), trip.loader(leg.layout), trip.validation())
     return {}
 
 
@@ -322,7 +370,7 @@ def carry(trip: Trip, layouts: Sequence[Layout], stops: Sequence[int], seed: int
         loader, options = trip.loader(layout, sampler=sampler), {"use_distributed_sampler": False}
     end = [Ends(stops[life.index], life.workdir / f"out{life.index}.ckpt")] if life.index < len(stops) else []
     trainer = trip.trainer(layout, life.callbacks(*make_averaging(trip.averaged), *end), **options)
-    trainer.fit(Travelling(trip, layout), loader, ckpt_path=source, weights_only=False)
+    trainer.fit(Travelling(trip, layout), loader, trip.validation(), ckpt_path=source, weights_only=False)
     return {}
 
 
@@ -454,7 +502,7 @@ class Journey:
 
     lives: list[AttemptResult]
     begun: list[int]
-    """Step with which each life began."""
+    """Step with which each life began, or `NOT_BEGUN`."""
 
     @property
     def log(self) -> str:
@@ -472,6 +520,8 @@ class Journey:
         return chain[::-1]
 
 
+NOT_BEGUN = -1
+"""In the place of a step, of lives that were killed before their first batch."""
 _BEGINS = re.compile(r"incarnation (\d+) begins from (?:nothing|step \d+ \(incarnation (\d+)\))")
 
 
@@ -483,9 +533,7 @@ def run_trip(campaigns: Campaigns, trip: Trip, *legs: Leg, between: Any = None, 
     arguments = {"url": checkpoints(folder).as_uri(), "workdir": folder, **options}
     lives = campaigns._warm.call(run_legs, fit, layouts, kills, between, **arguments)
     begun = [begun_path(folder, life.index) for life in lives]
-    missing = [life.log() for life, path in zip(lives, begun, strict=True) if not path.exists()]
-    assert not missing, f"a life trained nothing:\n{missing[0]}"
-    return Journey(lives, [int(path.read_text()) for path in begun])
+    return Journey(lives, [int(path.read_text()) if path.exists() else NOT_BEGUN for path in begun])
 
 
 def check_trip(campaigns: Campaigns, trip: Trip, *legs: Leg, **options: Any) -> Journey:
@@ -493,6 +541,8 @@ def check_trip(campaigns: Campaigns, trip: Trip, *legs: Leg, **options: Any) -> 
     journey = run_trip(campaigns, trip, *legs, **options)
     lineage = journey.lineage()
     stops = [journey.begun[index] for index in lineage[1:]]
+    for index in range(len(stops) - 1, 0, -1):  # what was stored before the first batch is of that step
+        stops[index - 1] = stops[index] if stops[index - 1] == NOT_BEGUN else stops[index - 1]
     wanted = reference(campaigns, trip, [legs[index].layout for index in lineage], stops, seeded_by=lineage[0])
     require_same(wanted, journey)
     left = memory_of_run(checkpoints(journey.lives[0].workdir))
@@ -518,7 +568,7 @@ def require_same(wanted: AttemptResult, journey: Journey) -> None:
         *ends[:20],
         f"steps: {steps}, begun: {journey.begun}",
     ]
-    assert not lines and not ends, "\n".join([*told, said])
+    assert not [*lines, *ends], "\n".join([*told, said])
 
 
 def compared(end: Mapping[str, Any]) -> dict[str, Any]:
