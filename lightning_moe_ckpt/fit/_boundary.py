@@ -151,7 +151,7 @@ class BoundaryState:
         _metrics.follow_metrics(self.trainer, self.module, self._settled_metrics(start, says=False))
 
     def _settled_metrics(self, start: Start, *, says: bool) -> _metrics.MetricState:
-        rank = _trainer.rank_in_stage(self.trainer)
+        rank = self.trainer.global_rank % _trainer.stage_size(self.trainer)
         return _metrics.settled(copied(start["metrics"]), self.module, rank, says=says)
 
     def restore_stop(self, start: Start, here: Mapping[str, Any]) -> None:

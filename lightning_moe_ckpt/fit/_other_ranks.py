@@ -1,8 +1,8 @@
-"""Make a boundary's journal for one rank from the journals of all ranks that wrote the boundary, of another number or layout.
+"""Make a rank's journal for a boundary from all writers' journals, after a resume on other ranks.
 
-What all ranks have alike goes on as it is; what belongs to a rank is kept, derived, merged or left out, and is named. Entries by
-name, or by parameter, are joined over pipeline stages, and a stage takes its own from them where it restores. Positions in data
-wait for the loaders, see `placed`; states of metrics wait for the metrics, see `_metrics.settled`.
+Entries equal on all writers go on unchanged. Entries by rank are kept, derived, merged or left out, and named. Entries by name or
+parameter are joined over pipeline stages; each stage takes its own when it restores. Positions in data wait for the loaders
+(`placed`), and states for their metrics (`_metrics.settled`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.fit.loaders._loaders import use_batches_done
 from lightning_moe_ckpt.fit.loaders._positions import spread_of
 from lightning_moe_ckpt.fit.loaders._random import NO_FETCHES
+from lightning_moe_ckpt.fit.loops._trainer import stage_size
 from lightning_moe_ckpt.fit.objects._kinds import CONTENT
 from lightning_moe_ckpt.fit.objects._values import unnumbered
 from lightning_moe_ckpt.journal import UNFIT, Journal, RngState, differs, retold_rng
@@ -27,7 +28,7 @@ from lightning_moe_ckpt.snapshot import Topology
 log = rank_logger(__name__)
 
 OTHER_RANKS = "other_ranks"
-"""Key of a start half that other ranks wrote."""
+"""Key in start halves by other ranks: their number per pipeline stage."""
 _MOST_NAMED = 4
 _OF_RANK_0 = {
     "schedulers": "schedulers",
@@ -44,20 +45,20 @@ def retold(journals: Sequence[Journal], was: Topology, rank: int, world_size: in
     """Return the journal of a boundary for `rank` of `world_size` ranks.
 
     Args:
-        journals: journals of the ranks that wrote the boundary, by rank.
-        was: topology of these ranks.
+        journals: the writers' journals, by rank.
+        was: the writers' topology.
         rank: this rank.
-        world_size: number of ranks of this job.
+        world_size: this job's number.
     """
     if "imported" in journals[0]["start"]:
         return Retold(journals[0], [])
-    telling = _Telling(len(journals) // was.pipeline_parallel, rank, world_size)
+    telling = _Telling(was.world_size // was.pipeline_parallel, rank, world_size)
     starts, outcomes = ([journal[half] for journal in journals] for half in ("start", "outcome"))
     return Retold({"start": telling.start(starts), "outcome": telling.outcome(outcomes)}, telling.notes)
 
 
 class _Telling:
-    """One boundary's journal in the making. `size`: number of ranks of a stage, of those that wrote the boundary."""
+    """One boundary's journal in the making. `size`: writers per pipeline stage."""
 
     def __init__(self, size: int, rank: int, world_size: int) -> None:
         self._size, self._rank, self._world_size = size, rank, world_size
@@ -76,7 +77,7 @@ class _Telling:
 
     def start(self, starts: Sequence[Mapping[str, Any]]) -> Journal:
         """Return the start half."""
-        found = self._joined(starts) | {"batch": None, OTHER_RANKS: {"was": len(starts)}}
+        found = self._joined(starts) | {"batch": None, OTHER_RANKS: self._size}
         unfit = [start[UNFIT] for start in starts if UNFIT in start]
         if "end" in starts[0]:
             end = self._joined([{**start, **start.get("end", {})} for start in starts])
@@ -96,7 +97,7 @@ class _Telling:
             names.append(name)
 
     def _by_name(self, what: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return entries by name, of the first rank of the first stage that has them; name those that its other ranks have otherwise."""
+        """Return entries by name, each from the first rank in a stage; note names with differences inside a stage."""
         found: dict[str, Any] = {}
         for first in range(0, len(rows), self._size):
             own, *others = rows[first : first + self._size]
@@ -111,13 +112,8 @@ class _Telling:
         for name, what in _OF_RANK_0.items():
             if any(differs(row.get(name), first.get(name)) for row in rows[1 : self._size]):
                 self._name(what)
-        for name, what in (
-            ("callbacks", "callbacks"),
-            ("attributes", "attributes"),
-            ("attributes_since", "attributes"),
-        ):
-            if name in first:
-                found[name] = self._by_name(what, [row.get(name, {}) for row in rows])
+        for name in [each for each in ("callbacks", "attributes", "attributes_since") if each in first]:
+            found[name] = self._by_name(name.removesuffix("_since"), [row.get(name, {}) for row in rows])
         found["trained"], found["metrics"] = self._trained(rows), self._metrics([row["metrics"] for row in rows])
         layers = [row["parts"]["layers"] for row in rows]
         found["parts"] = {
@@ -149,7 +145,7 @@ class _Telling:
         return {**rows[self._rank % len(rows)], "epoch": epoch, "module": module}
 
     def _drawn(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return random state of all moments, and what goes with it: fetches, loads, and data without positions of its own."""
+        """Return random state at all moments, and the entries with random state inside: fetches, loads, data."""
         own, first = rows[self._rank % len(rows)], rows[0]
         random = {
             name: self._rng(row["random"].get(name) for row in rows) for name in first["random"] if name != "workers"
@@ -173,26 +169,26 @@ class _Telling:
 
 
 def placed(trainer: Trainer, start: Journal, *, logged: bool) -> Journal:
-    """Return a start half with its place in the batches of this job's ranks, and give the loops that place.
+    """Return a start half with its position counted in this job's batches, and give the loops this position.
 
-    Samples count as consumed by whole steps. Rank 0 warns of what is not as on the ranks that wrote the start half. Call once loaders
-    exist and accumulation is in force.
+    Samples count as consumed by whole steps. Rank 0 warns about differences. Call once loaders exist and accumulation is in force.
 
     Args:
         trainer: trainer with the loaders.
         start: the start half, from `retold`.
-        logged: whether batches are logged, so that the data goes on with what the pipeline gives.
+        logged: whether batches are logged; then data goes on with the pipeline's next batches.
 
     Raises:
-        IdentityMismatch: only the user's code, or that of another package, knows which samples follow.
+        IdentityMismatch: only users' code, or another package, knows the next samples.
     """
     was, now, done = start.get("spread") or [_UNSAID], spread_of(trainer), start["batches_done"]
-    inside, num_ranks = not (logged or start["between_epochs"] or not done), start[OTHER_RANKS]["was"]
-    if own := next((each["own"] for each in (*was, *now) if "own" in each), ""):
-        _require(not inside, own, num_ranks)
+    inside = done and not (logged or start["between_epochs"])
+    own = next((each["own"] for each in (*was, *now) if "own" in each), "")
+    if own or not now:
+        _require(not inside or start[OTHER_RANKS] == stage_size(trainer), own, start)
         return start
     before, after = start["loops"]["settings"]["accumulate_grad_batches"], trainer.accumulate_grad_batches
-    then, here = was[0]["size"] * was[0]["replicas"], now[0]["size"] * now[0]["replicas"]
+    then, here = (spread[0]["size"] * spread[0]["replicas"] for spread in (was, now))
     if then * before != here * after:
         ways = {"batch_size": now[0]["replicas"] * after, "accumulate_grad_batches": here}
         kept = [f"{name}={then * before // each}" for name, each in ways.items() if then * before % each == 0]
@@ -204,34 +200,25 @@ def placed(trainer: Trainer, start: Journal, *, logged: bool) -> Journal:
         )
     if not inside:
         return start
-    place = _batches(done, then, here, after)
-    several = len(was) > 1 or len(now) > 1
-    _require(place == done or not several, "a combination of loaders", num_ranks)
-    if (again := done * then - place * here) > 0 and not several:
-        log.warning("the newest %d samples are trained on again: they do not fill a step", again, alike=True)
-    if was[0]["order"] != now[0]["order"]:
-        log.warning(
-            "samples were %s and are %s now: in the rest of this epoch some come again, and others not",
-            *(was[0]["order"], now[0]["order"]),
-            alike=True,
-        )
+    if (orders := [each[0]["order"] for each in (was, now)])[0] != orders[1]:
+        said = "samples were %s and are %s now: in the rest of this epoch some come again, and others not"
+        log.warning(said, *orders, alike=True)
+    place, fetched = (number * then // (here * after) * after for number in (done, done - start["not_fetched"]))
+    if place * here != done * then:
+        _require(len(was) == len(now) == 1, "a combination of loaders", start)
+        said = "the newest %d samples are trained on again: they do not fill a step"
+        log.warning(said, done * then - place * here, alike=True)
     use_batches_done(trainer, place)
-    not_fetched = place - _batches(done - start["not_fetched"], then, here, after)
     fetches = start["fetches"] if place == done else NO_FETCHES
-    return {**start, "batches_done": place, "not_fetched": not_fetched, "fetches": fetches}
+    return {**start, "batches_done": place, "not_fetched": place - fetched, "fetches": fetches}
 
 
 _UNSAID = {"own": "a loader of an older release, which did not store how samples are spread over ranks,"}
 
 
-def _batches(number: int, then: int, here: int, accumulate: int) -> int:
-    """Return the batches of `here` samples in whole steps that have the samples of a `number` of batches of `then`."""
-    return number * then // (here * accumulate) * accumulate
-
-
-def _require(holds: bool, own: str, num_ranks: int) -> None:
+def _require(holds: bool, own: str, start: Journal) -> None:
     if not holds:
         raise IdentityMismatch(
-            f"{own} decides which samples each of {num_ranks} ranks takes, and other ranks cannot go on within the epoch. Start on {num_ranks} "
-            "ranks again, use torch's `DistributedSampler`, or let the data go on with what the pipeline gives: batches='log'."
+            f"{own} decides which samples a rank takes of how many, and another number of ranks cannot go on within the epoch. Start on the "
+            "ranks that wrote it, use torch's `DistributedSampler`, or let the data go on with what the pipeline gives: batches='log'."
         )

@@ -188,7 +188,7 @@ class Settings:
         """Whether some of your settings are not in force yet."""
         self._settled = False
         self._regrouped = False
-        """Whether other ranks wrote the stored run, so that a step's samples are cut into batches anew, by your settings."""
+        """Whether other ranks go on: your settings cut a step's samples into batches, in replay too."""
 
     def take(self) -> Written:
         """Return the settings in force, for a boundary's journal from which a run may resume."""

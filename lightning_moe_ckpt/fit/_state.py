@@ -229,7 +229,7 @@ class Trained:
         self.awaited: dict[str, Any] | None = None
         """Start half whose gradients the next batch begins with, until it begins; `None` if nothing was loaded."""
         self._place: slice | None = None
-        """Places of this stage's parameters among those of all stages, once asked for."""
+        """Places of this stage's parameters among all stages', once asked for."""
         self._order: tuple[Any, dict[str, Written]] = (None, {})
         """Number and last key of the optimizer's states when the order was last read, and the unusual order then."""
 
@@ -289,7 +289,7 @@ class Trained:
             taken["kept"] = {**taken.get("kept", {}), **left}
 
     def own(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the part of this pipeline stage, if the state is of all stages. Collective in the first call with such a state."""
+        """Return this pipeline stage's part if the state has all stages. Collective in the first call with such a state."""
         if len(state["requires_grad"]) == len(self._params):
             return state
         if self._place is None:

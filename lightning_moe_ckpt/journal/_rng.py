@@ -251,10 +251,10 @@ def _restore_cuda(states: list[Tensor], current: int) -> None:
 
 
 def retold_rng(states: Sequence[RngState | None], rank: int, world_size: int) -> tuple[RngState | None, bool]:
-    """Return one of `world_size` ranks' random state from the `states` of another number of ranks, and whether these agreed.
+    """Return random state for `rank` from another number of ranks' `states`, and whether these were equal.
 
-    A generator that was in one state on all ranks stays in that state. Of any other, a rank that was there keeps its own; a further rank
-    gets a state that follows from its number and from the state of rank `rank % len(states)`.
+    A generator with equal states on all ranks keeps its state. With different states an old rank keeps its own, and a new rank's
+    follows from its number and the state on rank `rank % len(states)`.
     """
     own, differ = states[rank % len(states)], False
     if own is None:
@@ -284,7 +284,7 @@ def _current(state: RngState) -> Any:
 
 
 def _derived(state: Any, rank: int, world_size: int) -> Any:
-    """Return another state of a generator of the same kind, which follows from the arguments alone."""
+    """Return another state for the same kind of generator, a function of the arguments alone."""
     seed = xxh3_64_intdigest(encode([state, rank, world_size])) >> 1
     if isinstance(state, Tensor):
         cpu = torch.Generator().manual_seed(seed).get_state()

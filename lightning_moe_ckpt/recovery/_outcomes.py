@@ -1,4 +1,4 @@
-"""Join what planning counts, over ranks and pipeline stages that wrote a boundary, and take a stage's part of it."""
+"""Join planning's counts over writers and their pipeline stages, and cut them for a stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_moe_ckpt.snapshot import StateView
 
 
 def joined_outcome(outcomes: Sequence[Mapping[str, Any]], stage_size: int) -> Journal:
-    """Return a boundary's outcome with the experts of all stages, in order, and with ranks' popularity added up.
+    """Return a boundary's outcome with all stages' experts, in order, and ranks' popularity added up.
 
     Args:
         outcomes: by rank.
@@ -39,7 +39,7 @@ def joined_outcome(outcomes: Sequence[Mapping[str, Any]], stage_size: int) -> Jo
 
 
 def own_outcome(outcome: Journal, view: StateView, groups: ParallelGroups, exchange: Exchange) -> Journal:
-    """Return this rank's part of a joined outcome, with its stage's experts. Collective."""
+    """Return this rank's part: its stage's experts. Collective."""
     told = exchange.gather_values([layer.num_experts for layer in view.operators.layers])[:: groups.stage_size]
     stages, found = cast("list[list[int]]", told), dict(outcome)
     before, sizes = [*chain.from_iterable(stages[: groups.stage])], stages[groups.stage]
@@ -59,19 +59,19 @@ def own_outcome(outcome: Journal, view: StateView, groups: ParallelGroups, excha
 
 
 def _added(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the popularity of two ranks of a stage."""
+    """Return two ranks' popularity, added up."""
     return {**a, "value": a["value"] + b["value"], "held": [*map(torch.add, a["held"], b["held"])]}
 
 
 def _moved(value: Any, start: int) -> Any:
-    """Return a stage's ledger with the places of experts among those of all stages, of which the stage's begin at `start`."""
+    """Return a stage's ledger with places among all stages' experts; the stage's own begin at `start`."""
     if isinstance(value, dict):
         return {name: each + start if name == "experts" else _moved(each, start) for name, each in value.items()}
     return [_moved(each, start) for each in value] if isinstance(value, list) else value
 
 
 def _joined(rows: Sequence[Any]) -> Any:
-    """Return values by expert, one stage's behind another's."""
+    """Return values by expert, stages one behind the other."""
     first = rows[0]
     if isinstance(first, Tensor):
         return torch.cat([*rows])
@@ -81,7 +81,7 @@ def _joined(rows: Sequence[Any]) -> Any:
 
 
 def _part(value: Any, here: slice) -> Any:
-    """Return the values of the experts in these places."""
+    """Return values by expert in these places."""
     if isinstance(value, Tensor):
         return value[here]
     if isinstance(value, dict) and "experts" in value:

@@ -42,30 +42,36 @@ def settings_of(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def spread_of(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return the form in which each loader gives samples to ranks: `size` of a batch, `replicas` that share an epoch, and their `order`.
+    """Return each loader's batch `size`, number of `replicas` sharing an epoch, and `order` in words.
 
-    Where only the user's code, or another package, decides which samples follow, there is `own` instead: what was found, in words.
+    Samples chosen by users' code or another package have `own` instead: its name, in words.
     """
     return [_spread(loader) for loader in loaders_of(trainer)]
 
 
 def _spread(loader: Any) -> dict[str, Any]:
-    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader):
         return {"own": f"the loader `{type(loader).__qualname__}`"}
-    if isinstance(loader.dataset, IterableDataset):
-        return {"own": f"`{type(loader.dataset).__qualname__}`, an iterable data set,"}
-    if type(batches) not in (BatchSampler, Resized, type(None)):
-        return {"own": f"the batch sampler `{type(batches).__qualname__}`"}
-    if type(sampler) not in _ORDERS:
-        users = sampler.dataset._sampler if isinstance(sampler, DistributedSamplerWrapper) else sampler  # type: ignore[attr-defined]
-        return {"own": f"the sampler `{type(users).__qualname__}`"}
-    order, replicas = _ORDERS[type(sampler)], getattr(sampler, "num_replicas", 1)
-    if not getattr(sampler, "shuffle", True):
-        order = _ORDERS[SequentialSampler]
-    return {"size": described(loader)["batch_size"] or 1, "replicas": replicas, "order": order}
+    sampler, batches = loader.sampler, loader.batch_sampler
+    if isinstance(sampler, DistributedSamplerWrapper):
+        sampler = sampler.dataset._sampler  # type: ignore[attr-defined]  # no longer one of torch's alone
+        return {"own": f"the sampler `{type(sampler).__qualname__}`"}
+    for what, each, known in (
+        ("iterable data set", loader.dataset if isinstance(loader.dataset, IterableDataset) else None, _NONE),
+        ("batch sampler", batches, (BatchSampler, Resized, *_NONE)),
+        ("sampler", sampler, _ORDERS),
+    ):
+        if type(each) not in known:
+            return {"own": f"the {what} `{type(each).__qualname__}`"}
+    order = _ORDERS[type(sampler) if getattr(sampler, "shuffle", True) else SequentialSampler]
+    return {
+        "size": described(loader)["batch_size"] or 1,
+        "replicas": getattr(sampler, "num_replicas", 1),
+        "order": order,
+    }
 
 
+_NONE = (type(None),)
 _ORDERS: dict[type, str] = {
     SequentialSampler: "in order",
     RandomSampler: "shuffled by RandomSampler",

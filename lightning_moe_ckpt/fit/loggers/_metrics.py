@@ -105,15 +105,15 @@ def restore_metrics(trainer: Trainer, module: LightningModule, state: MetricStat
 
 
 def settled(state: MetricState, module: LightningModule, rank: int, *, says: bool = True) -> MetricState:
-    """Return a rank's state from one with lists of the states of all ranks that wrote it; any other state as it is.
+    """Return a rank's state from a state with lists, one entry per writer; any other state unchanged.
 
-    The value that ranks reduce to at the epoch's end is as if the ranks that wrote the state were among them.
+    At the epoch's end, ranks reduce to the same value as if all writers had taken part.
 
     Args:
-        state: result of `take_metrics`, in which other ranks' entries may be lists, by rank.
+        state: result of `take_metrics`, with lists after a resume on other ranks.
         module: the module with the metrics.
         rank: this rank's place in its pipeline stage.
-        says: whether to log metrics whose states nothing puts together.
+        says: whether to log metrics without a known reduction.
     """
     metrics = dict(module_metrics(module))
     epoch = {
@@ -229,7 +229,7 @@ def _metadata(trainer: Trainer, taken: dict[str, Any]) -> _Metadata:
 
 
 class _Resumed(_Metadata):
-    """Arguments of a value that an earlier process logged. Whether ranks reduce the value, the next call says: other ranks may log it."""
+    """Arguments of an earlier process's call. The next call decides whether ranks reduce the value."""
 
     __hash__ = None  # type: ignore[assignment]  # as of its base
 

@@ -93,9 +93,9 @@ def batches_done(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
-def rank_in_stage(trainer: Trainer) -> int:
-    """Return this rank's place in its pipeline stage, or in the world without stages."""
-    return trainer.global_rank % (trainer.world_size // int(getattr(trainer.strategy, "pipeline_parallel", 1)))
+def stage_size(trainer: Trainer) -> int:
+    """Return the number of ranks per pipeline stage; without stages, the world size."""
+    return trainer.world_size // int(getattr(trainer.strategy, "pipeline_parallel", 1))
 
 
 def dtype_of_steps(trainer: Trainer, module: LightningModule) -> torch.dtype:
