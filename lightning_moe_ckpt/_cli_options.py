@@ -51,6 +51,9 @@ OUT decides what is written:
                   out and named
   a folder        for from_pretrained of transformers: config.json and
                   weights of the Hugging Face model in the module
+  --format dcp    a folder that ModelParallelStrategy loads, as
+                  Trainer.fit(ckpt_path=...): torch Distributed Checkpoint
+                  and meta.pt; written tensor by tensor
 
 Names are those of the module's state_dict: with tied weights, without buffers that are not persistent. Buffers are
 those of rank 0. No format has what an exact restart needs; a run itself resumes from URL. A sparse generation is several
@@ -71,6 +74,26 @@ hardware than that of the run are right to rounding, not to bits.
 This is a start of the run like any other: earlier ones that still live stop. It is refused while the run seems to train.
 
 Exit status: 0 dense, or it was already, 2 not, 128 + N ended by signal N."""
+
+IMPORT = """\
+Begin a run at URL from a checkpoint of another tool. It becomes a dense generation, from which any number of ranks goes on,
+in any layout.
+
+\b
+SRC decides what is read:
+  a .ckpt               of Lightning, or a state_dict that torch.save wrote;
+                        read by torch.load(weights_only=True)
+  a folder, .metadata   torch Distributed Checkpoint, as of
+                        ModelParallelStrategy. torch reads .metadata with
+                        pickle, which can run code: only from who you trust
+  a folder, model*.safetensors   Hugging Face; weights only
+
+The optimizer's state comes along where it is there. A .ckpt numbers its parameters; numbers become names by the order of
+the state_dict and by shapes, and if several assignments fit, nothing is imported: give --weights-only, or a DCP folder, which
+has names. Loops, callbacks, schedulers and hyper-parameters are kept, and Lightning restores them when a fit begins at URL; what is
+no plain value is left out and named. Random state and place in the data are in no such file.
+
+Exit status: 0 imported, 2 not imported: URL has checkpoints, or SRC cannot be read."""
 
 GC = """\
 Delete what no restart would use any more, and say why; with --dry-run only say it.

@@ -129,7 +129,7 @@ def _command(name: str, summary: str, text: str, params: Sequence[click.Paramete
 
     def run(**arguments: Any) -> int:
         commands = importlib.import_module("lightning_moe_ckpt.inspection.commands")
-        return int(getattr(commands, name)(**arguments))
+        return int(getattr(commands, name if name != "import" else "import_")(**arguments))
 
     return click.Command(name, callback=run, params=list(params), short_help=summary, help=text)
 
@@ -213,17 +213,17 @@ _LOOKING = [
     ),
     _on_a_run(
         "export",
-        "Write a dense or partial generation to safetensors, a .ckpt or a Hugging Face folder.",
+        "Write a dense or partial generation to safetensors, a .ckpt, or a folder of torch DCP or Hugging Face.",
         _cli_options.EXPORT,
         click.Argument(["out"], metavar="OUT", type=click.Path(path_type=Path)),
         _STEP,
         _option(
             "--format",
             "Instead of what the ending of OUT says.",
-            type=click.Choice(["safetensors", "ckpt", "huggingface"]),
+            type=click.Choice(["safetensors", "ckpt", "dcp", "huggingface"]),
         ),
         _flag("--optimizer", "safetensors: optimizer state too, beside OUT as *.optimizer.safetensors."),
-        _flag("--weights-only", "ckpt: without optimizer, schedulers and callbacks; a third of the size."),
+        _flag("--weights-only", "ckpt, dcp: without optimizer, schedulers and callbacks; a third of the size."),
         _option("--module", "Folder: which Hugging Face model, if the module holds several.", "NAME"),
         _option(
             "--max-shard-size",
@@ -247,6 +247,27 @@ _LOOKING = [
             click.Argument(["command"], metavar="-- SCRIPT [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED),
             click.Option(["-m", "--module", "module"], help="SCRIPT is the name of a module.", is_flag=True),
             _flag("--force", "Also if the run seems to train still: this start ends it."),
+            _STORAGE,
+        ],
+    ),
+    _command(
+        "import",
+        "Begin a run from a .ckpt of Lightning, or a folder of torch DCP or Hugging Face.",
+        _cli_options.IMPORT,
+        [
+            click.Argument(["src"], metavar="SRC", type=click.Path(path_type=Path, exists=True)),
+            _URL,
+            _flag("--weights-only", "Without optimizer, schedulers, callbacks and loops; at step 0."),
+            _option("--prefix", "Begin of all names in the module that names in SRC lack.", "NAME.", default=""),
+            _option(
+                "--part-size",
+                "Bytes of parameters and their state that are in memory at a time.",
+                "SIZE",
+                type=_size,
+                default="1GiB",
+                name="part_nbytes",
+            ),
+            _JSON,
             _STORAGE,
         ],
     ),

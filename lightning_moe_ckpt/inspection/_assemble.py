@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +44,15 @@ BUFFER = "buffer"
 JOURNAL = "journal"
 PARAM = "param"
 PRESENT = "present"
+
+
+class LazyTensor(NamedTuple):
+    """Tensor that is read when it is written elsewhere: a model may be larger than memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+    """Function that reads the whole tensor."""
 
 
 @dataclass(slots=True)
@@ -151,7 +162,12 @@ class Assembler:
 
     def read(self, name: str) -> Tensor:
         """Read one of `stored`, whole, in its stored precision."""
-        return self._whole(name, self.stored[name])
+        return self._whole(name, self._buffers[name] if name in self._buffers else self._parameters[name])
+
+    def lazy(self, name: str) -> LazyTensor:
+        """Return one of `stored`, to be read later."""
+        tensor = self._buffers[name] if name in self._buffers else self._parameters[name]
+        return LazyTensor(dtype_of(tensor.dtype), tensor.shape, partial(self.read, name))
 
     def journal(self) -> Tensor:
         """Read rank 0's journal record."""
@@ -159,8 +175,8 @@ class Assembler:
             raise Corrupt(f"{self._generation}: rank 0 has no journal.")
         return self._record(self._journal)
 
-    def optimizer(self) -> dict[str, Tensor]:
-        """Read the optimizer state as `fqn/key`: whole tensors, and scalars where the optimizer keeps one per parameter."""
+    def optimizer(self) -> dict[str, LazyTensor]:
+        """Return the optimizer state as `fqn/key`: whole tensors, and scalars where the optimizer keeps one per parameter."""
         found: dict[str, StoredTensor] = {}
         absent: set[str] = set()
         for each in self._full:
@@ -177,15 +193,13 @@ class Assembler:
         if absent - found.keys():
             self.notes.append(f"no optimizer state yet: {_few(sorted(absent - found.keys()))} left out")
         scalars = self._shared_scalars()
-        states: dict[str, Tensor] = {}
+        states: dict[str, LazyTensor] = {}
         for name, tensor in found.items():
-            if name not in scalars:
-                # Every writer of a shard stores the scalars of its parameter.
-                several = all(each.record.numel == math.prod(tensor.shape) for each in tensor.records)
-                states[name] = (
-                    self._common(name, tensor) if several else self._whole(name, tensor, partial=name in absent)
-                )
-        return states | {name: value.view(()) for name, value in scalars.items()}
+            # Every writer of a shard stores the scalars of its parameter.
+            several = all(each.record.numel == math.prod(tensor.shape) for each in tensor.records)
+            read = self._common if several else partial(self._whole, partly=name in absent)
+            states[name] = LazyTensor(dtype_of(tensor.dtype), tensor.shape, partial(read, name, tensor))
+        return states | {name: LazyTensor(each.dtype, (), partial(each.view, ())) for name, each in scalars.items()}
 
     def _shared_scalars(self) -> dict[str, Tensor]:
         """Read the optimizer's scalars for several experts at once, which a partial generation has in its journal."""
@@ -203,10 +217,10 @@ class Assembler:
             )
         return first.view(tensor.shape)
 
-    def _whole(self, name: str, tensor: StoredTensor, *, partial: bool = False) -> Tensor:
+    def _whole(self, name: str, tensor: StoredTensor, *, partly: bool = False) -> Tensor:
         numel, records = math.prod(tensor.shape), _distinct(tensor.records)
         held = sum(each.record.numel for each in records)
-        if held < numel and not partial:
+        if held < numel and not partly:
             raise ConfigurationError(
                 f"`{name}`: nobody wrote elements of it, {held} of {numel} are stored. Verify the generation."
             )
@@ -222,11 +236,11 @@ class Assembler:
                     f"`{name}`: element {record.global_start} was written by two ranks. If each rank numbers its own "
                     "experts from zero, names do not tell them apart, and the parts cannot be merged."
                 )
-            if record.global_start > end and not partial:
+            if record.global_start > end and not partly:
                 break
             end = record.global_start + record.numel
             chosen.append((record.global_start, each))
-        if end != flat.numel() and not partial:
+        if end != flat.numel() and not partly:
             raise ConfigurationError(f"`{name}`: nobody wrote element {end} of {flat.numel()}. Verify the generation.")
         self._fill(flat, chosen)
         return flat.view(tensor.shape)

@@ -1,4 +1,4 @@
-"""Export a generation for other programs: as safetensors, a Lightning checkpoint, or a Hugging Face folder.
+"""Export a generation for other programs: as safetensors, a Lightning checkpoint, or a folder of torch DCP or Hugging Face.
 
 An export does not have all that an exact restart needs: random state and data position stay with the run. Everything in a
 Lightning checkpoint passes `torch.load(weights_only=True)`; values that do not are left out and named.
@@ -7,9 +7,10 @@ Lightning checkpoint passes `torch.load(weights_only=True)`; values that do not 
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, NoUsableGeneration
 from lightning_moe_ckpt.inspection._answers import kind_of, select
-from lightning_moe_ckpt.inspection._assemble import Assembler
+from lightning_moe_ckpt.inspection._assemble import Assembler, LazyTensor
+from lightning_moe_ckpt.inspection._dcp import META, write_dcp
 from lightning_moe_ckpt.inspection._transformers import (
     CONFIG,
     Adapter,
@@ -33,10 +35,10 @@ from lightning_moe_ckpt.inspection._transformers import (
 )
 from lightning_moe_ckpt.journal import decode_journal
 from lightning_moe_ckpt.operators import by_parameter
-from lightning_moe_ckpt.snapshot import read_extra
+from lightning_moe_ckpt.snapshot import IMPORTED, read_extra
 from lightning_moe_ckpt.storage import Backend, Commit, ModuleEntry, RankMarker, RunView
 
-ExportFormat = Literal["safetensors", "ckpt", "huggingface"]
+ExportFormat = Literal["safetensors", "ckpt", "dcp", "huggingface"]
 MAX_SHARD_NBYTES = 5 * 10**9
 
 VERSIONS = "lightning_moe_ckpt_versions"
@@ -66,7 +68,7 @@ class ExportOptions:
     optimizer: bool = False
     """Beside a `.safetensors` file, also write the optimizer's state to `*.optimizer.safetensors`."""
     weights_only: bool = False
-    """Leave optimizer, schedulers and callbacks, for training only, out of a `.ckpt`."""
+    """Leave optimizer, schedulers and callbacks, for training only, out of a `.ckpt` or a folder of torch DCP."""
     module: str | None = None
     """Name of the Hugging Face model in the trained module, if that holds several."""
     leave_out: Sequence[str] = ()
@@ -131,14 +133,16 @@ class _Job:
     def write(self, chosen: ExportFormat) -> Export:
         """Write the chosen format. Raises `Corrupt` if bytes needed for it are damaged."""
         done = Export(step=self.commit.generation.step, incarnation=self.commit.generation.incarnation, format=chosen)
-        files = {"safetensors": self.safetensors, "ckpt": self.checkpoint, "huggingface": self.folder}[chosen](done)
+        of = {"safetensors": self.safetensors, "ckpt": self.checkpoint, "dcp": self.dcp, "huggingface": self.folder}
+        files = of[chosen](done)
         done.files = {str(path): path.stat().st_size for path in files}
         done.notes += [*_age_note(self.commit, self.tensors), *self.tensors.notes]
         return done
 
     def safetensors(self, done: Export) -> list[Path]:
         tensors = {name: self.tensors.read(stored) for name, stored in self.names.items()}
-        state = self.tensors.optimizer() if self.options.optimizer else {}  # if that fails, nothing is written
+        states = self.tensors.optimizer() if self.options.optimizer else {}
+        state = {name: each.read() for name, each in states.items()}  # if that fails, nothing is written
         self._count(done, len(tensors))
         save_safetensors(self.out, tensors, _metadata(self.commit, self.tensors))
         if not self.options.optimizer:
@@ -148,18 +152,37 @@ class _Job:
         return [self.out, beside]
 
     def checkpoint(self, done: Export) -> list[Path]:
-        whole: dict[str, Tensor] = {}
-        names = self.names
+        content = self._content(done, lambda each: each.read())
+        write_whole(self.out, lambda path: torch.save(content, path))
+        return [self.out]
+
+    def dcp(self, done: Export) -> list[Path]:
+        read: dict[int, Callable[[], Tensor]] = {}
+
+        def promised(each: LazyTensor) -> Tensor:
+            tensor = torch.empty(each.shape, dtype=each.dtype, device="meta")
+            read[id(tensor)] = each.read
+            return tensor
+
+        content = self._content(done, promised, by_name=True)
+        if self.options.weights_only:
+            done.notes.append(
+                "without the optimizer's state Lightning validates and tests with it, and does not train on"
+            )
+        return write_dcp(self.out, content, read)
+
+    def _content(self, done: Export, take: Callable[[LazyTensor], Tensor], *, by_name: bool = False) -> dict[str, Any]:
+        """Return a Lightning checkpoint's content with the tensors that `take` makes of stored ones."""
+        names, whole = self.names, dict[str, Tensor]()
         for stored in names.values():
             if stored not in whole:
-                whole[stored] = self.tensors.read(stored)
-        checkpoint = LightningCheckpoint(self.commit, self.tensors, self.module)
+                whole[stored] = take(self.tensors.lazy(stored))
+        checkpoint = LightningCheckpoint(self.commit, self.tensors, self.module, take, by_name=by_name)
         tensors = {name: whole[stored] for name, stored in names.items()}
         content = checkpoint.content(tensors, weights_only=self.options.weights_only)
         self._count(done, len(tensors))
         done.notes += checkpoint.notes
-        write_whole(self.out, lambda path: torch.save(content, path))
-        return [self.out]
+        return content
 
     def folder(self, done: Export) -> list[Path]:
         model = choose_model(self.module, self.options.module)
@@ -225,7 +248,7 @@ def _format(out: Path, options: ExportOptions) -> ExportFormat:
         return options.format
     endings: dict[str, ExportFormat] = {".safetensors": "safetensors", ".ckpt": "ckpt", "": "huggingface"}
     if out.is_dir():
-        return "huggingface"
+        return "dcp" if (out / META).is_file() else "huggingface"
     if out.suffix not in endings:
         raise ConfigurationError(
             f"`OUT={out}` must end in .safetensors or .ckpt, or be a folder for a Hugging Face model. Give it such a "
@@ -245,12 +268,13 @@ def _check_target(out: Path, chosen: ExportFormat, options: ExportOptions) -> No
         raise ConfigurationError("`--merge` writes a Hugging Face model: give a folder as OUT, or leave it out.")
     if not out.parent.is_dir():
         raise ConfigurationError(f"{out.parent} is not a folder. Make it, or give another name.")
-    if chosen == "huggingface":
+    if chosen in {"dcp", "huggingface"}:
         if out.exists() and not out.is_dir():
-            raise ConfigurationError(f"{out} is a file, a Hugging Face model needs a folder. Give another name.")
+            raise ConfigurationError(f"{out} is a file, and --format {chosen} needs a folder. Give another name.")
         if out.is_dir() and any(out.iterdir()) and not options.force:
+            replaced = META if chosen == "dcp" else CONFIG
             raise ConfigurationError(
-                f"{out} exists and is not empty. Give another name, or --force to replace {CONFIG} and weights in it."
+                f"{out} exists and is not empty. Give another name, or --force to replace {replaced} and weights in it."
             )
         return
     targets = [out, _optimizer_file(out)] if options.optimizer and chosen == "safetensors" else [out]
@@ -324,10 +348,22 @@ def _age_note(commit: Commit, tensors: Assembler) -> list[str]:
 
 
 class LightningCheckpoint:
-    """Content for a `.ckpt` file from a generation's stored tensors."""
+    """Content for a Lightning checkpoint from a generation's stored tensors, each as `take` makes it of the stored one.
 
-    def __init__(self, commit: Commit, stored: Assembler, module: ModuleEntry) -> None:
+    The optimizer's state has parameters by number, as in a `.ckpt`, or `by_name`, as torch DCP has them.
+    """
+
+    def __init__(
+        self,
+        commit: Commit,
+        stored: Assembler,
+        module: ModuleEntry,
+        take: Callable[[LazyTensor], Tensor],
+        *,
+        by_name: bool,
+    ) -> None:
         self._commit, self._stored, self._module = commit, stored, module
+        self._take, self._by_name = take, by_name
         self.notes: list[str] = []
         """Remarks on the result for the user."""
 
@@ -337,6 +373,8 @@ class LightningCheckpoint:
         With `weights_only`, without optimizer, schedulers and callbacks, which only training needs.
         """
         extra, start = self._extra(), decode_journal(self._stored.journal()).get("start", {})
+        if IMPORTED in start:
+            return self._imported(start[IMPORTED], tensors, weights_only=weights_only)
         content = {
             **self._plain("on_save_checkpoint", start.get("module") or {}),
             **self._hyper_parameters(extra),
@@ -358,6 +396,24 @@ class LightningCheckpoint:
 
     # -- what training needs
 
+    def _imported(
+        self, entries: Mapping[str, Any], tensors: Mapping[str, Tensor], *, weights_only: bool
+    ) -> dict[str, Any]:
+        """Return the content that was imported; without a loop's progress it is for weights only."""
+        whole = {
+            "epoch": 0,
+            "pytorch-lightning_version": importlib.metadata.version("lightning"),
+            **entries,
+            "global_step": self._commit.generation.step,
+            "state_dict": OrderedDict(tensors),
+        }
+        for optimizer in entries.get("optimizer_states", ()):
+            settings = [{key: group[key] for key in group if key != "params"} for group in optimizer["param_groups"]]
+            start = {"param_groups": settings, "trained": {"added": []}}
+            whole["optimizer_states"] = [self._optimizer(start)]
+        training = {"optimizer_states", "lr_schedulers", "callbacks"} if weights_only else set[str]()
+        return {key: each for key, each in whole.items() if key not in training}
+
     def _training(self, extra: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
         precision = {extra["precision"]: start["precision"]} if extra.get("precision") and start["precision"] else {}
         return {
@@ -368,18 +424,21 @@ class LightningCheckpoint:
         }
 
     def _optimizer(self, start: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the optimizer's `state_dict`: parameters by number, in its groups' order. Raises `Corrupt` if these do not fit."""
+        """Return the optimizer's `state_dict`: parameters in its groups' order. Raises `Corrupt` if these do not fit."""
         groups: list[dict[str, Any]] = start["param_groups"]
         ordered = [*self._module.param_groups, *start["trained"]["added"]]
-        numbers = {name: number for number, name in enumerate(name for names in ordered for name in names)}
-        state: dict[int, dict[str, Any]] = {}
+        everything = [name for names in ordered for name in names]
+        numbers: dict[str, Any] = dict(
+            zip(everything, everything if self._by_name else itertools.count(), strict=False)
+        )
+        state: dict[Any, dict[str, Any]] = {}
         for name, tensor in self._stored.optimizer().items():
             parameter, _, key = name.rpartition("/")
             if parameter not in numbers:
                 raise Corrupt(
                     f"`{parameter}` has optimizer state and is in no group of parameters. Verify the generation."
                 )
-            state.setdefault(numbers[parameter], {})[key] = tensor
+            state.setdefault(numbers[parameter], {})[key] = self._take(tensor)
         self._add_rest(state, numbers, start.get("optimizer") or {})
         if len(groups) != len(ordered):
             raise Corrupt(
@@ -389,9 +448,10 @@ class LightningCheckpoint:
             {**self._plain("a parameter group", fields), "params": [numbers[name] for name in names]}
             for fields, names in zip(groups, ordered, strict=True)
         ]
-        return {"state": dict(sorted(state.items())), "param_groups": described}
+        in_order = {each: state[each] for each in numbers.values() if each in state}
+        return {"state": in_order, "param_groups": described}
 
-    def _add_rest(self, state: dict[int, dict[str, Any]], numbers: Mapping[str, int], rest: Mapping[str, Any]) -> None:
+    def _add_rest(self, state: dict[Any, dict[str, Any]], numbers: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         """Add state that no records have, from rank 0's journal, in the optimizer's order of keys."""
         for name, (values, *_) in by_parameter(rest.get("state") or []).items():
             found = state.get(numbers[name], {})

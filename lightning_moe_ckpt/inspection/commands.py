@@ -47,6 +47,7 @@ from lightning_moe_ckpt.inspection._answers import (
 from lightning_moe_ckpt.inspection._conformance import Check, examine_url
 from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
+from lightning_moe_ckpt.inspection._import import import_run
 from lightning_moe_ckpt.inspection._progress_views import follow, progress_now, write_page
 from lightning_moe_ckpt.inspection._run_progress import Follower
 from lightning_moe_ckpt.inspection._verify import Verdict
@@ -227,6 +228,19 @@ def _not_dense(status: int, commit: Commit) -> str:
         f"{', '.join([f'{ranks} processes', *layout])}. A Trainer without values of its own gets devices={ranks}, num_nodes=1 and, "
         "without a GPU for each, accelerator='cpu'; where it has others, give SCRIPT arguments that change them."
     )
+
+
+@_of_run
+def import_(backend: Backend, *, src: Path, **options: Any) -> Answer:
+    """Begin a run from a checkpoint of another tool."""
+    done = import_run(backend, src, **options)
+    size = f"{size_text(done.nbytes)} in {done.num_parts} parts"
+    lines: list[RenderableType] = [
+        f"{done.source}: {done.num_tensors} parameters and buffers, {size}",
+        f"step {done.step} (incarnation {done.incarnation})",
+    ]
+    lines += [f"note: {note}" for note in done.notes]
+    return Answer(dataclasses.asdict(done), lambda: lines)
 
 
 @_of_run

@@ -7,8 +7,10 @@ from lightning_moe_ckpt.policies import Shard as Shard
 from lightning_moe_ckpt.snapshot._averages import Averages as Averages
 from lightning_moe_ckpt.snapshot._averages import is_average as is_average
 from lightning_moe_ckpt.snapshot._description import ADAPTERS as ADAPTERS
+from lightning_moe_ckpt.snapshot._description import LEFT_OUT as LEFT_OUT
 from lightning_moe_ckpt.snapshot._description import describe_stages as describe_stages
 from lightning_moe_ckpt.snapshot._description import read_extra as read_extra
+from lightning_moe_ckpt.snapshot._description import storable as storable
 from lightning_moe_ckpt.snapshot._filling import REMEMBERED_PLANS as REMEMBERED_PLANS
 from lightning_moe_ckpt.snapshot._filling import BoundaryCapture as BoundaryCapture
 from lightning_moe_ckpt.snapshot._filling import BufferChanged as BufferChanged
@@ -24,6 +26,7 @@ from lightning_moe_ckpt.snapshot._gradients import log_whole as log_whole
 from lightning_moe_ckpt.snapshot._gradients import repeatable as repeatable
 from lightning_moe_ckpt.snapshot._gradients import step_settings as step_settings
 from lightning_moe_ckpt.snapshot._gradients import why_no_deltas as why_no_deltas
+from lightning_moe_ckpt.snapshot._identity import IMPORTED as IMPORTED
 from lightning_moe_ckpt.snapshot._identity import STAGES as STAGES
 from lightning_moe_ckpt.snapshot._identity import Facts as Facts
 from lightning_moe_ckpt.snapshot._identity import Identity as Identity

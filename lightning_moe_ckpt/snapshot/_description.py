@@ -92,10 +92,11 @@ def read_extra(entry: ModuleEntry) -> dict[str, Any]:
     return extra
 
 
-def _encoded(extra: Mapping[str, object]) -> str:
+def storable(entries: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    """Return the entries that the journal's codec takes, of dicts what it takes, and the names of all else."""
     kept: dict[str, object] = {}
     left_out: list[str] = []
-    for key, value in extra.items():
+    for key, value in entries.items():
         if not refusals(value):
             kept[key] = value
         elif type(value) is dict:
@@ -103,6 +104,11 @@ def _encoded(extra: Mapping[str, object]) -> str:
             left_out += [f"{key}[{name!r}]" for name in value if name not in kept[key]]  # type: ignore[operator]
         else:
             left_out.append(key)
+    return kept, left_out
+
+
+def _encoded(extra: Mapping[str, object]) -> str:
+    kept, left_out = storable(extra)
     if left_out:
         log.info("not part of exported checkpoints, because it is no plain value: %s", ", ".join(left_out))
     return base64.b64encode(encode({**kept, LEFT_OUT: left_out})).decode("ascii")

@@ -27,6 +27,9 @@ _MAX_NAMED = 6
 STAGES = "pipeline_parallel"
 """Key of a marker's number of pipeline stages, present if there are several."""
 
+IMPORTED = "imported"
+"""Key of an imported generation's source, in words, in its policy, and of its only entry in the start half of the journal."""
+
 Facts = dict[str, str]
 """Shape and type by parameter."""
 

@@ -126,7 +126,7 @@ class Stored:
     def read(self) -> dict[str, Tensor]:
         """What an export has."""
         tensors = Assembler(self.backend, self.markers)
-        return {"w": tensors.read("w"), **tensors.optimizer()}
+        return {"w": tensors.read("w"), **{name: each.read() for name, each in tensors.optimizer().items()}}
 
     def change(self, rank: int, change: Callable[[RecordEntry], RecordEntry | None]) -> None:
         """Change a rank's records, or take them away."""

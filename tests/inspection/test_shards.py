@@ -12,7 +12,7 @@ import pytest
 import torch
 from door import CheckpointCallback
 from launcher import run_world
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.strategies import ModelParallelStrategy
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -102,14 +102,16 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor().detach().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
-def trained(checkpoint: CheckpointCallback, parallel: tuple[int, int], steps: int) -> tuple[dict[str, Tensor], Any]:
+def trained(
+    checkpoint: CheckpointCallback, parallel: tuple[int, int], steps: int, *others: Callback
+) -> tuple[dict[str, Tensor], Any]:
     """Train on this rank; return parameters, buffers, and the optimizer's state by name, gathered."""
     os.environ.pop("PL_GLOBAL_SEED", None)
     seed_everything(1, verbose=False)
     data, tensor = parallel
     strategy = ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor)
     module = Sharded()
-    trainer = train(module, checkpoint, steps=steps, devices=data * tensor, strategy=strategy)
+    trainer = train(module, checkpoint, *others, steps=steps, devices=data * tensor, strategy=strategy)
     state = trainer.optimizers[0].state
     named = dict(module.named_parameters())
     optimizer = {f"{name}/{key}": whole(value) for name, param in named.items() for key, value in state[param].items()}
