@@ -127,10 +127,39 @@ def overlaps(source: Piece, target: Piece) -> Iterator[Move]:
                 yield Move(source, target, both, (start, to), ((begin, length), (at, size)), offset)
 
 
-def key_of(piece: Piece) -> Key:
-    """Return the key of a piece's tensor; each writer's buffer is one by itself."""
-    record = piece.record
-    return piece.at, record.kind, record.fqn, str(piece.owner) if record.kind == BUFFER else record.state_key
+def by_tensor(read: Iterable[Piece], wanted: Iterable[Piece]) -> tuple[Pieces, Pieces]:
+    """Return the pieces of each tensor, equal copies that were read as one.
+
+    Experts may be modules that each rank numbers from zero. Where one name stands for several experts, their operators tell them apart.
+    """
+    sides, experts, local = (list(read), list(wanted)), dict[tuple[object, ...], str](), set[str]()
+    for side, pieces in enumerate(sides):
+        for record, piece in ((each.record, each) for each in pieces if each.record.state_key == PARAM):
+            expert, name = _expert(record)
+            place = side, piece.at, record.kind, record.fqn, record.global_start, record.numel, record.box
+            if expert and experts.setdefault(place, expert) != expert:
+                local.add(name)
+
+    def key_of(piece: Piece) -> Key:
+        record, (expert, name) = piece.record, _expert(piece.record)
+        key = str(piece.owner) if record.kind == BUFFER else record.state_key
+        return piece.at, record.kind, f"{expert}: {name}" if expert and name in local else record.fqn, key
+
+    sources: dict[Key, dict[tuple[object, ...], Piece]] = {}
+    targets: dict[Key, list[Piece]] = {}
+    for piece in sides[0]:
+        record = piece.record
+        sources.setdefault(key_of(piece), {}).setdefault((record.global_start, record.numel, record.box), piece)
+    for piece in sides[1]:
+        targets.setdefault(key_of(piece), []).append(piece)
+    return {key: list(pieces.values()) for key, pieces in sources.items()}, targets
+
+
+def _expert(record: RecordEntry) -> tuple[str, str]:
+    """Return a record's operator, empty if that is no expert, and its parameter's name without numbers."""
+    operator = record.operator.partition("#")[0]
+    name = ".".join(part for part in record.fqn.split(".") if not part.isdigit())
+    return operator if "/expert." in operator else "", name
 
 
 def is_scalar(record: RecordEntry) -> bool:
@@ -169,20 +198,16 @@ def fill_scalars(
     wanted: Sequence[Piece], targets: Pieces, sources: Pieces, values: Scalars, segments: Sequence[Tensor]
 ) -> None:
     """Give a rank's shards the scalars of stored shards that they overlap, of the first with state."""
-    params = (
-        {
-            (each.at, each.record.name): each
-            for pieces in targets.values()
-            for each in pieces
-            if each.rank == wanted[0].rank
-        }
-        if wanted
-        else {}
-    )
+    rank = wanted[0].rank if wanted else -1
+    params = {
+        (each.at, each.record.name): (each, sources.get(key, ()))
+        for key, pieces in targets.items()
+        for each in pieces
+        if each.rank == rank
+    }
     for piece in wanted:
         record = piece.record
-        param = params[piece.at, f"{record.name.rpartition('/')[0]}/{PARAM}"]
-        stored = sources.get(key_of(param), ())
+        param, stored = params[piece.at, f"{record.name.rpartition('/')[0]}/{PARAM}"]
         near = [each for each in stored if param.record.numel == 0 or any(overlaps(each, param))]
         having = [each for each in near if each.scalar(PRESENT, values) not in _ABSENT]
         if record.state_key == PRESENT:

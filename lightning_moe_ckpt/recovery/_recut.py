@@ -31,14 +31,13 @@ from lightning_moe_ckpt.recovery._attempt import COMMITS, RestorePlan
 from lightning_moe_ckpt.recovery._brought import Brought, WrittenRecord, buffer_owners, differing_buffers, part_of
 from lightning_moe_ckpt.recovery._cut import (
     BUFFER,
-    Key,
     Piece,
     Scalars,
+    by_tensor,
     deliver,
     expect_all,
     fill_scalars,
     is_scalar,
-    key_of,
     moves,
 )
 from lightning_moe_ckpt.recovery._fold import ChainRestore, base_step
@@ -365,22 +364,19 @@ class Recut:
     def _retold(self, brought: Brought, was: Topology, job: ResumeRequest) -> list[Journal] | None:
         """Return this rank's journal at each boundary; say what is not as it was."""
         own = [each for each in brought.read_by(self._exchange.rank) if each.record.kind == JOURNAL]
-        said = self._exchange.gather_values([[each.owner, each.at, brought.bytes_of(each)] for each in own])
+        said = self._exchange.gather_values([[each.owner, each.at, _decoded(brought.bytes_of(each))] for each in own])
         rows = [row for part in cast("list[list[list[Any]]]", said) for row in part]
+        if unread := [f"rank {owner}: {found}" for owner, _, found in rows if isinstance(found, str)]:
+            self.reasons += unread
+            return None
         told: list[Journal] = []
         notes: dict[str, None] = {}
-        try:
-            for at in range(1 + max(each.at for each in brought.records)):
-                found = {
-                    o: decode_journal(torch.frombuffer(bytearray(b), dtype=torch.uint8)) for o, a, b in rows if a == at
-                }
-                retold = job.retell([found[owner] for owner in sorted(found)], was)
-                outcome = own_outcome(retold.journal["outcome"], job.view, job.groups, self._exchange)
-                told.append({**retold.journal, "outcome": outcome})
-                notes |= dict.fromkeys(retold.notes)
-        except Corrupt as error:
-            self.reasons.append(str(error))
-            return None
+        for at in range(1 + max(each.at for each in brought.records)):
+            found = {owner: journal for owner, of, journal in rows if of == at}
+            retold = job.retell([found[owner] for owner in sorted(found)], was)
+            outcome = own_outcome(retold.journal["outcome"], job.view, job.groups, self._exchange)
+            told.append({**retold.journal, "outcome": outcome})
+            notes |= dict.fromkeys(retold.notes)
         notes |= dict.fromkeys(differing_buffers(brought))
         if len(told) > 1:
             notes[
@@ -431,22 +427,19 @@ class Recut:
         said = self._exchange.gather_values([list(step.durable.records(has_state)[0]) for step in layout.steps])
         segments = [torch.zeros(step.durable.segment.nbytes, dtype=torch.uint8) for step in layout.steps]
         owners = buffer_owners(brought, self._exchange.world_size)
-        targets: dict[Key, list[Piece]] = {}
-        scalars: list[Piece] = []
-        for other, steps in enumerate(cast("list[list[list[str]]]", said)):
-            for at, rows in enumerate(steps):
-                for each in RecordRows(lambda rows=rows: (rows, [])).columns.entries():  # type: ignore[misc]
-                    piece = Piece.of(each, other, at, owners.get((each.fqn, other), 0))
-                    if is_scalar(each):
-                        scalars += [piece] if other == rank else []
-                    elif each.kind != JOURNAL:
-                        targets.setdefault(key_of(piece), []).append(piece)
+        wanted = [
+            Piece.of(each, other, at, owners.get((each.fqn, other), 0))
+            for other, steps in enumerate(cast("list[list[list[str]]]", said))
+            for at, rows in enumerate(steps)
+            for each in RecordRows(lambda rows=rows: (rows, [])).columns.entries()  # type: ignore[misc]
+            if each.kind != JOURNAL and (other == rank or not is_scalar(each))
+        ]
         values = self._scalars(brought)
-        sources = self._sources(brought)
+        sources, targets = by_tensor(self._sources(brought), [each for each in wanted if not is_scalar(each.record)])
         with self._exchange.raise_together(IdentityMismatch):
             expect_all(rank, targets, sources)
         deliver(self._exchange, moves(sources, targets, values, rank), brought.buffers, segments)
-        fill_scalars(scalars, targets, sources, values, segments)
+        fill_scalars([each for each in wanted if is_scalar(each.record)], targets, sources, values, segments)
         return segments
 
     def _scalars(self, brought: Brought) -> Scalars:
@@ -457,9 +450,8 @@ class Recut:
         rows = (row for part in cast("list[list[list[Any]]]", said) for row in part)
         return {(owner, at, name): value for owner, at, name, value in rows}
 
-    def _sources(self, brought: Brought) -> dict[Key, list[Piece]]:
-        """Return all records with elements, equal copies once."""
-        found: dict[Key, dict[tuple[object, ...], Piece]] = {}
+    def _sources(self, brought: Brought) -> Iterator[Piece]:
+        """Yield all records with elements."""
         for each in brought.records:
             record = each.record
             if record.kind == JOURNAL or is_scalar(record):
@@ -468,9 +460,15 @@ class Recut:
             if reader == self._exchange.rank:
                 place, layout = brought.places[each.owner, each.at]
                 record = replace(record, offset=layout.span(record.name).offset)
-            piece = Piece.of(record, reader, each.at, each.owner, place=place)
-            found.setdefault(key_of(piece), {}).setdefault((record.global_start, record.numel, record.box), piece)
-        return {key: list(pieces.values()) for key, pieces in found.items()}
+            yield Piece.of(record, reader, each.at, each.owner, place=place)
+
+
+def _decoded(record: bytes) -> Journal | str:
+    """Return a journal, or why it cannot be read."""
+    try:
+        return decode_journal(torch.frombuffer(bytearray(record), dtype=torch.uint8))
+    except Corrupt as error:
+        return str(error)
 
 
 def _kept_constants(record: PlanRecord, view: StateView, groups: ParallelGroups, exchange: Exchange) -> tuple[str, ...]:
