@@ -473,7 +473,9 @@ def _decoded(record: bytes) -> Journal | str:
 
 def _kept_constants(record: PlanRecord, view: StateView, groups: ParallelGroups, exchange: Exchange) -> tuple[str, ...]:
     """Return the constants of the plan if all ranks have them whole, so that they stay constants; else nothing. Collective."""
-    held = [fqn for fqn in record.constants if fqn in view.params and fqn not in view.boxes]
+    whole = view.operators.whole or view.operators
+    apart = {piece.fqn for op in whole if op.holders != "stage" for piece in op.slices} | view.boxes.keys()
+    held = [fqn for fqn in record.constants if fqn in view.params and fqn not in apart]
     kept = len(held) == len(record.constants) and groups.num_stages == 1
     return record.constants if exchange.all_agree(kept) else ()
 
