@@ -25,7 +25,7 @@ from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.utilities import dim_zero_cat
 from typing_extensions import override
 
-from lightning_moe_ckpt.callbacks import DenseCheckpoint
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.fit._other_ranks import OTHER_RANKS, retold
 from lightning_moe_ckpt.fit.loggers._metrics import module_metrics, settled
 from lightning_moe_ckpt.journal import (
@@ -149,7 +149,8 @@ class Found(NamedTuple):
 
 def train(folder: Path, ranks: int, steps: int, *callbacks: Callback, data: Any = None, **options: Any) -> Found:
     """Train on `ranks` up to a step; without `folder` nothing is stored."""
-    arguments = {"every_n_steps": 2, "untouched": ["module.samples", "module.ended"], **options.pop("arguments", {})}
+    given = {"every_n_steps": 2, "untouched": ["module.samples", "module.ended"], **options.pop("arguments", {})}
+    arguments = {name: each for name, each in given.items() if each is not None}
     batch, make = options.pop("batch", GLOBAL_BATCH // ranks), options.pop("policy", DenseCheckpoint)
     options = {"strategy": "moe", "devices": ranks, "use_distributed_sampler": data is None, **options}
 
@@ -377,6 +378,28 @@ def test_steps_take_the_same_samples_as_on_the_ranks_of_before(case: str, undist
     assert f"resumes on {ranks} ranks" not in found.log, "which is no warning"
     assert "random numbers, which ranks drew apart from each other" in found.log
     assert "samples" not in found.log.replace("behind the samples that it has consumed", "")
+
+
+class Fails(Callback):
+    """Ends a training in the middle of a window."""
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 6:
+            raise RuntimeError("as told")
+
+
+def test_repeated_steps_take_the_same_samples_too(undisturbed: Found, tmp_path: Path) -> None:
+    """With your accumulation from the first of them on; their losses, other ranks' ones, are not compared."""
+    sparse: dict[str, Any] = {"policy": SparseCheckpoint, "arguments": {"every_n_steps": None, "window": 2}}
+    with pytest.raises(WorldFailed, match="as told"):
+        train(tmp_path, 4, 9, Fails(), **sparse)
+    found = train(tmp_path, 2, 7, batch=3, accumulate_grad_batches=2, **sparse)
+    assert "steps are trained again on other ranks" in found.log
+    assert found.steps == {step: undisturbed.steps[step] for step in found.steps}
+    assert list(found.steps)[-1] == 6
+    assert "another loss" not in found.log
+    assert "other losses" not in found.log
 
 
 def in_order(epoch: int = 0) -> list[int]:
