@@ -30,8 +30,13 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch._dynamo import OptimizedModule
 
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.journal import Unread, Written, written
+from lightning_moe_ckpt.operators import load_groups_state
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
+
+log = rank_logger(__name__)
 
 LoopState = dict[str, Any]
 
@@ -321,6 +326,40 @@ def resume_between_epochs(trainer: Trainer, state: LoopState) -> None:
     """Continue as if the last epoch had just ended in this process; call before the fit loop runs."""
     _load_loops(trainer, state)
     _clear_restart_flags(trainer)
+
+
+def restore_imported(trainer: Trainer, entries: Mapping[str, Any]) -> None:
+    """Restore what an imported checkpoint has beside weights and the optimizer's state, as Lightning does from its file.
+
+    Call in `on_fit_start`, when these are loaded.
+
+    Raises:
+        IdentityMismatch: the optimizer has other groups.
+    """
+    log.warning(
+        "goes on from an imported checkpoint, which has neither random state nor a place in the data: both are as in a fit with "
+        "`ckpt_path`, and from here on they are stored",
+        alike=True,
+    )
+    (optimizer,) = trainer.optimizers
+    for stored in entries.get("optimizer_states", ()):
+        groups = stored["param_groups"]
+        sizes, now = ([len(group["params"]) for group in each] for each in (groups, optimizer.param_groups))
+        if sizes != now:
+            raise IdentityMismatch(
+                f"The imported optimizer has groups of {sizes} parameters, this one of {now}. Import with --weights-only to "
+                "begin with a new optimizer."
+            )
+        load_groups_state(optimizer, [{key: group[key] for key in group if key != "params"} for group in groups])
+    if entries:
+        connector, module = trainer._checkpoint_connector, trainer.lightning_module
+        connector._loaded_checkpoint = checkpoint = copy.deepcopy(dict(entries))
+        module.on_load_checkpoint(checkpoint)
+        for restore in ("datamodule", "callbacks", "precision_plugin_state", "loops"):
+            getattr(connector, f"restore_{restore}")()
+        if "lr_schedulers" in entries:
+            connector.restore_lr_schedulers()
+        connector._loaded_checkpoint = {}
 
 
 def restore_ended(trainer: Trainer, state: LoopState) -> None:

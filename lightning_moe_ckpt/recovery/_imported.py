@@ -1,0 +1,91 @@
+"""Fit the records of an imported generation to the model that resumes.
+
+Another tool's checkpoint has names, shapes and types only. The model says which names are buffers, and in which precision it
+has each tensor. Running averages that the file lacks begin with the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import nn
+
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import IdentityMismatch
+from lightning_moe_ckpt.recovery._brought import Brought
+from lightning_moe_ckpt.recovery._cut import BUFFER, FULL, Key, Piece
+from lightning_moe_ckpt.recovery._index import Replicas
+from lightning_moe_ckpt.snapshot import PARAM, PRESENT, SEGMENT_METADATA, is_average
+from lightning_moe_ckpt.storage import RecordEntry, SegmentLayout, dtype_of
+
+_NAMED = 6
+
+_Field = tuple[str, str]
+"""Name of a tensor, and key of its state."""
+
+
+def fit_imported(
+    brought: Brought, targets: Mapping[Key, Sequence[Piece]], module: nn.Module, exchange: Exchange
+) -> None:
+    """Convert records to the precision in which the model has them. Collective.
+
+    Raises:
+        IdentityMismatch: names, shapes, or the keys of the optimizer's state are not those of the model.
+    """
+    wanted = {_stored_as(key): pieces[0].record for key, pieces in targets.items()}
+    records = [each.record for each in brought.records if each.record.fqn]
+    stored = {(record.fqn, record.state_key): record for record in records}
+    wrong = [*_differences(stored, wanted)]
+    unknown = {fqn for fqn, _ in stored} - {fqn for fqn, _ in wanted} - module.state_dict(keep_vars=True).keys()
+    said = cast("list[list[str]]", exchange.gather_values(sorted(unknown)))  # of a stage's module only
+    wrong += [f"`{name}` is not in the model" for name in said[0] if all(name in each for each in said)]
+    if wrong:
+        raise IdentityMismatch(
+            f"The imported checkpoint is not of this model: {'; '.join(wrong[:_NAMED])}{' ...' if len(wrong) > _NAMED else ''}. Import it "
+            "again for this model, with --prefix if names lack their begin, or with --weights-only if the optimizer is another."
+        )
+    dtypes = {field: each.dtype for field, each in wanted.items() if field in stored}
+    names = {record.name: dtype for record in records if (dtype := dtypes.get((record.fqn, record.state_key)))}
+    for number, each in enumerate(brought.records):
+        if (dtype := names.get(each.record.name)) not in {None, each.record.dtype}:
+            nbytes = each.record.numel * dtype_of(str(dtype)).itemsize
+            brought.records[number] = replace(each, replicas=Replicas(replace(each.record, dtype=str(dtype), nbytes=nbytes)))
+    for place, (number, layout) in brought.places.items():
+        kinds = [(dtype_of(names[name]) if name in names else dtype, shape) for name, (dtype, shape) in _kinds(layout)]
+        if kinds != layout.kinds:
+            fitted = SegmentLayout.of_columns(layout.names, kinds, metadata=SEGMENT_METADATA, header_nbytes=0)
+            buffer_U8 = torch.empty(fitted.nbytes, dtype=torch.uint8)
+            for name in layout.names:
+                fitted.view(buffer_U8, name).copy_(layout.view(brought.buffers[number], name))
+            brought.places[place], brought.buffers[number] = (number, fitted), buffer_U8
+
+
+def _kinds(layout: SegmentLayout) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    return zip(layout.names, layout.kinds, strict=True)
+
+
+def _stored_as(key: Key) -> _Field:
+    """Return under which name and key an imported generation has what a model wants."""
+    _, kind, fqn, state_key = key
+    return fqn.partition("/")[2] if is_average(fqn) else fqn, PARAM if kind == BUFFER or is_average(state_key) else state_key
+
+
+def _differences(stored: Mapping[_Field, RecordEntry], wanted: Mapping[_Field, RecordEntry]) -> Iterator[str]:
+    with_state = {fqn for fqn, key in stored if key not in {PARAM, PRESENT}}
+    for (fqn, key), record in wanted.items():
+        found = stored.get((fqn, key))
+        if found is None and (key == PARAM or fqn in with_state):
+            yield f"`{fqn}` has no {'values' if key == PARAM else key}"
+        elif found is not None and (found.global_shape or (1,)) != (record.global_shape or (1,)):
+            yield f"`{fqn}` has {list(found.global_shape)} {key}, the model {list(record.global_shape)}"
+
+
+def name_imported(sources: dict[Key, list[Piece]], targets: Mapping[Key, Sequence[Piece]]) -> None:
+    """Let buffers, and averages, be found under the names that an imported generation has for them."""
+    for key in targets:
+        fqn, state_key = _stored_as(key)
+        if key not in sources and (found := sources.get((key[0], FULL, fqn, state_key))):
+            sources[key] = found

@@ -1,0 +1,165 @@
+"""A fit goes on from a checkpoint of another tool, imported by `moe-ckpt import`, on any ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from launcher import run_world
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from inspection._runs import FEATURES, Small
+from inspection.test_boxes import same
+from lightning_moe_ckpt import MoEStrategy
+from lightning_moe_ckpt.callbacks import DenseCheckpoint
+from lightning_moe_ckpt.cli import main
+from lightning_moe_ckpt.errors import IdentityMismatch
+
+STEPS = 12
+"""Of two epochs of eight batches."""
+
+
+class Scheduled(Small):
+    """A rate that changes, a batch norm, and weights that do not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.fixed = nn.Linear(FEATURES, FEATURES).requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.fixed(self.norm(x)))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7), "interval": "step"}]
+
+
+class Losses(Callback):
+    """Keeps all losses, and the first rate and state that training has."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.rate, self.step = trainer.optimizers[0].param_groups[0]["lr"], trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.losses[trainer.global_step] = outputs["loss"].item()
+
+
+def fit(steps: int, *callbacks: Callback, module: LightningModule | None = None, **options: Any) -> tuple[Any, Losses]:
+    """Train, whole epochs of the same batches; return the module and its losses."""
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    seed_everything(1, verbose=False)
+    module, losses, ckpt_path = module or Scheduled(), Losses(), options.pop("ckpt_path", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = tiny.quiet_trainer(losses, *callbacks, max_steps=steps, **options)
+        trainer.fit(module, tiny.rows(tiny.waves(16, FEATURES), 2), ckpt_path=ckpt_path)
+    return module, losses
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `.ckpt` of an epoch's end."""
+    path = tmp_path_factory.mktemp("lightning") / "a.ckpt"
+    module, _ = fit(8, enable_checkpointing=False)
+    module.trainer.save_checkpoint(path)
+    return path
+
+
+def imported(src: Path, url: Path, *options: str) -> str:
+    assert main(["import", str(src), str(url), "--part-size", "100", *options]) == 0
+    return str(url)
+
+
+def test_a_fit_goes_on_as_lightning_does_from_the_file(
+    src: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Losses, rates, weights, optimizer and progress have the bits of a fit with `ckpt_path`; what is not there is said."""
+    module, losses = fit(STEPS, ckpt_path=src, enable_checkpointing=False)
+    with caplog.at_level(logging.WARNING):
+        other, found = fit(STEPS, DenseCheckpoint(imported(src, tmp_path / "run"), every_n_steps=2))
+    assert "neither random state nor a place in the data" in caplog.text
+    assert (found.step, found.rate) == (losses.step, losses.rate) == (8, pytest.approx(1e-2 * 0.7**2))
+    assert found.losses == losses.losses
+    assert same(other.state_dict(), module.state_dict())
+    assert other.seen == module.seen
+    states = [[*each.trainer.optimizers[0].state.values()] for each in (module, other)]
+    assert all(same(*pair) for pair in zip(*states, strict=True))
+    assert other.trainer.fit_loop.state_dict() == module.trainer.fit_loop.state_dict()
+    third, _ = fit(STEPS + 2, DenseCheckpoint(str(tmp_path / "run"), every_n_steps=2))  # from the run's own checkpoint
+    assert third.trainer.global_step == STEPS + 2
+
+
+def test_two_ranks_go_on_from_it(src: Path, tmp_path: Path) -> None:
+    """Both have weights and moments of the file."""
+    url = imported(src, tmp_path / "run")
+    content = torch.load(src, weights_only=True)
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            self.weights = {name: each.clone() for name, each in pl_module.state_dict().items()}
+            self.moments = [each["exp_avg"].clone() for each in trainer.optimizers[0].state.values()]
+
+    def work(_: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+        look = Look()
+        fit(10, look, DenseCheckpoint(url, every_n_steps=2), devices=2, strategy=MoEStrategy())
+        return look.weights, look.moments
+
+    for weights, moments in run_world(2, work, timeout=timedelta(seconds=60), process_group=False):
+        assert same(weights, content["state_dict"])
+        expected = [each["exp_avg"] for each in content["optimizer_states"][0]["state"].values()]
+        assert all(map(torch.equal, moments, expected))
+
+
+def test_weights_of_another_precision_are_converted(tmp_path: Path) -> None:
+    """As `load_state_dict` does; training begins at step 0 with a new optimizer."""
+    weights = {name: each.bfloat16() for name, each in Scheduled().state_dict().items() if each.is_floating_point()}
+    weights |= {"norm.num_batches_tracked": torch.tensor(3)}
+    save_file(weights, tmp_path / "model.safetensors")
+    url = imported(tmp_path / "model.safetensors", tmp_path / "run")
+    module, losses = fit(0, DenseCheckpoint(url, every_n_steps=2))
+    assert same(module.state_dict(), {k: v.float() if v.is_floating_point() else v for k, v in weights.items()})
+    module, losses = fit(2, DenseCheckpoint(url, every_n_steps=2))
+    assert (losses.step, losses.rate, module.trainer.global_step) == (0, 1e-2, 2)
+
+
+class Other(Scheduled):
+    """Has a layer more, and one of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more, self.fixed = nn.Linear(2, 2), nn.Linear(FEATURES, FEATURES, bias=False)
+
+
+class Moved(Scheduled):
+    """Trained by another optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-2, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Other, "`more.weight` has no values; `more.bias` has no values; `fixed.bias` is not in the model"),
+        (Moved, "has no momentum_buffer"),
+    ],
+    ids=["names", "optimizer"],
+)
+def test_another_model_or_optimizer_is_refused(make: type[Scheduled], reason: str, src: Path, tmp_path: Path) -> None:
+    """With what differs."""
+    url = imported(src, tmp_path / "run")
+    with pytest.raises(IdentityMismatch, match=reason):
+        fit(10, DenseCheckpoint(url, every_n_steps=2), module=make())
