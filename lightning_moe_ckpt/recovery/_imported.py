@@ -50,27 +50,25 @@ def fit_imported(
     dtypes = {field: each.dtype for field, each in wanted.items() if field in stored}
     names = {record.name: dtype for record in records if (dtype := dtypes.get((record.fqn, record.state_key)))}
     for number, each in enumerate(brought.records):
-        if (dtype := names.get(each.record.name)) not in {None, each.record.dtype}:
-            nbytes = each.record.numel * dtype_of(str(dtype)).itemsize
-            brought.records[number] = replace(each, replicas=Replicas(replace(each.record, dtype=str(dtype), nbytes=nbytes)))
+        record, dtype = each.record, names.get(each.record.name, each.record.dtype)
+        fitted = replace(record, dtype=dtype, nbytes=record.numel * dtype_of(dtype).itemsize)
+        brought.records[number] = replace(each, replicas=Replicas(fitted))
     for place, (number, layout) in brought.places.items():
-        kinds = [(dtype_of(names[name]) if name in names else dtype, shape) for name, (dtype, shape) in _kinds(layout)]
+        rows = zip(layout.names, layout.kinds, strict=True)
+        kinds = [(dtype_of(names[name]) if name in names else dtype, shape) for name, (dtype, shape) in rows]
         if kinds != layout.kinds:
-            fitted = SegmentLayout.of_columns(layout.names, kinds, metadata=SEGMENT_METADATA, header_nbytes=0)
-            buffer_U8 = torch.empty(fitted.nbytes, dtype=torch.uint8)
+            other = SegmentLayout.of_columns(layout.names, kinds, metadata=SEGMENT_METADATA, header_nbytes=0)
+            buffer_U8 = torch.empty(other.nbytes, dtype=torch.uint8)
             for name in layout.names:
-                fitted.view(buffer_U8, name).copy_(layout.view(brought.buffers[number], name))
-            brought.places[place], brought.buffers[number] = (number, fitted), buffer_U8
-
-
-def _kinds(layout: SegmentLayout) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    return zip(layout.names, layout.kinds, strict=True)
+                other.view(buffer_U8, name).copy_(layout.view(brought.buffers[number], name))
+            brought.places[place], brought.buffers[number] = (number, other), buffer_U8
 
 
 def _stored_as(key: Key) -> _Field:
     """Return under which name and key an imported generation has what a model wants."""
     _, kind, fqn, state_key = key
-    return fqn.partition("/")[2] if is_average(fqn) else fqn, PARAM if kind == BUFFER or is_average(state_key) else state_key
+    own = fqn.partition("/")[2] if is_average(fqn) else fqn
+    return own, PARAM if kind == BUFFER or is_average(state_key) else state_key
 
 
 def _differences(stored: Mapping[_Field, RecordEntry], wanted: Mapping[_Field, RecordEntry]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import warnings
@@ -12,13 +13,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from inspection._runs import FEATURES, Small, SmallMoE
+from inspection.test_boxes import same
+from inspection.test_shards import trained
 from launcher import run_world
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from inspection._runs import FEATURES, Small
-from inspection.test_boxes import same
 from lightning_moe_ckpt import MoEStrategy
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.cli import main
@@ -121,6 +123,52 @@ def test_two_ranks_go_on_from_it(src: Path, tmp_path: Path) -> None:
         assert same(weights, content["state_dict"])
         expected = [each["exp_avg"] for each in content["optimizer_states"][0]["state"].values()]
         assert all(map(torch.equal, moments, expected))
+
+
+def test_experts_of_two_ranks_go_on_from_it(tmp_path: Path) -> None:
+    """Each rank has its experts, weights and moments, of a file in which they are together."""
+    module, _ = fit(3, module=SmallMoE(), enable_checkpointing=False)
+    module.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    url = imported(tmp_path / "a.ckpt", tmp_path / "run")
+
+    class Gather(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            strategy: Any = trainer.strategy
+            self.weights = copy.deepcopy(dict(strategy.lightning_module_state_dict()))
+            self.moments = copy.deepcopy(strategy.optimizer_state(trainer.optimizers[0])["state"])
+
+    def work(_: int) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+        gather = Gather()
+        strategy = MoEStrategy(expert_parallel=2)
+        fit(4, gather, DenseCheckpoint(url, every_n_steps=2), module=SmallMoE(), devices=2, strategy=strategy)
+        return gather.weights, gather.moments
+
+    weights, moments = run_world(2, work, timeout=timedelta(seconds=60), process_group=False)[0]
+    content = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert same(weights, content["state_dict"])
+    for number, state in content["optimizer_states"][0]["state"].items():
+        assert same(moments[number], state)
+
+
+def test_shards_go_on_from_a_folder_of_three_ranks_on_two(tmp_path: Path) -> None:
+    """Under `ModelParallelStrategy`, whose folder of torch DCP has the optimizer's state by name."""
+
+    class Save(Callback):
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            trainer.save_checkpoint(tmp_path / "dcp")
+
+    def work(run: str, size: int, steps: int, *callbacks: Callback) -> Any:
+        checkpoint = DenseCheckpoint(str(tmp_path / run), every_n_steps=2)
+        limit = timedelta(seconds=90)
+        return run_world(
+            size, lambda _: trained(checkpoint, (size, 1), steps, *callbacks), timeout=limit, process_group=False
+        )
+
+    weights, optimizer = work("first", 3, 3, Save())[0]
+    imported(tmp_path / "dcp", tmp_path / "second")
+    for found in work("second", 2, 3):  # trains no further
+        assert same(found[0], weights)
+        assert same(found[1], optimizer)
 
 
 def test_weights_of_another_precision_are_converted(tmp_path: Path) -> None:
