@@ -91,10 +91,9 @@ def read_foreign(src: Path, *, weights_only: bool, prefix: str) -> Foreign:
         else:
             found.tensors[name] = _lazy(each)
     if not weights_only:
-        found.step = int(content.get("global_step", 0))
-        found.entries, left_out = storable(
-            {k: v for k, v in content.items() if k not in {"state_dict", "optimizer_states"}}
-        )
+        rest = {key: each for key, each in content.items() if key not in {"state_dict", "optimizer_states"}}
+        found.entries, left_out = storable(rest)
+        found.step = int(content["global_step"]) if "loops" in found.entries else 0
         found.notes += [f"left out, because it is no plain value: {', '.join(left_out)}"] if left_out else []
         _add_optimizer(found, optimizers, prefix)
     return found

@@ -6,7 +6,9 @@ import copy
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightning_moe_ckpt import MoEStrategy
-from lightning_moe_ckpt.callbacks import DenseCheckpoint
+from lightning_moe_ckpt.callbacks import (
+    DenseCheckpoint,
+    DifferentialCheckpoint,
+    PartialExpertCheckpoint,
+    SparseCheckpoint,
+)
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import IdentityMismatch
+from lightning_moe_ckpt.inspection import verify
+from lightning_moe_ckpt.storage import open_backend
 
 STEPS = 12
 """Of two epochs of eight batches."""
@@ -148,6 +157,28 @@ def test_experts_of_two_ranks_go_on_from_it(tmp_path: Path) -> None:
     assert same(weights, content["state_dict"])
     for number, state in content["optimizer_states"][0]["state"].items():
         assert same(moments[number], state)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(SparseCheckpoint, window=2),
+        DifferentialCheckpoint,
+        partial(PartialExpertCheckpoint, k=2, every_n_steps=2),
+    ],
+    ids=["sparse", "differential", "partial"],
+)
+def test_every_policy_goes_on_from_it(make: Callable[[str], Callback], tmp_path: Path) -> None:
+    """And from what it stores itself then; nothing there builds on the imported generation."""
+    module, _ = fit(3, module=SmallMoE(), enable_checkpointing=False)
+    module.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    url = imported(tmp_path / "a.ckpt", tmp_path / "run")
+    straight, _ = fit(9, ckpt_path=tmp_path / "a.ckpt", module=SmallMoE(), enable_checkpointing=False)
+    fit(7, make(url), module=SmallMoE())
+    assert verify(open_backend(url)).sound
+    found, losses = fit(9, make(url), module=SmallMoE())
+    assert losses.step >= 5
+    assert same(found.state_dict(), straight.state_dict())
 
 
 def test_shards_go_on_from_a_folder_of_three_ranks_on_two(tmp_path: Path) -> None:

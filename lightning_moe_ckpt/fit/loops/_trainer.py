@@ -341,23 +341,25 @@ def restore_imported(trainer: Trainer, entries: Mapping[str, Any]) -> None:
         "`ckpt_path`, and from here on they are stored",
         alike=True,
     )
-    (optimizer,) = trainer.optimizers
-    for stored in entries.get("optimizer_states", ()):
+    optimizer, checkpoint = trainer.optimizers[0], copy.deepcopy(dict(entries))
+    for stored in checkpoint.get("optimizer_states", ()):
         groups = stored["param_groups"]
-        sizes, now = ([len(group["params"]) for group in each] for each in (groups, optimizer.param_groups))
-        if sizes != now:
+        was, now = ([len(group.pop("params")) for group in groups], [len(g["params"]) for g in optimizer.param_groups])
+        if was != now:
             raise IdentityMismatch(
-                f"The imported optimizer has groups of {sizes} parameters, this one of {now}. Import with --weights-only to "
-                "begin with a new optimizer."
+                f"The imported optimizer has groups of {was} parameters, this one of {now}. Import with --weights-only to begin "
+                "with a new optimizer."
             )
-        load_groups_state(optimizer, [{key: group[key] for key in group if key != "params"} for group in groups])
-    if entries:
-        connector, module = trainer._checkpoint_connector, trainer.lightning_module
-        connector._loaded_checkpoint = checkpoint = copy.deepcopy(dict(entries))
-        module.on_load_checkpoint(checkpoint)
-        for restore in ("datamodule", "callbacks", "precision_plugin_state", "loops"):
-            getattr(connector, f"restore_{restore}")()
-        if "lr_schedulers" in entries:
+        load_groups_state(optimizer, groups)
+    if checkpoint:
+        connector = trainer._checkpoint_connector
+        connector._loaded_checkpoint = checkpoint
+        trainer.lightning_module.on_load_checkpoint(checkpoint)
+        connector.restore_datamodule()
+        connector.restore_callbacks()
+        connector.restore_precision_plugin_state()
+        connector.restore_loops()
+        if "lr_schedulers" in checkpoint:
             connector.restore_lr_schedulers()
         connector._loaded_checkpoint = {}
 
