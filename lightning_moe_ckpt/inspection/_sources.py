@@ -150,20 +150,14 @@ def _safetensors(src: Path) -> dict[str, LazyTensor]:
     tensors: dict[str, LazyTensor] = {}
     try:
         for path in files:
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118  # it is no mapping
-                    part = file.get_slice(name)
-                    kind = dtype_of(part.get_dtype()), tuple(part.get_shape())
-                    tensors[name] = LazyTensor(*kind, partial(_tensor_of, path, name))
+            file: Any = safe_open(path, "pt")  # open as long as its tensors may be read
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                part = file.get_slice(name)
+                kind = dtype_of(part.get_dtype()), tuple(part.get_shape())
+                tensors[name] = LazyTensor(*kind, partial(file.get_tensor, name))
     except (OSError, SafetensorError) as error:
         raise ConfigurationError(f"{src} cannot be read: {error}. Give a folder that is whole.") from error
     return tensors
-
-
-def _tensor_of(path: Path, name: str) -> Tensor:
-    with safe_open(path, "pt") as file:
-        tensor: Tensor = file.get_tensor(name)
-    return tensor
 
 
 # -- the optimizer

@@ -229,6 +229,23 @@ class Moved(Scheduled):
         return torch.optim.SGD(self.parameters(), 1e-2, momentum=0.9)
 
 
+class Backwards(tiny.ToZero):
+    """Layers of one shape, whose parameters the optimizer has backwards: only order tells their numbers apart."""
+
+    def __init__(self) -> None:
+        layers = [nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(3)]
+        super().__init__(*layers, optimizer=lambda params: torch.optim.AdamW([*params][::-1], 1e-2))
+
+
+def test_numbers_in_another_order_are_found_out(tmp_path: Path) -> None:
+    """The import takes them in the order of the module, for all it knows."""
+    module, _ = fit(2, module=Backwards(), enable_checkpointing=False)
+    module.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    url = imported(tmp_path / "a.ckpt", tmp_path / "run")
+    with pytest.raises(IdentityMismatch, match="Give the optimizer its parameters as they were"):
+        fit(3, DenseCheckpoint(url), module=Backwards())
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

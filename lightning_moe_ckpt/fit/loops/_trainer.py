@@ -33,7 +33,7 @@ from torch._dynamo import OptimizedModule
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.journal import Unread, Written, written
-from lightning_moe_ckpt.operators import load_groups_state
+from lightning_moe_ckpt.operators import load_groups_state, stepped_parameters
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
 
 log = rank_logger(__name__)
@@ -334,7 +334,7 @@ def restore_imported(trainer: Trainer, entries: Mapping[str, Any]) -> None:
     Call in `on_fit_start`, when these are loaded.
 
     Raises:
-        IdentityMismatch: the optimizer has other groups.
+        IdentityMismatch: the optimizer has other groups, or parameters in another order.
     """
     log.warning(
         "goes on from an imported checkpoint, which has neither random state nor a place in the data: both are as in a fit with "
@@ -342,15 +342,18 @@ def restore_imported(trainer: Trainer, entries: Mapping[str, Any]) -> None:
         alike=True,
     )
     optimizer, checkpoint = trainer.optimizers[0], copy.deepcopy(dict(entries))
+    names = {id(param): name for name, param in stepped_parameters(trainer.lightning_module).items()}
+    now = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    here = {name for group in now for name in group}  # of this pipeline stage
     for stored in checkpoint.get("optimizer_states", ()):
-        groups = stored["param_groups"]
-        was, now = ([len(group.pop("params")) for group in groups], [len(g["params"]) for g in optimizer.param_groups])
+        was = [[name for name in group.pop("params") if name in here] for group in stored["param_groups"]]
+        # Names were made of numbers, by the order of the module. If this order is another one, they may be wrong.
         if was != now:
             raise IdentityMismatch(
-                f"The imported optimizer has groups of {was} parameters, this one of {now}. Import with --weights-only to begin "
-                "with a new optimizer."
+                f"The imported optimizer has {[each[:2] for each in was]} and so on in its groups, this one {[each[:2] for each in now]}. "
+                "Give the optimizer its parameters as they were, or import with --weights-only to begin with a new one."
             )
-        load_groups_state(optimizer, groups)
+        load_groups_state(optimizer, stored["param_groups"])
     if checkpoint:
         connector = trainer._checkpoint_connector
         connector._loaded_checkpoint = checkpoint
