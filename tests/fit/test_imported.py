@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from campaign._topologies import Layout, Travelling, Trip
+from campaign._training import Checkpointing
 from inspection._runs import FEATURES, Small, SmallMoE
 from inspection.test_boxes import same
-from inspection.test_shards import trained
+from inspection.test_shards import trained, whole
 from launcher import run_world
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from safetensors.torch import save_file
@@ -89,8 +91,8 @@ def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def imported(src: Path, url: Path, *options: str) -> str:
-    assert main(["import", str(src), str(url), "--part-size", "100", *options]) == 0
+def imported(src: Path, url: Path, part_nbytes: int = 500) -> str:
+    assert main(["import", str(src), str(url), "--part-size", str(part_nbytes)]) == 0
     return str(url)
 
 
@@ -157,6 +159,56 @@ def test_experts_of_two_ranks_go_on_from_it(tmp_path: Path) -> None:
     assert same(weights, content["state_dict"])
     for number, state in content["optimizer_states"][0]["state"].items():
         assert same(moments[number], state)
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `.ckpt` of the end of an epoch of five steps, on one rank."""
+    folder = tmp_path_factory.mktemp("one")
+    trip, layout = Trip(checkpointing=Checkpointing(policy="dense"), one_process="auto"), Layout(ranks=1)
+    trainer = trip.trainer(layout, [], max_steps=5, enable_checkpointing=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(Travelling(trip, layout), trip.loader(layout))
+    trainer.save_checkpoint(folder / "a.ckpt")
+    return folder / "a.ckpt"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(ranks=2, stages=2), Layout(ranks=2, experts=2, zero=True), Layout(ranks=3, sharding="fsdp2")],
+    ids=str,
+)
+def test_every_layout_goes_on_from_it(layout: Layout, of_one_rank: Path, tmp_path: Path) -> None:
+    """Stages, experts with an optimizer in pieces, and shards: each rank begins with its part of the weights, at the file's step and rate."""
+    url = imported(of_one_rank, tmp_path / "run", 5000)
+
+    class Begin(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            self.weights = {name: whole(param) for name, param in pl_module.named_parameters()}
+            self.at = trainer.global_step, trainer.optimizers[0].param_groups[0]["lr"]
+
+    def work(_: int) -> tuple[dict[str, Tensor], tuple[int, float]]:
+        begin, trip = Begin(), Trip(checkpointing=Checkpointing(policy="dense"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = trip.trainer(layout, [begin, DenseCheckpoint(url, every_n_steps=2)], max_steps=6)
+            trainer.fit(Travelling(trip, layout), trip.loader(layout))
+        assert trainer.global_step == 6
+        return begin.weights, begin.at
+
+    content, seen = torch.load(of_one_rank, weights_only=True), set()
+    for rank, (weights, at) in enumerate(
+        run_world(layout.ranks, work, timeout=timedelta(seconds=90), process_group=False)
+    ):
+        seen |= weights.keys()
+        assert at == (5, content["optimizer_states"][0]["param_groups"][0]["lr"])
+        for name, found in weights.items():
+            expected = content["state_dict"][name]
+            if layout.experts > 1 and found.shape != expected.shape:
+                expected = expected.chunk(layout.experts)[rank]
+            assert torch.equal(found, expected)
+    assert seen == content["state_dict"].keys()
 
 
 @pytest.mark.parametrize(
