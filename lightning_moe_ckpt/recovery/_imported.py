@@ -16,7 +16,7 @@ from torch import nn
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.recovery._brought import Brought
-from lightning_moe_ckpt.recovery._cut import BUFFER, FULL, Key, Piece
+from lightning_moe_ckpt.recovery._cut import BUFFER, FULL, Piece, Pieces
 from lightning_moe_ckpt.recovery._index import Replicas
 from lightning_moe_ckpt.snapshot import PARAM, PRESENT, SEGMENT_METADATA, is_average
 from lightning_moe_ckpt.storage import RecordEntry, SegmentLayout, dtype_of
@@ -27,15 +27,13 @@ _Field = tuple[str, str]
 """Name of a tensor, and key of its state."""
 
 
-def fit_imported(
-    brought: Brought, targets: Mapping[Key, Sequence[Piece]], module: nn.Module, exchange: Exchange
-) -> None:
-    """Convert records to the precision in which the model has them. Collective.
+def fit_imported(brought: Brought, tensors: Sequence[Piece], module: nn.Module, exchange: Exchange) -> None:
+    """Convert records to the precision in which the model has them; `tensors` are those of all ranks. Collective.
 
     Raises:
         IdentityMismatch: names, shapes, or the keys of the optimizer's state are not those of the model.
     """
-    wanted = {_stored_as(key): pieces[0].record for key, pieces in targets.items()}
+    wanted = {_stored_as(each.record.kind, each.record.fqn, each.record.state_key): each.record for each in tensors}
     records = [each.record for each in brought.records if each.record.fqn]
     stored = {(record.fqn, record.state_key): record for record in records}
     wrong = [*_differences(stored, wanted)]
@@ -64,11 +62,10 @@ def fit_imported(
             brought.places[place], brought.buffers[number] = (number, other), buffer_U8
 
 
-def _stored_as(key: Key) -> _Field:
+def _stored_as(kind: str, fqn: str, key: str) -> _Field:
     """Return under which name and key an imported generation has what a model wants."""
-    _, kind, fqn, state_key = key
     own = fqn.partition("/")[2] if is_average(fqn) else fqn
-    return own, PARAM if kind == BUFFER or is_average(state_key) else state_key
+    return own, PARAM if kind == BUFFER or is_average(key) else key
 
 
 def _differences(stored: Mapping[_Field, RecordEntry], wanted: Mapping[_Field, RecordEntry]) -> Iterator[str]:
@@ -81,9 +78,7 @@ def _differences(stored: Mapping[_Field, RecordEntry], wanted: Mapping[_Field, R
             yield f"`{fqn}` has {list(found.global_shape)} {key}, the model {list(record.global_shape)}"
 
 
-def name_imported(sources: dict[Key, list[Piece]], targets: Mapping[Key, Sequence[Piece]]) -> None:
-    """Let buffers, and averages, be found under the names that an imported generation has for them."""
-    for key in targets:
-        fqn, state_key = _stored_as(key)
-        if key not in sources and (found := sources.get((key[0], FULL, fqn, state_key))):
-            sources[key] = found
+def by_imported_names(sources: Pieces, targets: Pieces) -> Pieces:
+    """Return the sources with buffers, and averages, under the names that the model has for them."""
+    own = {key: sources.get((key[0], FULL, *_stored_as(*key[1:])), ()) for key in targets if key not in sources}
+    return {**sources, **{key: pieces for key, pieces in own.items() if pieces}}

@@ -197,7 +197,7 @@ def test_every_layout_goes_on_from_it(layout: Layout, of_one_rank: Path, tmp_pat
         assert trainer.global_step == 6
         return begin.weights, begin.at
 
-    content, seen = torch.load(of_one_rank, weights_only=True), set()
+    content, seen = torch.load(of_one_rank, weights_only=True), set[str]()
     for rank, (weights, at) in enumerate(
         run_world(layout.ranks, work, timeout=timedelta(seconds=90), process_group=False)
     ):
