@@ -64,6 +64,8 @@ def read_foreign(src: Path, *, weights_only: bool, prefix: str) -> Foreign:
         ConfigurationError: `src` cannot be read or understood; or the optimizer's numbers do not tell its parameters.
     """
     content: dict[str, Any] = {}
+    if not src.exists():
+        raise ConfigurationError(f"{src} does not exist. Give a `.ckpt`, or a folder of torch DCP or Hugging Face.")
     if (src / INDEX).is_file():
         words = f"folder {src.name} of torch DCP"
         content = _load(src / META) if (src / META).is_file() else {}
