@@ -25,6 +25,7 @@ from lightning_moe_ckpt.operators import StateSchema, agreed_schema
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.recovery import JournalReader, Repeats
 from lightning_moe_ckpt.session import CheckpointSession, Report, SessionJob
+from lightning_moe_ckpt.snapshot import IMPORTED
 from lightning_moe_ckpt.tiers import SessionConfig
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -176,7 +177,7 @@ class Sessions:
             extra=_trainer.checkpoint_extra(trainer, module),
             averages=averages_of(trainer),
             journals=JournalReader(
-                lambda start: self._trained.restore(start["trained"]),
+                lambda start: None if IMPORTED in start else self._trained.restore(start["trained"]),
                 lambda journals, was: retold(journals, was, self._groups.rank, self._groups.world_size),
             ),
         )

@@ -47,6 +47,7 @@ from lightning_moe_ckpt.recovery._cut import (
     moves,
 )
 from lightning_moe_ckpt.recovery._fold import ChainRestore, base_step
+from lightning_moe_ckpt.recovery._imported import by_imported_names, fit_imported
 from lightning_moe_ckpt.recovery._index import LinkSource, RecordIndex, Replicas, add_links, newest_whole
 from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, Replica, Version, stored
 from lightning_moe_ckpt.recovery._loading import (
@@ -59,6 +60,7 @@ from lightning_moe_ckpt.recovery._loading import (
 from lightning_moe_ckpt.recovery._outcomes import own_outcome
 from lightning_moe_ckpt.recovery._transfer import MESSAGE_NBYTES, MarkerSearch, Rounds, Transfer, Which
 from lightning_moe_ckpt.snapshot import (
+    IMPORTED,
     JOURNAL,
     SEGMENT_METADATA,
     PlanRecord,
@@ -159,7 +161,7 @@ class Recut:
         layout = self._lay_out(record, kept, job, brought, room)
         if layout is None:
             return None
-        segments = self._cut(brought, layout)
+        segments = self._cut(brought, layout, imported=IMPORTED in policy)
         for journal, segment, step in zip(told, segments, layout.steps, strict=True):
             written = step.durable.segment.view(segment, JOURNAL)
             payload = encode_journal(journal, written.numel())
@@ -426,7 +428,7 @@ class Recut:
         self.reasons += [str(each) for each in dict.fromkeys(said) if each]
         return None if self.reasons else layout
 
-    def _cut(self, brought: BroughtRecords, layout: WindowLayout) -> list[Tensor]:
+    def _cut(self, brought: BroughtRecords, layout: WindowLayout, *, imported: bool) -> list[Tensor]:
         """Return this rank's segments, with every record but the journal. Raises `IdentityMismatch` if one is nowhere."""
         rank, view = self._exchange.rank, layout.steps[0].view
         has_state = dict.fromkeys(view.params, True)
@@ -440,8 +442,13 @@ class Recut:
             for each in RecordRows(lambda rows=rows: (rows, [])).columns.entries()  # type: ignore[misc]
             if each.kind != JOURNAL and (other == rank or not is_scalar(each))
         ]
+        tensors = [each for each in wanted if not is_scalar(each.record)]
+        if imported:
+            fit_imported(brought, tensors, view.module, self._exchange)
         values = self._scalars(brought)
-        sources, targets = by_tensor(self._sources(brought), [each for each in wanted if not is_scalar(each.record)])
+        sources, targets = by_tensor(self._sources(brought), tensors)
+        if imported:
+            sources = by_imported_names(sources, targets)
         with self._exchange.raise_together(IdentityMismatch):
             expect_all(rank, targets, sources)
         deliver(self._exchange, moves(sources, targets, values, rank), brought.buffers, segments)
