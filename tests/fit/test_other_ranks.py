@@ -45,6 +45,14 @@ from lightning_moe_ckpt.snapshot import Topology
 ITEMS, GLOBAL_BATCH = 48, 12
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_seed_of_an_earlier_test() -> Iterator[None]:
+    """Lightning would seed all ranks alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PL_GLOBAL_SEED", raising=False)
+        yield
+
+
 class Numbered(Dataset[tuple[Tensor, Tensor]]):
     """Items with their number."""
 
