@@ -81,17 +81,13 @@ in any layout.
 
 \b
 SRC decides what is read:
-  a .ckpt               of Lightning, or a state_dict that torch.save wrote;
-                        read by torch.load(weights_only=True)
-  a folder, .metadata   torch Distributed Checkpoint, as of
-                        ModelParallelStrategy. torch reads .metadata with
-                        pickle, which can run code: only from who you trust
+  a .ckpt                        of Lightning, or a state_dict
+  a folder with .metadata        torch Distributed Checkpoint; torch reads it
+                                 with pickle, so import only what you trust
   a folder, model*.safetensors   Hugging Face; weights only
 
-The optimizer's state comes along where it is there. A .ckpt numbers its parameters; numbers become names by the order of
-the state_dict and by shapes, and if several assignments fit, nothing is imported: give --weights-only, or a DCP folder, which
-has names. Loops, callbacks, schedulers and hyper-parameters are kept, and Lightning restores them when a fit begins at URL; what is
-no plain value is left out and named. Random state and place in the data are in no such file.
+The optimizer's state comes along if it is there, and if names of its parameters are: a .ckpt numbers them, and nothing is imported
+if several fit. Lightning restores loops, schedulers and callbacks as from its own file, without random state and place in the data.
 
 Exit status: 0 imported, 2 not imported: URL has checkpoints, or SRC cannot be read."""
 

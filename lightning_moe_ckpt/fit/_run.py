@@ -32,6 +32,7 @@ from lightning_moe_ckpt.operators import show_shards
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import clocked
 from lightning_moe_ckpt.session import CheckpointSession
+from lightning_moe_ckpt.snapshot import IMPORTED
 from lightning_moe_ckpt.tiers import SessionConfig
 
 log = rank_logger(__name__)
@@ -134,7 +135,12 @@ class FitSession:
         session = self.session
         start = session.begin()
         self.sessions.take_up()
-        if start is None:
+        if start is not None and IMPORTED in start:
+            _trainer.restore_imported(self._trainer, start[IMPORTED])
+            self.trained.restore_order({})
+            self._step = self._trainer.global_step
+            session.repeats.waive_reconciling()
+        if start is None or IMPORTED in start:
             self.trained.begin()
             self._recorder.begin()
         else:

@@ -23,8 +23,9 @@ from lightning_moe_ckpt.fit._stops import say_who_is_gone
 from lightning_moe_ckpt.fit.loops import _trainer
 from lightning_moe_ckpt.operators import StateSchema, agreed_schema
 from lightning_moe_ckpt.policies import Policy
-from lightning_moe_ckpt.recovery import Repeats
+from lightning_moe_ckpt.recovery import JournalReader, Repeats
 from lightning_moe_ckpt.session import CheckpointSession, Report, SessionJob
+from lightning_moe_ckpt.snapshot import IMPORTED
 from lightning_moe_ckpt.tiers import SessionConfig
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -175,7 +176,9 @@ class Sessions:
             may_edit_steps=_limits.may_edit_steps(trainer, module, self._own),
             extra=_trainer.checkpoint_extra(trainer, module),
             averages=averages_of(trainer),
-            as_user=lambda start: self._trained.restore(start["trained"]),
-            retell=lambda journals, was: retold(journals, was, self._groups.rank, self._groups.world_size),
+            journals=JournalReader(
+                lambda start: None if IMPORTED in start else self._trained.restore(start["trained"]),
+                lambda journals, was: retold(journals, was, self._groups.rank, self._groups.world_size),
+            ),
         )
         return CheckpointSession(job, repeats)

@@ -166,9 +166,7 @@ class _Job:
 
         content = self._content(done, promised, by_name=True)
         if self.options.weights_only:
-            done.notes.append(
-                "without the optimizer's state Lightning validates and tests with it, and does not train on"
-            )
+            done.notes.append("without the optimizer's state: Lightning can validate and test with it, not train")
         return write_dcp(self.out, content, read)
 
     def _content(self, done: Export, take: Callable[[LazyTensor], Tensor], *, by_name: bool = False) -> dict[str, Any]:

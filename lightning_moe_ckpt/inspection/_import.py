@@ -10,7 +10,7 @@ import base64
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt.coordination import VERSIONS, own_versions
 from lightning_moe_ckpt.errors import ConfigurationError, NoUsableGeneration
+from lightning_moe_ckpt.inspection._answers import Row
 from lightning_moe_ckpt.inspection._assemble import JOURNAL, PARAM, PRESENT
 from lightning_moe_ckpt.inspection._sources import Foreign, read_foreign
 from lightning_moe_ckpt.journal import encode, encode_journal
@@ -46,28 +47,14 @@ from lightning_moe_ckpt.storage import (
 _PATIENCE = timedelta(minutes=1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Import:
-    """Result of `import_run`."""
-
-    source: str
-    step: int
-    incarnation: int
-    num_parts: int
-    nbytes: int
-    num_tensors: int
-    notes: list[str]
-    """Remarks for the user."""
-
-
-def import_run(backend: Backend, src: Path, *, weights_only: bool, prefix: str, part_nbytes: int) -> Import:
-    """Write a checkpoint of another tool to an empty place, as a generation of its step.
+def import_run(backend: Backend, src: Path, *, weights_only: bool, prefix: str, part_nbytes: int) -> Row:
+    """Write a checkpoint of another tool to an empty place, as a generation of its step; return the facts for the user.
 
     Args:
         backend: result of `open_backend`.
-        src: see `read_foreign`.
-        weights_only: see `read_foreign`.
-        prefix: see `read_foreign`.
+        src: see `read_foreign`, also for `weights_only` and `prefix`.
+        weights_only: whether to import nothing else.
+        prefix: begin of names.
         part_nbytes: bytes in a part, of which one is in memory at a time, and a tensor.
 
     Raises:
@@ -102,10 +89,8 @@ def import_run(backend: Backend, src: Path, *, weights_only: bool, prefix: str, 
             marker = replace(marker, module=ModuleLine.of(_module(foreign)), lineage=store.lineage)
         store.put_marker(marker)
     store.commit(marker, timeout=_PATIENCE)
-    return Import(
-        source=foreign.words, step=foreign.step, incarnation=marker.generation.incarnation, num_parts=len(parts),
-        nbytes=nbytes, num_tensors=len(foreign.tensors), notes=foreign.notes,
-    )  # fmt: skip
+    facts = {"source": foreign.words, "step": foreign.step, "incarnation": marker.generation.incarnation}
+    return {**facts, "parts": len(parts), "nbytes": nbytes, "tensors": len(foreign.tensors), "notes": foreign.notes}
 
 
 def _module(foreign: Foreign) -> ModuleEntry:

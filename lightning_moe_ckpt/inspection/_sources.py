@@ -64,6 +64,8 @@ def read_foreign(src: Path, *, weights_only: bool, prefix: str) -> Foreign:
         ConfigurationError: `src` cannot be read or understood; or the optimizer's numbers do not tell its parameters.
     """
     content: dict[str, Any] = {}
+    if not src.exists():
+        raise ConfigurationError(f"{src} does not exist. Give a `.ckpt`, or a folder of torch DCP or Hugging Face.")
     if (src / INDEX).is_file():
         words = f"folder {src.name} of torch DCP"
         content = _load(src / META) if (src / META).is_file() else {}
@@ -91,10 +93,9 @@ def read_foreign(src: Path, *, weights_only: bool, prefix: str) -> Foreign:
         else:
             found.tensors[name] = _lazy(each)
     if not weights_only:
-        found.step = int(content.get("global_step", 0))
-        found.entries, left_out = storable(
-            {k: v for k, v in content.items() if k not in {"state_dict", "optimizer_states"}}
-        )
+        rest = {key: each for key, each in content.items() if key not in {"state_dict", "optimizer_states"}}
+        found.entries, left_out = storable(rest)
+        found.step = int(content["global_step"]) if "loops" in found.entries else 0
         found.notes += [f"left out, because it is no plain value: {', '.join(left_out)}"] if left_out else []
         _add_optimizer(found, optimizers, prefix)
     return found
@@ -151,20 +152,14 @@ def _safetensors(src: Path) -> dict[str, LazyTensor]:
     tensors: dict[str, LazyTensor] = {}
     try:
         for path in files:
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118  # it is no mapping
-                    part = file.get_slice(name)
-                    kind = dtype_of(part.get_dtype()), tuple(part.get_shape())
-                    tensors[name] = LazyTensor(*kind, partial(_tensor_of, path, name))
+            file: Any = safe_open(path, "pt")  # open as long as its tensors may be read
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                part = file.get_slice(name)
+                kind = dtype_of(part.get_dtype()), tuple(part.get_shape())
+                tensors[name] = LazyTensor(*kind, partial(file.get_tensor, name))
     except (OSError, SafetensorError) as error:
         raise ConfigurationError(f"{src} cannot be read: {error}. Give a folder that is whole.") from error
     return tensors
-
-
-def _tensor_of(path: Path, name: str) -> Tensor:
-    with safe_open(path, "pt") as file:
-        tensor: Tensor = file.get_tensor(name)
-    return tensor
 
 
 # -- the optimizer

@@ -234,13 +234,12 @@ def _not_dense(status: int, commit: Commit) -> str:
 def import_(backend: Backend, *, src: Path, **options: Any) -> Answer:
     """Begin a run from a checkpoint of another tool."""
     done = import_run(backend, src, **options)
-    size = f"{size_text(done.nbytes)} in {done.num_parts} parts"
+    size = f"{done['tensors']} parameters and buffers, {size_text(done['nbytes'])} in {done['parts']} parts"
     lines: list[RenderableType] = [
-        f"{done.source}: {done.num_tensors} parameters and buffers, {size}",
-        f"step {done.step} (incarnation {done.incarnation})",
+        f"{done['source']} as step {done['step']} (incarnation {done['incarnation']}): {size}"
     ]
-    lines += [f"note: {note}" for note in done.notes]
-    return Answer(dataclasses.asdict(done), lambda: lines)
+    lines += [f"note: {note}" for note in done["notes"]]
+    return Answer(done, lambda: lines)
 
 
 @_of_run

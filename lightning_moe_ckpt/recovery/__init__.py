@@ -18,9 +18,9 @@ from lightning_moe_ckpt.recovery._inventory import Request as Request
 from lightning_moe_ckpt.recovery._inventory import Version as Version
 from lightning_moe_ckpt.recovery._inventory import is_superseded as is_superseded
 from lightning_moe_ckpt.recovery._inventory import stored as stored
+from lightning_moe_ckpt.recovery._loading import JournalReader as JournalReader
 from lightning_moe_ckpt.recovery._loading import RestoreSource as RestoreSource
 from lightning_moe_ckpt.recovery._loading import ResumeRequest as ResumeRequest
-from lightning_moe_ckpt.recovery._loading import Retell as Retell
 from lightning_moe_ckpt.recovery._loading import Retold as Retold
 from lightning_moe_ckpt.recovery._loading import follow_found as follow_found
 from lightning_moe_ckpt.recovery._loading import load_found as load_found

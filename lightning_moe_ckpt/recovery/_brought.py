@@ -44,7 +44,7 @@ def part_of(name: str) -> str:
 
 
 @dataclass(slots=True)
-class Brought:
+class BroughtRecords:
     """Records of all writers, and the memory of those that this rank has read."""
 
     reached: int = 0
@@ -86,7 +86,7 @@ class Brought:
         return layout.view(self.buffers[number], each.record.name).view(torch.uint8).numpy().tobytes()
 
 
-def _digests_of_buffers(brought: Brought) -> dict[str, dict[int, list[str]]]:
+def _digests_of_buffers(brought: BroughtRecords) -> dict[str, dict[int, list[str]]]:
     found: dict[str, dict[int, list[str]]] = {}
     for each in brought.records:
         if each.record.kind == BUFFER:
@@ -94,14 +94,14 @@ def _digests_of_buffers(brought: Brought) -> dict[str, dict[int, list[str]]]:
     return found
 
 
-def differing_buffers(brought: Brought) -> Iterator[str]:
+def differing_buffers(brought: BroughtRecords) -> Iterator[str]:
     found = _digests_of_buffers(brought)
     names = [name for name, own in found.items() if len({*map(tuple, own.values())}) > 1]
     if names:
         yield f"buffers that differed between ranks ({', '.join(names[:_NAMED])}): each rank has those of one of the former ranks"
 
 
-def buffer_owners(brought: Brought, num_ranks: int) -> dict[tuple[str, int], int]:
+def buffer_owners(brought: BroughtRecords, num_ranks: int) -> dict[tuple[str, int], int]:
     """Return the writer whose buffer each rank takes, by name and rank: in turn among those that have it."""
     found = _digests_of_buffers(brought)
     return {(name, rank): sorted(own)[rank % len(own)] for name, own in found.items() for rank in range(num_ranks)}

@@ -24,7 +24,7 @@ from lightning_moe_ckpt.storage import Bounds, RecordEntry, dtype_of
 Key = tuple[int, str, str, str]
 """Step, kind of record, parameter or buffer, and state key: records with the same key are parts of one tensor."""
 
-Scalars = Mapping[tuple[int, int, str], bytes]
+ShardScalars = Mapping[tuple[int, int, str], bytes]
 """Single values of shards, by writer, boundary and name of the record."""
 
 BUFFER, FULL = "buffer", "full"
@@ -35,7 +35,7 @@ _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class HeldRecord:
     """A record in the memory of a rank that has read it, or wants it."""
 
     rank: int
@@ -49,14 +49,14 @@ class Piece:
     """The record, with its offset in that buffer."""
 
     @classmethod
-    def of(cls, record: RecordEntry, rank: int, at: int, owner: int, *, place: int | None = None) -> Piece:
+    def of(cls, record: RecordEntry, rank: int, at: int, owner: int, *, place: int | None = None) -> HeldRecord:
         """Return a record in a rank's memory; a parameter or buffer without dimensions counts as a vector."""
         shape = record.global_shape
         if not shape and not is_scalar(record):
             record = replace(record, global_shape=(1,))
         return cls(rank, at, owner, at if place is None else place, record)
 
-    def scalar(self, key: str, values: Scalars) -> bytes:
+    def scalar(self, key: str, values: ShardScalars) -> bytes:
         """Return one of the shard's scalars; empty if it has none."""
         return values.get((self.owner, self.at, f"{self.record.name.rpartition('/')[0]}/{key}"), b"")
 
@@ -78,8 +78,8 @@ class Piece:
 class Move:
     """A part of a record that one rank has read and another wants."""
 
-    source: Piece
-    target: Piece
+    source: HeldRecord
+    target: HeldRecord
     size: tuple[int, ...]
     first: tuple[int, int]
     """First element of the box with the part, in the source's record and in the target's."""
@@ -106,17 +106,17 @@ class Move:
         """Return the part in the target's memory."""
         return self._of(self.target, 1, buffers)
 
-    def _of(self, piece: Piece, side: int, buffers: Sequence[Tensor]) -> Tensor:
+    def _of(self, piece: HeldRecord, side: int, buffers: Sequence[Tensor]) -> Tensor:
         offset, size = self.boxes[side]
         whole = piece.view(buffers, self.first[side], size)
         places = zip(self.offset, offset, self.size, strict=True)
         return whole[tuple(slice(at - begin, at - begin + length) for at, begin, length in places)]
 
 
-Pieces = Mapping[Key, Sequence[Piece]]
+HeldByTensor = Mapping[Key, Sequence[HeldRecord]]
 
 
-def overlaps(source: Piece, target: Piece) -> Iterator[Move]:
+def overlaps(source: HeldRecord, target: HeldRecord) -> Iterator[Move]:
     """Yield the parts that two records of one tensor share, in the order of the target's boxes, then of the source's."""
     for to, (at, size) in target.boxes:
         for start, (begin, length) in source.boxes:
@@ -127,7 +127,7 @@ def overlaps(source: Piece, target: Piece) -> Iterator[Move]:
                 yield Move(source, target, both, (start, to), ((begin, length), (at, size)), offset)
 
 
-def by_tensor(read: Iterable[Piece], wanted: Iterable[Piece]) -> tuple[Pieces, Pieces]:
+def by_tensor(read: Iterable[HeldRecord], wanted: Iterable[HeldRecord]) -> tuple[HeldByTensor, HeldByTensor]:
     """Return the pieces of each tensor, equal copies that were read as one.
 
     Experts may be modules that each rank numbers from zero. Where one name stands for several experts, their operators tell them apart.
@@ -140,13 +140,13 @@ def by_tensor(read: Iterable[Piece], wanted: Iterable[Piece]) -> tuple[Pieces, P
             if expert and experts.setdefault(place, expert) != expert:
                 local.add(name)
 
-    def key_of(piece: Piece) -> Key:
+    def key_of(piece: HeldRecord) -> Key:
         record, (expert, name) = piece.record, _expert(piece.record)
         key = str(piece.owner) if record.kind == BUFFER else record.state_key
         return piece.at, record.kind, f"{expert}: {name}" if expert and name in local else record.fqn, key
 
-    sources: dict[Key, dict[tuple[object, ...], Piece]] = {}
-    targets: dict[Key, list[Piece]] = {}
+    sources: dict[Key, dict[tuple[object, ...], HeldRecord]] = {}
+    targets: dict[Key, list[HeldRecord]] = {}
     for piece in sides[0]:
         record = piece.record
         sources.setdefault(key_of(piece), {}).setdefault((record.global_start, record.numel, record.box), piece)
@@ -171,7 +171,7 @@ def _is_state(record: RecordEntry) -> bool:
     return record.kind == FULL and record.state_key != PARAM and not is_average(record.state_key)
 
 
-def moves(sources: Pieces, targets: Pieces, values: Scalars, rank: int) -> Iterator[Move]:
+def moves(sources: HeldByTensor, targets: HeldByTensor, values: ShardScalars, rank: int) -> Iterator[Move]:
     """Yield all moves from or to a rank, in one order on all ranks; state that does not exist yet is not moved."""
     for key in sorted(targets):
         for target in targets[key]:
@@ -182,7 +182,7 @@ def moves(sources: Pieces, targets: Pieces, values: Scalars, rank: int) -> Itera
                     yield from overlaps(source, target)
 
 
-def expect_all(rank: int, targets: Pieces, sources: Pieces) -> None:
+def expect_all(rank: int, targets: HeldByTensor, sources: HeldByTensor) -> None:
     """Raise `IdentityMismatch` if elements that this rank wants are nowhere, or twice."""
     for key, pieces in targets.items():
         for piece in (each for each in pieces if each.rank == rank):
@@ -195,7 +195,11 @@ def expect_all(rank: int, targets: Pieces, sources: Pieces) -> None:
 
 
 def fill_scalars(
-    wanted: Sequence[Piece], targets: Pieces, sources: Pieces, values: Scalars, segments: Sequence[Tensor]
+    wanted: Sequence[HeldRecord],
+    targets: HeldByTensor,
+    sources: HeldByTensor,
+    values: ShardScalars,
+    segments: Sequence[Tensor],
 ) -> None:
     """Give a rank's shards the scalars of stored shards that they overlap, of the first with state."""
     rank = wanted[0].rank if wanted else -1

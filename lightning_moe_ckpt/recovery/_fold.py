@@ -73,7 +73,7 @@ class ChainRestore:
         self.supplied = Counter[Replica]()
         """Bytes read, by copy."""
 
-    def run(self) -> list[Brought] | None:
+    def run(self) -> list[_Brought] | None:
         """Return this rank's states at `reached`; `None`, on all ranks, without a base. Collective."""
         last = self._last
         bases = self._transport.gather_values([base_step(links, last) for links in self._chains])
@@ -103,12 +103,12 @@ class ChainRestore:
 
     # -- private
 
-    def _bring(self, steps: Sequence[int]) -> list[list[Brought]] | None:
+    def _bring(self, steps: Sequence[int]) -> list[list[_Brought]] | None:
         """Bring each chain's records of these steps; return the steps before the first that is damaged on any rank.
 
         Adds reasons to `self.reasons`. Returns `None` if a rank could not be served at all. Collective.
         """
-        brought = [[Brought(step, links[step]) for step in steps] for links in self._chains]
+        brought = [[_Brought(step, links[step]) for step in steps] for links in self._chains]
         flat = [each for own in brought for each in own]
         if not self._transfer.fill([each.assembly for each in flat if each.assembly is not None], ""):
             return None
@@ -165,7 +165,7 @@ def folded(marker: RankMarker, read: Read) -> tuple[RankMarker, Tensor]:
     first, last = base_step(links, marker.generation.step), marker.generation.step
     if first is None:
         raise Corrupt(f"{marker.generation}: what it follows on is not all named. Another generation may be whole.")
-    brought = [Brought(step, links[step]) for step in range(first, last + 1)]
+    brought = [_Brought(step, links[step]) for step in range(first, last + 1)]
     for each in brought:
         if each.assembly is not None:
             each.assembly.fill(read)
@@ -184,7 +184,7 @@ _OWN = Version(GenerationId(step=0, incarnation=0, nonce=""), "")
 """Placeholder for the version of files whose keys say where they are."""
 
 
-class Brought:
+class _Brought:
     """One boundary on its way into memory."""
 
     def __init__(self, step: int, sources: Sequence[LinkSource]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -152,11 +152,16 @@ class Retold(NamedTuple):
 
     journal: Journal
     notes: Sequence[str]
-    """What is not as it was, in words."""
+    """Differences from what was, in words."""
 
 
-Retell = Callable[[Sequence[Journal], Topology], Retold]
-"""Function from all writers' journals of a boundary, by rank, and their topology, to this rank's."""
+class JournalReader(NamedTuple):
+    """Uses that a trainer makes of stored journals."""
+
+    as_user: Callable[[Journal], None] = lambda _: None
+    """See `Replay`."""
+    retell: Callable[[Sequence[Journal], Topology], Retold] = lambda journals, _: Retold(journals[0], ())
+    """Makes this rank's journal from those of all ranks that wrote a boundary, by rank, and their topology."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +177,7 @@ class ResumeRequest:
     """Tag of the only run that may be resumed, see `SessionConfig.densify`; empty for any."""
     elastic: bool = False
     """Whether other ranks, or ranks in another layout, may have written the generation."""
-    as_user: Callable[[Journal], None] = lambda _: None
-    """See `Replay`."""
-    retell: Retell = lambda journals, _: Retold(journals[0], ())
-    """Makes this rank's journal from those of other ranks."""
+    journals: JournalReader = field(default_factory=JournalReader)
 
 
 @dataclass(kw_only=True)
@@ -284,7 +286,6 @@ def load_found(
         engine=engine,
         as_user=as_user,
         missing=found.chosen.missing,
-        compares=not found.recut,
     )
     replay.load(found.first_step)
     replay.load_buffers()

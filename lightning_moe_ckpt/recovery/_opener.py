@@ -40,6 +40,7 @@ from lightning_moe_ckpt.recovery._loading import (
 )
 from lightning_moe_ckpt.recovery._recut import Recut
 from lightning_moe_ckpt.snapshot import (
+    IMPORTED,
     Facts,
     Identity,
     PlanRecord,
@@ -458,6 +459,8 @@ class Search:
         Raises:
             IdentityMismatch: the model differs, or the layout does and must not.
         """
+        if IMPORTED in stored.policy:
+            return False  # of no ranks; the records say whether the model is the same
         own, identity = self._job.identity, Identity.of_stored(stored)
         if self._exchange.all_agree(own == identity):
             return True

@@ -28,11 +28,17 @@ from lightning_moe_ckpt.journal import Journal, decode_journal, encode, encode_j
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery._assembly import Assembly, Place, Wanted
 from lightning_moe_ckpt.recovery._attempt import COMMITS, RestorePlan
-from lightning_moe_ckpt.recovery._brought import Brought, WrittenRecord, buffer_owners, differing_buffers, part_of
+from lightning_moe_ckpt.recovery._brought import (
+    BroughtRecords,
+    WrittenRecord,
+    buffer_owners,
+    differing_buffers,
+    part_of,
+)
 from lightning_moe_ckpt.recovery._cut import (
     BUFFER,
-    Piece,
-    Scalars,
+    HeldRecord,
+    ShardScalars,
     by_tensor,
     deliver,
     expect_all,
@@ -41,6 +47,7 @@ from lightning_moe_ckpt.recovery._cut import (
     moves,
 )
 from lightning_moe_ckpt.recovery._fold import ChainRestore, base_step
+from lightning_moe_ckpt.recovery._imported import by_imported_names, fit_imported
 from lightning_moe_ckpt.recovery._index import LinkSource, RecordIndex, Replicas, add_links, newest_whole
 from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, Replica, Version, stored
 from lightning_moe_ckpt.recovery._loading import (
@@ -53,6 +60,7 @@ from lightning_moe_ckpt.recovery._loading import (
 from lightning_moe_ckpt.recovery._outcomes import own_outcome
 from lightning_moe_ckpt.recovery._transfer import MESSAGE_NBYTES, MarkerSearch, Rounds, Transfer, Which
 from lightning_moe_ckpt.snapshot import (
+    IMPORTED,
     JOURNAL,
     SEGMENT_METADATA,
     PlanRecord,
@@ -148,12 +156,12 @@ class Recut:
         if chosen:
             sources = RestorePlan(generations={n: v.generation for n, v in chosen.items()}, shards={}, levels={})
             note_recovery(generation, sources, {}, told[0]["outcome"], view.operators)
-        job.as_user(told[0]["start"])  # first: the optimizer's groups decide which records there are
+        job.journals.as_user(told[0]["start"])  # first: the optimizer's groups decide which records there are
         room = max(journal_capacity(markers[0]), *(2 * len(encode(each)) for each in told))
         layout = self._lay_out(record, kept, job, brought, room)
         if layout is None:
             return None
-        segments = self._cut(brought, layout)
+        segments = self._cut(brought, layout, imported=IMPORTED in policy)
         for journal, segment, step in zip(told, segments, layout.steps, strict=True):
             written = step.durable.segment.view(segment, JOURNAL)
             payload = encode_journal(journal, written.numel())
@@ -201,7 +209,7 @@ class Recut:
 
     # -- exact and partial generations
 
-    def _bring_records(self, markers: Sequence[RankMarker], view: StateView) -> Brought | None:
+    def _bring_records(self, markers: Sequence[RankMarker], view: StateView) -> BroughtRecords | None:
         """Read all records of an exact or partial generation, of experts the newest."""
         steps, partial = sorted(set(markers[0].steps)), is_partial(markers[0].policy)
         sizes = self._expert_sizes(view) if partial else {}
@@ -229,7 +237,7 @@ class Recut:
             if missing:
                 self._add(indexes, (deeper[0], STORAGE), self._read_markers((deeper.pop(0), STORAGE)))
                 continue
-            brought = Brought(reached=self.version.generation.step, chosen=chosen)
+            brought = BroughtRecords(reached=self.version.generation.step, chosen=chosen)
             brought.share_out([*self._chosen(indexes, steps, chosen)], self._exchange.world_size)
             lost = self._read(brought)
             if not lost:
@@ -270,7 +278,7 @@ class Recut:
                 for each in index.operator(name, source).values():
                     yield WrittenRecord(owner, len(steps) - 1, each)
 
-    def _read(self, brought: Brought) -> list[str] | None:
+    def _read(self, brought: BroughtRecords) -> list[str] | None:
         """Read this rank's records; return the experts with a bad copy on any rank, `None` if something else is bad."""
         groups: dict[tuple[int, int], list[WrittenRecord]] = {}
         for each in brought.read_by(self._exchange.rank):
@@ -300,11 +308,11 @@ class Recut:
         said = self._exchange.gather_values([expert for expert, assembly in assemblies if assembly.lost])
         return [str(expert) for row in cast("list[list[str]]", said) for expert in row]
 
-    def _bring_constants(self, files: Sequence[SegmentEntry], brought: Brought) -> bool:
+    def _bring_constants(self, files: Sequence[SegmentEntry], brought: BroughtRecords) -> bool:
         """Read constants that are ordinary parameters here; return whether all are good."""
         copy, last = stored(self.version, 0, self._exchange.rank), max(each.at for each in brought.records)
         places = [(record, Place(copy, file, record.offset)) for file in files for record in file.records]
-        constants = Brought(buffers=brought.buffers, places=brought.places, supplied=brought.supplied)
+        constants = BroughtRecords(buffers=brought.buffers, places=brought.places, supplied=brought.supplied)
         constants.share_out(
             [WrittenRecord(_OF_NONE, last, Replicas(record, [place])) for record, place in places],
             self._exchange.world_size,
@@ -317,7 +325,7 @@ class Recut:
 
     # -- chains of differences
 
-    def _bring_chains(self, markers: Sequence[RankMarker]) -> Brought | None:
+    def _bring_chains(self, markers: Sequence[RankMarker]) -> BroughtRecords | None:
         """Read each writer's base and differences, and fold them."""
         last, rank = self.version.generation, self._exchange.rank
         own = (last.incarnation, last.nonce)
@@ -335,7 +343,7 @@ class Recut:
         if len(bases) > 1 or base is None:
             self.reasons.append("what it follows on is not all there")
             return None
-        brought = Brought()
+        brought = BroughtRecords()
         brought.share_out(
             [
                 WrittenRecord(owner, 0, Replicas(record))
@@ -361,7 +369,7 @@ class Recut:
 
     # -- journals
 
-    def _retold(self, brought: Brought, was: Topology, job: ResumeRequest) -> list[Journal] | None:
+    def _retold(self, brought: BroughtRecords, was: Topology, job: ResumeRequest) -> list[Journal] | None:
         """Return this rank's journal at each boundary; say what is not as it was."""
         own = [each for each in brought.read_by(self._exchange.rank) if each.record.kind == JOURNAL]
         said = self._exchange.gather_values([[each.owner, each.at, _decoded(brought.bytes_of(each))] for each in own])
@@ -373,7 +381,7 @@ class Recut:
         notes: dict[str, None] = {}
         for at in range(1 + max(each.at for each in brought.records)):
             found = {owner: journal for owner, of, journal in rows if of == at}
-            retold = job.retell([found[owner] for owner in sorted(found)], was)
+            retold = job.journals.retell([found[owner] for owner in sorted(found)], was)
             outcome = own_outcome(retold.journal["outcome"], job.view, job.groups, self._exchange)
             told.append({**retold.journal, "outcome": outcome})
             notes |= dict.fromkeys(retold.notes)
@@ -391,7 +399,7 @@ class Recut:
     # -- cutting
 
     def _lay_out(
-        self, record: PlanRecord, kept: Sequence[str], job: ResumeRequest, brought: Brought, journal_nbytes: int
+        self, record: PlanRecord, kept: Sequence[str], job: ResumeRequest, brought: BroughtRecords, journal_nbytes: int
     ) -> WindowLayout | None:
         """Return the layout in which this job's ranks would have taken the generation; `None` if its window cannot be."""
         view, groups = job.view, job.groups
@@ -420,7 +428,7 @@ class Recut:
         self.reasons += [str(each) for each in dict.fromkeys(said) if each]
         return None if self.reasons else layout
 
-    def _cut(self, brought: Brought, layout: WindowLayout) -> list[Tensor]:
+    def _cut(self, brought: BroughtRecords, layout: WindowLayout, *, imported: bool) -> list[Tensor]:
         """Return this rank's segments, with every record but the journal. Raises `IdentityMismatch` if one is nowhere."""
         rank, view = self._exchange.rank, layout.steps[0].view
         has_state = dict.fromkeys(view.params, True)
@@ -428,21 +436,26 @@ class Recut:
         segments = [torch.zeros(step.durable.segment.nbytes, dtype=torch.uint8) for step in layout.steps]
         owners = buffer_owners(brought, self._exchange.world_size)
         wanted = [
-            Piece.of(each, other, at, owners.get((each.fqn, other), 0))
+            HeldRecord.of(each, other, at, owners.get((each.fqn, other), 0))
             for other, steps in enumerate(cast("list[list[list[str]]]", said))
             for at, rows in enumerate(steps)
             for each in RecordRows(lambda rows=rows: (rows, [])).columns.entries()  # type: ignore[misc]
             if each.kind != JOURNAL and (other == rank or not is_scalar(each))
         ]
+        tensors = [each for each in wanted if not is_scalar(each.record)]
+        if imported:
+            fit_imported(brought, tensors, view.module, self._exchange)
         values = self._scalars(brought)
-        sources, targets = by_tensor(self._sources(brought), [each for each in wanted if not is_scalar(each.record)])
+        sources, targets = by_tensor(self._sources(brought), tensors)
+        if imported:
+            sources = by_imported_names(sources, targets)
         with self._exchange.raise_together(IdentityMismatch):
             expect_all(rank, targets, sources)
         deliver(self._exchange, moves(sources, targets, values, rank), brought.buffers, segments)
         fill_scalars([each for each in wanted if is_scalar(each.record)], targets, sources, values, segments)
         return segments
 
-    def _scalars(self, brought: Brought) -> Scalars:
+    def _scalars(self, brought: BroughtRecords) -> ShardScalars:
         own = [each for each in brought.read_by(self._exchange.rank) if is_scalar(each.record)]
         said = self._exchange.gather_values(
             [[each.owner, each.at, each.record.name, brought.bytes_of(each)] for each in own]
@@ -450,7 +463,7 @@ class Recut:
         rows = (row for part in cast("list[list[list[Any]]]", said) for row in part)
         return {(owner, at, name): value for owner, at, name, value in rows}
 
-    def _sources(self, brought: Brought) -> Iterator[Piece]:
+    def _sources(self, brought: BroughtRecords) -> Iterator[HeldRecord]:
         """Yield all records with elements."""
         for each in brought.records:
             record = each.record
@@ -460,7 +473,7 @@ class Recut:
             if reader == self._exchange.rank:
                 place, layout = brought.places[each.owner, each.at]
                 record = replace(record, offset=layout.span(record.name).offset)
-            yield Piece.of(record, reader, each.at, each.owner, place=place)
+            yield HeldRecord.of(record, reader, each.at, each.owner, place=place)
 
 
 def _decoded(record: bytes) -> Journal | str:

@@ -50,7 +50,6 @@ class Replay:
         as_user: gives every parameter the user's own `requires_grad` of a boundary, and the optimizer its groups, from
             the journal's start half.
         missing: operators without any copy, which keep their present weights and get no optimizer state.
-        compares: whether losses are compared with the original run's; not on other ranks, which sum in another order.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class Replay:
         engine: CopyEngine,
         as_user: Callable[[Journal], None],
         missing: Collection[str],
-        compares: bool = True,
     ) -> None:
         self._view, self._as_user = window.steps[0].view, as_user
         self.groups, self.engine = groups, engine
@@ -76,7 +74,7 @@ class Replay:
         self._full = [everything if plan.partial else names.intersection(everything) for names in full]
         """Operators with their full state, by step; of one in shards this rank may have nothing."""
         self._segments: list[Tensor | None] = list(segments)
-        self._first, self._may_skip, self.compares = first_step, may_skip, compares
+        self._first, self._may_skip = first_step, may_skip
         self.journals: list[Journal] = [
             decode_journal(layout.segment.view(segment, JOURNAL))
             for layout, segment in zip(self._layouts, segments, strict=True)
@@ -116,12 +114,13 @@ class Replay:
     def matches(self, step: int, losses: list[Tensor], known: str = "") -> bool:
         """Return whether the step that ended at boundary `step` gave the original run's losses; log a difference.
 
-        A `known` cause of other losses is logged once, and no other cause is looked for. Other ranks' losses are not compared.
+        A `known` cause of other losses is logged once, and no other cause is looked for. Where other ranks repeat
+        a step, which sum in another order, there is no loss to compare with.
         """
-        if not self.compares:
-            return True
         expected = self.outcome(step)["losses"]
-        same = expected is None or _same_bits(losses, expected)
+        if expected is None:
+            return False
+        same = _same_bits(losses, expected)
         if not same and known:
             if not self._named:
                 log.warning(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -10,13 +10,12 @@ import torch
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import UnsupportedOptimizer
-from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.native import create_engine
 from lightning_moe_ckpt.operators import OperatorSet, StateSchema, discover, marks_of, regions_of
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import StallMeter, collections_paused
-from lightning_moe_ckpt.recovery import Retell
+from lightning_moe_ckpt.recovery import JournalReader
 from lightning_moe_ckpt.snapshot import Averages, StateView, owners_of
 from lightning_moe_ckpt.tiers import SessionConfig
 
@@ -43,10 +42,7 @@ class SessionJob:
     """The trainer's entries for exports; entries that cannot be stored are left out."""
     averages: Averages | None
     """The module's averages kept by callbacks."""
-    as_user: Callable[[Journal], None]
-    """See `Replay`."""
-    retell: Retell
-    """Makes this rank's journal from those of other ranks."""
+    journals: JournalReader
 
     @collections_paused()
     def __post_init__(self) -> None:

@@ -74,8 +74,7 @@ def open_run(job: SessionJob, planner: Planner, *, load: bool) -> OpenRun:
                 groups=groups,
                 may_lack_experts=policy.allow_missing_experts,
                 elastic=config.elastic == "auto" and load,
-                as_user=job.as_user,
-                retell=job.retell,
+                journals=job.journals,
                 only_tag=config.densify,
             ),
         )

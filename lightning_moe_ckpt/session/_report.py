@@ -74,14 +74,13 @@ class Report:
     replay_steps: int
     """Steps this incarnation replays in all; 0 after a fresh start or a dense generation."""
     replay_mismatches: int
+    """Repeated steps that gave other losses than in the run, and those that other ranks repeat, right to rounding."""
     restore_seconds: float
     """Seconds from the start of `fit` to the first loaded slot."""
     overhead: Overhead
     """Shares of training's time, with the slowdown by tiers; replayed steps and the first steps do not count."""
     deltas: DeltaFigures | None = None
     """Bytes sent to other nodes, where gradients may be sent for experts that stay chosen."""
-    exact: bool = True
-    """Whether every repeated step gave the bits of the run: false where losses differed, or other ranks repeated steps."""
     redundancy: RedundancyFigures | None = None
     """Bytes sent to other nodes, and bytes not sent since other nodes have them; `None` without copies there."""
     bubbles: BubbleFigures | None = None
@@ -100,6 +99,11 @@ class Report:
         wanted = {field.name: str(field.type) for field in fields(cls) if field.default is MISSING}
         zeros: dict[str, Any] = {k: {} if t.startswith("dict") else values.get(t) for k, t in wanted.items()}
         return cls(**zeros, began=False)
+
+    @property
+    def exact(self) -> bool:
+        """Whether all repeated steps gave the bits of the run."""
+        return not self.replay_mismatches
 
     @property
     def stall_seconds_per_step(self) -> float:
@@ -221,6 +225,5 @@ def run_figures(run: OpenRun) -> dict[str, Any]:
         "resumed_from": found.generation.step if found is not None else None,
         "restored_from": found.restored_from if found is not None else {},
         "missing_experts": tuple(found.chosen.missing) if found is not None else (),
-        "replay_steps": (again := len(found.segments) - 1 if found is not None else 0),
-        "exact": not (again and found is not None and found.recut),
+        "replay_steps": len(found.segments) - 1 if found is not None else 0,
     }

@@ -114,7 +114,7 @@ class CheckpointSession:
         layout, replay = load_found(
             *(found, job.view, job.groups, job.exchange, job.engine),
             may_skip=job.may_skip and not job.compiled,
-            as_user=job.as_user,
+            as_user=job.journals.as_user,
         )
         self.repeats.begin(replay, self._take_up(found, layout, replay.journals[0]["outcome"]))
         self._durations.restore = time.perf_counter() - started
@@ -430,7 +430,6 @@ class CheckpointSession:
             return Report.empty()
         durations, stalls = self._durations, self.job.stalls
         seconds, in_hooks = durations.training()
-        figures = run_figures(self._run)
         overhead = self._run.tiers.governor.overhead(start_seconds=durations.start, end_seconds=durations.end)
         return Report(
             steps=self._progress.steps,
@@ -439,7 +438,7 @@ class CheckpointSession:
             device_stall_seconds=stalls.device_totals(),
             overhead_seconds=in_hooks,
             seconds=seconds,
-            **{**figures, "exact": figures["exact"] and not self.repeats.mismatches},
+            **run_figures(self._run),
             replayed_steps=self.repeats.steps,
             replay_mismatches=self.repeats.mismatches,
             restore_seconds=durations.restore,

@@ -58,7 +58,7 @@ DEFAULT_MAX_CHUNK = 16 * 2**20
 
 
 Elastic = Literal["auto", "refuse"]
-"""What to do about a generation that other ranks wrote, or ranks in another layout."""
+"""Answers to a generation that other ranks wrote, or ranks in another layout."""
 
 
 @dataclass(frozen=True, kw_only=True)

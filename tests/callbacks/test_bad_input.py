@@ -442,11 +442,12 @@ def test_weights_can_be_carried_over_to_another_optimizer(run: Path, tmp_path: P
     assert whole(tmp_path / "run")
 
 
-def test_another_number_of_ranks_stops_all_of_them(run: Path) -> None:
+def test_another_number_of_ranks_stops_all_of_them_where_it_is_refused(run: Path) -> None:
     """Three ranks on a run of one; nothing of it changes."""
     before = contents(run)
-    for said in every_rank(3, lambda _: DenseCheckpoint(run)):
+    for said in every_rank(3, lambda _: DenseCheckpoint(run, elastic="refuse")):
         assert said.startswith("IdentityMismatch")
+        assert "elastic='auto'" in said
         assert "processes: 1 in the run, 3 now" in said
     assert contents(run) == before
 
@@ -459,10 +460,10 @@ def test_experts_spread_otherwise_stop_all_ranks(tmp_path: Path) -> None:
         == ["nothing"] * 2
     )
     before = contents(url)
-    for said in every_rank(2, lambda _: DenseCheckpoint(url), module=Experts):
+    for said in every_rank(2, lambda _: DenseCheckpoint(url, elastic="refuse"), module=Experts):
         assert "expert_parallel: 2 in the run, 1 now" in said
         assert "parameter" not in said
-    assert "processes: 2 in the run, 1 now" in told(lambda: fit(DenseCheckpoint(url), Experts()))
+    assert "processes: 2 in the run, 1 now" in told(lambda: fit(DenseCheckpoint(url, elastic="refuse"), Experts()))
     assert contents(url) == before
 
 

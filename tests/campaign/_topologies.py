@@ -123,6 +123,7 @@ class Trip:
     """Whether a metric of the module counts samples, and another one averages losses, over an epoch."""
     validated: bool = False
     dropout: float = 0.0
+    """If above zero each rank draws its own numbers."""
     averaged: Literal["ema", "mean", "both"] | None = None
     one_process: Literal["moe", "auto"] = "moe"
 
@@ -254,6 +255,11 @@ class Travelling(LightningModule):
         loss = self.stage_loss(self.stage(batch[0]), batch[1])
         self.log("validation_loss", loss, batch_size=len(batch[0]), sync_dist=True)
         return loss
+
+    @override
+    def on_fit_start(self) -> None:
+        if self._trip.dropout:
+            torch.manual_seed(101 * self.global_rank)
 
     @override
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:

@@ -142,8 +142,7 @@ def test_names_of_parameters_in_groups_are_taken(tmp_path: Path) -> None:
     def halves(module: nn.Module) -> torch.optim.Optimizer:
         params: list[Any] = list(module.named_parameters())
         groups: list[Any] = [{"params": params[:2]}, {"params": params[2:], "lr": 1e-3}]
-
-    return torch.optim.AdamW(groups, 1e-2)
+        return torch.optim.AdamW(groups, 1e-2)
 
     before = written_by_lightning(tmp_path / "a.ckpt", Groups(halves))
     imported(tmp_path / "a.ckpt", tmp_path / "run")

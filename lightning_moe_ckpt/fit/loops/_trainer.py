@@ -30,8 +30,13 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch._dynamo import OptimizedModule
 
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.journal import Unread, Written, written
+from lightning_moe_ckpt.operators import load_groups_state, stepped_parameters
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
+
+log = rank_logger(__name__)
 
 LoopState = dict[str, Any]
 
@@ -321,6 +326,45 @@ def resume_between_epochs(trainer: Trainer, state: LoopState) -> None:
     """Continue as if the last epoch had just ended in this process; call before the fit loop runs."""
     _load_loops(trainer, state)
     _clear_restart_flags(trainer)
+
+
+def restore_imported(trainer: Trainer, entries: Mapping[str, Any]) -> None:
+    """Restore what an imported checkpoint has beside weights and the optimizer's state, as Lightning does from its file.
+
+    Call in `on_fit_start`, when these are loaded.
+
+    Raises:
+        IdentityMismatch: the optimizer has other groups, or parameters in another order.
+    """
+    log.warning(
+        "goes on from an imported checkpoint, which has neither random state nor a place in the data: both are as in a fit with "
+        "`ckpt_path`, and from here on they are stored",
+        alike=True,
+    )
+    optimizer, checkpoint = trainer.optimizers[0], copy.deepcopy(dict(entries))
+    names = {id(param): name for name, param in stepped_parameters(trainer.lightning_module).items()}
+    now = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    here = {name for group in now for name in group}  # of this pipeline stage
+    for stored in checkpoint.get("optimizer_states", ()):
+        was = [[name for name in group.pop("params") if name in here] for group in stored["param_groups"]]
+        # Names were made of numbers, by the order of the module. If this order is another one, they may be wrong.
+        if was != now:
+            raise IdentityMismatch(
+                f"The imported optimizer has {[each[:2] for each in was]} and so on in its groups, this one {[each[:2] for each in now]}. "
+                "Give the optimizer its parameters as they were, or import with --weights-only to begin with a new one."
+            )
+        load_groups_state(optimizer, stored["param_groups"])
+    if checkpoint:
+        connector = trainer._checkpoint_connector
+        connector._loaded_checkpoint = checkpoint
+        trainer.lightning_module.on_load_checkpoint(checkpoint)
+        connector.restore_datamodule()
+        connector.restore_callbacks()
+        connector.restore_precision_plugin_state()
+        connector.restore_loops()
+        if "lr_schedulers" in checkpoint:
+            connector.restore_lr_schedulers()
+        connector._loaded_checkpoint = {}
 
 
 def restore_ended(trainer: Trainer, state: LoopState) -> None:
