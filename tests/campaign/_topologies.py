@@ -122,6 +122,7 @@ class Trip:
     counted: bool = False
     """Whether a metric of the module counts samples, and another one averages losses, over an epoch."""
     validated: bool = False
+    keeps_files: bool = False
     dropout: float = 0.0
     """If above zero each rank draws its own numbers."""
     averaged: Literal["ema", "mean", "both"] | None = None
@@ -297,6 +298,31 @@ class Notes(Callback):
             self._path.write_text(str(trainer.global_step))
 
 
+class KeepsFiles(Callback):
+    """Saves Lightning's own file before the first step of a life and behind each."""
+
+    def __init__(self, life: Attempt) -> None:
+        self._life = life
+
+    def _save(self, trainer: Trainer) -> None:
+        path = kept_file(self._life.workdir, self._life.index, trainer.global_step)
+        if not trainer.strategy.broadcast(path.exists()):
+            trainer.save_checkpoint(path)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        self._save(trainer)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        self._save(trainer)
+
+
+def kept_file(workdir: Path, index: int, step: int) -> Path:
+    """Return the file of a life of the run that has the state of a step."""
+    return workdir / f"life{index}.step{step}.ckpt"
+
+
 def begun_path(workdir: Path, index: int, rank: int = 0) -> Path:
     """Return the file that holds the step with which a life of the run began."""
     return workdir / f"begun{index}.rank{rank}"
@@ -311,7 +337,8 @@ def travel(trip: Trip, legs: Sequence[Leg], life: Attempt) -> Mapping[str, Any]:
     if leg.stores_until is not None:
         stop_storing_after(leg.stores_until)
     own = (leg.checkpointing or trip.checkpointing).make(life.url)
-    callbacks = life.callbacks(Notes(life), *make_averaging(trip.averaged), own)
+    files = [KeepsFiles(life)] if trip.keeps_files else []
+    callbacks = life.callbacks(Notes(life), *files, *make_averaging(trip.averaged), own)
     trainer = trip.trainer(leg.layout, callbacks)
     trainer.fit(Travelling(trip, leg.layout), trip.loader(leg.layout), trip.validation())
     return {}
@@ -394,6 +421,15 @@ def put_into_form(trip: Trip, workdir: Path, index: int, was: Layout, now: Layou
         whole["state"] = empty if now.sharding else {}
     file["optimizer_states"] = [_numbered(trip, whole, now)]
     torch.save(file, workdir / f"in{index}.ckpt")
+
+
+def state_by_name(trip: Trip, path: Path, layout: Layout) -> dict[str, Tensor]:
+    """Return weights and the optimizer's state of a whole file, by name of the parameter and of the state."""
+    file = torch.load(path, weights_only=False)
+    (state,) = file["optimizer_states"]
+    named = _named(trip, state, layout)["state"]
+    moments = {f"{name} {key}": value for name, values in named.items() for key, value in values.items()}
+    return {**file["state_dict"], **moments}
 
 
 def _names(trip: Trip, layout: Layout, stage: int) -> list[list[str]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from campaign._campaign import SHARED_MEMORY, Campaigns, checkpoints, lose_memory, memory_of_run
 from campaign._draw_topologies import draw_journey
+from campaign._partial_damage import stored_markers
 from campaign._topologies import (
     NUM_EXPERTS,
     Journey,
@@ -22,8 +23,10 @@ from campaign._topologies import (
     Trip,
     check_trip,
     compared,
+    kept_file,
     reference,
     run_trip,
+    state_by_name,
 )
 from campaign._training import Checkpointing
 from lightning_moe_ckpt.testing import AttemptFailed, Kill, differences
@@ -133,6 +136,128 @@ WHOLE = {
 def test_other_policies(campaigns: Campaigns, policy: str, way: str) -> None:
     """Of which every generation has all experts: so it is whole. Differences lead to the step before the kill."""
     check(campaigns, replace(DENSE, checkpointing=WHOLE[policy]), way)
+
+
+AGED = (
+    (ranks(4), ranks(2)),
+    (ranks(4, experts=2), ranks(1)),
+    (ranks(2), ranks(4, experts=4)),
+    (ranks(2), FSDP2_3),
+    (FSDP2_3, ranks(2)),
+    (ranks(3, zero=True), ranks(2, experts=2)),
+    (ranks(2, stages=2), ranks(2)),
+)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[pytest.mark.soak] * (way != AGED[0])) for way in AGED],
+    ids=lambda way: " to ".join(map(str, way)),
+)
+def test_each_expert_is_as_of_its_newest_copy(campaigns: Campaigns, way: tuple[Layout, ...]) -> None:
+    """With one expert per layer and generation: a life goes on with each expert from one file of the life before, none older
+    than its newest copy in storage, and all else from the newest file.
+    """
+    trip = Trip(checkpointing=Checkpointing(policy="partial", k=1, plt_budget=None, keep=99), keeps_files=True)
+    journey = run_trip(campaigns, trip, *legs(way, Kill(phase="forward", step=7, settle=10.0)))
+    workdir, reached = journey.lives[0].workdir, journey.begun[1]
+    before = {s: state_by_name(trip, kept_file(workdir, 0, s), way[0]) for s in range(1, reached + 1)}
+    now = state_by_name(trip, kept_file(workdir, 1, reached), way[1])
+    assert now.keys() == before[reached].keys()
+    ages: dict[tuple[str, int], set[int]] = {}
+    for name, value in now.items():
+        if not re.search(r"\.moe\.[wb][12]( exp_avg.*)?$", name):
+            assert torch.equal(value, before[reached][name]), name
+            continue
+        for expert in range(NUM_EXPERTS):
+            same = {step for step, state in before.items() if torch.equal(value[expert], state[name][expert])}
+            layer = name.partition(".moe.")[0]
+            ages[layer, expert] = ages.get((layer, expert), same) & same
+    odd = {where: steps for where, steps in ages.items() if len(steps) != 1}
+    assert not odd, odd
+    newest = newest_stored_copies(workdir)
+    assert all(max(steps) >= newest[where] for where, steps in ages.items()), (ages, newest)
+    assert len({step for steps in ages.values() for step in steps}) >= NUM_EXPERTS, "of different ages"
+
+
+def newest_stored_copies(workdir: Path) -> dict[tuple[str, int], int]:
+    """Return the step of the newest copy of each expert in storage that the first life took."""
+    newest: dict[tuple[str, int], int] = {}
+    for marker in stored_markers(workdir):
+        names = {record.operator for entry in marker.segments for record in entry.records}
+        for found in filter(None, (re.fullmatch(r"(.*)\.moe/expert\.(\d+)", name) for name in names)):
+            where, step = (found[1], int(found[2])), marker.generation.step
+            if marker.generation.incarnation == 1:
+                newest[where] = max(newest.get(where, 0), step)
+    return newest
+
+
+def test_a_sparse_window_is_replayed_on_other_ranks(campaigns: Campaigns) -> None:
+    """Repeated steps add gradients in another order, so that they are right to rounding, and are said to be."""
+    trip = replace(DENSE, auxiliary=0.0, checkpointing=Checkpointing(policy="sparse", window=3))
+    journey = run_trip(campaigns, trip, *legs((ranks(4), ranks(2)), Kill(phase="forward", step=9, settle=10.0)))
+    assert journey.begun[1] > 0, "it did not start over"
+    wanted = reference(campaigns, trip, (ranks(4), ranks(2)), [journey.begun[1]])
+    for name, value in wanted.end().items():
+        if name.startswith("param/"):
+            assert torch.allclose(value, journey.lives[-1].end()[name], atol=1e-5), name
+    assert "not exact" in journey.log or "to rounding" in journey.log, journey.log
+
+
+# -- bytes
+
+
+def read_by_rank(log: str, number: int) -> list[float]:
+    """Return the bytes that each rank read, as rank 0 says."""
+    read = [0.0] * number
+    for of, text in re.findall(r": ranks? ([\d, ]+): ((?:[\d.]+ \wiB from .*)+)", log):
+        for size, unit in re.findall(r"([\d.]+) (\wiB) from", text):
+            for rank in of.split(","):
+                read[int(rank)] += float(size) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit]
+    return read
+
+
+def own_state(end: dict[str, Any]) -> int:
+    """Return the bytes of a rank's weights and optimizer state."""
+    kept = (value for name, value in end.items() if name.startswith(("param/", "optimizer/0/state/")))
+    return sum(value.nbytes for value in kept if isinstance(value, Tensor))
+
+
+@pytest.mark.parametrize("lost", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["storage", "memory"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        (FSDP2_4, FSDP2_3),
+        *(
+            pytest.param(way, marks=pytest.mark.soak)
+            for way in (
+                (ranks(4), ranks(2)),
+                (ranks(2), ranks(4, experts=4)),
+                (ranks(4, experts=4), ranks(2, experts=2)),
+                (ranks(2, stages=2), ranks(2)),
+                (ranks(3, zero=True), ranks(4, zero=True)),
+                (ranks(2), FSDP2_4),
+            )
+        ),
+    ],
+    ids=lambda way: " to ".join(map(str, way)) if isinstance(way, tuple) else None,
+)
+def test_no_rank_reads_much_more_than_it_has(campaigns: Campaigns, way: tuple[Layout, ...], lost: bool) -> None:
+    """At most 1.3 times its own state, or that of an average rank: the third of three has no row of four experts."""
+    trip = replace(DENSE, hidden=1024, epochs=1)
+    options = {"between": lose} if lost else {}
+    journey = check_trip(campaigns, trip, *legs(way), **options)
+    last = journey.lives[-1]
+    read = read_by_rank(journey.log, last.world_size)
+    state = [own_state(last.end(rank)) for rank in range(last.world_size)]
+    print([f"{100 * r / s:.0f} %" for r, s in zip(read, state, strict=True)])
+    assert sum(read) > 0
+    mean = sum(state) / len(state)
+    assert all(r <= 1.3 * max(s, mean) for r, s in zip(read, state, strict=True)), (read, state)
+
+
+def lose(workdir: Path, index: int) -> None:
+    lose_memory(workdir)
 
 
 # -- where records come from
