@@ -135,7 +135,7 @@ class _Telling:
         return {**{name: each for name, each in firsts[0].items() if name not in left_out}, **joined, "added": added}
 
     def _metrics(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return this rank's newest logged values, and what all ranks have accumulated in this epoch, as lists by rank."""
+        """Return this rank's newest logged values, and all ranks' values accumulated in this epoch, as lists by rank."""
         logged = [row["epoch"] for row in rows[: self._size]]  # all stages log the same
         epoch = {name: [each[name] for each in logged if name in each] for name in chain(*logged)}
         states = [row["module"] for row in rows]

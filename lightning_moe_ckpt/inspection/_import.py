@@ -1,4 +1,4 @@
-"""Import another tool's checkpoint as the first generation of a run: dense, and of no layout, so that any ranks resume from it.
+"""Import another tool's checkpoint as a run's first generation: dense, without a layout, so that any ranks resume from it.
 
 It looks as if as many ranks had written it as there are parts, each small enough for memory. Every tensor is a parameter and
 an operator: only the model knows more. `imported` in the policy tells readers so.

@@ -1,7 +1,7 @@
-"""Read another tool's checkpoint: Lightning's `.ckpt`, a folder of torch DCP, or one of Hugging Face.
+"""Read another tool's checkpoint: Lightning's `.ckpt`, a folder by torch DCP, or a Hugging Face folder.
 
-Nothing of the model is there, only names and shapes. Which names are parameters, and which are buffers, is known to the model
-that resumes. Optimizers number parameters in the order of their groups: numbers become names if shapes leave a single choice.
+The model is not there, only names and shapes. A resuming model tells parameters from buffers by name. Optimizers number
+parameters by group, in order: numbers become names if shapes leave a single choice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_moe_ckpt.snapshot import storable
 from lightning_moe_ckpt.storage import dtype_of
 
 _KNOWN_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-"""Last parts of the names of floating buffers in `torch.nn`, which have the shapes of the parameters beside them."""
+"""Last parts of the names of floating buffers in `torch.nn`, in shape like the parameters beside them."""
 _WITHOUT = "Give --weights-only to go without the optimizer's state"
 
 Shape = tuple[int, ...]

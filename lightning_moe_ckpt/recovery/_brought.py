@@ -1,4 +1,4 @@
-"""Records of all writers of a generation, who reads which, and the memory of those that this rank has read."""
+"""Records of all writers, each record's reader, and memory with the records that this rank has read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WrittenRecord:
 
     @property
     def unit(self) -> tuple[int, str]:
-        """Records that one rank reads together: those of a shard, at all boundaries."""
+        """Records that one rank reads together: a shard's, at all boundaries."""
         return self.owner, part_of(self.record.name)
 
 

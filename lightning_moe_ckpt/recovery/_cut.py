@@ -1,7 +1,7 @@
 """Cut records by box, and send each part to the ranks that want it.
 
 Every rank knows the coordinates of all records that were read and of all that are wanted, by the reading and the wanting
-rank. So both sides of a transfer compute which parts travel in which order, and no message describes itself. Memory is one
+rank. So both sides compute a transfer's parts in the same order, and no message describes itself. Memory is one
 message per pair of ranks.
 """
 

@@ -1,7 +1,7 @@
 """Fit the records of an imported generation to the model that resumes.
 
-Another tool's checkpoint has names, shapes and types only. The model says which names are buffers, and in which precision it
-has each tensor. Running averages that the file lacks begin with the weights.
+Another tool's checkpoint has names, shapes and types only. The model knows its buffers by name, and each
+tensor's precision. Running averages that the file lacks begin with the weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Field = tuple[str, str]
 
 
 def fit_imported(brought: BroughtRecords, tensors: Sequence[HeldRecord], module: nn.Module, exchange: Exchange) -> None:
-    """Convert records to the precision in which the model has them; `tensors` are those of all ranks. Collective.
+    """Convert records to the model's precision; `tensors` are wanted by all ranks. Collective.
 
     Raises:
         IdentityMismatch: names, shapes, or the keys of the optimizer's state are not those of the model.
@@ -63,7 +63,7 @@ def fit_imported(brought: BroughtRecords, tensors: Sequence[HeldRecord], module:
 
 
 def _stored_as(kind: str, fqn: str, key: str) -> _Field:
-    """Return under which name and key an imported generation has what a model wants."""
+    """Return name and key, in an imported generation, for a tensor in a model's record."""
     own = fqn.partition("/")[2] if is_average(fqn) else fqn
     return own, PARAM if kind == BUFFER or is_average(key) else key
 

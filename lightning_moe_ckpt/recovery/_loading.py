@@ -454,8 +454,8 @@ def _log_experts(names: Sequence[str], chosen: RestorePlan, lost: Mapping[str, i
 def _log_cost(generation: GenerationId, chosen: RestorePlan, ledger: TokenLedger | None, lost: int) -> None:
     """Log one line: ages and places of experts, and the cost in tokens."""
     ages = Counter(generation.step - each.step for each in chosen.generations.values())
-    levels = [_levels(level, ledger) for level in chosen.levels.values()]
-    places = Counter("memory" if "memory" in level else "/".join(sorted(level)) or "several" for level in levels)
+    levels = [_levels(chosen.levels.get(name, frozenset()), ledger) for name in chosen.generations]
+    places = Counter("memory" if "memory" in level else "/".join(sorted(level)) or "several places" for level in levels)
     cost = "its tokens were not counted"
     if ledger is not None:
         in_force = "" if ledger.k is None else f", K {ledger.k}"

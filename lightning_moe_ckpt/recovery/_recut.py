@@ -1,9 +1,9 @@
-"""Bring a generation that other ranks wrote, or ranks in another layout, cut for the ranks of this job.
+"""Bring a generation that other ranks wrote, or ranks in another layout, cut for this job's ranks.
 
-Records name global coordinates, so who wrote them does not matter. Every rank gets the markers of all writers. From these
-all ranks choose the same records, give each record to one rank, by bytes, and that rank reads it whole and verifies it.
+Records name global coordinates, so their writers do not matter. Every rank gets all writers' markers. From these all ranks
+choose the same records, give each record to one rank, by bytes, and this rank reads the record whole and verifies it.
 Chains of differences are folded as they were written. Then each rank lays a generation out as if it took one now, and gets
-the parts of its records from those who have read them. The result is loaded like any other generation.
+its records' parts from their readers. The result is loaded like any other generation.
 
 What belongs to a rank rather than to the model is retold: each rank makes its journal from those of all writers.
 
@@ -85,7 +85,7 @@ log = rank_logger(__name__)
 
 _NAMED = 6
 _OF_NONE = -1
-"""Writer of constants, which are in files of their own."""
+"""Writer of constants: these have files apart."""
 
 
 class Recut:
@@ -370,7 +370,7 @@ class Recut:
     # -- journals
 
     def _retold(self, brought: BroughtRecords, was: Topology, job: ResumeRequest) -> list[Journal] | None:
-        """Return this rank's journal at each boundary; say what is not as it was."""
+        """Return this rank's journal at each boundary; name all differences."""
         own = [each for each in brought.read_by(self._exchange.rank) if each.record.kind == JOURNAL]
         said = self._exchange.gather_values([[each.owner, each.at, _decoded(brought.bytes_of(each))] for each in own])
         rows = [row for part in cast("list[list[list[Any]]]", said) for row in part]
@@ -401,7 +401,7 @@ class Recut:
     def _lay_out(
         self, record: PlanRecord, kept: Sequence[str], job: ResumeRequest, brought: BroughtRecords, journal_nbytes: int
     ) -> WindowLayout | None:
-        """Return the layout in which this job's ranks would have taken the generation; `None` if its window cannot be."""
+        """Return the generation's layout as if this job's ranks had taken it; `None` if its window cannot be laid out."""
         view, groups = job.view, job.groups
         view.fit_buffers(
             {

@@ -54,7 +54,7 @@ class Topology:
     def __str__(self) -> str:
         sizes = ("expert_parallel", self.expert_parallel), ("pipeline_parallel", self.pipeline_parallel)
         said = [f"{name}={size}" for name, size in sizes if size > 1]
-        said += [f"parameters {self.sharding}"] if self.sharding else []
+        said += [f"in shards: {self.sharding}"] if self.sharding else []
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         return f"{ranks} ({', '.join(said)})" if said else ranks
 
