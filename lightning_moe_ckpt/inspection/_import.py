@@ -48,7 +48,7 @@ _PATIENCE = timedelta(minutes=1)
 
 
 def import_run(backend: Backend, src: Path, *, weights_only: bool, prefix: str, part_nbytes: int) -> Row:
-    """Write a checkpoint of another tool to an empty place, as a generation of its step; return the facts for the user.
+    """Write another tool's checkpoint to an empty place, as a generation at its step; return the facts for the user.
 
     Args:
         backend: result of `open_backend`.
@@ -126,7 +126,7 @@ _Field = tuple[RecordEntry, Callable[[], Tensor]]
 
 
 def _fields(foreign: Foreign, fqn: str, first: int, last: int) -> Iterator[_Field]:
-    """Yield the records of an interval of a tensor, with its optimizer state."""
+    """Yield records for an interval in a tensor, with its optimizer state."""
     tensor, states = foreign.tensors[fqn], foreign.states.get(fqn, {})
     record = partial(_record, "full", fqn, f"full/{fqn}/{first}+{last - first}/")
     yield record(PRESENT, (torch.uint8, ()), 0, 1), partial(torch.full, (1,), bool(states))

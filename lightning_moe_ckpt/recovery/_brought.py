@@ -50,7 +50,7 @@ class BroughtRecords:
     reached: int = 0
     """Boundary of the state."""
     chosen: Mapping[str, Version] = field(default_factory=dict)
-    """Version of each expert of a partial generation."""
+    """A partial generation's experts, each with its version."""
     records: list[WrittenRecord] = field(default_factory=list)
     reader_of: dict[tuple[int, str], int] = field(default_factory=dict)
     """Reading rank of each unit."""

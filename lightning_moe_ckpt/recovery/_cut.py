@@ -22,10 +22,10 @@ from lightning_moe_ckpt.snapshot import JOURNAL, PARAM, PRESENT, is_average
 from lightning_moe_ckpt.storage import Bounds, RecordEntry, dtype_of
 
 Key = tuple[int, str, str, str]
-"""Step, kind of record, parameter or buffer, and state key: records with the same key are parts of one tensor."""
+"""Step, record kind, parameter or buffer, and state key: records with the same key are parts of one tensor."""
 
 ShardScalars = Mapping[tuple[int, int, str], bytes]
-"""Single values of shards, by writer, boundary and name of the record."""
+"""Shards' single values, by writer, boundary and record name."""
 
 BUFFER, FULL = "buffer", "full"
 _ABSENT = (b"", b"\0")
@@ -68,7 +68,7 @@ class HeldRecord:
         return zip(starts, boxes, strict=False)
 
     def view(self, buffers: Sequence[Tensor], start: int, size: Sequence[int]) -> Tensor:
-        """Return the elements of one of the boxes, as integers, without a copy."""
+        """Return a box's elements, as integers, without a copy."""
         itemsize = dtype_of(self.record.dtype).itemsize
         first = self.record.offset + start * itemsize
         return buffers[self.place][first : first + math.prod(size) * itemsize].view(_UNITS[itemsize]).view(tuple(size))
@@ -117,7 +117,7 @@ HeldByTensor = Mapping[Key, Sequence[HeldRecord]]
 
 
 def overlaps(source: HeldRecord, target: HeldRecord) -> Iterator[Move]:
-    """Yield the parts that two records of one tensor share, in the order of the target's boxes, then of the source's."""
+    """Yield the parts that two records share, ordered by the target's boxes, then by the source's."""
     for to, (at, size) in target.boxes:
         for start, (begin, length) in source.boxes:
             offset = tuple(map(max, at, begin))
@@ -201,7 +201,7 @@ def fill_scalars(
     values: ShardScalars,
     segments: Sequence[Tensor],
 ) -> None:
-    """Give a rank's shards the scalars of stored shards that they overlap, of the first with state."""
+    """Give a rank's shards the scalars from stored shards that they overlap: the first with state."""
     rank = wanted[0].rank if wanted else -1
     params = {
         (each.at, each.record.name): (each, sources.get(key, ()))

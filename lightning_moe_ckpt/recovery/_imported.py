@@ -24,7 +24,7 @@ from lightning_moe_ckpt.storage import RecordEntry, SegmentLayout, dtype_of
 _NAMED = 6
 
 _Field = tuple[str, str]
-"""Name of a tensor, and key of its state."""
+"""A tensor's name, and its state's key."""
 
 
 def fit_imported(brought: BroughtRecords, tensors: Sequence[HeldRecord], module: nn.Module, exchange: Exchange) -> None:
