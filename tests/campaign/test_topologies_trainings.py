@@ -110,9 +110,10 @@ def test_another_policy_from_there_on(campaigns: Campaigns, to: Any) -> None:
     check_trip(campaigns, DENSE, first, replace(second, checkpointing=other), last)
 
 
+@pytest.mark.soak
 def test_in_a_bucket(campaigns: Campaigns, moto: S3Server) -> None:
     """Records of four ranks are read by range."""
-    url = {"url": moto.url(), "storage_options": tuple(moto.storage_options.items())}
+    url: dict[str, Any] = {"url": moto.url(), "storage_options": tuple(moto.storage_options.items())}
     trip = replace(DENSE, checkpointing=replace(DENSE.checkpointing, **url))
     assert check_trip(campaigns, trip, *legs((ranks(4), ranks(2)))).begun == [0, FIRST]
 
@@ -131,6 +132,7 @@ def test_metrics_of_all_ranks_are_merged(campaigns: Campaigns) -> None:
     assert [each["samples"] for each in ends_of_epochs(journey.log)] == [trip.samples] * trip.epochs
 
 
+@pytest.mark.soak
 def test_random_state_is_drawn_anew_by_a_rule(campaigns: Campaigns) -> None:
     """Two runs with dropout that go the same way end alike, and say that they are not the run of one number of ranks."""
     trip = replace(DENSE, dropout=0.2)
