@@ -10,10 +10,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.snapshot import StateView
+
+log = rank_logger(__name__)
 
 
 def joined_outcome(outcomes: Sequence[Mapping[str, Any]], stage_size: int) -> Journal:
@@ -46,6 +49,13 @@ def own_outcome(outcome: Journal, view: StateView, groups: ParallelGroups, excha
     here = slice(sum(before), sum(before) + sum(sizes))
     if "scalars" in found:
         found["scalars"] = {fqn: each for fqn, each in found["scalars"].items() if fqn in view.params}
+    counted = found.get("accounting")
+    if counted is not None and list(counted["num_experts"]) != [*chain.from_iterable(stages)]:
+        # Experts that did not train had no tokens to lose, and may be stored with all others on these ranks.
+        log.warning(
+            "tokens and popularity of experts are counted from here on: other layers are counted now", alike=True
+        )
+        return {**found, "accounting": None, "popularity": None}
     if (stored := found.get("accounting")) is not None:
         layers = slice(len(before), len(before) + len(sizes))
         dropped = {name: each[layers] for name, each in stored.items() if name == "dropped"}

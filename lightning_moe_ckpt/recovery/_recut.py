@@ -144,7 +144,12 @@ class Recut:
         with understood(f"{generation}: its plan"):
             record = PlanRecord.from_json(str(policy["plan"]))
         kept = _kept_constants(record, view, job.groups, self._exchange)
-        brought = self._bring_chains(markers) if is_differential(policy) else self._bring_records(markers, view)
+        view.operators = view.operators.without(kept, record.thawed if _is_sparse(record) else ())
+        brought = (
+            self._bring_chains(markers)
+            if is_differential(policy)
+            else self._bring_records(markers, view, record.constants)
+        )
         if brought is None:
             return None
         chosen, reached = brought.chosen, brought.reached
@@ -209,10 +214,12 @@ class Recut:
 
     # -- exact and partial generations
 
-    def _bring_records(self, markers: Sequence[RankMarker], view: StateView) -> BroughtRecords | None:
+    def _bring_records(
+        self, markers: Sequence[RankMarker], view: StateView, constants: Collection[str]
+    ) -> BroughtRecords | None:
         """Read all records of an exact or partial generation, of experts the newest."""
         steps, partial = sorted(set(markers[0].steps)), is_partial(markers[0].policy)
-        sizes = self._expert_sizes(view) if partial else {}
+        sizes = self._expert_sizes(view, constants) if partial else {}
         indexes = [RecordIndex() for _ in markers]
         in_storage = [each for each in self._reachable if each in self._inventory.in_storage]
         if partial:
@@ -260,8 +267,10 @@ class Recut:
                 source = known.get(each.generation, Version(each.generation, ""))
                 index.add(source, each.segment, [stored(source, owner, rank)])
 
-    def _expert_sizes(self, view: StateView) -> dict[str, int]:
-        said = self._exchange.gather_values({op.name: op.numel for op in view.operators if op.kind == "expert"})
+    def _expert_sizes(self, view: StateView, constants: Collection[str]) -> dict[str, int]:
+        """Return the elements of all ranks' experts that the writers trained, by name. Collective."""
+        trained = (op for op in view.operators if op.slices[0].fqn not in constants)
+        said = self._exchange.gather_values({op.name: op.numel for op in trained if op.kind == "expert"})
         rows = cast("list[dict[str, int]]", said)
         return {name: size for row in rows for name, size in row.items()}
 
@@ -410,9 +419,7 @@ class Recut:
                 if each.record.kind == BUFFER
             }
         )
-        sparse = len(record.plan.steps) > 1 and not record.plan.is_differential
-        view.operators = view.operators.without(kept, record.thawed if sparse else ())
-        if not sparse:
+        if not _is_sparse(record):
             return dense_layout(view, groups, journal_nbytes)
         facts = {"popularity": [], "budget_nbytes": 0, "split_nbytes": record.split_nbytes, "incomplete": False}
         stages = (facts,) * groups.num_stages if groups.num_stages > 1 else ()
@@ -482,6 +489,10 @@ def _decoded(record: bytes) -> Journal | str:
         return decode_journal(torch.frombuffer(bytearray(record), dtype=torch.uint8))
     except Corrupt as error:
         return str(error)
+
+
+def _is_sparse(record: PlanRecord) -> bool:
+    return len(record.plan.steps) > 1 and not record.plan.is_differential
 
 
 def _kept_constants(record: PlanRecord, view: StateView, groups: ParallelGroups, exchange: Exchange) -> tuple[str, ...]:
