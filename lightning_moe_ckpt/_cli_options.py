@@ -209,9 +209,11 @@ _HANG_TIMEOUT = (
     "Silence within a step that counts as a hang, or five times the longest step if that is longer. A rank between two steps, "
     "as when it validates or saves, is waited for as long as --recover-timeout."
 )
+_NODE_TIMEOUT = "With --nnodes MIN:MAX, time for which nodes wait for another one before they go on without it."
+_GROW_EVERY = "With --nnodes MIN:MAX, least time from a start of all ranks to the next one that lets nodes in."
 _TORCHRUN = [
     option("--nproc-per-node", "Ranks of this node: a number, or auto, gpu, cpu (default: 1).", "N"),
-    option("--nnodes", "Nodes, or MIN:MAX (default: 1).", "N"),
+    option("--nnodes", "Nodes, or MIN:MAX, of which some may be lost (default: 1).", "N"),
     flag("--standalone", "All ranks are on this node, which is the default."),
     option("--node-rank", "Rank of this node; for the static rendezvous.", "N"),
     option("--rdzv-endpoint", "Where nodes meet.", "HOST:PORT"),
@@ -287,6 +289,8 @@ RUN = click.Command(
         ),
         option("--recover-timeout", _RECOVER_TIMEOUT, "TIME", type=seconds, default="300s"),
         option("--hang-timeout", _HANG_TIMEOUT, "TIME", type=seconds, default="10s"),
+        option("--node-timeout", _NODE_TIMEOUT, "TIME", type=seconds, default="60s"),
+        option("--grow-every", _GROW_EVERY, "TIME", type=seconds, default="300s"),
         click.Option(["-m", "--module", "module"], help="SCRIPT is the name of a module.", is_flag=True),
         click.Argument(["command"], metavar="SCRIPT [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED),
     ],

@@ -37,6 +37,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.launch._job_log import EventLog, FailureRate, JobEvent, Judge, NodeWatch, describe_exit
 from lightning_moe_ckpt.launch._members import Clock, Member, NodeEvent, RankOutput, Switchboard
+from lightning_moe_ckpt.launch._node_range import NodeRange
 from lightning_moe_ckpt.launch._spares import Spares, close_streams
 from lightning_moe_ckpt.launch._supervised import SUPERVISOR, Line
 
@@ -65,6 +66,10 @@ class SupervisorOptions:
     """Least seconds of a rank's silence that count as a hang."""
     node_seconds: float = 10.0
     """Seconds of silence after which another node's supervisor counts as gone; as long as the rendezvous takes."""
+    wait_seconds: float = 60.0
+    """Seconds for which MIN nodes or more wait for another one."""
+    grow_seconds: float = 300.0
+    """Least seconds from a start of all ranks to the next one that lets nodes in."""
     say: Callable[[str], None] = print
     """Gets one sentence per decision."""
 
@@ -114,8 +119,7 @@ class SupervisingAgent(LocalElasticAgent):
         """Whether the log counts all ranks of this node as silent."""
         self._join = _Join.AGAIN
         self._verdict = ""
-        self._gone = ""
-        """Node for whose return this node waits; empty without one."""
+        self._range = NodeRange(spec.rdzv_handler, options.grow_seconds)
         self._log: EventLog | None = None
         self._nodes: NodeWatch
 
@@ -123,6 +127,9 @@ class SupervisingAgent(LocalElasticAgent):
 
     @override
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        group = cast("Any", worker_group)
+        before = group.group_world_size
+        self._range.expect(before)
         met = threading.Event()
         teller = threading.Thread(target=self._tell_waiting, args=(met,), name="moe-ckpt-rendezvous", daemon=True)
         teller.start()
@@ -135,17 +142,19 @@ class SupervisingAgent(LocalElasticAgent):
         finally:
             met.set()
             teller.join()
-        self._gone = ""
+        if said := self._range.met(before, group.group_world_size, group.workers[0].world_size):
+            self._options.say(said)
 
     def _tell_waiting(self, met: threading.Event) -> None:
         """Log for whom this node waits, and for how long so far."""
         began, pause = time.monotonic(), _TELL_SECONDS
-        whom = f"{self._gone} to come back" if self._gone else "other nodes"
-        if self._gone:
+        whom = f"{self._range.gone} to come back" if self._range.gone else "other nodes"
+        if self._range.gone:
             self._options.say(f"waiting for {whom}")
         while not met.wait(pause):
-            self._options.say(f"waiting for {whom}, {time.monotonic() - began:.0f} s")
-            pause = min(2 * pause, _MOST_TELL_SECONDS)
+            standing = self._range.standing()
+            self._options.say(f"waiting for {whom}, {time.monotonic() - began:.0f} s{standing}")
+            pause = pause if standing else min(2 * pause, _MOST_TELL_SECONDS)
 
     @override
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -180,7 +189,9 @@ class SupervisingAgent(LocalElasticAgent):
         self._members = {}
         if self._log is not None:
             # Others do not go on without this node: what they do next, the rendezvous decides.
-            self._log.append("over" if self._verdict == "over" else "restart", why="ranks of another node were ended")
+            name = self._nodes.name if self._range.varies and not self._verdict else ""
+            why = f"{name} was told to leave" if name else "ranks of another node were ended"
+            self._log.append("over" if self._verdict == "over" else "restart", why=why, node=name)
             self._log.close(2.0)
             self._log = None
 
@@ -226,6 +237,8 @@ class SupervisingAgent(LocalElasticAgent):
         self._incarnation, self._formed, self._silent = agreed["incarnation"], -1, False
         self._verdict, self._deadline, self._suspicion = "", float("inf"), float("inf")
         self._join = _Join.AGAIN
+        if self._incarnation:  # of a job that this node has joined later
+            self._rounds = max(self._rounds, 2)
         prefix = agreed["prefix"]
 
         def connect() -> Store:
@@ -308,7 +321,8 @@ class SupervisingAgent(LocalElasticAgent):
             verdict, why = "restart", f"{why} after others had finished"
         if once:
             self._join, verdict = _Join.NEVER, "restart" if verdict == "replace" else verdict
-        if verdict != "over" and self._judge.count():
+        # An error while others recover comes from the failure that is counted already, such as a lost node.
+        if verdict != "over" and not (recovering and code > 0) and self._judge.count():
             verdict, why = "over", f"{why}; more than {self._options.max_failures.text} failures"
         if verdict == "replace":
             self._now.append("failed", rank=member.rank, pid=member.pid, why=why)
@@ -333,6 +347,9 @@ class SupervisingAgent(LocalElasticAgent):
 
     def _follow(self, event: JobEvent, worker_group: WorkerGroup) -> None:
         """Carry out an event of the log on this node."""
+        if event["kind"] == "lost" and self._range.varies and not self._judge.count():
+            # The log is lost with the first node of this round; where nodes meet is another store.
+            event = JobEvent(kind="restart", why="the first node is gone", node="the first node")
         kind = event["kind"]
         if kind == "failed":
             self._failed(event, worker_group)
@@ -340,13 +357,18 @@ class SupervisingAgent(LocalElasticAgent):
             if event["incarnation"] == self._incarnation:
                 self._form()
         elif kind == "restart":
-            self._gone = event.get("node", "")
-            most = self._options.max_restarts
-            if most is not None and self._rounds > most:  # all nodes count the same rounds
-                why = f"{event['why']}; all ranks were started {self._rounds} times, `--max-restarts {most}` allows no more"
+            self._range.gone = event.get("node", "")
+            self._range.grown += bool(event.get("grows"))
+            most, rounds = (
+                self._options.max_restarts,
+                self._rounds - self._range.grown,
+            )  # all nodes count the same rounds
+            if most is not None and rounds > most:
+                why = f"{event['why']}; all ranks were started {rounds} times, `--max-restarts {most}` allows no more"
                 self._end_round("over", f"{why}; the job is given up")
             else:
-                self._end_round("restart", f"{event['why']}; all ranks are started anew")
+                when = self._range.after_loss(cast("int", worker_group.group_world_size))
+                self._end_round("restart", f"{event['why']}; all ranks are started anew{when}")
         else:
             why = event.get("why", "the supervisor of the first node is gone")
             self._end_round("over", f"{why}; the job is given up")
@@ -415,7 +437,13 @@ class SupervisingAgent(LocalElasticAgent):
         gone = self._nodes.look(seconds)
         if gone is not None:
             why = f"{gone} is gone: its supervisor has not been heard of for {options.node_seconds:g} s"
-            self._now.append("restart", why=why, node=gone)
+            # While others recover, a rank has left already because of it, and was counted.
+            over = self._range.varies and self._deadline == float("inf") and self._judge.count()
+            why += f"; more than {options.max_failures.text} failures" if over else ""
+            self._now.append("over" if over else "restart", why=why, node=gone)
+        first = cast("int", self._worker_group.group_rank) == 0
+        if why := self._range.look(lets_in=first and self._deadline == float("inf")):
+            self._now.append("restart", why=why, grows=True)
         if now > self._suspicion:
             self._suspicion = float("inf")
             for member in running:

@@ -133,6 +133,7 @@ class NodeWatch:
     def __init__(self, log: EventLog, node: int, num_nodes: int, name: str, patience: float) -> None:
         self._log, self._node, self._next, self._patience = log, node, (node + 1) % num_nodes, patience
         self._seen, self._quiet, self._since = 0, 0.0, patience
+        self.name = f"node {node} ({name})"
         log.note(f"node/{node}", name)
 
     def look(self, seconds: float) -> str | None:
@@ -233,7 +234,7 @@ class Judge:
 def describe_exit(exit_code: int) -> str:
     """Return how a process ended, as the predicate of a sentence."""
     if exit_code >= 0:
-        return f"left with status {exit_code}"
+        return f"left with status {exit_code}{', as after SIGTERM' if exit_code == 128 + signal.SIGTERM else ''}"
     try:
         name = signal.Signals(-exit_code).name
     except ValueError:

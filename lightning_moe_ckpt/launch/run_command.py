@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import signal
 import sys
@@ -18,7 +19,8 @@ from typing import Any, TypeVar
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousTimeoutError, registry
+from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
@@ -37,6 +39,9 @@ _READ_SECONDS, _STATIC_SECONDS, _TELL_SECONDS = 60.0, 600.0, 10.0
 """Seconds that torch waits for its store, and for all nodes of a static meeting; seconds between two sentences about it."""
 _OTHER_PORT = "If something else listens there, give another port: `--rdzv-endpoint HOST:PORT`, or `--master-port`."
 
+_JOIN_SECONDS, _MEET_SECONDS = 600, 60
+"""Torch's limit for a node that waits to take part, and seconds of it that a meeting may need."""
+
 T = TypeVar("T")
 
 
@@ -50,6 +55,8 @@ def run(
     max_failures: str = "10 per 1h",
     recover_timeout: float = 300.0,
     hang_timeout: float = 10.0,
+    node_timeout: float = 60.0,
+    grow_every: float = 300.0,
 ) -> int:
     """Start the ranks of a job on this node, and keep it running.
 
@@ -62,6 +69,8 @@ def run(
         max_failures: most failures, as a number or like `10 per 1h`; more end the job.
         recover_timeout: seconds from a failure until training goes on; then all ranks are started anew.
         hang_timeout: least silence in seconds within a step that counts as a hang.
+        node_timeout: seconds for which MIN nodes, or more, wait for another one.
+        grow_every: least seconds from a start of all ranks to the next one that lets nodes in.
 
     Returns:
         0 if all ranks have ended well, 1 if the job was given up, 128 and its number after a signal.
@@ -72,6 +81,8 @@ def run(
         max_failures=FailureRate.parse(max_failures),
         recover_seconds=recover_timeout,
         hang_seconds=hang_timeout,
+        wait_seconds=node_timeout,
+        grow_seconds=grow_every,
         say=_say,
     )
     given = _given(torchrun)
@@ -115,7 +126,7 @@ def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bo
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:
         config, entrypoint, entrypoint_arguments = config_from_args(parse(arguments))
-        meeting = _KEEP_ALIVE | config.rdzv_configs
+        meeting = _KEEP_ALIVE | _limits(config, options) | config.rdzv_configs
         rendezvous = RendezvousParameters(
             backend=config.rdzv_backend,
             endpoint=config.rdzv_endpoint,
@@ -166,6 +177,19 @@ def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bo
     )
 
 
+def _limits(config: LaunchConfig, options: SupervisorOptions) -> dict[str, int]:
+    """Return torch's limits for meetings of MIN to MAX nodes. Raises `ConfigurationError` if nodes can meet once only."""
+    if config.min_nodes == config.max_nodes:
+        return {}
+    if config.rdzv_backend == "static":
+        raise ConfigurationError(
+            "`--nnodes MIN:MAX` needs a place to meet again: --rdzv-endpoint HOST:PORT instead of --node-rank and --master-addr."
+        )
+    # A node that waits to be let in must not give up before it can be.
+    join = max(_JOIN_SECONDS, math.ceil(options.wait_seconds + options.grow_seconds) + _MEET_SECONDS)
+    return {"last_call_timeout": max(1, math.ceil(options.wait_seconds)), "join_timeout": join}
+
+
 def _met(meet: Callable[[], T], where: str, limit: float, *, tell_seconds: float = _TELL_SECONDS) -> T:
     """Return the result of `meet`, from a thread: torch waits for ever, and without signals, where a stranger takes its
     connection.
@@ -193,6 +217,8 @@ def _met(meet: Callable[[], T], where: str, limit: float, *, tell_seconds: float
 
 def _sentence_of(error: Exception) -> str:
     """Return the first lines of an error of torch and of its cause, since torch's messages have stacks in them, and the remedy."""
+    if isinstance(error, RendezvousTimeoutError):
+        return "fewer nodes than `--nnodes` asks for came within `join_timeout` of --rdzv-conf"
     said = [str(each).strip().partition("\n")[0].rstrip(".") for each in (error, error.__cause__) if each is not None]
     network = isinstance(error, (RendezvousError, DistNetworkError))
     return ". ".join([*said, _OTHER_PORT] if network else said[:1])

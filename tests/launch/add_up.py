@@ -4,6 +4,7 @@
 
 State is one line per rank, in a file after every step; all ranks resume from the oldest. An event happens in the
 incarnation that it names (default: 0). Ranks meet through gloo, or through files, for which they need not import torch.
+With `any`, state is rank 0's, of each STEPS-th step and of that at which ranks are asked to stop, and any number goes on from it.
 """
 
 from __future__ import annotations
@@ -203,6 +204,27 @@ def train(supervised: Supervised, rank: int, world_size: int) -> None:
     print(f"pid {os.getpid()} total {total}")
 
 
+def train_any(supervised: Supervised, rank: int, world_size: int) -> None:
+    """Count steps, with whatever ranks there are; all stop together when one is asked to, or at the end."""
+    asked = list[int]()
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    group, state, end = Files(supervised, rank, world_size), FOLDER / "rank0", FOLDER / "end"
+    step = group.reduce(int(state.read_text()) if state.exists() else 0, min)
+    print(f"pid {os.getpid()} is one of {world_size}, from step {step}")
+    stops = 0
+    while stops == 0:
+        supervised.beat(step)
+        stops = group.reduce(2 if end.exists() else min(1, len(asked)), max)
+        supervised.pause()
+        step += 1
+        if rank == 0 and (stops or step % STEPS == 0):
+            write(state, str(step))
+        time.sleep(0.01)
+    group.reduce(0, max)
+    if stops == 1:
+        sys.exit(128 + signal.SIGTERM)
+
+
 def main() -> None:
     if "early" in script:
         print(f"rank {os.environ['RANK']} reads it before it waits")
@@ -216,7 +238,7 @@ def main() -> None:
 def trained(supervised: Supervised) -> bool:
     """Train, and return whether that came to its end; False when somebody has failed."""
     try:
-        train(supervised, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        (train_any if "any" in script else train)(supervised, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     except RuntimeError:
         if supervised.confirm(10.0) is None:
             raise

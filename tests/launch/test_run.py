@@ -177,6 +177,12 @@ def test_more_failures_than_allowed_end_the_job(tmp_path: Path) -> None:
     assert ended.sentences()[-1].endswith("was killed by SIGKILL; more than 1 per 1h failures; the job is given up")
 
 
+def test_what_follows_from_a_failure_is_no_other_one(tmp_path: Path) -> None:
+    """A rank that leaves with an error while it joins the others again: one failure, of one that is allowed."""
+    job = Job(tmp_path / "job", 2, 60, "kill:1:20:0", f"raise:0:{BEFORE_JOINING}:1", max_failures="1")
+    check(job, {0: 1, 1: 2})
+
+
 def test_a_bug_ends_the_job_and_shows_its_traceback(tmp_path: Path) -> None:
     """Replaced once, started anew once, and given up: no step was passed meanwhile."""
     ended = Job(tmp_path / "job", 2, 60, "bug:30").end()

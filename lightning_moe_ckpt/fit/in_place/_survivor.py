@@ -39,8 +39,8 @@ from lightning_moe_ckpt.parallel._groups import is_of_collective
 
 log = rank_logger(__name__)
 
-_CONFIRM_SECONDS = {True: 10.0, False: 1.0}
-"""Seconds for which an exception waits for word of another rank's failure, by whether a collective raised it."""
+_CONFIRM_SECONDS = {True: 15.0, False: 1.0}
+"""Seconds for word of another rank's failure, by whether a collective raised; supervisors find a lost node within 12 s."""
 _REJOIN_SECONDS = 120.0
 
 
