@@ -122,6 +122,7 @@ def _joined(
         resumed=None if found is None else found.generation,
         plan=planner,
         device=job.device,
+        may_lack_nodes=found is not None,
     )
     workers = [HostWorker(memory, markers), storage, *peers]
     paced = None if policy.chains else job.config  # differences are taken at every step

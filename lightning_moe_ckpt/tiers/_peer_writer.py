@@ -382,6 +382,7 @@ def join_peers(
     resumed: GenerationId | None,
     plan: PeerPlan,
     device: torch.device,
+    may_lack_nodes: bool = False,
 ) -> list[PeerWorker]:
     """Return this rank's worker in the peer tier, as a list; empty if no rank keeps copies of others. Collective.
 
@@ -395,12 +396,19 @@ def join_peers(
         resumed: the generation that this incarnation resumed from.
         plan: what is sent and kept.
         device: device of the captured state.
+        may_lack_nodes: whether there may be fewer nodes than copies, since a run goes on without some.
 
     Raises:
         ConfigurationError: on every rank: there are too few nodes, or the memory of one has no room.
     """
     domains = _domains(config.failure_domains, exchange, groups)
-    replicas = min(1, len({domain.node for domain in domains}) - 1) if config.replicas == "auto" else config.replicas
+    most = len({domain.node for domain in domains}) - 1
+    replicas = min(1, most) if config.replicas == "auto" else config.replicas
+    if may_lack_nodes and replicas > most:
+        log.warning(
+            "replicas=%d: on these %d nodes there are %d, until there are more", replicas, most + 1, most, alike=True
+        )
+        replicas = most
     sizes = [row[0] for row in exchange.gather([dense_nbytes])]
     peers = groups.peers()
     placement = place_replicas(domains, peers, sizes, replicas)
