@@ -130,7 +130,7 @@ class Trip:
 
     @property
     def steps_per_epoch(self) -> int:
-        return self.samples // self.global_batch
+        return -(-self.samples // self.global_batch)
 
     @property
     def steps(self) -> int:

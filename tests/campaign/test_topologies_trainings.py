@@ -40,6 +40,7 @@ TRAININGS: dict[str, tuple[Trip, tuple[tuple[Layout, ...], ...]]] = {
     "sgd": (replace(DENSE, optimizer="sgd"), (UP_AND_DOWN, EXPERTS, PIECES)),
     "amsgrad": (replace(DENSE, optimizer="adamw_amsgrad"), (UP_AND_DOWN, SHARDED, PIECES)),
     "fused": (replace(DENSE, optimizer="adamw_fused", clip=None), (UP_AND_DOWN, EXPERTS)),
+    "unfilled last steps": (replace(DENSE, samples=65, epochs=2), (UP_AND_DOWN, EXPERTS)),
     "top 2": (replace(DENSE, top_k=2), (UP_AND_DOWN, EXPERTS)),
 }
 
