@@ -19,12 +19,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import Unpack, override
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.callbacks._shared_arguments import (
-    DEFAULTS,
-    CheckpointArguments,
-    SharedArguments,
-    spelled_out,
-)
+from lightning_moe_ckpt.callbacks._shared_arguments import DEFAULTS, CheckpointArguments, SharedArguments, spelled_out
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
 from lightning_moe_ckpt.fit import FitSession, InPlace, OnlyBeats, WatchedData, can_rejoin, supervisor
 from lightning_moe_ckpt.fit._callbacks import tries_only

@@ -136,13 +136,7 @@ class DenseCheckpoint(CheckpointCallback):
     """
 
     @spelled_out
-    def __init__(
-        self,
-        url: str | Path,
-        *,
-        every_n_steps: int = 100,
-        **shared: Unpack[CheckpointArguments],
-    ) -> None:
+    def __init__(self, url: str | Path, *, every_n_steps: int = 100, **shared: Unpack[CheckpointArguments]) -> None:
         super().__init__(url, **shared)
         self.every_n_steps = require_count(self, "every_n_steps", every_n_steps, what="steps")
 

@@ -47,12 +47,7 @@ class Stops:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        grace: timedelta,
-        *,
-        any_rank: Callable[[bool], bool],
-        before_exit: Callable[[], None],
+        self, trainer: Trainer, grace: timedelta, *, any_rank: Callable[[bool], bool], before_exit: Callable[[], None]
     ) -> None:
         self._strategy: Any = trainer.strategy
         self._rides = isinstance(getattr(self._strategy, "reducer", None), GradientReducer) and trainer.world_size > 1

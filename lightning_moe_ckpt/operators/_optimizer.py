@@ -26,14 +26,7 @@ from xxhash import xxh3_128_hexdigest
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
-from lightning_moe_ckpt.operators._copies import (
-    Beyond,
-    copied_state,
-    inner_optimizers,
-    is_same,
-    opened,
-    put_back,
-)
+from lightning_moe_ckpt.operators._copies import Beyond, copied_state, inner_optimizers, is_same, opened, put_back
 from lightning_moe_ckpt.operators._coupling import Coupling, Group, Reach, wideness
 from lightning_moe_ckpt.operators._found_layout import FoundLayout, StateEntry, recorded_value
 from lightning_moe_ckpt.operators._optimizer_classes import Layout, layout_of, reach_of

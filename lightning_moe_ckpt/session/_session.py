@@ -25,11 +25,7 @@ from lightning_moe_ckpt.recovery import Repeats, RestoreSource, follow_found, lo
 from lightning_moe_ckpt.session._dense import DenseTurns
 from lightning_moe_ckpt.session._job import SessionJob
 from lightning_moe_ckpt.session._opening import OpenRun, open_run
-from lightning_moe_ckpt.session._report import (
-    Durations,
-    Report,
-    run_figures,
-)
+from lightning_moe_ckpt.session._report import Durations, Report, run_figures
 from lightning_moe_ckpt.session._tiers import build_on_stored, report_failures
 from lightning_moe_ckpt.snapshot import Copies, WindowLayout, log_plan
 from lightning_moe_ckpt.tiers import STORAGE

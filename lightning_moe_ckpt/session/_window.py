@@ -27,12 +27,7 @@ from lightning_moe_ckpt.policies import Chains
 from lightning_moe_ckpt.process import StallMeter
 from lightning_moe_ckpt.snapshot import DifferentialRecorder, StateView, WindowLayout, log_whole, repeatable
 from lightning_moe_ckpt.storage import GenerationId
-from lightning_moe_ckpt.tiers import (
-    SealedSegment,
-    SegmentRing,
-    SkipCounter,
-    TierWorker,
-)
+from lightning_moe_ckpt.tiers import SealedSegment, SegmentRing, SkipCounter, TierWorker
 
 log = rank_logger(__name__)
 

@@ -228,7 +228,7 @@ class BufferSync:
         """Return flags of buffers changed on this rank since the last `apply`."""
         now = self._versions()
         return {
-            _PREFIX + name: int(_is_uncounted(owner) or now[name] != self._seen[name])
+            _PREFIX + name: int((isinstance(owner, _NormBase) and owner.training) or now[name] != self._seen[name])
             for name, (owner, _) in self._owners.items()
         }
 
@@ -246,7 +246,3 @@ class BufferSync:
     def _versions(self) -> dict[str, tuple[int, int]]:
         buffers = {name: self._buffer(name) for name in self._owners}
         return {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}  # noqa: SLF001
-
-
-def _is_uncounted(owner: nn.Module) -> bool:
-    return isinstance(owner, _NormBase) and owner.training

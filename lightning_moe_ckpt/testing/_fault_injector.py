@@ -75,11 +75,7 @@ class FaultInjector(PhaseCallback):
     """
 
     def __init__(
-        self,
-        faults: list[Fault] | None = None,
-        *,
-        random: RandomFaults | None = None,
-        folder: str | Path | None = None,
+        self, faults: list[Fault] | None = None, *, random: RandomFaults | None = None, folder: str | Path | None = None
     ) -> None:
         super().__init__()
         self.faults, self.random, self.folder = list(faults or []), random, folder

@@ -31,10 +31,7 @@ def settings_of(trainer: Trainer) -> list[dict[str, Any]]:
     found = []
     for loader in loaders_of(trainer):
         dataset = getattr(loader, "dataset", None)
-        settings = {
-            "loader": type(loader).__qualname__,
-            "length": sized_len(loader if dataset is None else dataset),
-        }
+        settings = {"loader": type(loader).__qualname__, "length": sized_len(loader if dataset is None else dataset)}
         if isinstance(dataset, IterableDataset):  # each worker reads a part of a stream
             settings["num_workers"] = getattr(loader, "num_workers", 0)
         found.append({name: value if isinstance(value, str | int) else None for name, value in settings.items()})

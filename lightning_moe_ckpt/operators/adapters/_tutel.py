@@ -58,9 +58,7 @@ def describe_tutel(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELaye
         capacity=TutelTap(fqn, "capacity"),
         dropped=TutelTap(fqn, "dropped"),
         live_capacity=AttributeCapacity(
-            fqn,
-            tuple(f"gates.{i}.capacity_factor" for i in range(len(gates))),
-            positive="batch_prioritized_routing",
+            fqn, tuple(f"gates.{i}.capacity_factor" for i in range(len(gates))), positive="batch_prioritized_routing"
         ),
         extra=AttributeState(tuple((gate, "gate_noise") for gate in gates)),
         graphs=((fqn, "l_aux"),),
