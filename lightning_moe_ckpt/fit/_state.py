@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
-from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.fit.loops._trainer import datamodule_of, groups_of
 from lightning_moe_ckpt.journal import Constant, Written, differs, refusals, written
 from lightning_moe_ckpt.operators import MoELayerSpec, is_sharded, memory_of, show_shards, stepped_parameters
@@ -228,8 +228,8 @@ class Trained:
         """Whether the coming step may begin with gradients that the boundary at hand lacks."""
         self.awaited: dict[str, Any] | None = None
         """Start half whose gradients the next batch begins with, until it begins; `None` if nothing was loaded."""
-        self._place: slice | None = None
-        """Places of this stage's parameters among all stages', once asked for."""
+        self._place = slice(0), 0
+        """Places of this stage's parameters among all stages', and the number of these, once asked for."""
         self._order: tuple[Any, dict[str, Written]] = (None, {})
         """Number and last key of the optimizer's states when the order was last read, and the unusual order then."""
 
@@ -292,13 +292,25 @@ class Trained:
         """Return this pipeline stage's part if the state has all stages. Collective in the first call with such a state."""
         if len(state["requires_grad"]) == len(self._params):
             return state
-        if self._place is None:
+        if not self._place[1]:
             groups = groups_of(self._strategy)
             rows = Exchange(groups).gather([len(self._params)])[:: groups.stage_size]
             first = sum(number for (number,) in rows[: groups.stage])
-            self._place = slice(first, first + len(self._params))
+            self._place = slice(first, first + len(self._params)), sum(number for (number,) in rows)
         added = [[name for name in names if name in self._stepped] for names in state["added"]]
-        return {**state, "added": added, **{name: state[name][self._place] for name in ("requires_grad", "gradients")}}
+        return {**state, "added": added, **{name: self._part(state[name]) for name in ("requires_grad", "gradients")}}
+
+    def _part(self, flags: bytes) -> bytes:
+        """Return this stage's part of flags by parameter of all stages, or flags that are alike, for other parameters of experts."""
+        place, everything = self._place
+        if len(flags) == everything:
+            return flags[place]
+        if len(set(flags)) < 2:
+            return flags[:1] * len(self._params)
+        raise IdentityMismatch(
+            f"The run has {len(flags)} parameters on a rank, this one {len(self._params)}, and only some train: which, cannot be told. Resume with "
+            "`expert_parallel` as it was, or with stacked experts."
+        )
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state. New groups get the optimizer's defaults; restoring learning rates sets their fields later."""

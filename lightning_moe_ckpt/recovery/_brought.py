@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.recovery._cut import BUFFER
-from lightning_moe_ckpt.recovery._index import Replicas
+from lightning_moe_ckpt.recovery._index import LinkSource, Replicas
 from lightning_moe_ckpt.recovery._inventory import Replica, Version
 from lightning_moe_ckpt.snapshot import JOURNAL
 from lightning_moe_ckpt.storage import RecordEntry, SegmentLayout
@@ -105,3 +107,19 @@ def buffer_owners(brought: BroughtRecords, num_ranks: int) -> dict[tuple[str, in
     """Return the writer whose buffer each rank takes, by name and rank: in turn among those that have it."""
     found = _digests_of_buffers(brought)
     return {(name, rank): sorted(own)[rank % len(own)] for name, own in found.items() for rank in range(num_ranks)}
+
+
+def filtered(sources: Sequence[LinkSource], parts: Collection[str]) -> list[LinkSource]:
+    """Return files of a chain with the records of some shards only."""
+    return [
+        replace(each, entry=replace(each.entry, records=[r for r in each.entry.records if part_of(r.name) in parts]))
+        for each in sources
+    ]
+
+
+def decoded(record: bytes) -> Journal | str:
+    """Return a journal, or why it cannot be read."""
+    try:
+        return decode_journal(torch.frombuffer(bytearray(record), dtype=torch.uint8))
+    except Corrupt as error:
+        return str(error)

@@ -8,6 +8,7 @@ message per pair of ranks.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
@@ -156,10 +157,12 @@ def by_tensor(read: Iterable[HeldRecord], wanted: Iterable[HeldRecord]) -> tuple
 
 
 def _expert(record: RecordEntry) -> tuple[str, str]:
-    """Return a record's operator, empty if that is no expert, and its parameter's name without numbers."""
+    """Return a record's operator, empty if that is no expert, and its parameter's name in the layer without the expert's number."""
     operator = record.operator.partition("#")[0]
-    name = ".".join(part for part in record.fqn.split(".") if not part.isdigit())
-    return operator if "/expert." in operator else "", name
+    layer, is_expert, _ = operator.partition("/expert.")
+    parts = record.fqn.removeprefix(f"{layer}.").split(".")
+    number = next((at for at, part in enumerate(parts) if part.isdigit()), len(parts))
+    return operator if is_expert else "", ".".join([layer, *parts[:number], *parts[number + 1 :]])
 
 
 def is_scalar(record: RecordEntry) -> bool:
@@ -174,12 +177,15 @@ def _is_state(record: RecordEntry) -> bool:
 def moves(sources: HeldByTensor, targets: HeldByTensor, values: ShardScalars, rank: int) -> Iterator[Move]:
     """Yield all moves from or to a rank, in one order on all ranks; state that does not exist yet is not moved."""
     for key in sorted(targets):
+        there = [
+            each
+            for each in sources.get(key, ())
+            if not (_is_state(each.record) and each.scalar(PRESENT, values) in _ABSENT)
+        ]
+        own = [each for each in there if each.rank == rank]
         for target in targets[key]:
-            for source in sources.get(key, ()):
-                if rank in (source.rank, target.rank) and not (
-                    _is_state(source.record) and source.scalar(PRESENT, values) in _ABSENT
-                ):
-                    yield from overlaps(source, target)
+            for source in there if target.rank == rank else own:
+                yield from overlaps(source, target)
 
 
 def expect_all(rank: int, targets: HeldByTensor, sources: HeldByTensor) -> None:
@@ -219,6 +225,11 @@ def fill_scalars(
         else:
             found = (each.scalar(record.state_key, values) for each in (having if _is_state(record) else near))
             value = next((each for each in found if each), b"")
+            if value and len(value) != record.nbytes:
+                raise IdentityMismatch(
+                    f"`{record.fqn}`: its {record.state_key} has {len(value)} bytes in the run, and {record.nbytes} here. Resume with the "
+                    "optimizer that wrote it, or begin with weights alone."
+                )
         if value:
             segments[piece.place][record.offset : record.offset + record.nbytes] = torch.frombuffer(
                 bytearray(value), dtype=torch.uint8
@@ -244,15 +255,19 @@ def deliver(
     rank = transport.rank
     outgoing: dict[int, list[list[Move]]] = {}
     incoming: dict[int, list[list[Move]]] = {}
+    nbytes = Counter[tuple[int, int]]()
     for move in all_moves:
         if move.source.rank == move.target.rank:
             move.received(wanted).copy_(move.sent(read))
             continue
         is_sent = move.source.rank == rank
         queue = (outgoing if is_sent else incoming).setdefault(move.target.rank if is_sent else move.source.rank, [[]])
-        if sum(each.nbytes for each in queue[-1]) >= message_nbytes:
+        pair = move.source.rank, move.target.rank
+        if nbytes[pair] >= message_nbytes:
             queue.append([])
+            nbytes[pair] = 0
         queue[-1].append(move)
+        nbytes[pair] += move.nbytes
     for sends, receives in zip_longest(_heads(outgoing), _heads(incoming), fillvalue=()):
         packed = [(to, _packed(message, read)) for to, message in sends]
         empty = [(of, bytearray(sum(each.nbytes for each in message))) for of, message in receives]
@@ -274,7 +289,7 @@ def _packed(message: Sequence[Move], buffers: Sequence[Tensor]) -> bytearray:
     payload = bytearray(sum(move.nbytes for move in message))
     flat, at = torch.frombuffer(payload, dtype=torch.uint8), 0
     for move in message:
-        flat[at : at + move.nbytes] = move.sent(buffers).reshape(-1).view(torch.uint8)
+        flat[at : at + move.nbytes] = move.sent(buffers).contiguous().view(-1).view(torch.uint8)
         at += move.nbytes
     return payload
 

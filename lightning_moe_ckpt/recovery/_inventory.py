@@ -213,6 +213,11 @@ class Inventory:
         items = (item for stock in self.stocks for item in stock.items if item.version == version and item.world_size)
         return self.wrote.get(version) or next((item.world_size for item in items), len(self.stocks))
 
+    def files(self, version: Version, owner: int) -> list[tuple[str, str]]:
+        """Return memory and file of each copy of one rank's part of a version, the rank's own first; equal on all ranks."""
+        found = ((s.memory, i.file) for s in self.stocks for i in s.items if (i.version, i.owner) == (version, owner))
+        return sorted(dict.fromkeys(found), key=lambda each: ".ring" not in each[1])
+
     def copies(self, version: Version, owner: int, rank: int | None = None) -> list[Replica]:
         """Return copies of one rank's part of a version as `rank` (default: `owner`) reaches them, cheapest first; peers rotated by
         owner, to spread load.

@@ -44,6 +44,7 @@ from lightning_moe_ckpt.snapshot import (
     Facts,
     Identity,
     PlanRecord,
+    Topology,
     constant_facts,
     expect_header_fits,
     live_facts,
@@ -343,10 +344,10 @@ class Search:
             digests=self._digests,
         )
         markers = attempt.markers()
-        if markers is not None and self._is_alike(markers[0], markers):
-            raise AssertionError(f"{version} is of these ranks, in this layout")
-        found = None if markers is None else attempt.bring(markers, self._job, self._store)
-        self._note(version, attempt.reasons, given_up=found is None)
+        contradicts = markers is not None and self._is_alike(markers[0], markers)
+        found = None if markers is None or contradicts else attempt.bring(markers, self._job, self._store)
+        reasons = ["its commit and its markers speak of different ranks"] if contradicts else attempt.reasons
+        self._note(version, reasons, given_up=found is None)
         if found is not None:
             self._log_sources(str(version), attempt.nbytes)
             self.volatile |= {found.generation}
@@ -366,7 +367,13 @@ class Search:
 
     def _bring(self, version: Version, *, may_lack: bool) -> RestoreSource | None:
         writers = self._inventory.writers(version)
-        alive = [each for each in self._alive if self._inventory.writers(each) == writers]
+        own, commits = self._job.identity.topology, self._in_storage
+        alive = [
+            each
+            for each in self._alive
+            if self._inventory.writers(each) == writers
+            and (each not in commits or Topology.of_stored(commits[each]) == own)
+        ]
         attempt = RestoreAttempt(
             *(self._exchange, self._reader, self._inventory, version, alive),
             digests=self._digests(self._exchange.rank),

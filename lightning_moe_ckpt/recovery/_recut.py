@@ -14,17 +14,17 @@ in reading from memory of any node.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
-from lightning_moe_ckpt.errors import Corrupt, IdentityMismatch
-from lightning_moe_ckpt.journal import Journal, decode_journal, encode, encode_journal
+from lightning_moe_ckpt.errors import Corrupt, IdentityMismatch, StorageError
+from lightning_moe_ckpt.journal import Journal, encode, encode_journal
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery._assembly import Assembly, Place, Wanted
 from lightning_moe_ckpt.recovery._attempt import COMMITS, RestorePlan
@@ -32,8 +32,9 @@ from lightning_moe_ckpt.recovery._brought import (
     BroughtRecords,
     WrittenRecord,
     buffer_owners,
+    decoded,
     differing_buffers,
-    part_of,
+    filtered,
 )
 from lightning_moe_ckpt.recovery._cut import (
     BUFFER,
@@ -78,12 +79,16 @@ from lightning_moe_ckpt.storage import (
     SegmentEntry,
     SegmentLayout,
     dtype_of,
+    lacking_memory,
 )
-from lightning_moe_ckpt.tiers import HOST, PEER, STORAGE, is_differential, is_partial
+from lightning_moe_ckpt.tiers import is_differential, is_partial
 
 log = rank_logger(__name__)
 
+T = TypeVar("T")
 _NAMED = 6
+_Pick = Callable[[Version, int], list[Replica]]
+"""Function from a version and a writer to copies of the writer's part, as this rank reaches them."""
 _OF_NONE = -1
 """Writer of constants: these have files apart."""
 
@@ -116,16 +121,20 @@ class Recut:
         self._num_writers = inventory.writers(version)
         ours = [each for each in alive if each <= version and inventory.writers(each) == self._num_writers]
         self._reachable = sorted(ours, reverse=True)
-        self.reasons = self._rounds.reasons
-        """Reasons why the version was given up, or ends earlier; the same on all ranks."""
+        self._noted: list[str] = []
         self.nbytes: Mapping[Replica, int] = {}
         """Bytes that this rank has read, by copy."""
 
+    @property
+    def reasons(self) -> list[str]:
+        """Reasons why the version was given up, or ends earlier; the same on all ranks."""
+        return [*self._noted, *self._rounds.reasons]
+
     def markers(self) -> list[RankMarker] | None:
         """Return the markers of all writers; `None`, on all ranks, if one of them is nowhere."""
-        found = self._read_markers((self.version, None))
+        found = self._read_markers(self.version, self._whole)
         if lost := [f"rank {owner}" for owner, marker in enumerate(found) if marker is None]:
-            self.reasons.append(f"no good copy is left of what {', '.join(lost[:_NAMED])} wrote")
+            self._noted.append(f"no good copy is left of what {', '.join(lost[:_NAMED])} wrote")
             return None
         return [marker for marker in found if marker is not None]
 
@@ -153,7 +162,8 @@ class Recut:
         if brought is None:
             return None
         chosen, reached = brought.chosen, brought.reached
-        if not kept and not self._bring_constants(store.read_constants(policy) if record.constants else (), brought):
+        files = self._together(lambda: store.read_constants(policy) if record.constants and not kept else ())
+        if files is None or not self._bring_constants(files, brought):
             return None
         was = Topology.of_stored(markers[0])
         if (told := self._retold(brought, was, job)) is None:
@@ -164,7 +174,7 @@ class Recut:
         job.journals.as_user(told[0]["start"])  # first: the optimizer's groups decide which records there are
         room = max(journal_capacity(markers[0]), *(2 * len(encode(each)) for each in told))
         layout = self._lay_out(record, kept, job, brought, room)
-        if layout is None:
+        if layout is None or not self._has_room(sum(step.durable.segment.nbytes for step in layout.steps)):
             return None
         segments = self._cut(brought, layout, imported=IMPORTED in policy)
         for journal, segment, step in zip(told, segments, layout.steps, strict=True):
@@ -192,13 +202,13 @@ class Recut:
 
     # -- markers
 
-    def _read_markers(self, which: Which) -> list[RankMarker | None]:
+    def _read_markers(self, version: Version, pick: _Pick) -> list[RankMarker | None]:
         """Return one version's markers by writer, `None` where there is no good copy; the same on all ranks."""
-        (version, source), rank = which, self._exchange.rank
+        which: Which = (version, None)
         found: list[RankMarker | None] = []
         for first in range(0, self._num_writers, self._exchange.world_size):
-            owner = first + rank
-            copies = {which: self._copies(version, owner, source)} if owner < self._num_writers else {}
+            owner = first + self._exchange.rank
+            copies = {which: pick(version, owner)} if owner < self._num_writers else {}
             # with reasons of its own: a marker that is nowhere is no reason yet
             own = MarkerSearch(Rounds(self._exchange), self._reader, copies, self._digests(owner)).run(None) or {}
             said = self._exchange.gather_values(own[which].to_bytes() if which in own else b"")
@@ -208,9 +218,50 @@ class Recut:
             found += parsed[: self._num_writers - first]
         return found
 
-    def _copies(self, version: Version, owner: int, source: str | None) -> list[Replica]:
-        copies = self._inventory.copies(version, owner, self._exchange.rank)
-        return [copy for copy in copies if (copy.whole if source is None else source == copy.source)]
+    def _whole(self, version: Version, owner: int) -> list[Replica]:
+        return [each for each in self._inventory.copies(version, owner, self._exchange.rank) if each.whole]
+
+    def _in_storage(self, version: Version, owner: int) -> list[Replica]:
+        return [stored(version, owner, self._exchange.rank)]
+
+    def _in_memory(self, versions: Iterable[Version]) -> Iterator[tuple[Version, _Pick]]:
+        """Yield versions, each with one copy in memory of each writer's part at a time: copies may have different files.
+
+        All ranks take the same copies, wherever these are.
+        """
+        for version in versions:
+            files = [self._inventory.files(version, owner) for owner in range(self._num_writers)]
+            for number in range(max(map(len, files))):
+
+                def pick(
+                    version: Version, owner: int, number: int = number, files: list[list[tuple[str, str]]] = files
+                ) -> list[Replica]:
+                    copies = self._inventory.copies(version, owner, self._exchange.rank)
+                    return [each for each in copies if (each.memory, each.file) in files[owner][number : number + 1]]
+
+                yield version, pick
+
+    def _together(self, look: Callable[[], T]) -> T | None:
+        """Return a result that all ranks can have; else note why some cannot, and return `None` on all. Collective."""
+        found, why = None, ""
+        try:
+            with understood("what is stored there"):
+                found = look()
+        except (Corrupt, StorageError, OSError) as error:
+            why = str(error)
+        said = self._exchange.gather_values(why)
+        self._noted += [f"rank {rank}: {each}" for rank, each in enumerate(said) if each]
+        return None if any(said) else found
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Return whether every rank has memory for this. Collective."""
+
+        def look() -> bool:
+            if (lack := lacking_memory(nbytes)) is not None:
+                raise Corrupt(f"cut for these ranks, its part here {lack}")
+            return True
+
+        return bool(self._together(look))
 
     # -- exact and partial generations
 
@@ -224,13 +275,10 @@ class Recut:
         in_storage = [each for each in self._reachable if each in self._inventory.in_storage]
         if partial:
             in_memory = [each for each in self._reachable if each in self._inventory.in_memory]
-            for which in [
-                *((each, STORAGE) for each in in_storage[:1]),
-                *((e, t) for t in (HOST, PEER) for e in in_memory),
-            ]:
-                self._add(indexes, which, self._read_markers(which))
+            for version, pick in [*((each, self._in_storage) for each in in_storage[:1]), *self._in_memory(in_memory)]:
+                self._add(indexes, version, pick, self._read_markers(version, pick))
         else:
-            self._add(indexes, (self.version, None), markers)
+            self._add(indexes, self.version, self._whole, markers)
         deeper = in_storage[1:]
         while True:
             offered = {name: Counter[Version]() for name in sizes}
@@ -239,10 +287,11 @@ class Recut:
                     offered[name].update(dict(rows))
             chosen, missing = newest_whole(offered, sizes)
             if missing and not deeper:
-                self.reasons.append(f"no whole copy is left of {len(missing)} experts: {', '.join(missing[:_NAMED])}")
+                self._noted.append(f"no whole copy is left of {len(missing)} experts: {', '.join(missing[:_NAMED])}")
                 return None
             if missing:
-                self._add(indexes, (deeper[0], STORAGE), self._read_markers((deeper.pop(0), STORAGE)))
+                older = deeper.pop(0)
+                self._add(indexes, older, self._in_storage, self._read_markers(older, self._in_storage))
                 continue
             brought = BroughtRecords(reached=self.version.generation.step, chosen=chosen)
             brought.share_out([*self._chosen(indexes, steps, chosen)], self._exchange.world_size)
@@ -253,8 +302,10 @@ class Recut:
                 for name in lost:
                     index.exclude(name, chosen[name])
 
-    def _add(self, indexes: Sequence[RecordIndex], which: Which, markers: Sequence[RankMarker | None]) -> None:
-        version, rank = which[0], self._exchange.rank
+    def _add(
+        self, indexes: Sequence[RecordIndex], version: Version, pick: _Pick, markers: Sequence[RankMarker | None]
+    ) -> None:
+        rank = self._exchange.rank
         known = {each.generation: each for each in self._inventory.in_storage}
         for owner, (index, marker) in enumerate(zip(indexes, markers, strict=True)):
             if marker is None:
@@ -262,7 +313,7 @@ class Recut:
             # A window of several steps has no states of one step, which other generations could use.
             if len(marker.steps) == 1 or version == self.version:
                 for entry in marker.segments:
-                    index.add(version, entry, self._copies(version, owner, which[1]))
+                    index.add(version, entry, pick(version, owner))
             for each in (*marker.referenced, *marker.spares):
                 source = known.get(each.generation, Version(each.generation, ""))
                 index.add(source, each.segment, [stored(source, owner, rank)])
@@ -292,6 +343,8 @@ class Recut:
         groups: dict[tuple[int, int], list[WrittenRecord]] = {}
         for each in brought.read_by(self._exchange.rank):
             groups.setdefault((each.owner, each.at), []).append(each)
+        if not self._has_room(sum(each.record.nbytes for records in groups.values() for each in records)):
+            return None
         assemblies: list[tuple[str, Assembly]] = []
         for (owner, at), records in groups.items():
             layout = SegmentLayout.of_columns(
@@ -342,15 +395,14 @@ class Recut:
         in_memory = [each for each in line if each in self._inventory.in_memory]
         in_storage = [each for each in line if each in self._inventory.committed][:COMMITS]
         chains: list[dict[int, list[LinkSource]]] = [{} for _ in markers]
-        for version, tier in [*((e, t) for t in (HOST, PEER) for e in in_memory), *((e, STORAGE) for e in in_storage)]:
-            for owner, marker in enumerate(self._read_markers((version, tier))):
+        for version, pick in [*self._in_memory(in_memory), *((each, self._in_storage) for each in in_storage)]:
+            for owner, marker in enumerate(self._read_markers(version, pick)):
                 if marker is not None:
-                    copies = self._copies(version, owner, tier)
-                    add_links(chains[owner], marker, copies, rank)
+                    add_links(chains[owner], marker, pick(version, owner), rank)
         bases = {base_step(links, last.step) for links in chains}
         base = next(iter(bases))
         if len(bases) > 1 or base is None:
-            self.reasons.append("what it follows on is not all there")
+            self._noted.append("what it follows on is not all there")
             return None
         brought = BroughtRecords()
         brought.share_out(
@@ -364,10 +416,10 @@ class Recut:
         units: dict[int, set[str]] = {}
         for each in brought.read_by(rank):
             units.setdefault(each.owner, {JOURNAL}).add(each.unit[1])
-        own_chains = [{s: _filtered(row, units[owner]) for s, row in chains[owner].items()} for owner in units]
+        own_chains = [{s: filtered(row, units[owner]) for s, row in chains[owner].items()} for owner in units]
         restore = ChainRestore(self._exchange, self._transfer, own_chains, last.step)
         states = restore.run()
-        self.reasons += restore.reasons
+        self._noted += restore.reasons
         if states is None:
             return None
         for owner, state in zip(units, states, strict=True):
@@ -381,16 +433,18 @@ class Recut:
     def _retold(self, brought: BroughtRecords, was: Topology, job: ResumeRequest) -> list[Journal] | None:
         """Return this rank's journal at each boundary; name all differences."""
         own = [each for each in brought.read_by(self._exchange.rank) if each.record.kind == JOURNAL]
-        said = self._exchange.gather_values([[each.owner, each.at, _decoded(brought.bytes_of(each))] for each in own])
+        said = self._exchange.gather_values([[each.owner, each.at, decoded(brought.bytes_of(each))] for each in own])
         rows = [row for part in cast("list[list[list[Any]]]", said) for row in part]
         if unread := [f"rank {owner}: {found}" for owner, _, found in rows if isinstance(found, str)]:
-            self.reasons += unread
+            self._noted += unread
             return None
         told: list[Journal] = []
         notes: dict[str, None] = {}
         for at in range(1 + max(each.at for each in brought.records)):
             found = {owner: journal for owner, of, journal in rows if of == at}
-            retold = job.journals.retell([found[owner] for owner in sorted(found)], was)
+            written = [found[owner] for owner in sorted(found)]
+            if (retold := self._together(lambda written=written: job.journals.retell(written, was))) is None:  # type: ignore[misc]
+                return None
             outcome = own_outcome(retold.journal["outcome"], job.view, job.groups, self._exchange)
             told.append({**retold.journal, "outcome": outcome})
             notes |= dict.fromkeys(retold.notes)
@@ -412,11 +466,12 @@ class Recut:
     ) -> WindowLayout | None:
         """Return the generation's layout as if this job's ranks had taken it; `None` if its window cannot be laid out."""
         view, groups = job.view, job.groups
+        owners = buffer_owners(brought, self._exchange.world_size)
         view.fit_buffers(
             {
                 each.record.name: (dtype_of(each.record.dtype), each.record.global_shape)
-                for each in reversed(brought.records)
-                if each.record.kind == BUFFER
+                for each in brought.records
+                if each.record.kind == BUFFER and owners[each.record.fqn, self._exchange.rank] == each.owner
             }
         )
         if not _is_sparse(record):
@@ -426,14 +481,15 @@ class Recut:
         mine = replace(
             record, config={"recut": True}, popularity=(), budget_nbytes=0, constants=tuple(kept), stages=stages
         )
-        why, layout = "", None
-        try:
-            layout = lay_out(mine, view, groups, journal_nbytes)
-        except IdentityMismatch as error:
-            why = f"its window was planned for the ranks that wrote it ({error}); `moe-ckpt densify` makes a dense one of it"
-        said = self._exchange.gather_values(why)
-        self.reasons += [str(each) for each in dict.fromkeys(said) if each]
-        return None if self.reasons else layout
+
+        def look() -> WindowLayout:
+            try:
+                return lay_out(mine, view, groups, journal_nbytes)
+            except IdentityMismatch as error:
+                why = f"its window was planned for the ranks that wrote it ({error}); `moe-ckpt densify` makes a dense one of it"
+                raise Corrupt(why) from error
+
+        return self._together(look)
 
     def _cut(self, brought: BroughtRecords, layout: WindowLayout, *, imported: bool) -> list[Tensor]:
         """Return this rank's segments, with every record but the journal. Raises `IdentityMismatch` if one is nowhere."""
@@ -483,14 +539,6 @@ class Recut:
             yield HeldRecord.of(record, reader, each.at, each.owner, place=place)
 
 
-def _decoded(record: bytes) -> Journal | str:
-    """Return a journal, or why it cannot be read."""
-    try:
-        return decode_journal(torch.frombuffer(bytearray(record), dtype=torch.uint8))
-    except Corrupt as error:
-        return str(error)
-
-
 def _is_sparse(record: PlanRecord) -> bool:
     return len(record.plan.steps) > 1 and not record.plan.is_differential
 
@@ -502,11 +550,3 @@ def _kept_constants(record: PlanRecord, view: StateView, groups: ParallelGroups,
     held = [fqn for fqn in record.constants if fqn in view.params and fqn not in apart]
     kept = len(held) == len(record.constants) and groups.num_stages == 1
     return record.constants if exchange.all_agree(kept) else ()
-
-
-def _filtered(sources: Sequence[LinkSource], parts: Collection[str]) -> list[LinkSource]:
-    """Return files of a chain with the records of some shards only."""
-    return [
-        replace(each, entry=replace(each.entry, records=[r for r in each.entry.records if part_of(r.name) in parts]))
-        for each in sources
-    ]

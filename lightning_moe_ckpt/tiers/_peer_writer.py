@@ -371,6 +371,16 @@ class PeerWorker(TierWorker):
         super()._end(job)
 
 
+def _replicas(config: SessionConfig, most: int, *, may_lack_nodes: bool) -> int:
+    """Return the number of copies, of which at most `most` are possible."""
+    if config.replicas == "auto":
+        return min(1, most)
+    if not may_lack_nodes or config.replicas <= most:
+        return config.replicas
+    log.warning("replicas=%d: %d here, until there are more nodes", config.replicas, most, alike=True)
+    return most
+
+
 def join_peers(
     config: SessionConfig,
     claim: MemoryClaim,
@@ -402,13 +412,7 @@ def join_peers(
         ConfigurationError: on every rank: there are too few nodes, or the memory of one has no room.
     """
     domains = _domains(config.failure_domains, exchange, groups)
-    most = len({domain.node for domain in domains}) - 1
-    replicas = min(1, most) if config.replicas == "auto" else config.replicas
-    if may_lack_nodes and replicas > most:
-        log.warning(
-            "replicas=%d: on these %d nodes there are %d, until there are more", replicas, most + 1, most, alike=True
-        )
-        replicas = most
+    replicas = _replicas(config, len({domain.node for domain in domains}) - 1, may_lack_nodes=may_lack_nodes)
     sizes = [row[0] for row in exchange.gather([dense_nbytes])]
     peers = groups.peers()
     placement = place_replicas(domains, peers, sizes, replicas)

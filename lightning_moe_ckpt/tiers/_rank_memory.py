@@ -103,12 +103,13 @@ class RankMemory:
     @property
     def published(self) -> list[GenerationId]:
         """Generations that a later process would find here."""
-        return [generation for ring in self._all() for generation in ring.published]
+        return [generation for ring in (*self._all(), *self._of_gone) for generation in ring.published]
 
     @property
     def copies(self) -> dict[str, GenerationId]:
         """Newest generation with a full record that a later process would find here, by operator."""
-        markers = sorted((marker for ring in self._all() for marker in ring.markers), key=lambda each: each.generation)
+        rings = [*self._all(), *self._of_gone]
+        markers = sorted((marker for ring in rings for marker in ring.markers), key=lambda each: each.generation)
         return {record.operator: marker.generation for marker in markers for _, record in full_records(marker)}
 
     @property

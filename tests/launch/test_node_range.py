@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -81,29 +82,34 @@ def test_the_job_goes_on_with_the_nodes_that_are_left_and_lets_others_in(tmp_pat
     first, host, last = (nodes.start(name) for name in ("first", HOST, "last"))
     host.wait_until(lambda: [ranks for ranks, _ in begun(host)][-1:] == [3])  # one that was slow is let in
     before = len(begun(host))
+
+    def sizes() -> list[int]:
+        """Numbers of ranks since then; a busy machine may start as many ranks anew."""
+        return [size for size, _ in groupby(ranks for ranks, _ in begun(host)[before:])]
+
     first.wait_until_step(STEPS)
     kill(last)
-    host.wait_until(lambda: len(begun(host)) == before + 1)
+    host.wait_until(lambda: sizes() == [2])
     started, back = time.monotonic(), nodes.start("back")
-    host.wait_until(lambda: len(begun(host)) == before + 2)
+    host.wait_until(lambda: sizes() == [2, 3])
     assert time.monotonic() - started > 2.0
     kill(first)
-    host.wait_until(lambda: len(begun(host)) == before + 3)
+    host.wait_until(lambda: sizes() == [2, 3, 2])
     nodes.end()
     ended = [host.end(), back.end()]
     assert [each.code for each in ended] == [0, 0], ended
-    (two, killed), (again, stopped), (left, _) = begun(host)[before:]
-    assert [two, again, left] == [2, 3, 2]
-    assert killed % STEPS == 0
+    stopped = next(step for ranks, step in begun(host)[before:] if ranks == 3)
+    assert begun(host)[before][1] % STEPS == 0
     assert stopped % STEPS, "it had stopped where a step ends, not where it stores one anyway"
     assert begun(back)[0] == (3, stopped)
     # Behind each loss it says for whom it waits.
-    gone, fewer, came, all_of_them, cut, fewer_again = [each for each in said(host) if "waiting" not in each][-6:]
+    sentences = said(host)
     with_two = "all ranks are started anew with 2 of 3 nodes, in 3 s unless it returns"
-    assert re.fullmatch(rf"node \d \(.*\) is gone: its supervisor has not been heard of for 5 s; {with_two}", gone)
-    assert came == "1 node has come, and SIGTERM stops ranks at their next step; all ranks are started anew"
-    assert cut == f"the first node is gone; {with_two}"
-    assert [fewer, all_of_them, fewer_again] == [f"going on with {n} of 3 nodes, {n} ranks" for n in (2, 3, 2)]
+    gone = rf"node \d \(.*\) is gone: its supervisor has not been heard of for 5 s; {with_two}"
+    assert any(re.fullmatch(gone, each) for each in sentences)
+    assert "1 node has come, and SIGTERM stops ranks at their next step; all ranks are started anew" in sentences
+    assert f"the first node is gone; {with_two}" in sentences
+    assert {f"going on with {n} of 3 nodes, {n} ranks" for n in (2, 3)} <= {*sentences}
 
 
 def test_with_too_few_nodes_one_waits_says_so_and_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
