@@ -250,6 +250,7 @@ class RankMemory:
         Args:
             unlink: whether the names are removed too; otherwise names stay if a later process could restore something.
         """
+        newest = max(self.published, default=None)
         rings, self._kept, self.ring = [*self._all(), *self._of_gone, *self._offered], [], None
         self._of_gone, self._offered = [], []
         for ring in rings:
@@ -260,6 +261,9 @@ class RankMemory:
         if unlink:
             self._remove_foreign()
             self._remove_dead()
+            if newest is not None:  # so that ranks of before, and moved ones, leave nothing here either
+                self._moved_are_removed = False
+                self._remove_moved(newest)
 
     def unlink(self) -> None:
         """Remove all names of this rank without logging: for a process's last moment, from any thread."""
