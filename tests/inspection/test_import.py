@@ -292,8 +292,11 @@ def test_memory_holds_a_part_or_a_shard_or_a_tensor(tmp_path: Path, monkeypatch:
             assert main(command) == 0
         return sampled.grown
 
+    most = 0
     for name, line in lines.items():
         (grown,) = run_world(1, lambda _: work(line), timeout=timedelta(seconds=60), process_group=False)  # noqa: B023
         print(f"{name}: {grown / TENSOR:.1f} tensors of {NUMBER}")
-        assert TENSOR // 2 < grown < 4 * TENSOR
+        assert grown < 4 * TENSOR
+        most = max(most, grown)
+    assert most > TENSOR // 2, "what was read is not seen in the memory that was looked at"
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) == NUMBER // 2
