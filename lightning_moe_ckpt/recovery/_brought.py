@@ -97,6 +97,7 @@ def _digests_of_buffers(brought: BroughtRecords) -> dict[str, dict[int, list[str
 
 
 def differing_buffers(brought: BroughtRecords) -> Iterator[str]:
+    """Yield a note about buffers with other values on other writers, if there are any."""
     found = _digests_of_buffers(brought)
     names = [name for name, own in found.items() if len({*map(tuple, own.values())}) > 1]
     if names:

@@ -115,6 +115,7 @@ class Move:
 
 
 HeldByTensor = Mapping[Key, Sequence[HeldRecord]]
+"""Records by tensor."""
 
 
 def overlaps(source: HeldRecord, target: HeldRecord) -> Iterator[Move]:

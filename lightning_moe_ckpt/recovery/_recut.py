@@ -328,7 +328,7 @@ class Recut:
     def _chosen(
         self, indexes: Sequence[RecordIndex], steps: Sequence[int], chosen: Mapping[str, Version]
     ) -> Iterator[WrittenRecord]:
-        """Yield the records that make up the generation, buffers only where some rank takes them."""
+        """Yield the records that make up the generation, experts from their chosen versions."""
         for owner, index in enumerate(indexes):
             for at, step in enumerate(steps):
                 for each in index.step(self.version, step).values():

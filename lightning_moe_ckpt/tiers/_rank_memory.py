@@ -267,7 +267,7 @@ class RankMemory:
 
     def unlink(self) -> None:
         """Remove all names of this rank without logging: for a process's last moment, from any thread."""
-        for ring in self._all():
+        for ring in (*self._all(), *self._of_gone):
             ring.unlink()
 
     # -- private
