@@ -5,6 +5,7 @@ What checkpoints cost on a user's machine is `moe-ckpt bench`, which comes with 
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -22,6 +23,38 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             option("--quality-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
             several("--quality-policies", _POLICIES, "What is killed; `ablation` has to miss the margin"),
             flag("--quality-quick", "A few steps of a tiny model, which say nothing about quality."),
+        ],
+    ),
+    "persist": (
+        "Time and CPU until a generation is durable beside a bare write, and what steps notice of it.",
+        [
+            number("--generation-megabytes", 200, "MiB of a generation."),
+            number("--segments", 4, "Files it consists of."),
+            number("--persist-rounds", 10, "Generations stored in each place."),
+            number("--persist-steps", 400, "Steps of the fit."),
+            number("--persist-dim", 128, "Model dimension of the fit."),
+            option("--persist-folder", "On the disk in question (default: a temporary folder).", "PATH", type=Path),
+            option("--object-url", "s3://bucket/place; without it object storage is left out.", "URL"),
+            option("--object-options", "Its storage_options, as JSON.", "JSON", type=json.loads),
+        ],
+    ),
+    "pipeline": (
+        "Seconds from the SIGKILL of a pipeline stage to the first new step, when all stages go back or only that one.",
+        [
+            number("--stages", 3, "Pipeline stages, a process each."),
+            number("--micro-batches", 4, "Of a batch."),
+            number("--stage-ms", 20, "A stage sleeps in one of the three passes over a micro-batch."),
+            number("--pipeline-kills", 6, "Kills of every system."),
+            several("--pipeline-systems", ["torchrun", "computes_all", "in_place", "alone"], "What is compared"),
+            option("--pipeline-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
+        ],
+    ),
+    "native-goals": (
+        "Compiled parts by the goals that were set for them; on a GPU also what training notices, by arrangement.",
+        [
+            number("--goal-megabytes", 256, "MiB of large copies."),
+            number("--goal-repeats", 7, "Of every measurement."),
+            number("--goal-elements", 10**9, "Of gradients, on a GPU."),
         ],
     ),
     "papers": (

@@ -36,7 +36,7 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     table_of,
 )
 from lightning_moe_ckpt.benchmarks._fits import BenchModel, ModelSize, bench_trainer, quiet_lightning, random_tokens
-from lightning_moe_ckpt.benchmarks._native_device import in_turns
+from lightning_moe_ckpt.benchmarks._native import in_turns
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, DifferentialCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.recovery import Difference, fold
 from lightning_moe_ckpt.storage import SegmentLayout

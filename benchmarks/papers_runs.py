@@ -16,12 +16,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 from typing_extensions import override
 
-from benchmarks import differential, pipeline_memory
+from benchmarks import differential, pipeline, pipeline_memory
 from benchmarks.papers_plans import Rows, Way
 from benchmarks.quality_fit import Case, Scale, TextModel, training_text, validation_text
 from benchmarks.quality_runs import TOLERANCE, QualityRun, run_all
 from benchmarks.selection import NODES, Choice, SelectionFit, figure_of, run_fit
-from lightning_moe_ckpt.benchmarks import _overhead, _pipeline
+from lightning_moe_ckpt.benchmarks import _overhead
 from lightning_moe_ckpt.benchmarks._benchmark import accelerator_for
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
@@ -424,18 +424,18 @@ def storage(way: Way) -> Rows:
     return rows
 
 
-# -- pipeline stages that are killed: `bench pipeline`
+# -- pipeline stages that are killed: `pipeline.py`
 
 
 @cache
-def _stages(kills: int) -> dict[str, _pipeline.StageFigure]:
+def _stages(kills: int) -> dict[str, pipeline.StageFigure]:
     options = {"stages": 3, "micro_batches": 4, "stage_ms": 20, "pipeline_kills": kills, "pipeline_folder": None}
     systems = ["computes_all", "in_place", "alone"]
-    found = _pipeline.measure(SimpleNamespace(**options, pipeline_systems=systems), lambda *_: None)
+    found = pipeline.measure(SimpleNamespace(**options, pipeline_systems=systems), lambda *_: None)
     return {figure.system: figure for figure in found}
 
 
-def _again(figure: _pipeline.StageFigure) -> float:
+def _again(figure: pipeline.StageFigure) -> float:
     """Return milliseconds of a step that is taken again."""
     return statistics.median(1e3 * failure.rerun_seconds / failure.rerun_steps for failure in figure.failures)
 

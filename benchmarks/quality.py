@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from benchmarks.documents import write_document
 from benchmarks.quality_fit import CASES, EXACT, QUICK, Loss, Scale
 from benchmarks.quality_runs import TOLERANCE, QualityFigure, QualityRun, judge, run_all
-from lightning_moe_ckpt.benchmarks._benchmark import Machine, Progress, accelerator_for, table_of, write_document
+from lightning_moe_ckpt.benchmarks._benchmark import Machine, Progress, accelerator_for, table_of
 
 _LOSSES = {"nothing": "", "process": "process", "node": "process, memory"}
 _COLUMNS = (

@@ -32,6 +32,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for `benchmarks`, which is not installed
+from benchmarks.documents import write_document
+from benchmarks.native_goals import CopyScale, DeviceCopies, JudgedKernels, judge
 from lightning_moe_ckpt.benchmarks import _native, _overhead
 from lightning_moe_ckpt.benchmarks._benchmark import (
     Accelerator,
@@ -39,10 +42,8 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     Progress,
     accelerator_for,
     show_table,
-    write_document,
 )
 from lightning_moe_ckpt.benchmarks._fits import ModelSize, bench_folders, one_thread
-from lightning_moe_ckpt.benchmarks._native_device import CopyScale, DeviceCopies, NativeFigure, judge
 from lightning_moe_ckpt.benchmarks._recovery import Precision, RecoveryFit, RecoveryLoss, RecoverySystem
 from lightning_moe_ckpt.cli import BENCH
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
@@ -152,7 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     now = datetime.now(timezone.utc)
     outcomes = run_apart(commands, options.out / f"first-run-{now:%Y%m%dT%H%M%SZ}.json", _show)
     figures = [
-        NativeFigure(what=f"section {name}", how="a process", value=outcome.seconds, unit="s", note=outcome.outcome)
+        _native.NativeFigure(
+            what=f"section {name}", how="a process", value=outcome.seconds, unit="s", note=outcome.outcome
+        )
         for name, outcome in outcomes.items()
     ]
     show_table(Console(), _native.table(figures))
@@ -398,7 +401,7 @@ def _other_losses(peace: AttemptResult, other: AttemptResult) -> list[str]:
     return [f"loss of step {step}: {found[step]}, not {wanted[step]}" for step in found if found[step] != wanted[step]]
 
 
-def _measured(make: Callable[[torch.device], DeviceCopies | _native.Kernels]) -> SectionWork:
+def _measured(make: Callable[[torch.device], DeviceCopies | JudgedKernels]) -> SectionWork:
     def work(accelerator: Accelerator, keep: Keep) -> None:
         _cuda_part()
         measured = make(torch.device("cuda", 0))
@@ -444,7 +447,7 @@ SECTIONS = {
     "tests": Section(_tests, _seconds(150)),
     "resume": Section(_resume, _seconds(200), needs_device=False),
     "copies": Section(_measured(lambda device: DeviceCopies(device, CopyScale())), _seconds(120)),
-    "kernels": Section(_measured(lambda device: _native.Kernels(device, 10**9, CopyScale().repeats)), _seconds(60)),
+    "kernels": Section(_measured(lambda device: JudgedKernels(device, 10**9, CopyScale().repeats)), _seconds(60)),
     "overhead": Section(_trained, _seconds(150), needs_device=False),
     "memcheck": Section(_sanitized("memcheck"), _seconds(100)),
     "racecheck": Section(_sanitized("racecheck"), _seconds(60)),

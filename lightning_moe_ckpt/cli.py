@@ -348,17 +348,6 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             _option("--in-place-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
     ),
-    "pipeline": (
-        "Seconds from the SIGKILL of a pipeline stage to the first new step, when all stages go back or only that one.",
-        [
-            number("--stages", 3, "Pipeline stages, a process each."),
-            number("--micro-batches", 4, "Of a batch."),
-            number("--stage-ms", 20, "A stage sleeps in one of the three passes over a micro-batch."),
-            number("--pipeline-kills", 6, "Kills of every system."),
-            several("--pipeline-systems", ["torchrun", "computes_all", "in_place", "alone"], "What is compared"),
-            _option("--pipeline-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
-        ],
-    ),
     "recovery": (
         "Steps and seconds lost per kind of failure, beside torch DCP and Lightning's .ckpt.",
         [
@@ -371,19 +360,6 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             number("--host-megabytes", 50, "MiB of that state."),
             several("--systems", ["sparse", "dense", "partial", "selective", "dcp", "lightning"], "What is compared"),
             _option("--folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
-        ],
-    ),
-    "persist": (
-        "Time and CPU until a generation is durable beside a bare write, and what steps notice of it.",
-        [
-            number("--generation-megabytes", 200, "MiB of a generation."),
-            number("--segments", 4, "Files it consists of."),
-            number("--persist-rounds", 10, "Generations stored in each place."),
-            number("--persist-steps", 400, "Steps of the fit."),
-            number("--persist-dim", 128, "Model dimension of the fit."),
-            _option("--persist-folder", "On the disk in question (default: a temporary folder).", "PATH", type=Path),
-            _option("--object-url", "s3://bucket/place; without it object storage is left out.", "URL"),
-            _option("--object-options", "Its storage_options, as JSON.", "JSON", type=json.loads),
         ],
     ),
     "overhead": (
@@ -415,8 +391,6 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             number("--megabytes", 256, "MiB of large copies."),
             number("--elements", 32 * 2**20, "Of gradients."),
             number("--device-elements", 10**9, "On a GPU."),
-            _flag("--quick", "Small gradients only."),
-            _option("--out", "Folder that gets native.json, with the machine and every figure.", "PATH", type=Path),
         ],
     ),
 }

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,13 +104,6 @@ def medians(rounds: Sequence[object], *names: str) -> dict[str, Any]:
     columns = {name: [getattr(run, name) for run in rounds] for name in names}
     known = {name: [value for value in column if value is not None] for name, column in columns.items()}
     return {name: statistics.median(column) if column else None for name, column in known.items()}
-
-
-def write_document(path: Path, document: Mapping[str, Any]) -> None:
-    """Put JSON of values and dataclasses into `path`, whole or not at all."""
-    staged = path.with_name(f".{path.name}")
-    staged.write_text(json.dumps(document, indent=1, default=asdict) + "\n", encoding="utf-8")
-    staged.replace(path)
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -1,63 +1,45 @@
 """Measure the gain of compiled copies and kernels on this machine, each beside torch or Python.
 
-For many small slices calls cost more than bytes; for large slices only memory bandwidth counts. With a CUDA device the
-goals for its engine are measured too; without a device these goals are listed as not run. Tests show that compiled code and
-torch give the same bits.
+For many small slices calls cost more than bytes; for large slices only memory bandwidth counts. With a CUDA device its
+copies and kernels are measured too. Tests show that compiled code and torch give the same bits.
 """
 
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import xxhash
 from rich.table import Table
 from torch import Tensor
 
-from lightning_moe_ckpt.benchmarks._benchmark import Cost, Machine, Progress, table_of, write_document
-from lightning_moe_ckpt.benchmarks._native_device import (
-    MIB,
-    Action,
-    CopyScale,
-    DeviceCopies,
-    GoalMeasurement,
-    NativeFigure,
-    figure_of,
-    in_turns,
-    judge,
-    median,
-)
+from lightning_moe_ckpt.benchmarks._benchmark import Cost, Progress, table_of
 from lightning_moe_ckpt.native import (
     AdamState,
     AdamStep,
     CompressedGradient,
     Copy,
+    CopyEngine,
     CpuCopyEngine,
+    CudaCopyEngine,
     compress_gradients,
     create_engine,
     decompress_gradient,
     explain,
     replay_adam,
 )
+from lightning_moe_ckpt.native._cuda import TorchDevice
 
+Action = Callable[[], object]
+MIB = 2**20
 _SLICE_NBYTES = (256, 16 * 2**10)
-_QUICK_NUMEL = 2**18
-_LOADS = """
-import time
-import lightning_moe_ckpt
-start = time.perf_counter()
-import lightning_moe_ckpt.native as native
-native.explain()
-print(time.perf_counter() - start)
-"""
-"""Timed inside one process: the difference of two processes would be noise of the seconds that torch takes."""
+_DEVICE_SLICE_NBYTES = (4 * 2**10, 64 * 2**10, MIB)
 SMALL_NUMEL = 99_999
 """The largest tensor that becomes INT8."""
 NUM_STEPS = (1, 4, 8)
@@ -65,25 +47,59 @@ _KEPT, _NUM_SAMPLES = 0.01, 32_768
 _LR, _WEIGHT_DECAY = 1e-3, 0.01
 _QUEUED = 4
 """Calls queued on a device at a time: they hide the host's work in between, as in training."""
-_OURS, _SAMPLED, _FUSED = "compiled", "torch, sampled threshold", "torch, fused=True"
+OURS, SAMPLED, FUSED = "compiled", "torch, sampled threshold", "torch, fused=True"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NativeFigure:
+    """One way to do one thing."""
+
+    what: str
+    how: str
+    value: float | None
+    """Median over runs; `None` if it could not be run here."""
+    unit: str
+    note: str = ""
+    traceback: str = ""
+    """Traceback of the error that left it without a value."""
+
+
+def figure_of(what: str, how: str, measure: Callable[[], float], *, unit: str, note: str = "") -> NativeFigure:
+    """Return a row with the result of `measure`; a failure must not cost the other rows, and has its traceback in the row."""
+    try:
+        return NativeFigure(what=what, how=how, value=measure(), unit=unit, note=note)
+    except Exception as error:  # noqa: BLE001  # kept whole, in the row
+        said, where = f"FAILED: {type(error).__name__}: {error}", traceback.format_exc()
+        note = f"{note}: {said}" if note else said
+        return NativeFigure(what=what, how=how, value=None, unit=unit, note=note, traceback=where)
+
+
+def in_turns(ways: Mapping[str, Action], repeats: int) -> dict[str, Cost]:
+    """Run each way once per round, so that other load of the machine hits all ways alike; the first round does not count."""
+    costs: dict[str, list[Cost]] = {how: [] for how in ways}
+    for _ in range(repeats + 1):
+        for how, action in ways.items():
+            costs[how].append(Cost.of(action))
+    return {how: Cost(*map(statistics.median, zip(*found[1:], strict=True))) for how, found in costs.items()}
+
+
+def median(action: Action, repeats: int) -> float:
+    """Return seconds; the first run, which also meets untouched memory, does not count."""
+    return in_turns({"": action}, repeats)[""].wall
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[NativeFigure]:
     """Run the benchmark."""
-    if options.quick:
-        options.elements = min(options.elements, _QUICK_NUMEL)
-        options.device_elements = min(options.device_elements, _QUICK_NUMEL)
     parts: list[tuple[str, Callable[[SimpleNamespace], Iterator[NativeFigure]]]] = [
         ("copies", _copies),
         ("compression and replay", lambda _: Kernels(torch.device("cpu"), options.elements, options.repeats).rates()),
-        ("goals", _goals),
     ]
+    if all(part.active for part in explain()):
+        parts.append(("device", _device))
     figures = list[NativeFigure]()
     for done, (what, part) in enumerate(parts):
         progress(what, done, len(parts))
         figures += part(options)
-        if options.out is not None:  # after every part: what ends the run early costs only the rest
-            write_figures(options.out, figures)
     return figures
 
 
@@ -94,6 +110,32 @@ def table(figures: Sequence[NativeFigure]) -> Table:
         for figure in figures
     ]
     return table_of("Compiled code, medians of wall time", ["what", "how", "", ""], rows)
+
+
+def _device(options: SimpleNamespace) -> Iterator[NativeFigure]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    yield from device_copies(device, options.slices, options.megabytes, options.repeats)
+    yield from Kernels(device, options.device_elements, options.repeats).rates()
+
+
+def device_copies(device: torch.device, num_slices: int, megabytes: int, repeats: int) -> Iterator[NativeFigure]:
+    """Yield GB/s from a device into page-locked memory, in one copy and in slices, at most `num_slices` of a size."""
+    runtime, nbytes = TorchDevice(device), megabytes * MIB
+    memories = runtime.memory(nbytes), runtime.page_locked(nbytes)
+    with closing(CudaCopyEngine(runtime.device)) as torchs, closing(create_engine(device)) as ours:
+        for size in (nbytes // 2, *_DEVICE_SLICE_NBYTES):
+            # Only every other one: a plan joins neighbours.
+            slices = [memory.view(-1, 2 * size)[:num_slices, :size] for memory in memories]
+            copies = list(zip(*slices, strict=True))
+            for how, engine in (("torch's streams", torchs), ("compiled engine", ours)):
+                rate = partial(_rate, engine, copies, repeats)
+                yield figure_of(f"device to host, {len(copies)} x {size // 2**10} KiB", how, rate, unit="GB/s")
+
+
+def _rate(engine: CopyEngine, copies: Sequence[Copy], repeats: int) -> float:
+    prepared = engine.prepare(copies)
+    seconds = median(lambda: engine.wait(engine.submit(prepared)), repeats)
+    return sum(src.nbytes for src, _ in copies) / seconds / 1e9
 
 
 def _copies(options: SimpleNamespace) -> Iterator[NativeFigure]:
@@ -142,40 +184,6 @@ def _lists(num_slices: int, numel: int) -> Iterator[tuple[str, list[Copy], float
         yield f"{what}, one copy", [(src, dst)], src.nbytes / 1e9, "GB/s read"
 
 
-def _goals(options: SimpleNamespace) -> Iterator[NativeFigure]:
-    on_host: dict[str, GoalMeasurement] = {
-        "G11": lambda: _checksum_rate(options.megabytes, options.repeats),
-        "G13": lambda: _load_milliseconds(options.repeats),
-    }
-    reason = next((f"{part.part} part: {part.reason}" for part in explain() if not part.active), "")
-    if reason:
-        yield from judge(on_host, reason)
-        return
-    device = torch.device("cuda", torch.cuda.current_device())
-    copies = DeviceCopies(device, CopyScale(megabytes=options.megabytes, repeats=options.repeats))
-    kernels = Kernels(device, options.device_elements, options.repeats)
-    yield from judge({**copies.goals(), **kernels.goals(), **on_host}, "")
-    yield from copies.rates()
-    yield from kernels.rates()
-
-
-def _checksum_rate(megabytes: int, repeats: int) -> float:
-    data = memoryview(torch.ones(megabytes * MIB, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
-    return data.nbytes / median(lambda: xxhash.xxh3_128_hexdigest(data), repeats) / 1e9
-
-
-def _load_milliseconds(repeats: int) -> float:
-    command = [sys.executable, "-c", _LOADS]
-    runs = [subprocess.run(command, check=True, capture_output=True) for _ in range(min(repeats, 3))]  # noqa: S603
-    return statistics.median(float(run.stdout) for run in runs) * 1e3
-
-
-def write_figures(folder: Path, figures: Sequence[NativeFigure]) -> None:
-    """Put `native.json` into `folder`, whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_document(folder / "native.json", {"machine": Machine.read(), "native": figures})
-
-
 # -- kernels
 
 
@@ -193,40 +201,29 @@ class Kernels:
         self._numel = numel if self._on_cpu else min(numel, torch.cuda.mem_get_info(device)[0] // 32)
         self._replayed = numel if self._on_cpu else self._numel // 5
 
-    def goals(self) -> dict[str, GoalMeasurement]:
-        """Return measurements by name of the goal."""
-        return {
-            "G9": lambda: self._gain(self._compressions(self._numel, torch.float32), _SAMPLED),
-            "G10": lambda: self._gain(self._replays("compressed", NUM_STEPS[-1]), _FUSED),
-        }
-
     def rates(self) -> Iterator[NativeFigure]:
         """Yield milliseconds, with the processor's time or, of a device, the rate at which memory must be read and written."""
         for numel in [self._numel] if self._on_cpu else sorted({10**6, 10**7, self._numel}):
             for dtype in (torch.float32, torch.bfloat16):
-                ways = self._compressions(numel, dtype)
+                ways = self.compressions(numel, dtype)
                 yield from self._rows(f"1% of {numel} {str(dtype)[6:]}", ways, numel * dtype.itemsize)
         gradient = self._randn(SMALL_NUMEL)
-        ways = {_OURS: lambda: compress_gradients([gradient]), "torch": lambda: _int8(gradient)}
+        ways = {OURS: lambda: compress_gradients([gradient]), "torch": lambda: _int8(gradient)}
         yield from self._rows(f"INT8 of {SMALL_NUMEL} float32", ways, 4 * SMALL_NUMEL)
         for kind, num_steps in product(("plain", "compressed"), NUM_STEPS):
             what = f"AdamW, {num_steps} steps, {kind}, {self._replayed}"
-            yield from self._rows(what, self._replays(kind, num_steps), 24 * self._replayed)
+            yield from self._rows(what, self.replays(kind, num_steps), 24 * self._replayed)
 
     def _rows(self, what: str, ways: Mapping[str, Action], nbytes: int) -> Iterator[NativeFigure]:
         costs = dict[str, Cost]()
-        first = figure_of(what, _OURS, lambda: costs.update(self._costs(ways)) or 0.0, unit="ms")
+        first = figure_of(what, OURS, lambda: costs.update(self.costs(ways)) or 0.0, unit="ms")
         if not costs:
             yield first
         for how, cost in costs.items():
             note = f"CPU {cost.cpu * 1e3:,.4g} ms" if self._on_cpu else f"{nbytes / cost.wall / 1e12:.3g} TB/s"
             yield NativeFigure(what=what, how=how, value=cost.wall * 1e3, unit="ms", note=note)
 
-    def _gain(self, ways: Mapping[str, Action], baseline: str) -> float:
-        costs = self._costs({how: ways[how] for how in (_OURS, baseline)})
-        return costs[baseline].wall / costs[_OURS].wall
-
-    def _costs(self, ways: Mapping[str, Action]) -> dict[str, Cost]:
+    def costs(self, ways: Mapping[str, Action]) -> dict[str, Cost]:
         if self._on_cpu:
             return in_turns(ways, self._repeats)
         queued = {how: lambda action=action: self._queue(action) for how, action in ways.items()}
@@ -238,20 +235,20 @@ class Kernels:
             action()
         torch.cuda.synchronize(self._device)
 
-    def _compressions(self, numel: int, dtype: torch.dtype) -> dict[str, Action]:
+    def compressions(self, numel: int, dtype: torch.dtype) -> dict[str, Action]:
         gradient = self._randn(numel).to(dtype)
-        ways: dict[str, Action] = {_OURS: lambda: compress_gradients([gradient]), _SAMPLED: lambda: _sampled(gradient)}
+        ways: dict[str, Action] = {OURS: lambda: compress_gradients([gradient]), SAMPLED: lambda: _sampled(gradient)}
         return ways | ({"torch, exact topk": lambda: _topk(gradient)} if self._on_cpu else {})
 
-    def _replays(self, kind: str, num_steps: int) -> dict[str, Action]:
+    def replays(self, kind: str, num_steps: int) -> dict[str, Action]:
         gradient: Tensor | CompressedGradient = self._randn(self._replayed)
         if kind == "compressed" and isinstance(gradient, Tensor):
             (gradient,) = compress_gradients([gradient])
         chosen = (self._randn(self._replayed), gradient, num_steps)
         return {
-            _OURS: _replay(*chosen),
+            OURS: _replay(*chosen),
             "torch, foreach=False": _torch_steps(*chosen),
-            _FUSED: _torch_steps(*chosen, fused=True),
+            FUSED: _torch_steps(*chosen, fused=True),
         }
 
     def _randn(self, numel: int) -> Tensor:

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_moe_ckpt.benchmarks import _native
-from lightning_moe_ckpt.benchmarks._benchmark import Machine
-from lightning_moe_ckpt.benchmarks._native import Kernels, write_figures
-from lightning_moe_ckpt.benchmarks._native_device import (
+from benchmarks.documents import write_document
+from benchmarks.native_goals import (
     CHUNKS_MIB,
     DEPTHS,
     GOALS,
-    MIB,
     CopyScale,
     DeviceCopies,
-    NativeFigure,
+    JudgedKernels,
     judge,
 )
+from lightning_moe_ckpt.benchmarks import _native
+from lightning_moe_ckpt.benchmarks._benchmark import Machine
+from lightning_moe_ckpt.benchmarks._native import MIB, NativeFigure
 from lightning_moe_ckpt.native import CompiledCpuEngine, _library
 
 
@@ -57,7 +57,7 @@ def test_what_a_device_is_asked_runs_on_a_cpu() -> None:
     """Every goal and every row of the sweeps has a figure: the code that measures is known to run."""
     scale = CopyScale(megabytes=2, repeats=1, matrix=16, loop_seconds=0.005)
     cpu = torch.device("cpu")
-    copies, kernels = DeviceCopies(cpu, scale), Kernels(cpu, 200_000, 1)
+    copies, kernels = DeviceCopies(cpu, scale), JudgedKernels(cpu, 200_000, 1)
     goals = [
         row for row in judge({**copies.goals(), **kernels.goals()}, "on the host") if "on the host" not in row.note
     ]
@@ -82,10 +82,11 @@ def test_slices_of_the_copies_are_not_joined() -> None:
 def test_figures_reach_the_file_with_their_machine(tmp_path: Path) -> None:
     """Written again after every part, whole each time."""
     figure = NativeFigure(what="a", how="b", value=1.5, unit="ms")
-    write_figures(tmp_path / "out", [figure])
-    write_figures(tmp_path / "out", [figure, figure])
-    document = json.loads((tmp_path / "out" / "native.json").read_text())
+    path = tmp_path / "native.json"
+    write_document(path, {"machine": Machine.read(), "native": [figure]})
+    write_document(path, {"machine": Machine.read(), "native": [figure, figure]})
+    document = json.loads(path.read_text())
     assert Machine(**document["machine"]).torch == torch.__version__
     assert [NativeFigure(**row) for row in document["native"]] == [figure, figure]
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["native.json"]
+    assert [*tmp_path.iterdir()] == [path]
     assert _native.table([figure]).row_count == 1

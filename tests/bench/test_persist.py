@@ -11,10 +11,8 @@ import pytest
 from launcher import run_world
 from rich.console import Console
 
-from lightning_moe_ckpt.benchmarks import _persist
-from lightning_moe_ckpt.benchmarks._benchmark import Cost
-from lightning_moe_ckpt.benchmarks._fits import ModelSize
-from lightning_moe_ckpt.benchmarks._persist import (
+from benchmarks import persist
+from benchmarks.persist import (
     CPU,
     LOCAL,
     Pair,
@@ -28,6 +26,8 @@ from lightning_moe_ckpt.benchmarks._persist import (
     take_pairs,
     time_steps,
 )
+from lightning_moe_ckpt.benchmarks._benchmark import Cost
+from lightning_moe_ckpt.benchmarks._fits import ModelSize
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.inspection import verify
 from lightning_moe_ckpt.storage import open_backend
@@ -133,7 +133,7 @@ def test_steps_are_told_apart(tmp_path: Path, num_steps: int) -> None:
 
 def _shown(figures: list[PersistFigure]) -> str:
     console = Console(width=250, file=io.StringIO(), record=True)
-    console.print(_persist.table(figures))
+    console.print(persist.table(figures))
     return console.export_text()
 
 

@@ -257,7 +257,10 @@ def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int, accelera
             accelerator=accelerator,
             strategy="auto",
             gradient_clip_val=None,
-            callbacks=[held, SparseCheckpoint(url, window=8, overhead_target=None)],
+            callbacks=[
+                held,
+                SparseCheckpoint(url, window=8, overhead_target=None, untouched=["callback._HeldWrites.*"]),
+            ],
             max_steps=warm_up + num_steps + 1,
         )
         torch.manual_seed(0)

@@ -29,7 +29,7 @@ SYSTEMS = {
     "in_place": "in place, all stages",
     "alone": "in place, that stage alone",
 }
-_SCRIPT = "lightning_moe_ckpt.benchmarks._killed_fit"
+_SCRIPT = "benchmarks.pipeline_fit"
 _COLUMNS = (
     *("system", "step", "trains again", "re-run", "of steps", "stay", "skipped"),
     *("first new step", "range", "time ratio"),

@@ -1,6 +1,7 @@
-"""Judge rows of `moe-ckpt bench native` by the CUDA engine's goals, and measure copy rates on a device.
+"""Judge the compiled parts by the goals that were set for them, and show which arrangement of copies is the best on a device.
 
-Goals are relative to a baseline of the same run where there is one: absolute rates depend on the host.
+Goals are relative to a baseline of the same run where there is one: absolute rates depend on the host. Without a CUDA device
+its goals are listed as not run.
 
 Slices lie apart, because a plan joins neighbours: without gaps whole chunks would be measured, whatever a slice's size.
 Copies and the work beside them have streams of their own: on one stream each would wait for the other.
@@ -11,20 +12,36 @@ from __future__ import annotations
 
 import mmap
 import statistics
+import subprocess
+import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
-from lightning_moe_ckpt.benchmarks._benchmark import Cost, Goal
+from lightning_moe_ckpt.benchmarks import _native
+from lightning_moe_ckpt.benchmarks._benchmark import Cost, Goal, Progress
+from lightning_moe_ckpt.benchmarks._native import (
+    FUSED,
+    MIB,
+    NUM_STEPS,
+    OURS,
+    SAMPLED,
+    Action,
+    Kernels,
+    NativeFigure,
+    figure_of,
+    median,
+)
 from lightning_moe_ckpt.native import (
     CompiledCpuEngine,
     CompiledCudaEngine,
@@ -35,33 +52,27 @@ from lightning_moe_ckpt.native import (
     NativeError,
     _cuda,
     _library,
+    explain,
 )
 from lightning_moe_ckpt.native._cuda import TorchDevice
 from lightning_moe_ckpt.native._plan import Arrangement, Space
 
-Action = Callable[[], object]
 GoalMeasurement = Callable[[], float]
-MIB = 2**20
+table = _native.table
 CHUNKS_MIB, DEPTHS = (4, 16, 24, 32, 64), (1, 2)
 _SMALL_NBYTES = (4 * 2**10, 16 * 2**10, 64 * 2**10, 256 * 2**10)
 _GAP = 256  # bytes between slices, which keep their alignment
 _MAX_SLICES = 10_000
 _NUM_DELAYS = 300
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NativeFigure:
-    """One way to do one thing."""
-
-    what: str
-    how: str
-    value: float | None
-    """Median over runs; `None` if it could not be run here."""
-    unit: str
-    note: str = ""
-    traceback: str = ""
-    """Traceback of the error that left it without a value."""
-
+_LOADS = """
+import time
+import lightning_moe_ckpt
+start = time.perf_counter()
+import lightning_moe_ckpt.native as native
+native.explain()
+print(time.perf_counter() - start)
+"""
+"""Timed inside one process: the difference of two processes would be noise of the seconds that torch takes."""
 
 GOALS = (
     Goal("G1", "device to host, slices of 1 MiB, of one pinned copy", 95, "%"),
@@ -80,6 +91,25 @@ GOALS = (
 )
 
 
+def measure(options: SimpleNamespace, progress: Progress) -> list[NativeFigure]:
+    """Run the benchmark."""
+    megabytes, repeats = options.goal_megabytes, options.goal_repeats
+    measurements: dict[str, GoalMeasurement] = {
+        "G11": lambda: _checksum_rate(megabytes, repeats),
+        "G13": lambda: _load_milliseconds(repeats),
+    }
+    reason = next((f"{part.part} part: {part.reason}" for part in explain() if not part.active), "")
+    progress("goals", 0, 1 if reason else 2)
+    if reason:
+        return judge(measurements, reason)
+    device = torch.device("cuda", torch.cuda.current_device())
+    copies = DeviceCopies(device, CopyScale(megabytes=megabytes, repeats=repeats))
+    kernels = JudgedKernels(device, options.goal_elements, repeats)
+    figures = judge({**copies.goals(), **kernels.goals(), **measurements}, "")
+    progress("arrangements of copies", 1, 2)
+    return [*figures, *copies.rates()]
+
+
 def judge(measurements: Mapping[str, GoalMeasurement], reason: str) -> list[NativeFigure]:
     """Measure a row per goal; a goal without a measurement was not run, for the given reason."""
     rows, how = list[NativeFigure](), "compiled engine"
@@ -94,30 +124,6 @@ def judge(measurements: Mapping[str, GoalMeasurement], reason: str) -> list[Nati
             row = replace(row, note=f"{note}: {goal.outcome(row.value)}")
         rows.append(row)
     return rows
-
-
-def figure_of(what: str, how: str, measure: GoalMeasurement, *, unit: str, note: str = "") -> NativeFigure:
-    """Return a row with the result of `measure`; a failure must not cost the other rows, and has its traceback in the row."""
-    try:
-        return NativeFigure(what=what, how=how, value=measure(), unit=unit, note=note)
-    except Exception as error:  # noqa: BLE001  # kept whole, in the row
-        said, where = f"FAILED: {type(error).__name__}: {error}", traceback.format_exc()
-        note = f"{note}: {said}" if note else said
-        return NativeFigure(what=what, how=how, value=None, unit=unit, note=note, traceback=where)
-
-
-def in_turns(ways: Mapping[str, Action], repeats: int) -> dict[str, Cost]:
-    """Run each way once per round, so that other load of the machine hits all ways alike; the first round does not count."""
-    costs: dict[str, list[Cost]] = {how: [] for how in ways}
-    for _ in range(repeats + 1):
-        for how, action in ways.items():
-            costs[how].append(Cost.of(action))
-    return {how: Cost(*map(statistics.median, zip(*found[1:], strict=True))) for how, found in costs.items()}
-
-
-def median(action: Action, repeats: int) -> float:
-    """Return seconds; the first run, which also meets untouched memory, does not count."""
-    return in_turns({"": action}, repeats)[""].wall
 
 
 # -- copies
@@ -374,3 +380,32 @@ def make_engine(device: torch.device, arrangement: Arrangement, depth: int) -> C
     finally:
         _cuda._DEPTH = usual  # noqa: SLF001
     return engine
+
+
+# -- kernels and the host
+
+
+class JudgedKernels(Kernels):
+    """Kernels that goals are stated for."""
+
+    def goals(self) -> dict[str, GoalMeasurement]:
+        """Return measurements by name of the goal."""
+        return {
+            "G9": lambda: self._gain(self.compressions(self._numel, torch.float32), SAMPLED),
+            "G10": lambda: self._gain(self.replays("compressed", NUM_STEPS[-1]), FUSED),
+        }
+
+    def _gain(self, ways: Mapping[str, Action], baseline: str) -> float:
+        costs = self.costs({how: ways[how] for how in (OURS, baseline)})
+        return costs[baseline].wall / costs[OURS].wall
+
+
+def _checksum_rate(megabytes: int, repeats: int) -> float:
+    data = memoryview(torch.ones(megabytes * MIB, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
+    return data.nbytes / median(lambda: xxhash.xxh3_128_hexdigest(data), repeats) / 1e9
+
+
+def _load_milliseconds(repeats: int) -> float:
+    command = [sys.executable, "-c", _LOADS]
+    runs = [subprocess.run(command, check=True, capture_output=True) for _ in range(min(repeats, 3))]  # noqa: S603
+    return statistics.median(float(run.stdout) for run in runs) * 1e3
