@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from lightning_moe_ckpt._cli_options import flag, option
-from lightning_moe_ckpt.cli import Benchmarks, bench, number, run, several, take_large_pages
+from lightning_moe_ckpt.cli import BENCHMARKS, Benchmarks, bench, number, run, several, take_large_pages
 
 _POLICIES = ["sparse", "differential", "bf16", "compressed", "feedback", "partial", "dynamic", "selective", "ablation"]
 _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others leave behind
@@ -55,6 +55,18 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             number("--goal-megabytes", 256, "MiB of large copies."),
             number("--goal-repeats", 7, "Of every measurement."),
             number("--goal-elements", 10**9, "Of gradients, on a GPU."),
+        ],
+    ),
+    "peers": (
+        "What checkpoints in memory add to a step beside DLRover and lm-resiliency, where these are installed.",
+        BENCHMARKS["overhead"][1],
+    ),
+    "replicas": (
+        "Seconds from a SIGKILL to the first new step: torchft, where it is installed, and moe-ckpt run.",
+        [
+            option("--replica-ranks", "Ranks of the trainings, one after another.", "N,N", default="2,3"),
+            number("--replica-kills", 10, "Kills under each launcher."),
+            option("--replica-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
     ),
     "papers": (

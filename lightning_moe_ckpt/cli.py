@@ -338,13 +338,13 @@ _LOOKING = [
 
 # -- benchmarks
 
-_BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others leave behind
+BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others leave behind
     "in-place": (
-        "Seconds from a SIGKILL to the first new step: moe-ckpt run, with and without a spare, torchrun, torchft.",
+        "Seconds from a SIGKILL to the first new step: moe-ckpt run, with and without a spare, and torchrun.",
         [
             _option("--in-place-ranks", "Ranks of the trainings, one after another.", "N,N", default="2,3,4"),
             number("--in-place-kills", 10, "Kills under each launcher."),
-            several("--launchers", ["spare", "replaced", "torchrun", "torchft"], "What is compared"),
+            several("--launchers", ["spare", "replaced", "torchrun"], "What is compared"),
             _option("--in-place-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
     ),
@@ -365,9 +365,7 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
     "overhead": (
         "What checkpoints add to a step, in memory only and with storage, beside other systems; where the time goes.",
         [
-            _option(
-                "--variants", "What is measured (default: all that are installed); a wrong name lists them.", "A,B"
-            ),
+            _option("--variants", "What is measured (default: the usual ones); a wrong name lists them.", "A,B"),
             _flag("--breakdown", "Microseconds by hook, and CPU time by thread beside, of each policy."),
             number("--ranks", 1, "Processes of every fit."),
             number("--expert-parallel", 1, "Of them share one set of experts."),
@@ -431,7 +429,7 @@ def _bench(name: str, summary: str, chosen: Mapping[str, list[click.Parameter]],
     return click.Command(name, callback=run, params=params, short_help=summary, help=summary)
 
 
-BENCH = bench(_BENCHMARKS, "lightning_moe_ckpt.benchmarks._")
+BENCH = bench(BENCHMARKS, "lightning_moe_ckpt.benchmarks._")
 PROGRAM = _Program(
     "moe-ckpt",
     help=_HELP,

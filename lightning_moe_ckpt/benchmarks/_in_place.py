@@ -6,10 +6,6 @@ counted. All trainings with the same number of ranks exist at once, and take ste
     spare       `moe-ckpt run --spares 1`, once the spare waits for its place
     replaced    `moe-ckpt run`: a new process for the dead rank
     torchrun    new processes for all ranks
-    torchft     a replica per rank, each started by torchrun, with its lighthouse, where it is installed. The others go on
-                without the dead replica, so their result differs; a replica that comes back is sent their state.
-
-Source of torchft's options: its README at version 0.2.0.
 """
 
 from __future__ import annotations
@@ -20,11 +16,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,16 +27,14 @@ from rich.table import Table
 
 from lightning_moe_ckpt.benchmarks._benchmark import Goal, Progress, rounds_of, table_of
 from lightning_moe_ckpt.benchmarks._fits import bench_folders
-from lightning_moe_ckpt.benchmarks._killed_fit import REPLICA, SIZE, WINDOW
+from lightning_moe_ckpt.benchmarks._killed_fit import SIZE, WINDOW
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.testing._attempts import free_port
 from lightning_moe_ckpt.testing._records import Record, read_lines
 
 LAUNCHERS = {
     "spare": "moe-ckpt run --spares 1",
     "replaced": "moe-ckpt run",
     "torchrun": "torchrun",
-    "torchft": "torchft, a replica per rank",
 }
 _OF_LAUNCHERS = {
     "spare": ["lightning_moe_ckpt.cli", "run", "--spares", "1"],
@@ -51,12 +43,6 @@ _OF_LAUNCHERS = {
 }
 _OWN = ["--max-failures", "1000", "--hang-timeout", "3600"]
 _SCRIPT = "lightning_moe_ckpt.benchmarks._killed_fit"
-_LIGHTHOUSE = """\
-import signal, sys
-from torchft.coordination import LighthouseServer
-server = LighthouseServer(bind=sys.argv[1], min_replicas=1, join_timeout_ms=10000, quorum_tick_ms=100)
-signal.pause()
-"""
 _MTBF_SECONDS = 600.0
 _GOALS = (
     Goal("noticed", "until the others have noticed", 0.1, "s", at_least=False),
@@ -67,10 +53,9 @@ _LIMIT_SECONDS = 600.0
 _LOOK_SECONDS = 0.02
 _COLUMNS = ("launcher", "ranks", "noticed", "trains again", "re-run", "first new step", "range", "time ratio")
 _NOTE = """\
-seconds from the SIGKILL, medians: until all other ranks knew of it; until all ranks trained again (of
-torchft: until the replica is back); until the first step that was never taken before, of which re-run
-are steps taken again. time ratio: effective training time at an MTBF of 10 minutes, as far as failures
-cost it; what checkpoints cost, `bench overhead` measures"""
+seconds from the SIGKILL, medians: until all other ranks knew of it; until all ranks trained again; until
+the first step that was never taken before, of which re-run are steps taken again. time ratio: effective training
+time at an MTBF of 10 minutes, as far as failures cost it; what checkpoints cost, `bench overhead` measures"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,21 +99,33 @@ class FailureFigure:
         return time_ratio(self.failures)
 
 
-def measure(options: SimpleNamespace, progress: Progress) -> list[FailureFigure]:
-    """Run the benchmark."""
-    launchers = [name for name in options.launchers if name != "torchft" or find_spec("torchft") is not None]
+def measure(
+    options: SimpleNamespace, progress: Progress, others: Mapping[str, type[FailingJob]] | None = None
+) -> list[FailureFigure]:
+    """Run the benchmark; `others` are jobs of further launchers, by name."""
+    kinds: dict[str, type[FailingJob]] = dict.fromkeys(options.launchers, FailingJob)
+    kinds.update(others or {})
+    launchers = [*kinds]
     worlds = [int(text) for text in options.in_place_ranks.split(",")]
     found: dict[tuple[int, str], list[MeasuredFailure]] = {(world, name): [] for world in worlds for name in launchers}
     done = 0
     for world in worlds:
         with ExitStack() as stack:
             progress(f"{world} ranks are started", done, len(found) * options.in_place_kills)
-            jobs = {name: stack.enter_context(job(name, world, options.in_place_folder)) for name in launchers}
+            jobs = {
+                name: stack.enter_context(job(name, world, options.in_place_folder, kind=kind))
+                for name, kind in kinds.items()
+            }
             for turn, name in rounds_of(options.in_place_kills, launchers):
-                progress(f"one of {world} ranks killed, {LAUNCHERS[name]}", done, len(found) * options.in_place_kills)
+                progress(f"one of {world} ranks killed, {title_of(name)}", done, len(found) * options.in_place_kills)
                 found[world, name].append(jobs[name].lose(turn % world, 2 * WINDOW + 2 + turn % WINDOW))
                 done += 1
     return [FailureFigure(launcher=name, num_ranks=world, failures=each) for (world, name), each in found.items()]
+
+
+def title_of(launcher: str) -> str:
+    """Return a launcher as people read it; launchers that are not ours to start have their name."""
+    return LAUNCHERS.get(launcher, launcher)
 
 
 def table(figures: Sequence[FailureFigure]) -> Table:
@@ -137,10 +134,7 @@ def table(figures: Sequence[FailureFigure]) -> Table:
         f"From the SIGKILL of one rank to the first new step: {SIZE.num_params() / 1e6:.1f}M parameters, sparse "
         f"checkpoints over {WINDOW} steps, medians of {len(figures[0].failures)} kills"
     )
-    lines = [_NOTE, *_outcomes(figures)]
-    if "torchft" not in {figure.launcher for figure in figures}:
-        lines.append("torchft is not there: `pip install torchft` puts it into the table")
-    return table_of(title, _COLUMNS, [_row(figure) for figure in figures], "\n".join(lines))
+    return table_of(title, _COLUMNS, [_row(figure) for figure in figures], "\n".join([_NOTE, *_outcomes(figures)]))
 
 
 def _row(figure: FailureFigure) -> list[str]:
@@ -155,7 +149,7 @@ def _row(figure: FailureFigure) -> list[str]:
         )
     ]
     return [
-        *(LAUNCHERS[figure.launcher], str(figure.num_ranks)),
+        *(title_of(figure.launcher), str(figure.num_ranks)),
         *("" if value is None else f"{value:.3f}" for value in columns),
         *(f"{min(totals):.2f} to {max(totals):.2f}", f"{figure.time_ratio:.4f}"),
     ]
@@ -180,17 +174,17 @@ def _outcomes(figures: Sequence[FailureFigure]) -> Iterator[str]:
 
 
 @contextmanager
-def job(launcher: str, num_ranks: int, parent: Path | None, *script: str) -> Iterator[FailingJob]:
-    """Start a training under a launcher from `LAUNCHERS`, in a folder in `parent` or the temporary directory, and end the training.
+def job(
+    launcher: str, num_ranks: int, parent: Path | None, *script: str, kind: type[FailingJob] | None = None
+) -> Iterator[FailingJob]:
+    """Start a training under a launcher, in a folder in `parent` or the temporary directory, and end the training.
 
     `script` is the module to run, and its arguments behind the two folders; the default is the training of `bench in-place`.
     """
     with bench_folders(parent) as (folder, memory), (folder / "console").open("wb") as console:
-        job = FailingJob(launcher, num_ranks, folder, folder / "console")
+        job = (kind or FailingJob)(launcher, num_ranks, folder, folder / "console")
         try:
-            for command, environment in _commands(
-                launcher, num_ranks, folder, memory, script or (_SCRIPT, "lightning")
-            ):
+            for command, environment in job.commands(memory, script or (_SCRIPT,)):
                 job.processes.append(
                     subprocess.Popen(  # noqa: S603  # our own command
                         command,
@@ -204,69 +198,51 @@ def job(launcher: str, num_ranks: int, parent: Path | None, *script: str) -> Ite
             job.end()
 
 
-def _commands(
-    launcher: str, num_ranks: int, folder: Path, memory: Path, script: Sequence[str]
-) -> list[tuple[list[str], dict[str, str]]]:
-    """Return the commands to start, each with additions to its environment."""
-    python = [sys.executable, "-m"]
-    if launcher != "torchft":
-        options = [*_OF_LAUNCHERS[launcher], *(_OWN if launcher != "torchrun" else [])]
-        module, *arguments = script
-        what = ["--nproc-per-node", str(num_ranks), "-m", module, str(folder), str(memory), *arguments]
-        return [([*python, *options, *what], {})]
-    port = free_port()
-    lighthouse = [sys.executable, "-c", _LIGHTHOUSE, f"[::]:{port}"]
-    replica = [
-        *(*python, "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "1", "--max-restarts", "1000"),
-        *("--master-port", "{port}", "-m", _SCRIPT, str(folder), str(memory), "torchft"),
-    ]
-    return [
-        (lighthouse, {}),
-        *(
-            (
-                [each.format(port=free_port()) for each in replica],
-                {REPLICA: str(rank), "TORCHFT_LIGHTHOUSE": f"http://localhost:{port}"},
-            )
-            for rank in range(num_ranks)
-        ),
-    ]
-
-
 class FailingJob:
     """A training under a launcher; its ranks write events to `folder`, and their output to `console`."""
 
     def __init__(self, launcher: str, num_ranks: int, folder: Path, console: Path) -> None:
-        self._launcher, self._num_ranks, self._folder, self._console = launcher, num_ranks, folder, console
+        self._launcher, self._console, self.num_ranks, self.folder = launcher, console, num_ranks, folder
         self.processes: list[subprocess.Popen[bytes]] = []
         self._spares_used = 0
 
+    def commands(self, memory: Path, script: Sequence[str]) -> list[tuple[list[str], dict[str, str]]]:
+        """Return the commands to start, each with additions to its environment."""
+        options = [*_OF_LAUNCHERS[self._launcher], *(_OWN if self._launcher != "torchrun" else [])]
+        module, *arguments = script
+        what = ["--nproc-per-node", str(self.num_ranks), "-m", module, str(self.folder), str(memory), *arguments]
+        return [([sys.executable, "-m", *options, *what], {})]
+
+    def is_complete(self) -> bool:
+        """Return whether all ranks take part in steps, once they have begun."""
+        return True
+
+    def failure(self, at: float, killed: int, *, alone: bool) -> MeasuredFailure | None:
+        """Return a kill's cost, see `failure_of`."""
+        return failure_of(self.lines(), at, killed, alone=alone)
+
     def lose(self, rank: int, after_steps: int, *, alone: bool = False) -> MeasuredFailure:
         """Train for `after_steps` steps, kill a rank, and return its cost; `alone`: see `failure_of`."""
-        torchft = self._launcher == "torchft"
         self._await("a spare", self._has_spare)
-        (self._folder / "turn").touch()
+        (self.folder / "turn").touch()
         first = self._newest() if self._begun(0.0) else 0
         self._await("steps", lambda: self._begun(0.0) and self._newest() >= first + after_steps)
-        if torchft:  # a replica that was late to join is there again
-            self._await(
-                "all replicas", lambda: all(lines[-1].get("ranks") == self._num_ranks for lines in self.lines())
-            )
+        self._await("all ranks", self.is_complete)
         pid = [line["pid"] for line in self.lines()[rank] if line["what"] == "begin"][-1]
         at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
 
-        read = self._read_torchft if torchft else partial(failure_of, alone=alone)
-        self._await("the first new step", lambda: read(self.lines(), at, rank) is not None)
-        failure = read(self.lines(), at, rank)
+        self._await("the first new step", lambda: self.failure(at, rank, alone=alone) is not None)
+        failure = self.failure(at, rank, alone=alone)
         assert failure is not None
-        (self._folder / "turn").unlink()
+        (self.folder / "turn").unlink()
         self._spares_used += 1
         self._await("a spare", self._has_spare)  # it imports for seconds, which another training's turn must not pay
         return failure
 
     def end(self) -> None:
         """End all processes; their shared memory goes with the folder."""
-        (self._folder / "turn").touch()
+        (self.folder / "turn").touch()
         groups = [line["pid"] for lines in self.lines() for line in lines if line["what"] == "begin"]
         for process in self.processes:
             process.kill()
@@ -278,11 +254,11 @@ class FailingJob:
 
     def lines(self) -> list[list[Record]]:
         """Return each rank's lines."""
-        paths = [self._folder / f"rank{rank}" for rank in range(self._num_ranks)]
+        paths = [self.folder / f"rank{rank}" for rank in range(self.num_ranks)]
         return [list(read_lines(path)) if path.exists() else [] for path in paths]
 
     def _has_spare(self) -> bool:
-        path = self._folder / "spares"
+        path = self.folder / "spares"
         if self._launcher != "spare":
             return True
         return path.exists() and len(list(read_lines(path))) > self._spares_used
@@ -299,28 +275,9 @@ class FailingJob:
             if time.monotonic() > give_up or any(process.poll() is not None for process in self.processes):
                 shown = self._console.read_text(errors="replace")[-4000:]
                 raise CheckpointError(
-                    f"{LAUNCHERS[self._launcher]}, {self._num_ranks} ranks: {what} did not come.\n{shown}"
+                    f"{title_of(self._launcher)}, {self.num_ranks} ranks: {what} did not come.\n{shown}"
                 )
             time.sleep(_LOOK_SECONDS)
-
-    def _read_torchft(self, ranks: list[list[Record]], at: float, killed: int) -> MeasuredFailure | None:
-        lines = [[line for line in each if line["what"] == "step"] for each in ranks]
-        lost = max(line["step"] for each in lines for line in each if line["at"] < at)
-        # A step that had been added up when the other died is still finished.
-        new = [[line["at"] for line in each if line["at"] > at and line["step"] > lost + 1] for each in lines]
-        others = [each for rank, each in enumerate(new) if rank != killed]
-        if not all(new) or not any(
-            line["at"] > new[killed][0] and line["ranks"] == self._num_ranks for line in lines[0]
-        ):
-            return None
-        return MeasuredFailure(
-            noticed_seconds=None,
-            begin_seconds=new[killed][0] - at,
-            rerun_seconds=0.0,
-            rerun_steps=0,
-            total_seconds=max(each[0] for each in others) - at,
-            step_seconds=_step_seconds([line for line in lines[killed] if line["at"] < at]),
-        )
 
 
 def failure_of(
@@ -357,11 +314,11 @@ def failure_of(
         rerun_seconds=max(line["at"] for line in again) - begun if again else 0.0,
         rerun_steps=len({line["step"] for line in again}),
         total_seconds=new - at,
-        step_seconds=_step_seconds(before[killed]),
+        step_seconds=step_seconds_of(before[killed]),
     )
 
 
-def _step_seconds(steps: Sequence[Record]) -> float:
+def step_seconds_of(steps: Sequence[Record]) -> float:
     """Return the median step of the last ones."""
     times: list[float] = [line["at"] for line in steps[-2 * WINDOW :]]
     return statistics.median(later - earlier for earlier, later in pairwise(times))

@@ -65,7 +65,6 @@ GOALS = {
 """Limits of the time added to a step."""
 IDLE = Goal("idle", "steps at which nothing is taken", 0.3, "ms", at_least=False)
 SHARE = Goal("share", "of a step, with storage", 0.03, "of a step", at_least=False)
-PEER = Goal("peer", "of DLRover MEMORY at the same cadence", 0.5, "times", at_least=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -474,9 +473,6 @@ def judged(figures: Sequence[OverheadFigure]) -> list[str]:
         judge(goal, figure.added_seconds * 1e3, "{:+.2f} ms")
         if figure.added_idle_seconds is not None:
             judge(IDLE, figure.added_idle_seconds * 1e3, "{:+.2f} ms")
-        peer = by_name.get(f"dlrover{VARIANTS[name].every}")
-        if peer is not None and VARIANTS[name].system == "dense" and peer.added_seconds > 0:
-            judge(PEER, figure.added_seconds / peer.added_seconds, "{:.2f} times")
     for name, figure in by_name.items():
         if VARIANTS[name].system in ("sparse", "dense") and not VARIANTS[name].memory_only:
             share = figure.added_seconds / figures[0].mean_seconds

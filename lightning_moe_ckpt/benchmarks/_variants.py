@@ -1,26 +1,18 @@
 """Checkpoints that `moe-ckpt bench overhead` compares, by name: policies of this package, and other systems.
 
 Other systems are callbacks that note their cost to the training thread. Each saves model, optimizer and schedulers in the
-way its documentation shows first. Lightning's own, `torch.save` and torch's Distributed Checkpoint are here wherever this
-package is; DLRover and lm-resiliency are compared where they are installed, and nothing here needs them.
-
-Sources: DLRover Flash Checkpoint, github.com/intelligent-machine-learning/dlrover, `docs/blogs/flash_checkpoint.md`; lm-resiliency's
-in-memory checkpoints after Gemini (2023), github.com/LMResiliency/lm-resiliency, `docs/gemini.md`.
+way its documentation shows first: Lightning's own, `torch.save` and torch's Distributed Checkpoint, which are here wherever this
+package is.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
-import os
 import shutil
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +21,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported at run time only
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -84,7 +75,7 @@ class TorchSave(SavingEvery):
         if not trainer.is_global_zero:
             return 0
         staged = self._folder / "newest.staged"
-        torch.save({"step": step, **_state_dicts(trainer, module)}, staged)
+        torch.save({"step": step, **state_dicts(trainer, module)}, staged)
         return staged.replace(self._folder / "newest.pt").stat().st_size
 
 
@@ -116,7 +107,7 @@ class DcpCheckpoint(SavingEvery):
         saving = async_save(state, checkpoint_id=self._folder / str(step), process_group=self._group)
         assert isinstance(saving, Future)  # the other kind of answer is for stagers
         self._saving = saving
-        return _nbytes(state) if trainer.global_rank == 0 else 0
+        return nbytes_of(state) if trainer.global_rank == 0 else 0
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -154,89 +145,16 @@ class MeteredCheckpoint(ModelCheckpoint):
                 self.nbytes += Path(self.best_model_path).stat().st_size
 
 
-class DlroverCheckpoint(SavingEvery):
-    """DLRover's Flash Checkpoint into shared memory (`StorageType.MEMORY`), one rank, without its agent; the folder stays empty."""
-
-    _saver: Any = None
-    _memory: Any = None
-
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _own_world()
-        self._name = f"moe-ckpt-bench-{os.getpid()}"
-        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        os.environ["TORCHELASTIC_RUN_ID"] = self._name  # of its memory
-        logging.disable(logging.WARNING)
-        ddp: Any = importlib.import_module("dlrover.trainer.torch.flash_checkpoint.ddp")
-        self._saver, self._memory = ddp.DdpCheckpointer(str(self._folder)), ddp.StorageType.MEMORY
-
-    @override
-    def save(self, step: int, trainer: Trainer, module: LightningModule) -> int:
-        state = {"step": step, **_state_dicts(trainer, module)}
-        self._saver.save_checkpoint(step, state, storage_type=self._memory)
-        return _nbytes(state)
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        for path in Path("/dev/shm").glob(f"{self._name}*"):  # noqa: S108  # it leaves its memory behind
-            path.unlink(missing_ok=True)
-
-
-class LmResiliencyCheckpoint(SavingEvery):
-    """lm-resiliency's in-memory checkpoint on a single rank, without replicas; copies until the next optimizer step."""
-
-    _keeper: Any = None
-
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _own_world()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            package: Any = importlib.import_module("lm_resiliency")
-            experimental: Any = importlib.import_module("lm_resiliency.experimental")
-        config = package.InMemoryCkptConfig(
-            enable=True, interval=self._every, disk_flush_interval=0, disk_folder=str(self._folder), run_id="bench",
-            verify_integrity=True, pin_memory=False, replication_jump=1,
-        )  # fmt: skip
-        self._keeper = experimental.InMemoryCheckpointManager(config)
-
-    @override
-    def save(self, step: int, trainer: Trainer, module: LightningModule) -> int:
-        state = _state_dicts(trainer, module)
-        self._keeper.save(state, step)
-        return _nbytes(state)
-
-    @override
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:
-        began = time.perf_counter()
-        self._keeper.maybe_wait()
-        self.seconds += time.perf_counter() - began
-
-
 PEERS: dict[str, Callable[..., Callback]] = {
     "lightning": lambda folder, every_n_steps: MeteredCheckpoint(folder, every_n_train_steps=every_n_steps),
     "torch.save": TorchSave,
     "dcp": DcpCheckpoint,
-    "dlrover": DlroverCheckpoint,
-    "lm-resiliency": LmResiliencyCheckpoint,
 }
 """Callbacks by system; each takes a folder and `every_n_steps`."""
-ONE_RANK = {"dlrover": "dlrover", "lm-resiliency": "lm_resiliency"}
-"""Systems that need not be there, with their modules; they make a process group of one."""
 
 
-def installed(system: str) -> bool:
-    """Return whether a peer can be imported."""
-    return system not in ONE_RANK or find_spec(ONE_RANK[system]) is not None
-
-
-def _own_world() -> None:
-    """Make a process group of this process alone, as these systems want."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-
-
-def _state_dicts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+def state_dicts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Return the state dicts of model, optimizer and schedulers."""
     return {
         "model": module.state_dict(),
         "optimizer": trainer.optimizers[0].state_dict(),
@@ -244,10 +162,11 @@ def _state_dicts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     }
 
 
-def _nbytes(state: object) -> int:
+def nbytes_of(state: object) -> int:
+    """Return the bytes of all tensors in nested dicts."""
     if isinstance(state, torch.Tensor):
         return state.nbytes
-    return sum(_nbytes(each) for each in state.values()) if isinstance(state, dict) else 0
+    return sum(nbytes_of(each) for each in state.values()) if isinstance(state, dict) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,9 +205,7 @@ _POLICIES = [
     *(Variant(system, 1, memory) for memory in (True, False) for system in ("partial", "selective")),
 ]
 _PEER_VARIANTS = [
-    *(Variant("dlrover", every, memory_only=True) for every in (1, 4)),
-    Variant("lm-resiliency", 4, memory_only=True),
-    *(Variant(system, 4) for system in ("lightning", "torch.save", "dcp")),
+    *(Variant(system, 4) for system in PEERS),
 ]
 _MORE = [
     *(Variant(system, 4, memory) for system in ("partial", "selective") for memory in (True, False)),
@@ -306,20 +223,13 @@ def chosen_variants(options: SimpleNamespace) -> list[Variant]:
     """Return the variants to measure, training without checkpoints first.
 
     Raises:
-        ConfigurationError: `--variants` names an unknown variant, or a system that is not installed.
+        ConfigurationError: `--variants` names an unknown variant.
     """
     usual = [VARIANTS[name] for name in _BROKEN_DOWN] if options.breakdown else _POLICIES
-    peers = [
-        peer
-        for peer in _PEER_VARIANTS
-        if installed(peer.system) and (options.ranks == 1 or peer.system not in ONE_RANK)
-    ]
     names = [name for name in (options.variants or "").split(",") if name not in ("", "none")]
     if unknown := [name for name in names if name not in VARIANTS]:
         raise ConfigurationError(f"`--variants {','.join(unknown)}`: there are {', '.join(VARIANTS)}.")
-    if missing := [name for name in names if not installed(VARIANTS[name].system)]:
-        raise ConfigurationError(f"`--variants {','.join(missing)}`: not installed. Install it, or leave it out.")
-    return [VARIANTS["none"], *([VARIANTS[name] for name in names] or [*usual, *peers])]
+    return [VARIANTS["none"], *([VARIANTS[name] for name in names] or [*usual, *_PEER_VARIANTS])]
 
 
 def checkpoint_of(variant: Variant, url: str) -> Callback | None:

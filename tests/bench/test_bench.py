@@ -25,7 +25,7 @@ from launcher import run_world
 from rich.console import Console, RenderableType
 
 import lightning_moe_ckpt
-from benchmarks import native_goals, scale, selection
+from benchmarks import native_goals, peers, replicas, scale, selection
 from benchmarks.__main__ import PROGRAM
 from benchmarks.persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
 from benchmarks.scale import MEASURED as MEASURED_BY_SCALE
@@ -87,6 +87,8 @@ TINY = {
         *("--quality-out", str(Path(tempfile.gettempdir()) / "moe-ckpt-test-quality")),
     ),
     "papers": ("--figure", "pec-5a"),
+    "peers": TINY_FITS,
+    "replicas": ("--replica-ranks", "2", "--replica-kills", "1"),
     "persist": (
         *("--generation-megabytes", "1", "--segments", "2", "--persist-rounds", "2", "--persist-steps", "12"),
         *("--persist-dim", "32"),
@@ -274,8 +276,6 @@ def test_what_is_measured_can_be_chosen() -> None:
     options.variants = "dense1,dense"
     with pytest.raises(ConfigurationError, match=r"--variants dense`: there are none, sparse4-memory"):
         chosen_variants(options)
-    options.variants, options.ranks = None, 3
-    assert not {"dlrover1", "dlrover4", "lm-resiliency4"} & {variant.name for variant in chosen_variants(options)}
 
 
 def _ours() -> list[tuple[str, str]]:
@@ -387,7 +387,6 @@ def test_a_rank_is_lost_under_each_launcher() -> None:
         "3 ranks, to the first new step with a spare, without steps taken again: 1.700, goal at most 1 s: NOT met"
         in shown
     )
-    assert "pip install torchft" in shown
 
 
 @pytest.mark.soak
@@ -402,6 +401,41 @@ def test_a_rank_is_lost_and_its_training_goes_on() -> None:
             < failure["total_seconds"]
         )
         assert (failure["noticed_seconds"] is not None) == (row["launcher"] == "replaced")
+
+
+def test_ranks_of_other_launchers_stand_in_the_same_table() -> None:
+    """By their own names; without torchft the table says how to get it."""
+    lost = MeasuredFailure(
+        noticed_seconds=None, begin_seconds=2, rerun_seconds=0, rerun_steps=0, total_seconds=34.0, step_seconds=0.1
+    )
+    ours = FailureFigure(launcher="spare", num_ranks=3, failures=[lost])
+    shown = _shown(replicas.table([ours, replace(ours, launcher=replicas.TORCHFT)]))
+    assert all(text in shown for text in ("moe-ckpt run --spares 1", replicas.TORCHFT, "34.00 to 34.00"))
+    assert "pip install torchft" in _shown(replicas.table([ours]))
+
+
+@pytest.mark.soak
+def test_other_systems_are_measured_where_they_are_installed() -> None:
+    """Ours are measured in any case, and whatever else is missing is said."""
+    figures = [OverheadFigure(**row) for row in _document("peers")["peers"]]
+    assert [figure.variant for figure in figures][:4] == ["none", "sparse4-memory", "dense1-memory", "dense4-memory"]
+    others = {figure.variant for figure in figures[4:]}
+    assert others <= {"dlrover1", "dlrover4", "lm-resiliency4"}
+    shown = _shown(peers.table(figures))
+    assert ("nothing to compare with is installed: dlrover, lm-resiliency" in shown) == (not others)
+    twice = [replace(figures[2], variant="dlrover1", added_seconds=2.0), replace(figures[2], added_seconds=1.0)]
+    assert "dense every 1, of DLRover MEMORY at the same cadence: 0.50 times" in _shown(
+        peers.table([figures[0], *twice])
+    )
+
+
+@pytest.mark.soak
+def test_a_replica_is_lost_where_torchft_is_installed() -> None:
+    """A spare of ours stands beside."""
+    spare, *others = _document("replicas")["replicas"]
+    assert spare["launcher"] == "spare"
+    assert [row["launcher"] for row in others] in ([], [replicas.TORCHFT])
+    assert all(failure["total_seconds"] > 0 for row in [spare, *others] for failure in row["failures"])
 
 
 @pytest.mark.soak

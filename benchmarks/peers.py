@@ -1,0 +1,131 @@
+"""Measure what checkpoints in memory add to a step beside those of DLRover and lm-resiliency, where these are installed.
+
+`moe-ckpt bench overhead` measures the same beside what every installation has; here are systems of their own. Each saves
+in the way its documentation shows first.
+
+Sources: DLRover Flash Checkpoint, github.com/intelligent-machine-learning/dlrover, `docs/blogs/flash_checkpoint.md`; lm-resiliency's
+in-memory checkpoints after Gemini (2023), github.com/LMResiliency/lm-resiliency, `docs/gemini.md`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from rich.console import Group, RenderableType
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported at run time only
+from typing_extensions import override
+
+from lightning_moe_ckpt.benchmarks import _overhead
+from lightning_moe_ckpt.benchmarks._benchmark import Goal, Progress
+from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure
+from lightning_moe_ckpt.benchmarks._variants import PEERS, VARIANTS, SavingEvery, Variant, nbytes_of, state_dicts
+
+PEER = Goal("peer", "of DLRover MEMORY at the same cadence", 0.5, "times", at_least=False)
+_OURS = ("sparse4-memory", "dense1-memory", "dense4-memory")
+_MODULES = {"dlrover": "dlrover", "lm-resiliency": "lm_resiliency"}
+
+
+def measure(options: SimpleNamespace, progress: Progress) -> list[OverheadFigure]:
+    """Run the benchmark; without `--variants` of ours in memory, and of the others that are installed."""
+    PEERS.update({"dlrover": DlroverCheckpoint, "lm-resiliency": LmResiliencyCheckpoint})
+    others = [
+        Variant(system, every, memory_only=True)
+        for system, every in (("dlrover", 1), ("dlrover", 4), ("lm-resiliency", 4))
+    ]
+    VARIANTS.update({each.name: each for each in others})
+    installed = [each.name for each in others if find_spec(_MODULES[each.system]) is not None and options.ranks == 1]
+    chosen = options.variants or ",".join([*_OURS, *installed])
+    return _overhead.measure(SimpleNamespace(**{**vars(options), "variants": chosen}), progress)
+
+
+def table(figures: Sequence[OverheadFigure]) -> RenderableType:
+    """Return the figures for people."""
+    return Group(_overhead.table(figures), *_judged({figure.variant: figure for figure in figures}))
+
+
+def _judged(figures: dict[str, OverheadFigure]) -> list[str]:
+    lines = []
+    for every in (1, 4):
+        ours, theirs = figures.get(f"dense{every}-memory"), figures.get(f"dlrover{every}")
+        if ours is not None and theirs is not None and theirs.added_seconds > 0:
+            ratio = ours.added_seconds / theirs.added_seconds
+            lines.append(f"dense every {every}, {PEER.what}: {ratio:.2f} times, goal {PEER}: {PEER.outcome(ratio)}")
+    if not {name for name in figures if name.startswith(tuple(_MODULES))}:
+        lines.append(f"nothing to compare with is installed: {', '.join(_MODULES)}")
+    return lines
+
+
+class DlroverCheckpoint(SavingEvery):
+    """DLRover's Flash Checkpoint into shared memory (`StorageType.MEMORY`), one rank, without its agent; the folder stays empty."""
+
+    _saver: Any = None
+    _memory: Any = None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _own_world()
+        self._name = f"moe-ckpt-bench-{os.getpid()}"
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ["TORCHELASTIC_RUN_ID"] = self._name  # of its memory
+        logging.disable(logging.WARNING)
+        ddp: Any = importlib.import_module("dlrover.trainer.torch.flash_checkpoint.ddp")
+        self._saver, self._memory = ddp.DdpCheckpointer(str(self._folder)), ddp.StorageType.MEMORY
+
+    @override
+    def save(self, step: int, trainer: Trainer, module: LightningModule) -> int:
+        state = {"step": step, **state_dicts(trainer, module)}
+        self._saver.save_checkpoint(step, state, storage_type=self._memory)
+        return nbytes_of(state)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        for path in Path("/dev/shm").glob(f"{self._name}*"):  # noqa: S108  # it leaves its memory behind
+            path.unlink(missing_ok=True)
+
+
+class LmResiliencyCheckpoint(SavingEvery):
+    """lm-resiliency's in-memory checkpoint on a single rank, without replicas; copies until the next optimizer step."""
+
+    _keeper: Any = None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _own_world()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            package: Any = importlib.import_module("lm_resiliency")
+            experimental: Any = importlib.import_module("lm_resiliency.experimental")
+        config = package.InMemoryCkptConfig(
+            enable=True, interval=self._every, disk_flush_interval=0, disk_folder=str(self._folder), run_id="bench",
+            verify_integrity=True, pin_memory=False, replication_jump=1,
+        )  # fmt: skip
+        self._keeper = experimental.InMemoryCheckpointManager(config)
+
+    @override
+    def save(self, step: int, trainer: Trainer, module: LightningModule) -> int:
+        state = state_dicts(trainer, module)
+        self._keeper.save(state, step)
+        return nbytes_of(state)
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:
+        began = time.perf_counter()
+        self._keeper.maybe_wait()
+        self.seconds += time.perf_counter() - began
+
+
+def _own_world() -> None:
+    """Make a process group of this process alone, as these systems want."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
