@@ -50,11 +50,12 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
         ],
     ),
     "native-goals": (
-        "Compiled parts by the goals that were set for them; on a GPU also what training notices, by arrangement.",
+        "Compiled parts by the goals that were set for them, and kernels beside torch; on a GPU also arrangements of copies.",
         [
             number("--goal-megabytes", 256, "MiB of large copies."),
             number("--goal-repeats", 7, "Of every measurement."),
-            number("--goal-elements", 10**9, "Of gradients, on a GPU."),
+            number("--elements", 32 * 2**20, "Of gradients."),
+            number("--device-elements", 10**9, "On a GPU."),
         ],
     ),
     "peers": (

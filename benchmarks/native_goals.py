@@ -1,4 +1,4 @@
-"""Judge the compiled parts by the goals that were set for them, and show which arrangement of copies is the best on a device.
+"""Judge compiled parts by the goals that were set for them, beside rates of kernels, and of copies from a device by arrangement.
 
 Goals are relative to a baseline of the same run where there is one: absolute rates depend on the host. Without a CUDA device
 its goals are listed as not run.
@@ -28,20 +28,10 @@ import torch
 import xxhash
 from torch import Tensor
 
+from benchmarks.native_kernels import GoalMeasurement, Kernels
 from lightning_moe_ckpt.benchmarks import _native
 from lightning_moe_ckpt.benchmarks._benchmark import Cost, Goal, Progress
-from lightning_moe_ckpt.benchmarks._native import (
-    FUSED,
-    MIB,
-    NUM_STEPS,
-    OURS,
-    SAMPLED,
-    Action,
-    Kernels,
-    NativeFigure,
-    figure_of,
-    median,
-)
+from lightning_moe_ckpt.benchmarks._native import MIB, Action, NativeFigure, figure_of, median
 from lightning_moe_ckpt.native import (
     CompiledCpuEngine,
     CompiledCudaEngine,
@@ -57,7 +47,6 @@ from lightning_moe_ckpt.native import (
 from lightning_moe_ckpt.native._cuda import TorchDevice
 from lightning_moe_ckpt.native._plan import Arrangement, Space
 
-GoalMeasurement = Callable[[], float]
 table = _native.table
 CHUNKS_MIB, DEPTHS = (4, 16, 24, 32, 64), (1, 2)
 _SMALL_NBYTES = (4 * 2**10, 16 * 2**10, 64 * 2**10, 256 * 2**10)
@@ -99,15 +88,17 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[NativeFigure]:
         "G13": lambda: _load_milliseconds(repeats),
     }
     reason = next((f"{part.part} part: {part.reason}" for part in explain() if not part.active), "")
-    progress("goals", 0, 1 if reason else 2)
+    progress("kernels on the host", 0, 2 if reason else 3)
+    figures = [*Kernels(torch.device("cpu"), options.elements, repeats).rates()]
+    progress("goals", 1, 2 if reason else 3)
     if reason:
-        return judge(measurements, reason)
+        return [*judge(measurements, reason), *figures]
     device = torch.device("cuda", torch.cuda.current_device())
     copies = DeviceCopies(device, CopyScale(megabytes=megabytes, repeats=repeats))
-    kernels = JudgedKernels(device, options.goal_elements, repeats)
-    figures = judge({**copies.goals(), **kernels.goals(), **measurements}, "")
-    progress("arrangements of copies", 1, 2)
-    return [*figures, *copies.rates()]
+    kernels = Kernels(device, options.device_elements, repeats)
+    figures = [*judge({**copies.goals(), **kernels.goals(), **measurements}, ""), *figures]
+    progress("arrangements of copies, and kernels on the device", 2, 3)
+    return [*figures, *copies.rates(), *kernels.rates()]
 
 
 def judge(measurements: Mapping[str, GoalMeasurement], reason: str) -> list[NativeFigure]:
@@ -382,22 +373,7 @@ def make_engine(device: torch.device, arrangement: Arrangement, depth: int) -> C
     return engine
 
 
-# -- kernels and the host
-
-
-class JudgedKernels(Kernels):
-    """Kernels that goals are stated for."""
-
-    def goals(self) -> dict[str, GoalMeasurement]:
-        """Return measurements by name of the goal."""
-        return {
-            "G9": lambda: self._gain(self.compressions(self._numel, torch.float32), SAMPLED),
-            "G10": lambda: self._gain(self.replays("compressed", NUM_STEPS[-1]), FUSED),
-        }
-
-    def _gain(self, ways: Mapping[str, Action], baseline: str) -> float:
-        costs = self.costs({how: ways[how] for how in (OURS, baseline)})
-        return costs[baseline].wall / costs[OURS].wall
+# -- the host
 
 
 def _checksum_rate(megabytes: int, repeats: int) -> float:

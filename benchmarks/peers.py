@@ -38,13 +38,7 @@ _MODULES = {"dlrover": "dlrover", "lm-resiliency": "lm_resiliency"}
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[OverheadFigure]:
     """Run the benchmark; without `--variants` of ours in memory, and of the others that are installed."""
-    PEERS.update({"dlrover": DlroverCheckpoint, "lm-resiliency": LmResiliencyCheckpoint})
-    others = [
-        Variant(system, every, memory_only=True)
-        for system, every in (("dlrover", 1), ("dlrover", 4), ("lm-resiliency", 4))
-    ]
-    VARIANTS.update({each.name: each for each in others})
-    installed = [each.name for each in others if find_spec(_MODULES[each.system]) is not None and options.ranks == 1]
+    installed = [each.name for each in _OTHERS if find_spec(_MODULES[each.system]) is not None and options.ranks == 1]
     chosen = options.variants or ",".join([*_OURS, *installed])
     return _overhead.measure(SimpleNamespace(**{**vars(options), "variants": chosen}), progress)
 
@@ -129,3 +123,11 @@ def _own_world() -> None:
     """Make a process group of this process alone, as these systems want."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+
+PEERS.update({"dlrover": DlroverCheckpoint, "lm-resiliency": LmResiliencyCheckpoint})
+_OTHERS = [
+    *(Variant("dlrover", every, memory_only=True) for every in (1, 4)),
+    Variant("lm-resiliency", 4, memory_only=True),
+]
+VARIANTS.update({each.name: each for each in _OTHERS})

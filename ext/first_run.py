@@ -34,7 +34,8 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for `benchmarks`, which is not installed
 from benchmarks.documents import write_document
-from benchmarks.native_goals import CopyScale, DeviceCopies, JudgedKernels, judge
+from benchmarks.native_goals import CopyScale, DeviceCopies, judge
+from benchmarks.native_kernels import Kernels
 from lightning_moe_ckpt.benchmarks import _native, _overhead
 from lightning_moe_ckpt.benchmarks._benchmark import (
     Accelerator,
@@ -401,7 +402,7 @@ def _other_losses(peace: AttemptResult, other: AttemptResult) -> list[str]:
     return [f"loss of step {step}: {found[step]}, not {wanted[step]}" for step in found if found[step] != wanted[step]]
 
 
-def _measured(make: Callable[[torch.device], DeviceCopies | JudgedKernels]) -> SectionWork:
+def _measured(make: Callable[[torch.device], DeviceCopies | Kernels]) -> SectionWork:
     def work(accelerator: Accelerator, keep: Keep) -> None:
         _cuda_part()
         measured = make(torch.device("cuda", 0))
@@ -447,7 +448,7 @@ SECTIONS = {
     "tests": Section(_tests, _seconds(150)),
     "resume": Section(_resume, _seconds(200), needs_device=False),
     "copies": Section(_measured(lambda device: DeviceCopies(device, CopyScale())), _seconds(120)),
-    "kernels": Section(_measured(lambda device: JudgedKernels(device, 10**9, CopyScale().repeats)), _seconds(60)),
+    "kernels": Section(_measured(lambda device: Kernels(device, 10**9, CopyScale().repeats)), _seconds(60)),
     "overhead": Section(_trained, _seconds(150), needs_device=False),
     "memcheck": Section(_sanitized("memcheck"), _seconds(100)),
     "racecheck": Section(_sanitized("racecheck"), _seconds(60)),

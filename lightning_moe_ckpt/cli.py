@@ -382,13 +382,11 @@ BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others
         ],
     ),
     "native": (
-        "Compiled copies and kernels beside those of torch: small slices, strided and converted ones, gradients.",
+        "Compiled copies beside those of torch: small slices, strided and converted ones, from a GPU.",
         [
             number("--slices", 10_000, "Of one list."),
             number("--repeats", 7, "Of every measurement."),
             number("--megabytes", 256, "MiB of large copies."),
-            number("--elements", 32 * 2**20, "Of gradients."),
-            number("--device-elements", 10**9, "On a GPU."),
         ],
     ),
 }

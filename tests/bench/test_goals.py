@@ -15,9 +15,9 @@ from benchmarks.native_goals import (
     GOALS,
     CopyScale,
     DeviceCopies,
-    JudgedKernels,
     judge,
 )
+from benchmarks.native_kernels import Kernels
 from lightning_moe_ckpt.benchmarks import _native
 from lightning_moe_ckpt.benchmarks._benchmark import Machine
 from lightning_moe_ckpt.benchmarks._native import MIB, NativeFigure
@@ -57,7 +57,7 @@ def test_what_a_device_is_asked_runs_on_a_cpu() -> None:
     """Every goal and every row of the sweeps has a figure: the code that measures is known to run."""
     scale = CopyScale(megabytes=2, repeats=1, matrix=16, loop_seconds=0.005)
     cpu = torch.device("cpu")
-    copies, kernels = DeviceCopies(cpu, scale), JudgedKernels(cpu, 200_000, 1)
+    copies, kernels = DeviceCopies(cpu, scale), Kernels(cpu, 200_000, 1)
     goals = [
         row for row in judge({**copies.goals(), **kernels.goals()}, "on the host") if "on the host" not in row.note
     ]
