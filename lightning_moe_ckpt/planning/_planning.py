@@ -423,7 +423,6 @@ class Planner:
             operators=operators,
             popularity=[0.0] * operators.num_experts if popularity is None else popularity,
             budgets=self._budgets.in_force if budgets is None else budgets,
-            generations_kept=self._first.generations_kept,
             made_for=self._first.budgets,
         )
         return self._ledger.completed(inputs)

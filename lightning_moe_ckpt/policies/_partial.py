@@ -59,7 +59,7 @@ from lightning_moe_ckpt.policies._expert_tables import (
     taken_again,
     unsaved_order,
 )
-from lightning_moe_ckpt.policies._policy import Budget, ExpertPolicy, Measurement, PlanInputs
+from lightning_moe_ckpt.policies._policy import Budget, ExpertPolicy, PlanInputs
 from lightning_moe_ckpt.policies._token_ledger import TokenLedger
 
 log = rank_logger(__name__)
@@ -155,9 +155,6 @@ class PartialPolicy(ExpertPolicy):
     """Experts per layer that go to memory, `k` or more; `None` for `k`, `auto` for as many as steps can hide."""
     order: ExpertOrder = "sequential"
     """Order of experts: `sequential` or `load_aware`."""
-    age_limit: int | None = None
-    """Generations within which every expert is taken again, at least `ceil(E / K)` and the turns of ranks; `None` for
-    one and a half times that, load-aware twice, and at least 2 more; and no more than memory keeps, if it can hold all."""
     dynamic_k: DynamicK = field(default_factory=DynamicK)
     """Rule for taking more experts after faults."""
 
@@ -174,8 +171,6 @@ class PartialPolicy(ExpertPolicy):
             )
         if self.order not in _SLACK:
             raise ValueError(f"`PartialPolicy(order={self.order!r})` must be one of {sorted(_SLACK)}.")
-        if self.age_limit is not None and self.age_limit < 1:
-            raise ValueError(f"`PartialPolicy(age_limit={self.age_limit})` must be one or more, or None.")
 
     @override
     def in_force(self, inputs: PlanInputs) -> PartialPolicy:
@@ -187,12 +182,6 @@ class PartialPolicy(ExpertPolicy):
         if ledger is None or ledger.k is None:
             return replace(self, snapshot_k=snapshot_k)
         return replace(self, k=ledger.k, snapshot_k=max(snapshot_k or 0, ledger.k, ledger.memory_k or 0))
-
-    @property
-    @override
-    def needs(self) -> frozenset[Measurement]:
-        measured: set[Measurement] = {"bandwidths"} if self.snapshot_k == "auto" else set()
-        return super().needs | measured
 
     @property
     @override
@@ -220,7 +209,7 @@ class PartialPolicy(ExpertPolicy):
     @override
     def config(self) -> dict[str, Any]:
         """Return what identifies the policy, without the period, which does not change a generation's contents."""
-        names = ("kind", "k", "snapshot_k", "order", "age_limit")
+        names = ("kind", "k", "snapshot_k", "order")
         return {name: getattr(self, name) for name in names}
 
     @override
@@ -248,10 +237,9 @@ class PartialPolicy(ExpertPolicy):
 
     @override
     def max_age(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> int:
+        # All experts and the turns of ranks one and a half times, load-aware twice; no more than memory keeps, if it can hold all.
         rounds = max((self._round(table) for table in tables), default=1)
         waits = max((self._wait(table) for table in tables), default=0)
-        if self.age_limit is not None:
-            return max(self.age_limit, rounds + waits)
         age = rounds + max(_SPARE, int(_SLACK[self.order] * rounds)) + waits
         least = rounds + _SPARE + waits
         return min(age, MAX_GENERATIONS) if least <= MAX_GENERATIONS else age
@@ -298,7 +286,7 @@ class PartialPolicy(ExpertPolicy):
     def _late_of_all(self, now: _Turn, tables: Sequence[ExpertTable], limit: int) -> set[tuple[int, int]]:
         """Return the `(layer, expert)` about to get too old, as far as layer or position has room."""
         wait, rounds = max(map(self._wait, tables)), max(map(self._round, tables))
-        respite = max(0, STARVED * rounds + _SPARE + wait - limit) if self.age_limit is None else 0
+        respite = max(0, STARVED * rounds + _SPARE + wait - limit)
         ages = [
             (table.due_age(MEMORY, table.age, e, respite), i, e)
             for i, table in enumerate(tables)

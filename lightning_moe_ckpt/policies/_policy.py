@@ -99,8 +99,6 @@ class PlanInputs:
     """Layouts of the ledger's experts."""
     bad: Collection[int] = ()
     """Experts with a bad stored copy, by place over all layers, to be taken first."""
-    generations_kept: int | None = None
-    """Generations that memory was made for; `None` before the first plan."""
     made_for: Mapping[str, int] = field(default_factory=dict)
     """Budgets that memory was made for; empty before the first plan."""
 
@@ -232,8 +230,9 @@ class ExpertPolicy(PeriodicPolicy):
     @property
     @override
     def needs(self) -> frozenset[Measurement]:
-        """Tokens, by which experts are chosen and losses are reported."""
-        return frozenset({"tokens"})
+        """Tokens, by which experts are chosen and losses are reported; bandwidths if budgets depend on them."""
+        found: set[Measurement] = {"tokens"}
+        return frozenset(found | {"bandwidths"} if "auto" in self.budgets.values() else found)
 
     @abstractmethod
     def select(self, index: int, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> Selection:

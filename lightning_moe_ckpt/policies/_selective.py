@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -39,7 +39,7 @@ from lightning_moe_ckpt.policies._expert_tables import (
     unsaved_order,
 )
 from lightning_moe_ckpt.policies._plan import Audience
-from lightning_moe_ckpt.policies._policy import Budget, Deltas, ExpertPolicy, Measurement, PlanInputs
+from lightning_moe_ckpt.policies._policy import Budget, Deltas, ExpertPolicy, PlanInputs
 from lightning_moe_ckpt.policies._token_ledger import TokenLedger
 
 _SLACK, _SPARE = 2, 2
@@ -57,23 +57,10 @@ class SelectivePolicy(ExpertPolicy):
     remote_budget: Budget = "auto"
     """Bytes of a generation that may leave the node."""
     deltas: Deltas | None = None
-    age_limit: int | None = None
-    """Generations within which every expert is taken again, at least as many as take every expert once; `None` for
-    twice as many as that, and 2."""
 
     kind = "selective"
     callback = "SelectiveExpertCheckpoint"
     peer_audiences = frozenset[Audience]({"durable"})
-
-    def __post_init__(self) -> None:
-        if self.age_limit is not None and self.age_limit < 1:
-            raise ValueError(f"`SelectivePolicy(age_limit={self.age_limit})` must be one or more, or None.")
-
-    @property
-    @override
-    def needs(self) -> frozenset[Measurement]:
-        measured: set[Measurement] = {"bandwidths"} if "auto" in self.budgets.values() else set()
-        return super().needs | measured
 
     @property
     @override
@@ -83,13 +70,7 @@ class SelectivePolicy(ExpertPolicy):
     @override
     def config(self) -> dict[str, Any]:
         """Return what identifies the policy. Period and budgets are left out: they do not change a generation's form."""
-        return {"kind": self.kind, "age_limit": self.age_limit}
-
-    @override
-    def in_force(self, inputs: PlanInputs) -> SelectivePolicy:
-        if inputs.generations_kept is None or self.age_limit is None:
-            return self  # turns follow budgets: memory has each expert's newest copy at any age
-        return replace(self, age_limit=inputs.generations_kept)
+        return {"kind": self.kind}
 
     @override
     def generations_kept(self, inputs: PlanInputs) -> int:
@@ -105,8 +86,7 @@ class SelectivePolicy(ExpertPolicy):
 
     @override
     def max_age(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> int:
-        limit, rounds = _limit(tables, budgets[MEMORY]), _rounds(tables, budgets[MEMORY])
-        return limit if self.age_limit is None else max(self.age_limit, rounds)
+        return _limit(tables, budgets[MEMORY])
 
     def max_wait(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> int:
         """Return the generations of a level outside the node after which a missing expert comes first."""
@@ -154,7 +134,7 @@ class SelectivePolicy(ExpertPolicy):
 
     def _respite(self, tables: Sequence[ExpertTable], budget: int, limit: int) -> int:
         """Return the delay in generations of experts whose newest copy storage has."""
-        return max(0, STARVED * _rounds(tables, budget) + _SPARE - limit) if self.age_limit is None else 0
+        return max(0, STARVED * _rounds(tables, budget) + _SPARE - limit)
 
     def _waiting(
         self, tables: Sequence[ExpertTable], held: ExpertRows, levels: Sequence[str], budgets: Mapping[str, int]

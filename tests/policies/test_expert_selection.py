@@ -83,7 +83,6 @@ def partial_policies(draw: st.DrawFn) -> PartialPolicy:
         k=k,
         snapshot_k=None if more is None else k + more,
         order=draw(st.sampled_from(ORDERS)),
-        age_limit=draw(st.none() | st.integers(1, 9)),
     )
 
 
@@ -500,7 +499,7 @@ def test_every_expert_reaches_a_level_that_takes_each_so_many_generations(  # on
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"k": 0}, {"k": 3, "snapshot_k": 2}, {"order": "random"}, {"age_limit": 0}], ids=lambda w: next(iter(w))
+    "wrong", [{"k": 0}, {"k": 3, "snapshot_k": 2}, {"order": "random"}], ids=lambda w: next(iter(w))
 )
 def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
     """As the caller wrote them."""

@@ -94,7 +94,7 @@ def test_rounds_of_partial_plans_hold_every_expert(name: str) -> None:
     assert now.ledger is not None
     ledger, taken = now.ledger, set[str]()
     for step in range(kept):
-        plan = policy.plan(inputs(policy, index=step, ledger=ledger, generations_kept=kept))
+        plan = policy.plan(inputs(policy, index=step, ledger=ledger))
         taken |= {name for name in plan.names if "/expert." in name}
         rows = [
             tuple(e for e in range(NUM_EXPERTS) if f"{layer.prefix}/expert.{e}" in plan.names)
