@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ from lightning_moe_ckpt.snapshot import (
     share_written,
 )
 from lightning_moe_ckpt.storage import SlotClass
-from lightning_moe_ckpt.tiers import Mirroring
+from lightning_moe_ckpt.tiers import Mirroring, RingRoom
 
 
 class PlanMaker:
@@ -127,11 +126,14 @@ class PlanMaker:
             larger.reserve_nbytes = self._reserve_nbytes
         return larger
 
-    def kept(self, layout: WindowLayout, chains: Chains | None) -> dict[str, Any]:
-        """Return what memory keeps beside whole generations, as arguments of `Rings.make`."""
+    def room(self, layout: WindowLayout, chains: Chains | None, generations: int) -> RingRoom:
+        """Return the room for so many generations, and for what memory keeps beside them."""
+        experts = expert_nbytes(self._view, self._groups) if layout.record.plan.partial else {}
+        room = RingRoom(steps=layout.room, generations=generations, experts=experts)
         if chains is None:
-            return {"experts": expert_nbytes(self._view, self._groups) if layout.record.plan.partial else {}}
-        return {"links": SlotClass(self.differential(layout).slot_nbytes, chains.links_kept)}
+            return room
+        links = SlotClass(self.differential(layout).slot_nbytes, chains.links_kept(generations))
+        return replace(room, links=links)
 
     def mirror(self, mirroring: Mirroring) -> float:
         """Capture state for other ranks too; return this rank's own share of the bytes to memory."""
@@ -145,7 +147,7 @@ class PlanMaker:
         """
         sizes = [self._nbytes_by_position(self.selection(turn.record.plan)) for turn in turns]
         self._room = [max(column) for column in zip(*sizes, strict=True)]
-        self._reserve_nbytes = max(max(turn.slot_nbytes, later + turn.mirrors_nbytes[1]) for turn in turns)
+        self._reserve_nbytes = max(max(turn.slot_nbytes, later + turn.steps[0].mirrors_nbytes) for turn in turns)
         return self._reserve_nbytes
 
     def _has_room(self, plan: Plan) -> bool:

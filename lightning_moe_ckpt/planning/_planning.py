@@ -35,7 +35,7 @@ from lightning_moe_ckpt.planning._stages import StagePlans, require_plans
 from lightning_moe_ckpt.policies import MEMORY, Audience, Chains, Deltas, PlanInputs, Policy
 from lightning_moe_ckpt.snapshot import Constants, StateView, WindowLayout, why_no_deltas
 from lightning_moe_ckpt.storage import BadCopies, GenerationId, RunStore
-from lightning_moe_ckpt.tiers import PEER, STORAGE, Mirroring, PeerRoom, TierWorker
+from lightning_moe_ckpt.tiers import PEER, STORAGE, Mirroring, PeerRoom, RingRoom, TierWorker
 
 log = rank_logger(__name__)
 
@@ -165,9 +165,9 @@ class Planner:
         kept = self._first.generations_kept
         return self._policy.generations_kept(self._inputs()) if kept is None else kept
 
-    def kept(self, layout: WindowLayout) -> dict[str, Any]:
-        """Return what memory keeps beside whole generations, as arguments of `Rings.make`."""
-        return self._maker.kept(layout, self.chains)
+    def room(self, layout: WindowLayout, generations: int) -> RingRoom:
+        """Return the room for so many generations, and for what memory keeps beside them."""
+        return self._maker.room(layout, self.chains, generations)
 
     @property
     def peer_audiences(self) -> frozenset[Audience]:

@@ -21,8 +21,10 @@ from lightning_moe_ckpt.tiers._holders import survival_probability as survival_p
 from lightning_moe_ckpt.tiers._holders import this_domain as this_domain
 from lightning_moe_ckpt.tiers._host_writer import RING_HEADROOM as RING_HEADROOM
 from lightning_moe_ckpt.tiers._host_writer import HostWorker as HostWorker
+from lightning_moe_ckpt.tiers._host_writer import RingRoom as RingRoom
 from lightning_moe_ckpt.tiers._host_writer import Rings as Rings
 from lightning_moe_ckpt.tiers._host_writer import claim_memory as claim_memory
+from lightning_moe_ckpt.tiers._host_writer import has_plenty as has_plenty
 from lightning_moe_ckpt.tiers._mirrors import Mirroring as Mirroring
 from lightning_moe_ckpt.tiers._mirrors import RedundancyFigures as RedundancyFigures
 from lightning_moe_ckpt.tiers._peer_writer import PeerRoom as PeerRoom

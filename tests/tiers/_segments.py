@@ -50,7 +50,7 @@ def _records() -> RecordRows:
 
 
 def fill(
-    ring: SegmentRing, name: GenerationId, step: int, *, rank: int = 0, nbytes: int | None = None
+    ring: SegmentRing, name: GenerationId, step: int, *, rank: int = 0, nbytes: int = 0
 ) -> SealedSegment:
     """The next segment of the window under way, sealed."""
     slot = ring.acquire(name, step, nbytes)
