@@ -60,7 +60,10 @@ class Bench:
         groups = ParallelGroups(rank=rank.rank, world_size=2, groups={"control": rank.group()})
         markers = Markers(run_id=RUN, rank=rank.rank, world_size=2)
         self.worker = PeerWorker(replication, markers, resumed=resumed, chains=chains)
-        name, small = shared_name(RUN, rank.rank), [] if chains is None else [SlotClass(LINK_NBYTES, chains.links_kept(3))]
+        name, small = (
+            shared_name(RUN, rank.rank),
+            [] if chains is None else [SlotClass(LINK_NBYTES, chains.links_kept(3) - 2)],
+        )
         self.ring = SegmentRing.create(name, LAYOUT.nbytes, SLOTS, rank.cluster.shared_memory(rank.rank), small=small)
         self.worker.planned(Exchange(groups), self.ring, [LAYOUT.nbytes] * (WINDOW if chains is None else 1))
 

@@ -71,9 +71,7 @@ class Run:
     def __init__(self, directory: Path, draws: random.Random, *, copies: int = 1, readers: int = 1) -> None:
         small = slot_classes(nbytes for nbytes in EXPERTS.values() for _ in range(copies))
         self.directory, self.draws, self.step = directory, draws, 0
-        self.ring = SegmentRing.create(
-            shared_name(RUN, 0), SLOT, 3 + readers, directory, small=small
-        )
+        self.ring = SegmentRing.create(shared_name(RUN, 0), SLOT, 3 + readers, directory, small=small)
         self.ring.experts = EXPERTS
         self.newest: dict[str, int] = {}
         self.pinned: list[GenerationId] = []
