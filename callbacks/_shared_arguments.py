@@ -24,7 +24,17 @@ T = TypeVar("T")
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-class CheckpointArguments(TypedDict, total=False):
+class CopyArguments(TypedDict, total=False):
+    """The shared arguments about memory and copies on other nodes; `CheckpointArguments` says what they mean."""
+
+    replicas: int | Literal["auto"]
+    memory_generations: Literal["auto", 2, 3]
+    redundancy: bool | Literal["auto"]
+    max_chunk: int | str
+    failure_domains: Sequence[FailureDomain] | None
+
+
+class CheckpointArguments(CopyArguments, total=False):
     """Name the keyword arguments of every checkpoint callback.
 
     Args:
@@ -87,11 +97,6 @@ class CheckpointArguments(TypedDict, total=False):
     bandwidth: int | str | None
     overhead_target: float | None
     storage_at_least: timedelta | float | str
-    replicas: int | Literal["auto"]
-    memory_generations: Literal["auto", 2, 3]
-    redundancy: bool | Literal["auto"]
-    max_chunk: int | str
-    failure_domains: Sequence[FailureDomain] | None
     batches: Batches
     deterministic_dataset: bool
     untouched: Sequence[str]

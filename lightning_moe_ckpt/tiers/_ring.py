@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Hashable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -177,7 +178,7 @@ class SegmentRing(ExpertCopies):
         with self._lock:
             complete = [entry for entry in self._generations.values() if entry.state is GenerationState.COMPLETE]
             going = [entry.slots for entry in complete[: _first_kept(complete, self.keep)] if entry.pins == 0]
-            return self._slots.fits(sizes, [slot for slots in going for slot in slots if slot < self.num_slots])
+            return self._slots.fits(sizes, chain.from_iterable(going))
 
     def fits(self, sizes: Sequence[int], *, link_nbytes: int = 0) -> bool:
         """Return whether windows with segments of these bytes fit here in a row, and differences as well."""
@@ -206,14 +207,14 @@ class SegmentRing(ExpertCopies):
         Args:
             generation: generation of the open window; a difference gets a small slot.
             step: the segment's boundary.
-            nbytes: bytes of the segment; at least one slot is taken.
+            nbytes: bytes of the segment; one slot if 0.
 
         Raises:
             RingFull: there is no room.
         """
         with self._lock:
             entry = self._entry(generation, GenerationState.OPEN)
-            index = self._slots.take_small(nbytes) if entry.is_link else self._slots.take(nbytes)
+            index = self._slots.take_small(nbytes) if entry.is_link else self._slots.take(nbytes or 1)
             if index is None:
                 raise RingFull(
                     f"There is no room in memory for {size_text(nbytes)} ({self._usage()}); the capture of step {step} is "

@@ -50,59 +50,47 @@ _CLASSES = 64
 """Most sizes of small slots; more would not fit into the header."""
 
 
-Run = tuple[int, int]
+_Run = tuple[int, int]
 """First slot, and the slot after the last."""
 
 
-class FreeRuns:
-    """Free slots for segments, each of which takes a run of them. Not thread-safe by itself.
+def take_run(runs: list[_Run], slots: int) -> int | None:
+    """Take so many slots from the lowest of the free runs that is long enough; return the first, or `None` without any."""
+    for index, (first, stop) in enumerate(runs):
+        if stop - first >= slots:
+            runs[index : index + 1] = [(first + slots, stop)] if stop - first > slots else []
+            return first
+    return None
 
-    The lowest run that is long enough is taken, and neighbours join again. So windows with equal steps leave no gaps: the
-    first step lies where the window before had room left, and each other step where its forerunner lay.
-    """
 
-    def __init__(self, runs: Iterable[Run]) -> None:
-        self.runs = list(runs)
-        """Free runs, ascending, with used slots between them."""
-
-    def take(self, slots: int) -> int | None:
-        """Take a run, and return its first slot; `None` if no free run is long enough."""
-        for index, (first, stop) in enumerate(self.runs):
-            if stop - first >= slots:
-                self.runs[index : index + 1] = [(first + slots, stop)] if stop - first > slots else []
-                return first
-        return None
-
-    def claim(self, run: Run) -> bool:
-        """Take this run; return whether it was free."""
-        for index, (first, stop) in enumerate(self.runs):
-            if first <= run[0] and run[1] <= stop:
-                self.runs[index : index + 1] = [each for each in ((first, run[0]), (run[1], stop)) if each[0] < each[1]]
-                return True
-        return False
-
-    def give_back(self, run: Run) -> None:
-        """Free a run again."""
-        first, stop = run
-        index = bisect(self.runs, run)
-        if index < len(self.runs) and self.runs[index][0] == stop:
-            stop = self.runs.pop(index)[1]
-        if index > 0 and self.runs[index - 1][1] == first:
-            index -= 1
-            first = self.runs.pop(index)[0]
-        self.runs.insert(index, (first, stop))
+def free_run(runs: list[_Run], run: _Run) -> None:
+    """Add a run to the free ones, joined with its neighbours."""
+    first, stop = run
+    index = bisect(runs, run)
+    if index < len(runs) and runs[index][0] == stop:
+        stop = runs.pop(index)[1]
+    if index > 0 and runs[index - 1][1] == first:
+        index -= 1
+        first = runs.pop(index)[0]
+    runs.insert(index, (first, stop))
 
 
 class SlotPool:
     """Pool of free slots: runs of equal ones for segments, and small ones. Not thread-safe by itself.
+
+    A segment takes the lowest free run that is long enough. So windows with equal steps leave no gaps: the first step lies
+    where the window before had room left, and each other step where its forerunner lay.
 
     Args:
         header: number and sizes of the slots.
     """
 
     def __init__(self, header: RingHeader) -> None:
-        self._header, self._free, self._taken = header, FreeRuns([(0, header.num_slots)]), dict[int, int]()
-        """Slots behind each run in use, by its first slot."""
+        self._header = header
+        self._runs: list[_Run] = [(0, header.num_slots)]
+        """Free runs, ascending, with used slots between them."""
+        self.ends: dict[int, int] = {}
+        """Slot behind each run in use, by its first slot."""
         self._small: list[list[int]] = []
         first = header.num_slots
         for _, slots in header.small:
@@ -112,28 +100,25 @@ class SlotPool:
     @property
     def free(self) -> int:
         """Number of free slots for segments."""
-        return sum(stop - first for first, stop in self._free.runs)
+        return sum(stop - first for first, stop in self._runs)
 
     def take(self, nbytes: int) -> int | None:
         """Return the first of the slots for a segment of `nbytes`; `None` if there is no room."""
-        first = self._free.take(slots := self._slots(nbytes))
+        first = take_run(self._runs, slots := -(-nbytes // self._header.slot_nbytes))
         if first is not None:
-            self._taken[first] = first + slots
+            self.ends[first] = first + slots
         return first
 
     def fits(self, sizes: Sequence[int], going: Iterable[int]) -> bool:
         """Return whether segments of these bytes have room: the first now, the others once the `going` runs are free."""
-        free = FreeRuns(self._free.runs)
-        for number, nbytes in enumerate(sizes):
-            if free.take(self._slots(nbytes)) is None:
+        runs, behind = list(self._runs), [*going]
+        for nbytes in sizes:
+            if take_run(runs, -(-nbytes // self._header.slot_nbytes)) is None:
                 return False
-            for first in () if number else going:
-                free.give_back((first, self._taken[first]))
+            while behind:
+                if (slot := behind.pop()) in self.ends:
+                    free_run(runs, (slot, self.ends[slot]))
         return True
-
-    def nbytes(self, slot: int) -> int:
-        """Return the bytes of a segment's run; 0 for a small slot."""
-        return (self._taken.get(slot, slot) - slot) * self._header.slot_nbytes
 
     def free_small(self, nbytes: int) -> int:
         """Return the number of slots that `take_small` could return."""
@@ -146,30 +131,33 @@ class SlotPool:
 
     def claim(self, slots: Mapping[int, int]) -> bool:
         """Take slots for so many bytes each, by the first slot; return whether all were free, else take none."""
-        before, small = list(self._free.runs), [slot for slot in slots if slot >= self._header.num_slots]
-        runs = {slot: slot + self._slots(nbytes) for slot, nbytes in slots.items() if slot < self._header.num_slots}
-        unused = {slot for free in self._small for slot in free}
-        if not (unused.issuperset(small) and all(map(self._free.claim, runs.items()))):
-            self._free.runs = before
-            return False
-        self._taken |= runs
-        for free in self._small:
-            free[:] = [slot for slot in free if slot not in slots]
+        runs, small = list(self._runs), [[*free] for free in self._small]
+        for slot, nbytes in slots.items():
+            stop = slot + -(-nbytes // self._header.slot_nbytes)
+            around = next((run for run in runs if run[0] <= slot and stop <= run[1]), None)
+            free = next((free for free in small if slot in free), None)
+            if slot < self._header.num_slots and around is not None:
+                runs.remove(around)
+                runs += [run for run in ((around[0], slot), (stop, around[1])) if run[0] < run[1]]
+                self.ends[slot] = stop
+            elif free is not None:
+                free.remove(slot)
+            else:
+                return False
+        self._runs, self._small = sorted(runs), small
         return True
 
     def give_back(self, slots: Iterable[int]) -> None:
         """Free these slots again, each with all of its run."""
         for slot in slots:
-            if slot < (first := self._header.num_slots):
-                self._free.give_back((slot, self._taken.pop(slot)))
+            if slot in self.ends:
+                free_run(self._runs, (slot, self.ends.pop(slot)))
                 continue
+            first = self._header.num_slots
             for free, (_, number) in zip(self._small, self._header.small, strict=True):
                 if first <= slot < first + number:
                     free.append(slot)
                 first += number
-
-    def _slots(self, nbytes: int) -> int:
-        return max(1, -(-nbytes // self._header.slot_nbytes))
 
     def _class(self, nbytes: int) -> int | None:
         """Return the class of the smallest slots for `nbytes`; `None` if none are large enough."""
@@ -299,8 +287,11 @@ class RingState:
             )
 
     def _view(self, index: int) -> Tensor:
-        start, nbytes = self.header.extent(index, self._slots.nbytes(index))
         assert self._memory is not None, "the ring is closed"
+        size = self.header.slot_nbytes
+        if (end := self._slots.ends.get(index)) is not None:
+            return self._memory[index * size : end * size]
+        start, nbytes = self.header.extent(index)
         return self._memory[start : start + nbytes]
 
     def _withdraw(self, entry: Generation) -> None:

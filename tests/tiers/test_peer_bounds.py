@@ -34,7 +34,7 @@ Header = tuple[int, ...]
 """The integers of a header, but for the first."""
 
 
-class Begin(tuple[int, ...]):
+class Begin(tuple[int, ...]):  # noqa: SLOT001  # no tuple has any
     """A header that announces a generation, and the sizes behind it."""
 
     sizes: Sequence[int]
@@ -46,7 +46,7 @@ def header(kind: int, *numbers: int, length: int | None = None) -> Header:
 
 def begin(num_segments: int = 2, slot_nbytes: int = NBYTES, is_link: int = 0, names: Header = (5, 0, 1)) -> Header:
     made = Begin(header(MessageKind.BEGIN, *names, *[-1] * 6, num_segments, is_link))
-    read_on = 0 <= min(names) and max(*names, num_segments) < 100 and is_link < 2
+    read_on = min(names) >= 0 and max(*names, num_segments) < 100 and is_link < 2
     made.sizes = [slot_nbytes] * num_segments if read_on else []
     return made
 
