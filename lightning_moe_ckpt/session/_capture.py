@@ -116,7 +116,7 @@ class WindowMemory:
         return self._replace_ring(lambda: self._make_ring(layout), wanted=not self.fits(layout))
 
     def has_room(self, layout: WindowLayout | None = None, *, link: bool = False) -> bool:
-        """Return whether this rank's ring has room for a window of this layout, or else the one in force, or for a difference (`link`)."""
+        """Return whether this rank's ring has room for a window of this layout, by default that in force, or for a difference (`link`)."""
         layout = layout or self.layout
         assert layout is not None
         if not link or self.difference is None:

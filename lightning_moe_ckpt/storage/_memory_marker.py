@@ -42,7 +42,7 @@ class RingHeader:
     """Different in every ring."""
     slot_nbytes: int
     num_slots: int
-    """Slots for segments, each of which takes as many in a row as it needs."""
+    """Slots for segments, each of which takes a run."""
     small: tuple[SlotClass, ...] = ()
     """Further slots behind the segments' slots: for one difference, or for one expert each."""
     origin: str

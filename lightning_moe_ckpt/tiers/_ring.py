@@ -18,7 +18,7 @@ its slots until `keep` newer ones, usually one, are complete on all ranks, or un
 reader therefore costs slots, never bytes that are still needed. If no slot is left, `acquire` raises `RingFull`, and
 the session skips the window.
 
-A segment takes as many slots in a row as it needs; a slot is a page. Behind them are small slots: for differences; or,
+A segment takes a run of slots; a slot is a page. Behind them are small slots: for differences; or,
 where generations have only some experts, for experts of replaced generations (`_ring_state`).
 
 A generation is *published* by a marker: a small file beside the ring with its slots and all digests. The file appears
