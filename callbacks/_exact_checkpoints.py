@@ -152,8 +152,8 @@ class DifferentialCheckpoint(CheckpointCallback):
     the step: about a third of the full state of Adam. A restart applies the gradients to the full state in one pass, and
     goes on from the newest step, bit for bit. It is exact where steps can be repeated to the last bit: on the CPU, of torch's
     own Adam and AdamW, neither fused nor foreach, in float32. All other parameters are stored whole at every step, so that what
-    is restored is exact all the same; the log says which. Memory keeps the newest `2 * batch` steps with their full state:
-    4 full states and `2 * batch + 2` gradients are reserved. Storage gets steps `batch` at a time.
+    is restored is exact all the same; the log says which. Memory keeps the newest steps with their full state: 2 full states and
+    `batch + 2` gradients are reserved, or 3 and `2 * batch + 2` (`memory_generations`). Storage gets steps `batch` at a time.
 
     Weights and optimizer state that hooks change between steps are stored too, if in place or through `param.data`; changes through
     `.data` of the optimizer's state, or through memory shared with NumPy, are not seen.

@@ -24,7 +24,17 @@ T = TypeVar("T")
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-class CheckpointArguments(TypedDict, total=False):
+class CopyArguments(TypedDict, total=False):
+    """The shared arguments about memory and copies on other nodes; `CheckpointArguments` says what they mean."""
+
+    replicas: int | Literal["auto"]
+    memory_generations: Literal["auto", 2, 3]
+    redundancy: bool | Literal["auto"]
+    max_chunk: int | str
+    failure_domains: Sequence[FailureDomain] | None
+
+
+class CheckpointArguments(CopyArguments, total=False):
     """Name the keyword arguments of every checkpoint callback.
 
     Args:
@@ -46,6 +56,8 @@ class CheckpointArguments(TypedDict, total=False):
             generation to the next: a `timedelta`, seconds, or text such as `10min`.
         replicas: copies of every rank's generations in the memory of other nodes; `auto` is one where the ranks are on
             several nodes, else none.
+        memory_generations: generations for which shared memory is reserved. With 2 a new generation waits for tiers that still read the
+            one before the newest; 3 leaves them time. `auto` takes 3 where that is at most half of the memory that is free on a node.
         redundancy: whether holders of a copy take what they have in common with its owner (what data parallelism replicates)
             from their own state, at the same boundary, so that it is not sent; `auto` if that is measured to be faster than
             the network, and shared memory has room. Costs memory and copies on the node, and no exactness.
@@ -85,10 +97,6 @@ class CheckpointArguments(TypedDict, total=False):
     bandwidth: int | str | None
     overhead_target: float | None
     storage_at_least: timedelta | float | str
-    replicas: int | Literal["auto"]
-    redundancy: bool | Literal["auto"]
-    max_chunk: int | str
-    failure_domains: Sequence[FailureDomain] | None
     batches: Batches
     deterministic_dataset: bool
     untouched: Sequence[str]
@@ -184,6 +192,7 @@ class SharedArguments:
     overhead_target: float | None = _argument(0.03, _share_of_time)
     storage_at_least: timedelta = _argument(timedelta(minutes=10), _positive_duration)
     replicas: int | Literal["auto"] = _argument("auto", partial(require_count, what="copies", also=["auto", 0]))
+    memory_generations: Literal["auto", 2, 3] = _argument("auto", partial(require_choice, choices=("auto", 2, 3)))
     redundancy: bool | Literal["auto"] = _argument("auto", partial(require_choice, choices=(True, False, "auto")))
     max_chunk: int = _argument(DEFAULT_MAX_CHUNK, number_of_bytes)
     failure_domains: Sequence[FailureDomain] | None = _argument(None)

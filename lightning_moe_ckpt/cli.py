@@ -183,6 +183,10 @@ def several(flag: str, choices: Sequence[str], text: str) -> click.Option:
     return click.Option([flag], help=names, metavar="NAME", type=click.Choice(choices), multiple=True, default=choices)
 
 
+def one_of(flag: str, choices: Sequence[str], text: str) -> click.Option:
+    return _option(flag, text, type=click.Choice(choices), default=choices[0])
+
+
 # -- stored runs, places and clusters
 
 _URL = click.Argument(["url"], metavar="URL")
@@ -332,6 +336,34 @@ _LOOKING = [
             number("--expert-parallel", 1, "Ranks that share one set of experts, as given to MoEStrategy."),
             number("--most", 4, "Losses at once to look at."),
             _flag("--json", "Write one JSON document, which also names every holder.", "as_json"),
+        ],
+    ),
+    _command(
+        "plan",
+        "Show the shared memory that a run will take.",
+        "Show the shared memory that a run will take on each node, planned and laid out as in the run. The model is a config.json of Hugging "
+        "Face, or numbers; assumed are AdamW and 96 KiB of journal per step. Exit status: 0 shown, 2 there can be no such run.",
+        [
+            _option("--config", "config.json of the model, or its folder.", "PATH"),
+            _option("--params", "Parameters in all, such as 16.4e9.", "N", type=float, default=0),
+            number("--layers", 1, "Blocks with experts."),
+            _option("--experts", "Experts of each.", "N", type=int, default=0),
+            _option("--expert-params", "Parameters of one.", "N", type=float, default=0),
+            one_of("--precision", ["bf16-mixed", "32-true", "bf16-true"], "Of the Trainer."),
+            number("--nodes", 1, "Machines of the run."),
+            number("--ranks-per-node", 8, "Processes on each."),
+            number("--expert-parallel", 1, "As given to MoEStrategy."),
+            _option("--pipeline-parallel", "Likewise.", "N", type=_count, default=1, name="stages"),
+            one_of("--policy", ["sparse", "dense", "differential", "partial", "selective"], "Of the callback."),
+            number("--window", 8, "sparse: steps."),
+            _option("--budget", "sparse, instead of --window, and selective: bytes.", "SIZE", type=_size),
+            one_of("--planner", ["packed", "algorithm1"], "sparse, with --budget."),
+            _option("--every", "Others: steps.", "N", type=_count, default=64, name="every_n_steps"),
+            number("--batch", 8, "differential: differences."),
+            number("--k", 1, "partial: experts."),
+            _option("--replicas", "Copies on other nodes.", "N", type=int, default=0),
+            _flag("--redundancy", "Holders of copies take part of them from their own state."),
+            _flag("--json", "Write one JSON document.", "as_json"),
         ],
     ),
 ]

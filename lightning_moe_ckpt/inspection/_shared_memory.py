@@ -1,4 +1,4 @@
-"""List the files of runs in shared memory, and clear files without a process.
+"""List the files of runs in shared memory, clear files without a process, and show a forecast.
 
 Shared memory outlives its process on purpose: a rank that is started again resumes from there. So no file is called useless.
 The list says how new each file is and whether a process holds it, and files are removed only if the user asks.
@@ -13,9 +13,10 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import RenderableType
 
@@ -241,3 +242,26 @@ def _or_dash(value: int | None) -> str:
 
 def _sum(those: Sequence[Leftover]) -> str:
     return size_text(sum(each.nbytes for each in those))
+
+
+def forecast_answer(found: Mapping[str, Any], ranks: int) -> Answer:
+    """Show a rank's memory, from `forecast`, and its node's."""
+    parts = found["purposes"]
+    node = {number: ranks * sum(each.values()) for number, each in parts.items()}
+
+    def tables() -> list[RenderableType]:
+        titles = [f"memory_generations={number}" for number in node]
+        table = plain_table("shared memory", *titles, right=titles)
+        for purpose in max(parts.values(), key=len):
+            table.add_row(purpose, *(size_text(each.get(purpose, 0)) for each in parts.values()))
+        table.add_row("a rank", *(size_text(sum(each.values())) for each in parts.values()))
+        table.add_row(f"a node of {ranks} ranks", *map(size_text, node.values()))
+        text = {name: size_text(found[name]) for name in ("full", "generation", "journals", "captured")}
+        least, *more = [1 + int(1.02 * nbytes / 2**30) for nbytes in node.values()]  # markers take up to a fiftieth
+        said = f"full state of a rank: {text['full']}; a generation: {text['generation']} in a window of {found['window']}, with "
+        said += f"{text['journals']} of journals and {text['captured']} captured for other ranks"
+        limits = f"a node needs {least} GiB of shared memory, within its memory limit (`--shm-size={least}g`; `sizeLimit: {least}Gi`)"
+        auto = [f"memory_generations='auto' takes 3 where {2 * each} GiB are free, else 2" for each in more]
+        return [said, table, limits, *auto]
+
+    return Answer({**found, "node": node}, tables)

@@ -26,6 +26,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 from rich.text import Text
 
+from lightning_moe_ckpt import policies
 from lightning_moe_ckpt._units import rate_text, size_text
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, NoUsableGeneration
 from lightning_moe_ckpt.inspection import _shared_memory
@@ -54,6 +55,8 @@ from lightning_moe_ckpt.inspection._verify import Verdict
 from lightning_moe_ckpt.inspection._verify import verify as read_everything
 from lightning_moe_ckpt.launch import DENSIFY
 from lightning_moe_ckpt.native import Finding, examine
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.planning._forecast import described_model, forecast
 from lightning_moe_ckpt.storage import (
     Backend,
     Commit,
@@ -69,6 +72,7 @@ from lightning_moe_ckpt.tiers import (
     FailureDomain,
     ReplicaPlacement,
     Survival,
+    mirroring_of,
     percent,
     place_replicas,
     survival_probability,
@@ -108,20 +112,22 @@ def _fail(where: str, error: CheckpointError, facts: Mapping[str, str], *, as_js
 
 
 def _of_run(look: Callable[..., Answer]) -> Callable[..., int]:
-    """Make a command on the run at a URL."""
+    """Make a command on the run at a URL, or on a described run."""
 
     @functools.wraps(look)
     def command(
-        *, url: str, as_json: bool = False, storage_option: Sequence[tuple[str, object]], **arguments: Any
+        *, url: str = "", as_json: bool = False, storage_option: Sequence[tuple[str, object]] = (), **arguments: Any
     ) -> int:
         try:
+            if not url:
+                return _show(look(**arguments), as_json=as_json)
             backend = open_backend(url, storage_options=dict(storage_option), patience=_PATIENCE)
             try:
                 return _show(look(backend, **arguments), as_json=as_json)
             finally:
                 backend.close()
         except CheckpointError as error:
-            return _fail(url, error, {"url": url}, as_json=as_json)
+            return _fail(url or look.__name__, error, {"url": url} if url else {}, as_json=as_json)
 
     return command
 
@@ -328,14 +334,6 @@ def _show_progress(check: str) -> None:
         sys.stderr.flush()
 
 
-def placement(*, as_json: bool, **cluster: int) -> int:
-    """Show the holders of every rank's copies on a cluster."""
-    try:
-        return _show(_placed(**cluster), as_json=as_json)
-    except CheckpointError as error:
-        return _fail("placement", error, {}, as_json=as_json)
-
-
 def shm(
     *,
     url: str | None,
@@ -392,23 +390,27 @@ def _states(found: Sequence[Check | Finding]) -> Table:
     return table
 
 
-def _placed(*, nodes: int, ranks_per_node: int, replicas: int, racks: int, expert_parallel: int, most: int) -> Answer:
-    """Place replicas as a run on such a cluster does, and return which of up to `most` losses at once they survive.
+def _placed(
+    *, nodes: int, ranks_per_node: int, replicas: int, expert_parallel: int, racks: int = 1, stages: int = 1
+) -> tuple[ReplicaPlacement, list[list[int]]]:
+    """Place replicas as a run on such a cluster does; return also the groups with the same experts.
 
     Raises:
         ConfigurationError: no such placement is possible.
     """
     world_size = nodes * ranks_per_node
-    if world_size % expert_parallel:
-        raise ConfigurationError(
-            f"`--expert-parallel {expert_parallel}` does not divide the {world_size} ranks. Choose a divisor."
-        )
+    groups = ParallelGroups.placed(0, world_size, ep_size=expert_parallel, num_stages=stages).peers()
     if racks > nodes:
         raise ConfigurationError(f"`--racks {racks}` is more than `--nodes {nodes}`. Choose at most that.")
     node_of = [rank // ranks_per_node for rank in range(world_size)]
     domains = [FailureDomain(node=f"node {n}", rack=f"rack {n * racks // nodes}") for n in node_of]
-    groups = [range(first, world_size, expert_parallel) for first in range(expert_parallel)]
-    placed = place_replicas(domains, groups, [1] * world_size, replicas)
+    return place_replicas(domains, groups, [1] * world_size, replicas), groups
+
+
+@_of_run
+def placement(*, nodes: int, ranks_per_node: int, replicas: int, most: int, **cluster: int) -> Answer:
+    """Show every rank's holders on a cluster, and the chance to survive up to `most` losses at once."""
+    placed, groups = _placed(nodes=nodes, ranks_per_node=ranks_per_node, replicas=replicas, **cluster)
     survivals, facts = _survivals(placed, most), _facts(placed, groups)
     document = {
         "replicas": replicas,
@@ -424,6 +426,25 @@ def _placed(*, nodes: int, ranks_per_node: int, replicas: int, racks: int, exper
         f"The fullest rank keeps {facts['most_held']} copies, the emptiest {facts['least_held']}."
     )
     return Answer(document, lambda: [heading, _table(survivals), closing])
+
+
+@_of_run
+def plan(
+    *, policy: str, precision: str, redundancy: bool, budget: int | None, ranks_per_node: int, **given: Any
+) -> Answer:
+    """Forecast the memory for a described run, on the rank with most copies."""
+    cluster = {name: given[name] for name in ("nodes", "replicas", "expert_parallel", "stages")}
+    placed, peers = _placed(ranks_per_node=ranks_per_node, **cluster)
+    ranks, ep_size = len(placed.domains) // given["stages"], given["expert_parallel"]
+    rank = max(range(ranks), key=lambda each: len(placed.owners(each)))
+    groups = ParallelGroups(rank=rank, world_size=ranks, ep_rank=rank % ep_size, ep_size=ep_size)
+    kind = getattr(policies, f"{policy.title()}Policy")
+    if budget is not None:
+        given |= {"window": None, "budget_nbytes": budget, "local_budget": budget, "remote_budget": budget}
+    settings = {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
+    module, mirroring = described_model(groups, given), mirroring_of(placed, rank, peers)
+    found = forecast(kind(**settings), module, groups, precision, mirroring=mirroring, redundancy=redundancy)
+    return _shared_memory.forecast_answer(found, ranks_per_node)
 
 
 def _survivals(placement: ReplicaPlacement, most: int) -> list[Survival]:

@@ -1,4 +1,4 @@
-"""Ask a policy for plans, and lay them out; beside training, if there is time until the next window."""
+"""Ask a policy for plans over operators of known sizes, and lay them out; beside training, if there is time until the next window."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from lightning_moe_ckpt.journal import JournalCapacity
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.planning._sizes import OperatorSizes
 from lightning_moe_ckpt.policies import MEMORY, Chains, ExpertLayout, Plan, PlanInputs, Policy, Selection
 from lightning_moe_ckpt.snapshot import (
     REMEMBERED_PLANS,
@@ -23,12 +21,47 @@ from lightning_moe_ckpt.snapshot import (
     StateView,
     WindowLayout,
     columns_of,
+    dense_nbytes,
     expert_nbytes,
     lay_out,
+    record_nbytes,
     share_written,
+    split_operators,
 )
 from lightning_moe_ckpt.storage import SlotClass
-from lightning_moe_ckpt.tiers import Mirroring
+from lightning_moe_ckpt.tiers import Mirroring, RingRoom
+
+
+class OperatorSizes:
+    """Bytes that this rank writes of the view's operators: measured once for a plan's precisions."""
+
+    def __init__(self, view: StateView, groups: ParallelGroups) -> None:
+        self._view, self._groups = view, groups
+        self._whole: tuple[dict[str, torch.dtype], dict[str, tuple[int, int]]] | None = None
+        self._dense: int | None = None
+
+    def forget(self) -> None:
+        """Let the next reading measure anew: the view's operators or the optimizer's state have changed."""
+        self._whole = self._dense = None
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes of a full snapshot, without alignment and journal."""
+        if self._dense is None:
+            self._dense = dense_nbytes(self._view, self._groups)
+        return self._dense
+
+    def inputs(self, policy: Policy, inputs: PlanInputs, dtypes: dict[str, torch.dtype]) -> tuple[PlanInputs, int]:
+        """Return the inputs with sizes, and the policy's limit in bytes for pieces of operators; 0 for no limit."""
+        if self._whole is None or self._whole[0] != dtypes:
+            self._whole = dtypes, record_nbytes(self._view.replanned(self._view.operators, dtypes), self._groups)
+        inputs = replace(inputs, sizes=self._whole[1])
+        limit = policy.split_nbytes(inputs)
+        if not limit:
+            return inputs, limit
+        whole = self._view.replanned(self._view.operators, dtypes)
+        view = whole.replanned(split_operators(whole, self._groups, limit), dtypes)
+        return replace(inputs, operators=view.operators, sizes=record_nbytes(view, self._groups)), limit
 
 
 class PlanMaker:
@@ -127,11 +160,14 @@ class PlanMaker:
             larger.reserve_nbytes = self._reserve_nbytes
         return larger
 
-    def kept(self, layout: WindowLayout, chains: Chains | None) -> dict[str, Any]:
-        """Return what memory keeps beside whole generations, as arguments of `Rings.make`."""
+    def room(self, layout: WindowLayout, chains: Chains | None, generations: int) -> RingRoom:
+        """Return the room for so many generations, and for what memory keeps beside them."""
+        experts = expert_nbytes(self._view, self._groups) if layout.record.plan.partial else {}
+        room = RingRoom(steps=layout.room, generations=generations, experts=experts)
         if chains is None:
-            return {"experts": expert_nbytes(self._view, self._groups) if layout.record.plan.partial else {}}
-        return {"links": SlotClass(self.differential(layout).slot_nbytes, chains.links_kept)}
+            return room
+        links = SlotClass(self.differential(layout).slot_nbytes, chains.links_kept(generations))
+        return replace(room, links=links)
 
     def mirror(self, mirroring: Mirroring) -> float:
         """Capture state for other ranks too; return this rank's own share of the bytes to memory."""
@@ -145,7 +181,7 @@ class PlanMaker:
         """
         sizes = [self._nbytes_by_position(self.selection(turn.record.plan)) for turn in turns]
         self._room = [max(column) for column in zip(*sizes, strict=True)]
-        self._reserve_nbytes = max(max(turn.slot_nbytes, later + turn.mirrors_nbytes[1]) for turn in turns)
+        self._reserve_nbytes = max(max(turn.slot_nbytes, later + turn.steps[0].mirrors_nbytes) for turn in turns)
         return self._reserve_nbytes
 
     def _has_room(self, plan: Plan) -> bool:

@@ -83,14 +83,17 @@ class CountProof(StepFollower):
 
 
 class ConsumedPrecision(StepFollower):
-    """Precision in which parameters are consumed; this one is their own, and there is nothing to wait for."""
+    """Precision in which parameters are consumed; this one is known, else their own, and there is nothing to wait for."""
 
     is_watched = False
     """Whether the first plan waits for what forward and backward show."""
 
+    def __init__(self, known: dict[str, torch.dtype] | None = None) -> None:
+        self._known = known or {}
+
     def agreed(self, names: Sequence[str], exchange: Exchange) -> dict[str, torch.dtype]:
         """Return the low precision of the named parameters that every rank may store in it. Collective."""
-        return {}
+        return self._known
 
 
 class PrecisionProof(ConsumedPrecision):

@@ -25,17 +25,16 @@ import torch
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.planning._background import PlanMaker
+from lightning_moe_ckpt.planning._background import OperatorSizes, PlanMaker
 from lightning_moe_ckpt.planning._budgets import MEASURED_STEPS, Budgets, ExpertBudgets, slot_sizes
 from lightning_moe_ckpt.planning._first_steps import ConsumedPrecision, CountProof, PrecisionProof
 from lightning_moe_ckpt.planning._ledger import Counting, LedgerKeeper, LossFigures
 from lightning_moe_ckpt.planning._popularity_meter import CaptureOrder, PopularityMeter, StepFollower
-from lightning_moe_ckpt.planning._sizes import OperatorSizes
 from lightning_moe_ckpt.planning._stages import StagePlans, require_plans
 from lightning_moe_ckpt.policies import MEMORY, Audience, Chains, Deltas, PlanInputs, Policy
 from lightning_moe_ckpt.snapshot import Constants, StateView, WindowLayout, why_no_deltas
 from lightning_moe_ckpt.storage import BadCopies, GenerationId, RunStore
-from lightning_moe_ckpt.tiers import PEER, STORAGE, Mirroring, PeerRoom, TierWorker
+from lightning_moe_ckpt.tiers import PEER, STORAGE, Mirroring, PeerRoom, RingRoom, TierWorker
 
 log = rank_logger(__name__)
 
@@ -62,6 +61,7 @@ class Planner:
         may_probe: whether the first steps may run under probes that later steps lack. Without probes, parameters are
             stored in their own precision, and token counts are believed unless restores depend on them.
         constants: constants of an earlier planner; found in the view if `None`.
+        consumed: precisions of parameters where no step will show them.
 
     Raises:
         ConfigurationError: the policy cannot plan over the model's operators.
@@ -78,6 +78,7 @@ class Planner:
         autocast_dtype: torch.dtype | None = None,
         may_probe: bool = True,
         constants: Constants | None = None,
+        consumed: dict[str, torch.dtype] | None = None,
     ) -> None:
         self.constants = Constants(view, groups) if constants is None else constants
         self._anew = partial(
@@ -91,7 +92,7 @@ class Planner:
         self._stages = StagePlans(view, groups, exchange)
         self._period = policy.least_steps(len(view.operators))
         low = autocast_dtype if "compute_dtypes" in policy.needs and may_probe else None
-        self._precision = ConsumedPrecision() if low is None else PrecisionProof(module, low)
+        self._precision = ConsumedPrecision(consumed) if low is None else PrecisionProof(module, low)
         config = policy.popularity if "popularity" in policy.needs and view.operators.num_experts else None
         self.order = CaptureOrder() if config is None else PopularityMeter(config, view.operators, module)
         self._ledger = LedgerKeeper(policy, view, module) if "tokens" in policy.needs else Counting()
@@ -165,9 +166,9 @@ class Planner:
         kept = self._first.generations_kept
         return self._policy.generations_kept(self._inputs()) if kept is None else kept
 
-    def kept(self, layout: WindowLayout) -> dict[str, Any]:
-        """Return what memory keeps beside whole generations, as arguments of `Rings.make`."""
-        return self._maker.kept(layout, self.chains)
+    def room(self, layout: WindowLayout, generations: int) -> RingRoom:
+        """Return the room for so many generations, and for what memory keeps beside them."""
+        return self._maker.room(layout, self.chains, generations)
 
     @property
     def peer_audiences(self) -> frozenset[Audience]:

@@ -67,10 +67,11 @@ class Chains:
     error_feedback: bool = False
     """Whether a gradient's compression loss is added to the next gradient."""
 
-    @property
-    def links_kept(self) -> int:
-        """Differences that memory has room for: one batch on its way to storage, and one being gathered."""
-        return min(self.every_n_steps - 1, 2 * self.batch)
+    def links_kept(self, generations: int) -> int:
+        """Return the differences that memory has room for: a batch on its way to storage, the newest two, and, with more than two
+        generations, a batch being gathered.
+        """
+        return min(self.every_n_steps - 1, self.batch * min(generations - 1, 2)) + 2
 
     def ends_batch(self, steps: int) -> bool:
         """Return whether the difference `steps` steps after its base is the last of a batch."""

@@ -13,8 +13,10 @@ Source: MoEvement (2026), Sec. 3.2; PEC/MoC (2024), Sec. 5 (triple buffering).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from operator import attrgetter
+from typing import Literal
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
@@ -27,12 +29,16 @@ from lightning_moe_ckpt.session._tiers import Tiers
 from lightning_moe_ckpt.session._window import Chain, TiersVote, Window, WindowVote, gather_votes
 from lightning_moe_ckpt.snapshot import GradientRecorder, WindowCopies, WindowLayout
 from lightning_moe_ckpt.storage import GenerationId
-from lightning_moe_ckpt.tiers import PEER, STORAGE, MissedWindows, Rings, SegmentRing
+from lightning_moe_ckpt.tiers import HOST, PEER, STORAGE, MissedWindows, RingRoom, Rings, SegmentRing, has_plenty
 
 log = rank_logger(__name__)
 
 FLUSH_TIMEOUT = timedelta(seconds=30)
 """Longest wait of training for slots under transfer, before training goes on without a window."""
+
+
+SETTLE_TIMEOUT = timedelta(seconds=5)
+"""Longest wait of training within a window for the generation before to be whole, which makes room for the rest."""
 
 
 class WindowMemory:
@@ -60,6 +66,7 @@ class WindowMemory:
     ) -> None:
         self._exchange, self._tiers, self._plans, self._chained = job.exchange, tiers, plans, bool(job.policy.chains)
         self._rings, self._least_steps, self._leave_ring, self._failed = rings, job.least_steps, leave_ring, failed
+        self._generations: int | Literal["auto"] = job.config.memory_generations
         self.copies = WindowCopies(job.engine)
         self.layout: WindowLayout | None = None
         """The plan in force; `None` before the first."""
@@ -74,14 +81,15 @@ class WindowMemory:
             ConfigurationError: on every rank, if any rank has no memory for its first ring.
         """
         if not self.has_ring:
+            self._choose_generations(layout)
             with self._exchange.raise_together():
                 self.ring, self.has_ring = self._make_ring(layout), True
         elif self.layout is None and not self.fitted(layout):
             return False
         elif not self.fits(layout):
             log.warning(
-                "a new plan needs %d segments of %s, more than the ring has; the old plan stays in force",
-                *(len(layout.steps), size_text(layout.slot_nbytes)),
+                "a new plan needs %d segments with %s, more than the ring has; the old plan stays in force",
+                *(len(layout.steps), size_text(layout.nbytes)),
             )
             return False
         self._put(layout)
@@ -100,20 +108,22 @@ class WindowMemory:
     def fits(self, layout: WindowLayout) -> bool:
         """Return whether a layout's windows fit into this rank's ring."""
         link_nbytes = self._plans.differential(layout).slot_nbytes if self._chained else 0
-        return self.ring.fits(layout.slot_nbytes, len(layout.steps), link_nbytes=link_nbytes)
+        return self.ring.fits(layout.room, link_nbytes=link_nbytes)
 
     def fitted(self, layout: WindowLayout) -> bool:
         """Return whether all ranks have a ring for a plan that may need a larger ring. Collective."""
         # Storage may still read the old ring, whose memory goes with its last segment.
         return self._replace_ring(lambda: self._make_ring(layout), wanted=not self.fits(layout))
 
-    def has_room(self, steps: int, *, link: bool = False) -> bool:
-        """Return whether this rank's ring has room for a window of so many steps, or for a difference (`link`)."""
+    def has_room(self, layout: WindowLayout | None = None, *, link: bool = False) -> bool:
+        """Return whether this rank's ring has room for a window of this layout, by default that in force, or for a difference (`link`)."""
+        layout = layout or self.layout
+        assert layout is not None
         if not link or self.difference is None:
-            return self.ring.can_begin(steps)
+            return self.ring.can_begin(layout.sizes)
         nbytes = self.difference.slot_nbytes
         self.ring.make_room(nbytes, self._tiers.everywhere.get(STORAGE))
-        return self.ring.can_begin(1) and self.ring.free(nbytes) > 0
+        return self.ring.can_begin(layout.sizes) and self.ring.free_small(nbytes) > 0
 
     def restore_names(self) -> str | None:
         """Make rings without a name again, since a later incarnation would not find them. Collective.
@@ -134,13 +144,37 @@ class WindowMemory:
 
     def _make_ring(self, layout: WindowLayout) -> SegmentRing:
         """Return a ring for a layout's windows."""
-        window, plans, workers = len(layout.steps), self._plans, self._tiers.workers
-        kept, readers, busy = plans.kept(layout), sum(worker.readers for worker in workers), self._least_steps <= window
-        kept["copies"] = 1 + any(worker.name == PEER for worker in workers)  # one completes other nodes' generations
-        ring = self._rings.make(layout.slot_nbytes, window, readers=readers, back_to_back=busy, **kept)
-        sizes = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in self._tiers.reserved().items())
-        log.info("shared memory: %s; of it journals %s", sizes, size_text(ring.num_slots * plans.journal_nbytes))
+        assert self._generations != "auto"
+        ring = self._rings.make(room := self._room(layout, self._generations))
+        parts = {
+            **room.purposes,
+            **{f"copies of {name}": nbytes for name, nbytes in self._tiers.reserved().items() if name != HOST},
+        }
+        journals, captured = len(layout.steps) * self._plans.journal_nbytes, layout.nbytes - sum(layout.copied)
+        log.info(
+            "shared memory: %s; each generation has %s of journals and %s captured for other ranks",
+            ", ".join(f"{size_text(nbytes)} {purpose}" for purpose, nbytes in parts.items()),
+            *(size_text(journals), size_text(captured)),
+        )
         return ring
+
+    def _room(self, layout: WindowLayout, generations: int) -> RingRoom:
+        """Return the room for a layout's windows."""
+        copies = 1 + any(
+            worker.name == PEER for worker in self._tiers.workers
+        )  # one completes other nodes' generations
+        room = replace(self._plans.room(layout, generations), copies=copies)
+        return replace(room, back_to_back=self._least_steps <= len(layout.steps))
+
+    def _choose_generations(self, layout: WindowLayout) -> None:
+        """Decide how many generations this rank's ring has room for. Collective."""
+        workers, chosen = self._tiers.workers, self._generations
+        most = 2 + sum(worker.readers for worker in workers)
+        if chosen == "auto":
+            copies = sum(len(worker.memories) for worker in workers if worker.name == PEER)
+            wanted = sum(self._room(layout, min(3, most)).purposes.values()) + 2 * copies * sum(layout.copied)
+            chosen = 3 if has_plenty(wanted, self._rings.nbytes, self._exchange) else 2
+        self._generations = most if layout.record.plan.partial else min(chosen, most)
 
     def _put(self, layout: WindowLayout) -> None:
         self.layout = layout
@@ -253,14 +287,17 @@ class CaptureSession:
         assert window is not None
         if self._chain is not None:
             outcome = self._chain.capture(window, outcome)
+        layout = window.layout.steps[step - window.first]
         if step > window.first and self._tiers.outstanding:
+            if not (window.spoiled or window.ring.can_begin([layout.nbytes])):
+                with self._stalls.measure("flush"):  # costs less than the window, of which this is not the first step
+                    self._tiers.settle(SETTLE_TIMEOUT.total_seconds())
             with self._stalls.measure("exchange"):
                 self.hear(filling=window.generation)
         if window.spoiled:
             return
-        layout = window.layout.steps[step - window.first]
         try:
-            slot = window.ring.acquire(window.generation, step, layout.nbytes if window.is_link else None)
+            slot = window.ring.acquire(window.generation, step, layout.nbytes)
             copies = self.memory.copies.of(layout, window.layout)
             record = None
             if self._gradients is not None:  # first: gradients go sooner than the changed parameters
@@ -362,8 +399,7 @@ class CaptureSession:
         new = following is not None
         link = chain is not None and chain.follows(step, new_plan=new, lost=self._tiers.lost_chain)
         fits = following is None or memory.fits(following)
-        window = max(len(memory.layout.steps), len(following.steps) if following is not None and fits else 0)
-        room, named = memory.has_room(window, link=link), memory.ring.is_named
+        room, named = memory.has_room(following if fits else None, link=link), memory.ring.is_named
         spoiled, nbytes = self._ended is not None and self._ended.spoiled, self.sealing.journal_nbytes
         return WindowVote(int(room and named), nbytes, int(spoiled), int(fits), int(not named), int(link))
 
@@ -417,7 +453,7 @@ class CaptureSession:
         if window.spoiled:
             return
         try:
-            slot = window.ring.acquire(window.generation, window.first)
+            slot = window.ring.acquire(window.generation, window.first, window.layout.steps[0].nbytes)
         except RingFull as error:
             self._spoil(str(error))
             return
@@ -460,27 +496,24 @@ class CaptureSession:
             return None
         ring = self.memory.ring
         return (
-            f"memory has no free segments ({ring.usage} of {ring.num_slots} on this rank, read by "
-            f"{', '.join(self._tiers.busy) or 'nobody'}). If a tier hangs, look there; else take generations less "
-            "often."
+            f"memory has no room ({ring.usage} on this rank, read by {', '.join(self._tiers.busy) or 'nobody'}). If a tier hangs, "
+            "look there; else give `memory_generations=3`, or take generations less often."
         )
 
     def _has_room_now(self, *, link: bool) -> bool:
         """Return whether every rank's ring has room for a window, counting recyclable slots. Collective."""
-        assert self.memory.layout is not None
-        return self._exchange.all_agree(self.memory.has_room(len(self.memory.layout.steps), link=link))
+        return self._exchange.all_agree(self.memory.has_room(link=link))
 
     def _has_room_after_flush(self, *, link: bool) -> bool:
         """Wait for transfers that hold slots, then return whether every rank's ring has room. Collective."""
-        layout, seconds = self.memory.layout, FLUSH_TIMEOUT.total_seconds()
-        assert layout is not None
+        seconds = FLUSH_TIMEOUT.total_seconds()
         with self._stalls.measure("flush"):
             if self._chain is not None:  # a base on all ranks' memory makes all the room there is
                 self._tiers.settle(seconds)
                 self.hear()
                 if self._has_room_now(link=link):
                     return True
-            if self._chain is not None or not self.memory.has_room(len(layout.steps)):
+            if self._chain is not None or not self.memory.has_room():
                 self._tiers.flush(seconds)
             self.hear()
             return self._has_room_now(link=link)

@@ -148,7 +148,7 @@ class Tiers:
             ConfigurationError: on every rank, if any rank has no room for the generations that a tier keeps.
         """
         for worker in self.workers:
-            worker.planned(exchange, ring, len(layout.steps), layout.mirrors_nbytes[0])
+            worker.planned(exchange, ring, layout.copied)
 
     def stepped(self, period_steps: int, hooks: float | None, validated: float = 0.0) -> None:
         """Tell tiers that a step has ended, and the steps between generations; the rest as in `MeasuredSteps.stepped`."""
@@ -385,6 +385,7 @@ class Tiers:
                 plan_hash=layout.record.plan_hash,
                 plan_json=layout.record.to_json(),
                 num_segments=len(layout.steps),
+                sizes=layout.copied,
                 unix_time=window.unix_time,
                 on_released=window.ring.unpin,
                 base=base,

@@ -508,11 +508,10 @@ class WindowLayout:
             return self
         return replace(self, steps=[StepLayout(*step.files, mirroring=mirroring) for step in self.steps])
 
-    @property
-    def mirrors_nbytes(self) -> tuple[int, int]:
-        """Least and most bytes of mirrors in a step."""
-        sizes = [step.mirrors_nbytes for step in self.steps]
-        return min(sizes), max(sizes)
+    @cached_property
+    def copied(self) -> list[int]:
+        """Bytes of each step in a copy on another node, which has no mirrors."""
+        return [step.nbytes - step.mirrors_nbytes for step in self.steps]
 
     @cached_property
     def missing(self) -> frozenset[str]:
@@ -530,10 +529,25 @@ class WindowLayout:
     def _durable(self) -> frozenset[str]:
         return frozenset(name for step in self.record.plan.steps for name in step.files["durable"])
 
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each step, with all behind its files."""
+        return [step.nbytes for step in self.steps]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a generation."""
+        return sum(self.sizes)
+
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of the largest step with all behind its files, in this plan or a later one."""
-        return max(self.reserve_nbytes, *(step.nbytes for step in self.steps))
+        """Bytes of the largest step, in this plan or a later one."""
+        return max(self.reserve_nbytes, *self.sizes)
+
+    @property
+    def room(self) -> list[int]:
+        """Bytes of the segments of a window, in this plan or a later one."""
+        return [self.reserve_nbytes] if self.reserve_nbytes else self.sizes
 
 
 def as_memoryview(buffer_U8: Tensor) -> memoryview:

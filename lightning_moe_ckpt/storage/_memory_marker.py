@@ -1,7 +1,7 @@
 """Documents of the memory tiers: a ring's header page, and one marker file beside the ring per generation.
 
 ```text
-<name>.ring                              one page of header, then slots: equal ones for segments, then smaller ones
+<name>.ring                              one page of header, then slots: pages for segments, then small ones of a piece
 <name>.ring.<step>.i<incarnation>-<nonce>.done  a line with the segments' slots, then the rank's marker
 ```
 
@@ -42,8 +42,9 @@ class RingHeader:
     """Different in every ring."""
     slot_nbytes: int
     num_slots: int
+    """Slots for segments, each of which takes a run."""
     small: tuple[SlotClass, ...] = ()
-    """Further slots behind the segments' slots: for differences, or for one expert each."""
+    """Further slots behind the segments' slots: for one difference, or for one expert each."""
     origin: str
     """Digest of the run's URL, which identifies rings of replaced runs."""
 
@@ -55,13 +56,18 @@ class RingHeader:
     def nbytes(self) -> int:
         return RING_HEADER_NBYTES + sum(slot_class.nbytes * slot_class.slots for slot_class in self.classes)
 
-    def extent(self, slot: int) -> tuple[int, int]:
-        """Return a slot's first byte behind the header, and its bytes. Raises `LookupError` without the slot."""
+    def extent(self, slot: int, nbytes: int = 0) -> tuple[int, int]:
+        """Return the first byte behind the header, and the bytes, of the slots for `nbytes` from `slot` on.
+
+        Raises:
+            LookupError: there are no such slots.
+        """
         start, index = 0, slot
-        for nbytes, slots in self.classes:
-            if 0 <= index < slots:
-                return start + index * nbytes, nbytes
-            start, index = start + nbytes * slots, index - slots
+        for size, slots in self.classes:
+            run = max(1, -(-nbytes // size))
+            if 0 <= index <= slots - run:
+                return start + index * size, run * size
+            start, index = start + size * slots, index - slots
         raise LookupError(f"slot {slot} of {sum(slot_class.slots for slot_class in self.classes)}")
 
     def to_bytes(self) -> bytes:
@@ -167,9 +173,9 @@ class MemoryMarker:
             end = base + entry.nbytes
             held = [(expert.start, expert.nbytes, expert.slot) for expert in self.experts if expert.step == entry.step]
             if not self.experts:
-                held = [(0, header.extent(self.slots[entry.step])[1], self.slots[entry.step])]
+                held = [(0, end, self.slots[entry.step])]
             found[entry.key] = [
-                (first - base, min(first + nbytes, end) - base, header.extent(slot)[0] + first - start)
+                (first - base, min(first + nbytes, end) - base, header.extent(slot, nbytes)[0] + first - start)
                 for start, nbytes, slot in held
                 if (first := max(start, base)) < min(start + nbytes, end)
             ]

@@ -21,10 +21,13 @@ from lightning_moe_ckpt.tiers._holders import survival_probability as survival_p
 from lightning_moe_ckpt.tiers._holders import this_domain as this_domain
 from lightning_moe_ckpt.tiers._host_writer import RING_HEADROOM as RING_HEADROOM
 from lightning_moe_ckpt.tiers._host_writer import HostWorker as HostWorker
+from lightning_moe_ckpt.tiers._host_writer import RingRoom as RingRoom
 from lightning_moe_ckpt.tiers._host_writer import Rings as Rings
 from lightning_moe_ckpt.tiers._host_writer import claim_memory as claim_memory
+from lightning_moe_ckpt.tiers._host_writer import has_plenty as has_plenty
 from lightning_moe_ckpt.tiers._mirrors import Mirroring as Mirroring
 from lightning_moe_ckpt.tiers._mirrors import RedundancyFigures as RedundancyFigures
+from lightning_moe_ckpt.tiers._mirrors import mirroring_of as mirroring_of
 from lightning_moe_ckpt.tiers._peer_writer import PeerRoom as PeerRoom
 from lightning_moe_ckpt.tiers._peer_writer import join_peers as join_peers
 from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim as MemoryClaim
@@ -42,6 +45,7 @@ from lightning_moe_ckpt.tiers._readers import SessionConfig as SessionConfig
 from lightning_moe_ckpt.tiers._readers import Tier as Tier
 from lightning_moe_ckpt.tiers._readers import TierName as TierName
 from lightning_moe_ckpt.tiers._ring import SegmentRing as SegmentRing
+from lightning_moe_ckpt.tiers._ring_state import PAGE_NBYTES as PAGE_NBYTES
 from lightning_moe_ckpt.tiers._ring_state import Slot as Slot
 from lightning_moe_ckpt.tiers._sealed import Markers as Markers
 from lightning_moe_ckpt.tiers._sealed import SealedFile as SealedFile

@@ -6,39 +6,41 @@ ring, where a restarted process looks for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from weakref import ref
 
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import CopyEngine
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry, SlotClass
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry, SlotClass, digest_of
+from lightning_moe_ckpt.tiers._holders import this_domain
 from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim, RankMemory, log_unused_memory
 from lightning_moe_ckpt.tiers._readers import HOST
-from lightning_moe_ckpt.tiers._ring import SegmentRing, slots_needed
-from lightning_moe_ckpt.tiers._ring_state import slot_classes
+from lightning_moe_ckpt.tiers._ring import SegmentRing
+from lightning_moe_ckpt.tiers._ring_state import PAGE_NBYTES, slot_classes
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
-from lightning_moe_ckpt.tiers._shm import expect_room, shared_directory
+from lightning_moe_ckpt.tiers._shm import expect_room, room_nbytes, shared_directory
 from lightning_moe_ckpt.tiers._tier_worker import TierWorker, WriteJob, WriteRequest
 
 log = rank_logger(__name__)
 
-_DENSE_GENERATIONS = 3
-"""Dense generations for which a ring has room, roughly: snapshot, persist and recovery each hold one."""
-
-_LAG = 2
-"""Boundaries until all ranks know that a generation is complete, where windows follow each other."""
-
-_BASES_IN_LINE = 1
-"""Windows of everything that storage may still have to read besides the current one, where differences follow them."""
+_GENERATIONS = 2
+"""Least generations for which a ring has room: one is whole while the next is taken."""
 
 RING_HEADROOM = 0.25
-"""Share by which a later plan's segments may exceed the first plan's."""
+"""Share by which later budgets may exceed the first plan's, where generations have only some experts."""
+
+_OTHER_PLANS = 1 / 64
+"""Share of a generation by which plans in another order pack worse."""
+
+_EARLY = 0.2
+"""Largest share of a generation that is worth reserving, so that the next window begins before the newest is everywhere."""
 
 _LAST_SECONDS = 2.0
 """Seconds that an incarnation's end waits for sealed segments to be digested."""
@@ -64,8 +66,76 @@ def claim_memory(
     memory.claim(resumed, older=older, offered=claim.offered, world_size=claim.world_size)
     memory.saw(claim.seen)
     # The first plan decides the ring's exact size.
-    expect_room(shared_directory(), _DENSE_GENERATIONS * dense_nbytes - memory.nbytes)
+    expect_room(shared_directory(), _GENERATIONS * dense_nbytes - memory.nbytes)
     return memory
+
+
+def has_plenty(wanted: int, reserved: int, exchange: Exchange) -> bool:
+    """Return whether all nodes have twice the memory that their ranks want. Collective.
+
+    Args:
+        wanted: bytes for this rank.
+        reserved: bytes that this rank has already, and may use again.
+        exchange: between all ranks.
+    """
+    node = int(digest_of(this_domain().node.encode())[:15], 16)
+    rows = exchange.gather([node, 2 * wanted - reserved, room_nbytes(shared_directory())])
+    nodes = {row[0]: row[2] for row in rows}
+    return all(sum(row[1] for row in rows if row[0] == each) <= free for each, free in nodes.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingRoom:
+    """What a rank's ring has room for.
+
+    Args:
+        steps: bytes of each segment in a window.
+        generations: whole generations, 2 or more.
+        back_to_back: whether the next window begins as soon as one is full.
+        experts: bytes of the operators whose newest copy is kept, by name.
+        copies: copies of each such operator.
+        links: differences between windows of everything: bytes of the largest, and their number.
+    """
+
+    steps: Sequence[int]
+    generations: int = _GENERATIONS
+    back_to_back: bool = False
+    experts: Mapping[str, int] = field(default_factory=dict)
+    copies: int = 1
+    links: SlotClass | None = None
+
+    @property
+    def small(self) -> tuple[SlotClass, ...]:
+        """Slots for differences, or for single experts."""
+        if self.links is not None:
+            return slot_classes([self.links.nbytes] * self.links.slots)
+        return slot_classes(nbytes for nbytes in self.experts.values() for _ in range(self.copies))
+
+    @property
+    def pages(self) -> dict[str, int]:
+        """Pages by purpose, without small slots."""
+        steps = [-(-nbytes // PAGE_NBYTES) for nbytes in self.steps]
+        whole = self.generations * sum(steps)
+        # A window's first step may be taken before all ranks know that the newest generation is complete.
+        early = (
+            self.links is None
+            and self.back_to_back
+            and (self.generations > _GENERATIONS or steps[0] <= _EARLY * sum(steps))
+        )
+        share = RING_HEADROOM if self.experts else _OTHER_PLANS if len(steps) > 1 else 0
+        return {
+            f"{self.generations} generations": whole,
+            "first step of the next": steps[0] if early else 0,
+            "room for other plans": int(share * whole),
+        }
+
+    @property
+    def purposes(self) -> dict[str, int]:
+        """Bytes by purpose."""
+        kept = sum(each.nbytes * each.slots for each in self.small)
+        name = "differences" if self.links is not None else "newest copies of experts"
+        found = {**{purpose: pages * PAGE_NBYTES for purpose, pages in self.pages.items()}, name: kept}
+        return {purpose: nbytes for purpose, nbytes in found.items() if nbytes}
 
 
 class Rings:
@@ -75,41 +145,20 @@ class Rings:
         self._memory, self._engine = memory, engine
         self._registered: ref[Tensor] | None = None  # weak: the memory must go with the ring
 
-    def make(
-        self,
-        slot_nbytes: int,
-        window: int,
-        *,
-        readers: int,
-        back_to_back: bool,
-        links: SlotClass | None = None,
-        experts: Mapping[str, int] = MappingProxyType({}),
-        copies: int = 1,
-    ) -> SegmentRing:
-        """Return a ring for windows of `window` segments of up to `slot_nbytes`.
-
-        Args:
-            slot_nbytes: bytes of the largest segment.
-            window: segments per generation.
-            readers: tiers that read from the ring at their own pace.
-            back_to_back: whether the next window begins as soon as one is full.
-            links: differences between windows of everything: bytes of the largest, and how many the ring keeps.
-            experts: bytes of the operators whose newest copy is kept, by name.
-            copies: copies of each such operator that fit.
+    def make(self, room: RingRoom) -> SegmentRing:
+        """Return a ring with this room.
 
         Raises:
-            ConfigurationError: there is no room; the message says how many bytes are missing.
+            ConfigurationError: the node has not enough; the message says how many bytes are missing.
         """
-        # Later plans order operators differently, which packs a little differently.
-        slot_nbytes += int(slot_nbytes * RING_HEADROOM)
-        lag = _LAG if back_to_back else 0
-        small = slot_classes(nbytes for nbytes in experts.values() for _ in range(copies))
-        if links is not None:
-            link_nbytes = int(links.nbytes * (1 + RING_HEADROOM))
-            small, lag = slot_classes([link_nbytes] * (links.slots + lag)), _BASES_IN_LINE
-        slots = slots_needed(window, readers=readers, lag=lag)
         self._unregister()
-        return self._register(self._memory.make(slot_nbytes, slots, small=small, experts=experts))
+        pages = sum(room.pages.values())
+        return self._register(self._memory.make(PAGE_NBYTES, pages, small=room.small, experts=room.experts))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank has already."""
+        return self._memory.nbytes
 
     def renew(self) -> SegmentRing:
         """Replace the ring by another of the same size, see `RankMemory.renew`. Copies to the old ring must be done."""

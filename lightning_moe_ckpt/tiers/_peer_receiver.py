@@ -33,6 +33,7 @@ from lightning_moe_ckpt.tiers._delta_plan import Run
 from lightning_moe_ckpt.tiers._mirrors import MirrorStore
 from lightning_moe_ckpt.tiers._peer_wire import (
     MAX_REASON_NBYTES,
+    MAX_SIZES_NBYTES,
     NUMBERS,
     Message,
     MessageKind,
@@ -46,7 +47,7 @@ from lightning_moe_ckpt.tiers._peer_wire import (
 )
 from lightning_moe_ckpt.tiers._rank_memory import RankMemory
 from lightning_moe_ckpt.tiers._ring import SegmentRing
-from lightning_moe_ckpt.tiers._ring_state import Slot
+from lightning_moe_ckpt.tiers._ring_state import PAGE_NBYTES, Slot
 
 log = rank_logger(__name__)
 
@@ -80,22 +81,19 @@ class ReplicaStore:
         self._chained, self._base = chained, resumed
         memory.claim(resumed, older=keep > 1 or chained, offered=offered)
         self._links: Sequence[SlotClass] = ()
-        self._link_nbytes: int | None = None
-        """Slot bytes for the generation being received if it is a difference that follows `_base`, else `None`."""
+        self._sizes: list[int] = []
+        """Bytes for the segments still to come."""
         self._slot: Slot | None = None
         self._generation: GenerationId | None = None
 
-    def allocate(
-        self, slot_nbytes: int, num_segments: int, *, keep: int | None = None, links: Sequence[SlotClass] = ()
-    ) -> int:
-        """Reserve memory for differences and for generations of `num_segments` segments of up to `slot_nbytes`; return
-        its bytes.
+    def allocate(self, sizes: Sequence[int], *, keep: int | None = None, links: Sequence[SlotClass] = ()) -> int:
+        """Reserve memory for differences and for generations with segments of up to these bytes; return the bytes reserved.
 
         Raises:
             ConfigurationError: not enough room; the message says how many bytes are missing.
         """
         self._keep, self._links = keep or self._keep, links
-        return self._make(slot_nbytes, num_segments).memory.numel()
+        return self._make(sizes).memory.numel()
 
     def begin(
         self,
@@ -103,11 +101,10 @@ class ReplicaStore:
         *,
         keep: GenerationId | None,
         base: GenerationId | None = None,
-        num_segments: int,
-        slot_nbytes: int,
+        sizes: Sequence[int],
         is_link: bool = False,
     ) -> None:
-        """Make room for a generation: give up all but `base`, `keep` and the generations kept with `keep`.
+        """Make room for segments of these bytes: give up all but `base`, `keep` and the generations kept with `keep`.
 
         Differences that follow `keep` stay, except the oldest if there is no room.
 
@@ -125,14 +122,14 @@ class ReplicaStore:
         if is_link:
             if not self._links:
                 raise ConfigurationError("there is no room here for differences. All ranks need the same callbacks.")
-            if self._links[0].nbytes < slot_nbytes:
-                self._links = [self._links[0]._replace(nbytes=slot_nbytes)]
-                ring = self._make(ring.slot_nbytes, 1)
-            ring.make_room(slot_nbytes, generation)
-        elif ring.slot_nbytes < slot_nbytes or ring.free_slots < num_segments:
-            ring = self._make(slot_nbytes, num_segments)
+            if self._links[0].nbytes < (nbytes := max(sizes)):
+                self._links = [self._links[0]._replace(nbytes=nbytes)]
+                ring = self.memory.make(PAGE_NBYTES, ring.num_slots, keep=self._keep, small=self._links)
+            ring.make_room(nbytes, generation)
+        elif not ring.can_begin(sizes):
+            ring = self._make(sizes)
         ring.begin_window(generation, is_link=is_link)
-        self._generation, self._link_nbytes = generation, slot_nbytes if is_link else None
+        self._generation, self._sizes = generation, [*sizes]
 
     def reclaim(self, *, keep: GenerationId | None, base: GenerationId | None = None) -> None:
         """Give up every complete replica but `base`, `keep` and the generations kept with `keep`."""
@@ -147,7 +144,7 @@ class ReplicaStore:
         assert self._generation is not None
         if self._slot is None or self._slot.step != step:
             self._seal()
-            self._slot = self._ring.acquire(self._generation, step, self._link_nbytes)
+            self._slot = self._ring.acquire(self._generation, step, self._sizes.pop(0))
         return self._slot.view
 
     def publish(self, marker: RankMarker) -> None:
@@ -176,8 +173,9 @@ class ReplicaStore:
 
     # -- private
 
-    def _make(self, slot_nbytes: int, num_segments: int) -> SegmentRing:
-        return self.memory.make(slot_nbytes, self._room * num_segments, keep=self._keep, small=self._links)
+    def _make(self, sizes: Sequence[int]) -> SegmentRing:
+        pages = self._room * sum(-(-nbytes // PAGE_NBYTES) for nbytes in sizes)
+        return self.memory.make(PAGE_NBYTES, pages, keep=self._keep, small=self._links)
 
     def _seal(self) -> None:
         slot, self._slot = self._slot, None
@@ -309,14 +307,16 @@ class ReplicaReceiver:
             handlers[message.kind](*message.numbers)
 
     def _begin(self, *numbers: int) -> None:
-        *names, num_segments, slot_nbytes, is_link = numbers
+        *names, num_segments, is_link = numbers
         self._drop()
         generation, keep, base = (generation_of(names[at : at + NUMBERS]) for at in range(0, 3 * NUMBERS, NUMBERS))
-        if generation is None or num_segments < 1 or slot_nbytes < 1 or is_link not in {0, 1}:
+        if generation is None or num_segments < 1 or is_link not in {0, 1}:
+            raise self._unexpected(MessageKind.BEGIN)
+        sizes = memoryview(self._wire.receive_bytes(8 * num_segments, MAX_SIZES_NBYTES)).cast("q").tolist()
+        if min(sizes) < 1:
             raise self._unexpected(MessageKind.BEGIN)
         try:
-            room = {"num_segments": num_segments, "slot_nbytes": slot_nbytes}
-            self._store.begin(generation, keep=keep, base=base, is_link=bool(is_link), **room)
+            self._store.begin(generation, keep=keep, base=base, is_link=bool(is_link), sizes=sizes)
         except (ConfigurationError, OSError) as error:
             self._refuse(str(error))
             return

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -197,8 +198,7 @@ class ReplicaStream:
         *,
         keep: GenerationId | None,
         base: GenerationId | None = None,
-        num_segments: int,
-        slot_nbytes: int,
+        sizes: Sequence[int],
         is_link: bool = False,
     ) -> None:
         """Announce a generation, and wait until every holder has made room or has refused.
@@ -207,8 +207,7 @@ class ReplicaStream:
             generation: the generation to send.
             keep: the generation complete on all ranks; holders may give up all others of this owner except `base`.
             base: the generation that deltas may start from; other ranks may not know yet whether it is complete.
-            num_segments: segments of the generation.
-            slot_nbytes: bytes of the largest segment.
+            sizes: bytes for each segment.
             is_link: whether the generation is a difference to the generation before.
 
         Raises:
@@ -216,7 +215,8 @@ class ReplicaStream:
         """
         self._missing = dict(self._lost)
         names = (*numbers_of(generation), *numbers_of(keep), *numbers_of(base))
-        self._tell(Message(MessageKind.BEGIN, (*names, num_segments, slot_nbytes, int(is_link))))
+        payload = as_payload(array("q", sizes).tobytes())
+        self._tell(Message(MessageKind.BEGIN, (*names, len(sizes), int(is_link))), payload)
         self._missing |= self._hear(MessageKind.READY)[0]
         self._expect_active()
 
@@ -423,13 +423,12 @@ class Replication:
         return [store.memory for store in self.stores.values()]
 
     def allocate(
-        self, slot_nbytes: Sequence[int], num_segments: int, links: Sequence[SlotClass] = (), *, keep: int | None = None
+        self, sizes: Sequence[Sequence[int]], links: Sequence[SlotClass] = (), *, keep: int | None = None
     ) -> None:
         """Reserve memory for every replica that this rank will keep.
 
         Args:
-            slot_nbytes: bytes of each rank's largest segment, by rank.
-            num_segments: segments of a generation, on all ranks.
+            sizes: bytes of each segment in a generation, by rank.
             links: further slots for differences, by rank; may be empty.
             keep: generations that holders keep, the same on all ranks; `None` leaves the number.
 
@@ -437,7 +436,7 @@ class Replication:
             ConfigurationError: not enough room; the message says how many bytes are missing.
         """
         nbytes = sum(
-            store.allocate(slot_nbytes[owner], num_segments, keep=keep, links=links[owner : owner + 1])
+            store.allocate(sizes[owner], keep=keep, links=links[owner : owner + 1])
             for owner, store in self.stores.items()
         )
         log.info("%s are reserved for copies of the segments of ranks %s", size_text(nbytes), sorted(self.stores))

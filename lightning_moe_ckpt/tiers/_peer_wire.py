@@ -6,7 +6,7 @@ and a slow holder holds up the sender's thread without using more memory.
 
 ```text
 owner                                                 holder
-BEGIN generation, sizes, what to keep  ->             (and whether it is a difference)
+BEGIN generation, what to keep, sizes  ->             (and whether it is a difference)
                                            <-  READY, or REFUSED reason
 MIRROR step, start, stop               ->             (the holder fills this run of the segment from its own state)
                                            <-  READY, or REFUSED reason: the run is sent
@@ -49,11 +49,11 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.storage import GenerationId
 
-_MAGIC = 0x4D6F45_0005
+_MAGIC = 0x4D6F45_0006
 """First number of every header: the protocol and its version, 5, in which generations may be differences."""
 _NUM_FIELDS = 16
 """Integers of 8 bytes in a header."""
-MAX_REASON_NBYTES = 2**16
+MAX_REASON_NBYTES, MAX_SIZES_NBYTES = 2**16, 2**16
 """Most bytes of a refusal's reason."""
 _TO_HOLDER, _TO_OWNER = 71, 72
 """Tags by direction: two ranks may each hold replicas of the other."""
@@ -92,7 +92,7 @@ class MessageKind(IntEnum):
 
 
 _LENGTHS = {
-    MessageKind.BEGIN: (12,), MessageKind.SEGMENT: (4,), MessageKind.DELTA: (4,), MessageKind.MIRROR: (3,), MessageKind.CHUNK: (2,), MessageKind.MARKER: (2,), MessageKind.REFUSED: (1,),
+    MessageKind.BEGIN: (11,), MessageKind.SEGMENT: (4,), MessageKind.DELTA: (4,), MessageKind.MIRROR: (3,), MessageKind.CHUNK: (2,), MessageKind.MARKER: (2,), MessageKind.REFUSED: (1,),
     MessageKind.WHOLE: (2, 4),
 }  # fmt: skip
 """Allowed counts of numbers by kind; all other kinds have no number."""

@@ -146,7 +146,9 @@ class PeerWorker(TierWorker):
         self._base: GenerationId | None = None
         """Base of the current differences; `None` before the first, and once any rank has given it up."""
         self._period_steps = 1
-        self._slot_nbytes = self._link_nbytes = 0
+        self._sizes: list[int] = []
+        """Bytes of each segment in a generation, with gradients behind it."""
+        self._link_nbytes = 0
         self._begun: GenerationId | None = None
         self._follows = False
         """Whether the newest generation is of the boundary right after the previous generation's."""
@@ -158,13 +160,13 @@ class PeerWorker(TierWorker):
     # -- called from the training thread
 
     @override
-    def planned(self, exchange: Exchange, ring: SegmentRing, num_segments: int, spare_nbytes: int = 0) -> None:
+    def planned(self, exchange: Exchange, ring: SegmentRing, sizes: Sequence[int]) -> None:
         """Reserve memory for the copies kept here and begin to receive, with the first plan. Collective.
 
         Holders follow a later plan by themselves, when its first generation comes.
         """
         room = self._room()
-        self._slot_nbytes = ring.slot_nbytes - spare_nbytes if room is None else room.slot_nbytes
+        self._sizes = list(sizes) if room is None else [room.slot_nbytes]
         self._num_kept = self._num_kept if room is None else room.keep
         links = ring.header.small[-1] if self._chains is not None else SlotClass(0, 0)
         self._link_nbytes = links.nbytes
@@ -173,10 +175,10 @@ class PeerWorker(TierWorker):
         if self._keep is not None and self._keep in ring.complete:
             ring.pin(self._keep)
             self._held[self._keep] = ring.unpin
-        rows = exchange.gather([self._slot_nbytes, links.nbytes, links.slots + _RING_GENERATIONS])
+        rows = exchange.gather([links.nbytes, links.slots + _RING_GENERATIONS, *self._sizes])
         with exchange.raise_together():
-            sizes, kept = [row[0] for row in rows], [SlotClass(*row[1:]) for row in rows if row[1]]
-            self._replication.allocate(sizes, num_segments, kept, keep=self._num_kept)
+            kept = [SlotClass(*row[:2]) for row in rows if row[0]]
+            self._replication.allocate([row[2:] for row in rows], kept, keep=self._num_kept)
         self._replication.start()
         self._start_thread()
 
@@ -295,8 +297,7 @@ class PeerWorker(TierWorker):
                 job.generation,
                 keep=self._keep,
                 base=self._chain.newest if self._replication.ahead else None,
-                num_segments=job.request.num_segments,
-                slot_nbytes=max(self._link_nbytes if job.request.follows else self._slot_nbytes, segment.view.nbytes),
+                sizes=self._sizes_of(job, segment),
                 is_link=bool(job.request.follows),
             )
         view_U8, run = torch.frombuffer(segment.view, dtype=torch.uint8), self._filled(segment)
@@ -304,6 +305,12 @@ class PeerWorker(TierWorker):
             stream.send(segment.step, view_U8, lambda: self._wanted(job), mirrored=run)
         self._mirror_use.filled(run)
         return entries
+
+    def _sizes_of(self, job: WriteJob, first: SealedSegment) -> list[int]:
+        """Return the bytes to reserve for each segment."""
+        known = self._sizes if len(self._sizes) == 1 else job.request.sizes or self._sizes
+        planned = [self._link_nbytes] if job.request.follows else known
+        return [max(planned[0], first.view.nbytes), *planned[1 : job.request.num_segments]]
 
     def _filled(self, segment: SealedSegment) -> Run | None:
         """Let holders fill a segment's run shared with this rank, and return it; `None` if all is sent."""

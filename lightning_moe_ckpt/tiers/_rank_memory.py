@@ -166,8 +166,8 @@ class RankMemory:
         beside them, earlier incarnations' rings are given up.
 
         Args:
-            slot_nbytes: bytes of the largest segment.
-            num_slots: see `slots_needed`.
+            slot_nbytes: bytes of a slot.
+            num_slots: slots for segments.
             keep: complete generations to keep.
             small: further slots.
             experts: operators whose newest copy is kept, see `SegmentRing.experts`.

@@ -74,6 +74,8 @@ class SessionConfig:
     """Bytes per second that this rank may write to storage; `None` for no cap."""
     replicas: int | Literal["auto"] = "auto"
     """Copies of each rank's generations in memory of other nodes; `auto` is 1 on several nodes, else 0."""
+    memory_generations: int | Literal["auto"] = "auto"
+    """Generations that memory has room for, 2 or 3; `auto` is 3 where that takes at most half of what is free."""
     redundancy: bool | Literal["auto"] = "auto"
     """Whether holders fill the state shared with an owner from their own memory; `auto` decides by measured speed."""
     max_chunk: int = DEFAULT_MAX_CHUNK

@@ -18,8 +18,8 @@ its slots until `keep` newer ones, usually one, are complete on all ranks, or un
 reader therefore costs slots, never bytes that are still needed. If no slot is left, `acquire` raises `RingFull`, and
 the session skips the window.
 
-Slots for segments are equal. Behind them are smaller slots: for differences; or, where generations have only some
-experts, for experts of replaced generations (`_ring_state`).
+A segment takes a run of slots; a slot is a page. Behind them are small slots: for differences; or,
+where generations have only some experts, for experts of replaced generations (`_ring_state`).
 
 A generation is *published* by a marker: a small file beside the ring with its slots and all digests. The file appears
 whole and last, and goes before any of its slots may be filled again: while the file is there, the bytes are. A
@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Hashable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -63,18 +64,6 @@ from lightning_moe_ckpt.tiers._shm import (
 log = rank_logger(__name__)
 
 
-def slots_needed(window: int, *, readers: int = 0, lag: int = 0, keep: int = 1) -> int:
-    """Return the number of slots for windows of `window` segments.
-
-    Args:
-        window: segments per window; `keep` complete generations stay while the next is filled.
-        readers: tiers that may each still be reading a generation older than the kept ones.
-        lag: slots that may be filled before all ranks know that the newer generation is complete.
-        keep: complete generations to keep.
-    """
-    return (1 + keep + readers) * window + lag
-
-
 class SegmentRing(ExpertCopies):
     """Slots in a mapped file. Make a ring with `create` or `adopt`."""
 
@@ -93,8 +82,8 @@ class SegmentRing(ExpertCopies):
 
         Args:
             name: see `shared_name`.
-            slot_nbytes: bytes of the largest segment; rounded up to whole pages.
-            num_slots: see `slots_needed`.
+            slot_nbytes: bytes of a slot, rounded up to whole pages.
+            num_slots: slots for segments.
             directory: directory of the file; default as in `shared_directory`.
             small: further slots, whole pages.
             origin: digest of the run's URL.
@@ -116,13 +105,7 @@ class SegmentRing(ExpertCopies):
             remove_shared(stale)
         file = SharedFile.create(path, header.nbytes)
         file.memory[:RING_HEADER_NBYTES] = torch.frombuffer(bytearray(header.to_bytes()), dtype=torch.uint8)
-        log.info(
-            "ring %s: %s, %s",
-            *(path, size_text(header.nbytes)),
-            " and ".join(
-                f"{slot_class.slots} slots of {size_text(slot_class.nbytes)}" for slot_class in header.classes
-            ),
-        )
+        log.info("ring %s: %s", path, size_text(header.nbytes))
         return cls(path, file.memory[RING_HEADER_NBYTES:], slot_nbytes, file=file, header=header)
 
     @classmethod
@@ -150,7 +133,7 @@ class SegmentRing(ExpertCopies):
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of a slot for a segment, whole pages."""
+        """Bytes of one of a segment's slots, whole pages."""
         return self.header.slot_nbytes
 
     @property
@@ -177,29 +160,31 @@ class SegmentRing(ExpertCopies):
 
     @property
     def free_slots(self) -> int:
-        """Number of slots for segments that can be acquired now."""
-        return self.free()
-
-    def free(self, nbytes: int | None = None) -> int:
-        """Return the number of slots, for segments or of small ones for `nbytes`, that can be acquired now."""
+        """Number of free slots for segments."""
         with self._lock:
-            return self._slots.free(nbytes)
+            return self._slots.free
 
-    def can_begin(self, window: int) -> bool:
-        """Return whether a window of `window` segments can begin.
+    def free_small(self, nbytes: int) -> int:
+        """Return the number of small slots for `nbytes` that can be acquired now."""
+        with self._lock:
+            return self._slots.free_small(nbytes)
 
-        One slot must be free; the other slots may still belong to generations that go as soon as all ranks know that
-        the newest complete generation is complete everywhere.
+    def can_begin(self, sizes: Sequence[int]) -> bool:
+        """Return whether a window with segments of these bytes can begin.
+
+        The first must have room now; the others may take that of generations that go as soon as all ranks know that the
+        newest complete generation is complete everywhere.
         """
         with self._lock:
             complete = [entry for entry in self._generations.values() if entry.state is GenerationState.COMPLETE]
-            going = sum(len(entry.slots) for entry in complete[: _first_kept(complete, self.keep)] if entry.pins == 0)
-            return (free := self._slots.free()) > 0 and free + going >= window
+            going = [entry.slots for entry in complete[: _first_kept(complete, self.keep)] if entry.pins == 0]
+            return self._slots.fits(sizes, chain.from_iterable(going))
 
-    def fits(self, slot_nbytes: int, window: int, *, link_nbytes: int = 0) -> bool:
-        """Return whether windows of so many segments and bytes fit here in a row, and differences as well."""
-        large = slot_nbytes <= self.slot_nbytes and slots_needed(window, keep=self.keep) <= self.num_slots
-        return large and (not link_nbytes or any(slot_class.nbytes >= link_nbytes for slot_class in self.header.small))
+    def fits(self, sizes: Sequence[int], *, link_nbytes: int = 0) -> bool:
+        """Return whether windows with segments of these bytes fit here in a row, and differences as well."""
+        slots = (1 + self.keep) * sum(-(-nbytes // self.slot_nbytes) for nbytes in sizes)
+        small = not link_nbytes or any(slot_class.nbytes >= link_nbytes for slot_class in self.header.small)
+        return slots <= self.num_slots and small
 
     # -- the window being filled
 
@@ -216,31 +201,28 @@ class SegmentRing(ExpertCopies):
             assert not is_open, "the window before is still open"
             self._generations[generation] = Generation(is_link=is_link)
 
-    def acquire(self, generation: Hashable, step: int, nbytes: int | None = None) -> Slot:
-        """Return a slot to fill for the segment of `step`.
+    def acquire(self, generation: Hashable, step: int, nbytes: int = 0) -> Slot:
+        """Return memory to fill for the segment of `step`.
 
         Args:
-            generation: generation of the open window.
+            generation: generation of the open window; a difference gets a small slot.
             step: the segment's boundary.
-            nbytes: bytes of a difference, which gets a small slot; `None` for any other segment.
+            nbytes: bytes of the segment; one slot if 0.
 
         Raises:
-            RingFull: every slot is in use.
+            RingFull: there is no room.
         """
         with self._lock:
             entry = self._entry(generation, GenerationState.OPEN)
-            index = self._slots.take(nbytes)
+            index = self._slots.take_small(nbytes) if entry.is_link else self._slots.take(nbytes or 1)
             if index is None:
                 raise RingFull(
-                    f"All {self.num_slots} segment slots are in use ({self._usage()}); the capture of step {step} is "
-                    "skipped. Raise `max_window` or free memory if this happens often."
+                    f"There is no room in memory for {size_text(nbytes)} ({self._usage()}); the capture of step {step} is "
+                    "skipped. If this happens often, give `memory_generations=3`, or take generations less often."
                 )
             entry.slots[index] = False
             entry.steps[step] = index
-        view = self._views.get(index)
-        if view is None:
-            view = self._views[index] = self._view(index)
-        return Slot(index, generation, step, view)
+            return Slot(index, generation, step, self._view(index))
 
     def seal(self, slot: Slot) -> None:
         """Seal a slot: its bytes are there, or on their way by a ticket, and nothing else will be written."""
@@ -339,7 +321,7 @@ class SegmentRing(ExpertCopies):
         with self._lock:
             entry = self._generations.get(generation)
             index = entry.steps.get(step) if entry is not None and entry.marker is not None else None
-        return None if index is None else self._view(index)
+            return None if index is None else self._view(index)
 
     def complete_everywhere(self, generation: Hashable) -> None:
         """Drop all but the `keep` newest generations up to `generation`, which is complete on all ranks; experts may
@@ -375,7 +357,7 @@ class SegmentRing(ExpertCopies):
         with self._lock:
             links = [(name, entry) for name, entry in self._generations.items() if entry.is_link and entry.pins == 0]
             for name, entry in links:
-                if self._slots.free(nbytes) or stored is None:
+                if self._slots.free_small(nbytes) or stored is None:
                     return
                 if entry.state is GenerationState.COMPLETE and isinstance(name, GenerationId) and name <= stored:
                     self._drop(name, entry)
@@ -416,7 +398,6 @@ class SegmentRing(ExpertCopies):
                 does.
         """
         self._memory = None
-        self._views.clear()
         if self._file is not None:
             if unlink:
                 self.unlink()

@@ -1,6 +1,6 @@
 """Track which generation has which slots of a ring, and keep each expert's newest copy.
 
-Slots are equal for segments, and smaller for differences or for single experts (`SlotPool`). `RingState` knows the
+Segments take runs of slots, and differences or single experts a small slot (`SlotPool`). `RingState` knows the
 slots of every generation, and which of them a later process would find.
 
 Where generations have only some experts, a generation replaced by newer ones does not need its dense part any more, but
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,8 +50,36 @@ _CLASSES = 64
 """Most sizes of small slots; more would not fit into the header."""
 
 
+_Run = tuple[int, int]
+"""First slot, and the slot after the last."""
+
+
+def take_run(runs: list[_Run], slots: int) -> int | None:
+    """Take so many slots from the lowest of the free runs that is long enough; return the first, or `None` without any."""
+    for index, (first, stop) in enumerate(runs):
+        if stop - first >= slots:
+            runs[index : index + 1] = [(first + slots, stop)] if stop - first > slots else []
+            return first
+    return None
+
+
+def free_run(runs: list[_Run], run: _Run) -> None:
+    """Add a run to the free ones, joined with its neighbours."""
+    first, stop = run
+    index = bisect(runs, run)
+    if index < len(runs) and runs[index][0] == stop:
+        stop = runs.pop(index)[1]
+    if index > 0 and runs[index - 1][1] == first:
+        index -= 1
+        first = runs.pop(index)[0]
+    runs.insert(index, (first, stop))
+
+
 class SlotPool:
-    """Pool of free slots. Not thread-safe by itself.
+    """Pool of free slots: runs of equal ones for segments, and small ones. Not thread-safe by itself.
+
+    A segment takes the lowest free run that is long enough. So windows with equal steps leave no gaps: the first step lies
+    where the window before had room left, and each other step where its forerunner lay.
 
     Args:
         header: number and sizes of the slots.
@@ -58,47 +87,81 @@ class SlotPool:
 
     def __init__(self, header: RingHeader) -> None:
         self._header = header
-        self._free: list[list[int]] = []
-        first = 0
-        for _, slots in header.classes:
-            self._free.append(list(range(first, first + slots)))
+        self._runs: list[_Run] = [(0, header.num_slots)]
+        """Free runs, ascending, with used slots between them."""
+        self.ends: dict[int, int] = {}
+        """Slot behind each run in use, by its first slot."""
+        self._small: list[list[int]] = []
+        first = header.num_slots
+        for _, slots in header.small:
+            self._small.append(list(range(first, first + slots)))
             first += slots
 
-    def free(self, nbytes: int | None = None) -> int:
-        """Return the number of slots that `take(nbytes)` could return."""
+    @property
+    def free(self) -> int:
+        """Number of free slots for segments."""
+        return sum(stop - first for first, stop in self._runs)
+
+    def take(self, nbytes: int) -> int | None:
+        """Return the first of the slots for a segment of `nbytes`; `None` if there is no room."""
+        first = take_run(self._runs, slots := -(-nbytes // self._header.slot_nbytes))
+        if first is not None:
+            self.ends[first] = first + slots
+        return first
+
+    def fits(self, sizes: Sequence[int], going: Iterable[int]) -> bool:
+        """Return whether segments of these bytes have room: the first now, the others once the `going` runs are free."""
+        runs, behind = list(self._runs), [*going]
+        for nbytes in sizes:
+            if take_run(runs, -(-nbytes // self._header.slot_nbytes)) is None:
+                return False
+            while behind:
+                if (slot := behind.pop()) in self.ends:
+                    free_run(runs, (slot, self.ends[slot]))
+        return True
+
+    def free_small(self, nbytes: int) -> int:
+        """Return the number of slots that `take_small` could return."""
+        return 0 if (found := self._class(nbytes)) is None else len(self._small[found])
+
+    def take_small(self, nbytes: int) -> int | None:
+        """Return the smallest small slot for `nbytes`; `None` if there is none."""
         found = self._class(nbytes)
-        return 0 if found is None else len(self._free[found])
+        return self._small[found].pop(0) if found is not None and self._small[found] else None
 
-    def take(self, nbytes: int | None = None) -> int | None:
-        """Return a slot for a segment, or the smallest small slot for `nbytes`; `None` if there is none.
-
-        First in, first out: windows of equal length then find each step of the plan in the same place again.
-        """
-        found = self._class(nbytes)
-        return self._free[found].pop(0) if found is not None and self._free[found] else None
-
-    def claim(self, slots: Collection[int]) -> None:
-        """Take these slots, all of them free."""
-        for free in self._free:
-            free[:] = [index for index in free if index not in slots]
+    def claim(self, slots: Mapping[int, int]) -> bool:
+        """Take slots for so many bytes each, by the first slot; return whether all were free, else take none."""
+        runs, small = list(self._runs), [[*free] for free in self._small]
+        for slot, nbytes in slots.items():
+            stop = slot + -(-nbytes // self._header.slot_nbytes)
+            around = next((run for run in runs if run[0] <= slot and stop <= run[1]), None)
+            free = next((free for free in small if slot in free), None)
+            if slot < self._header.num_slots and around is not None:
+                runs.remove(around)
+                runs += [run for run in ((around[0], slot), (stop, around[1])) if run[0] < run[1]]
+                self.ends[slot] = stop
+            elif free is not None:
+                free.remove(slot)
+            else:
+                return False
+        self._runs, self._small = sorted(runs), small
+        return True
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """Free these slots again."""
-        for index in slots:
-            first = 0
-            for free, (_, number) in zip(self._free, self._header.classes, strict=True):
-                if first <= index < first + number:
-                    free.append(index)
+        """Free these slots again, each with all of its run."""
+        for slot in slots:
+            if slot in self.ends:
+                free_run(self._runs, (slot, self.ends.pop(slot)))
+                continue
+            first = self._header.num_slots
+            for free, (_, number) in zip(self._small, self._header.small, strict=True):
+                if first <= slot < first + number:
+                    free.append(slot)
                 first += number
 
-    def _class(self, nbytes: int | None) -> int | None:
-        """Return the slot class for `nbytes`: segments' class without small slots, `None` if none is large enough."""
-        small = self._header.small
-        if nbytes is None or not small:
-            return 0
-        fitting = [
-            (slot_class.nbytes, index) for index, slot_class in enumerate(small, start=1) if slot_class.nbytes >= nbytes
-        ]
+    def _class(self, nbytes: int) -> int | None:
+        """Return the class of the smallest slots for `nbytes`; `None` if none are large enough."""
+        fitting = [(each.nbytes, index) for index, each in enumerate(self._header.small) if each.nbytes >= nbytes]
         return min(fitting)[1] if fitting else None
 
 
@@ -167,7 +230,7 @@ class Generation:
 
 
 class RingState:
-    """State of a ring. Private methods that change it expect the lock to be held. Without a header all slots have `slot_nbytes`."""
+    """State of a ring. Private methods that change it expect the lock to be held. Without a header, slots have `slot_nbytes`."""
 
     def __init__(
         self,
@@ -191,8 +254,6 @@ class RingState:
         """Bytes of the operators whose newest copy stays, by name; empty where generations have all operators."""
         self.on_retired: Callable[[], None] = lambda: None
         """Called when `condense` has something to do, from any thread."""
-        self._views: dict[int, Tensor] = {}
-        """Memory of slots that have been in use, by index."""
         self._generations: dict[Any, Generation] = {}  # in the order in which their windows began
         self.keep = 1
         """Newest generations that stay once they are complete on all ranks."""
@@ -226,8 +287,11 @@ class RingState:
             )
 
     def _view(self, index: int) -> Tensor:
-        start, nbytes = self.header.extent(index)
         assert self._memory is not None, "the ring is closed"
+        size = self.header.slot_nbytes
+        if (end := self._slots.ends.get(index)) is not None:
+            return self._memory[index * size : end * size]
+        start, nbytes = self.header.extent(index)
         return self._memory[start : start + nbytes]
 
     def _withdraw(self, entry: Generation) -> None:
@@ -238,12 +302,12 @@ class RingState:
     def _restore_published(self) -> None:
         found = [(path, read_statement(path)) for path in marker_paths(self.path)]
         good = [(path, marker) for path, marker in found if marker is not None and self._holds(marker)]
-        taken: set[int] = set()
         restored: dict[GenerationId, Generation] = {}
         for path, said in sorted(good, key=lambda each: each[1].marker.generation, reverse=True):
-            slots = {*said.slots.values(), *(expert.slot for expert in said.experts)}
-            if taken.isdisjoint(slots):
-                taken |= slots
+            sizes = Counter[int]()
+            for entry in said.marker.segments if said.slots else ():
+                sizes[said.slots[entry.step]] += entry.nbytes
+            if self._slots.claim({**sizes, **{expert.slot: expert.nbytes for expert in said.experts}}):
                 restored[said.marker.generation] = Generation(
                     state=GenerationState.EXPERTS if said.experts else GenerationState.COMPLETE,
                     slots=dict.fromkeys(said.slots.values(), True),
@@ -253,7 +317,6 @@ class RingState:
                     marker=path,
                 )
         self._generations = {name: restored[name] for name in sorted(restored)}
-        self._slots.claim(taken)
         kept = {entry.marker for entry in restored.values()}
         for path in marker_files(self.path):
             if path not in kept:
@@ -365,7 +428,7 @@ class ExpertCopies(RingState):
     def _place(self, wanted: Sequence[ExpertSlot]) -> list[ExpertSlot]:
         """Take a slot for each wanted expert; return those for which there was one, with their slots."""
         with self._lock:
-            slots = [self._slots.take(each.nbytes) for each in wanted]
+            slots = [self._slots.take_small(each.nbytes) for each in wanted]
         return [each._replace(slot=slot) for each, slot in zip(wanted, slots, strict=True) if slot is not None]
 
     def _replaced(self, _: str, copies: Sequence[Any]) -> list[Any]:

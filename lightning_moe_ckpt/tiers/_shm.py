@@ -77,6 +77,15 @@ def shared_directory() -> Path:
     return directory
 
 
+_MEMORY_LIMITS = [
+    (Path("/sys/fs/cgroup", limit), Path("/sys/fs/cgroup", used))
+    for limit, used in [
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ]
+]
+"""Files with the limit of this process's memory, and what is in use, of control groups of both versions."""
+
 FileId = tuple[int, int]
 """Device and inode of a file."""
 _held: dict[FileId, SharedFile] = {}
@@ -380,6 +389,15 @@ def expect_room(directory: Path, nbytes: int) -> None:
 def has_room(directory: Path, nbytes: int) -> bool:
     """Return whether `directory` has room for `nbytes`."""
     return _free_nbytes(directory) >= nbytes
+
+
+def room_nbytes(directory: Path) -> int:
+    """Return the bytes that are free in `directory`, and within the container's memory limit, which counts shared memory too."""
+    found = [_free_nbytes(directory)]
+    for limit, used in _MEMORY_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # `max` is no number
+            found.append(int(limit.read_text(encoding="ascii")) - int(used.read_text(encoding="ascii")))
+    return min(found)
 
 
 def _free_nbytes(directory: Path) -> int:

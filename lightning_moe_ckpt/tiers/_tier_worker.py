@@ -94,6 +94,8 @@ class WriteRequest:
     """Plan as kept under `plan` in the marker's policy."""
     num_segments: int
     """Segments after which the generation is finished."""
+    sizes: Sequence[int] = ()
+    """Bytes that copies of the segments take, with gradients behind them; empty if as planned."""
     unix_time: int = field(default_factory=lambda: int(time.time()))
     """Begin of the generation, seconds since 1970, the same in every tier's marker."""
     on_released: Released | None = None
@@ -283,15 +285,14 @@ class TierWorker(ABC):
             return self._changed.wait_for(lambda: not any(map(WriteJob.is_whole, self._jobs.values())), timeout)
 
     def planned(  # noqa: B027  # not for every tier
-        self, exchange: Exchange, ring: SegmentRing, num_segments: int, spare_nbytes: int = 0
+        self, exchange: Exchange, ring: SegmentRing, sizes: Sequence[int]
     ) -> None:
-        """Prepare for generations of `num_segments` segments, in slots of `ring`. Collective. May raise together.
+        """Prepare for generations in `ring`. Collective. May raise together.
 
         Args:
             exchange: exchange between the ranks.
             ring: ring of this rank.
-            num_segments: segments per generation.
-            spare_nbytes: bytes of a slot that are never this rank's segment.
+            sizes: bytes of each of this rank's segments, with gradients behind it.
         """
 
     def stepped(self, period_steps: int) -> None:  # noqa: B027  # of interest to paced tiers

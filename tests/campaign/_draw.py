@@ -380,9 +380,16 @@ def _options(rng: random.Random, model: str) -> tuple[tuple[str, Any], ...]:
 
 def _checkpointing(rng: random.Random) -> Checkpointing:
     if rng.random() < 0.35:
-        return Checkpointing(policy="dense", every_n_steps=rng.randint(1, 4))
+        return _in_memory(Checkpointing(policy="dense", every_n_steps=rng.randint(1, 4)), rng)
     window: Any = "auto" if rng.random() < 0.1 else rng.randint(1, 6)
-    return Checkpointing(policy="sparse", window=window, order=rng.choice(["popularity", "fixed", "back_to_front"]))
+    order = rng.choice(["popularity", "fixed", "back_to_front"])
+    return _in_memory(Checkpointing(policy="sparse", window=window, order=order), rng)
+
+
+def _in_memory(checkpointing: Checkpointing, rng: random.Random) -> Checkpointing:
+    """With room for two generations, three, or what the machine decides; other draws stay what they are."""
+    generations = random.Random(hash(rng.getstate()[1])).choice(["auto", 2, 3])
+    return replace(checkpointing, arguments=(*checkpointing.arguments, ("memory_generations", generations)))
 
 
 def _trainer(rng: random.Random, *, validated: bool, batches: int) -> tuple[tuple[str, Any], ...]:

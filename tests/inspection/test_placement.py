@@ -41,7 +41,7 @@ def test_table_tells_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--nodes", "2", "--replicas", "2"], "`replicas=2` needs 3 nodes"),
         (["--nodes", "2", "--racks", "3"], "`--racks 3` is more than `--nodes 2`"),
-        (["--nodes", "2", "--expert-parallel", "5"], "does not divide the 16 ranks"),
+        (["--nodes", "2", "--expert-parallel", "5"], "does not divide the 16 processes"),
     ],
 )
 def test_what_cannot_be_is_said(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,7 @@ class Layout:
 
     record: PlanRecord = field(default_factory=lambda: PlanRecord(plan=Plan.of_slots([["a"]]), config={}))
     steps: list[int] = field(default_factory=lambda: [0])
+    copied: list[int] = field(default_factory=lambda: [0])
     is_incomplete: bool = False
     missing: frozenset[str] = frozenset()
 

@@ -49,9 +49,7 @@ def _records() -> RecordRows:
     return RecordRows(entries)
 
 
-def fill(
-    ring: SegmentRing, name: GenerationId, step: int, *, rank: int = 0, nbytes: int | None = None
-) -> SealedSegment:
+def fill(ring: SegmentRing, name: GenerationId, step: int, *, rank: int = 0, nbytes: int = 0) -> SealedSegment:
     """The next segment of the window under way, sealed."""
     slot = ring.acquire(name, step, nbytes)
     LAYOUT.write_header(slot.view)

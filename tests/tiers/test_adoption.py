@@ -285,10 +285,10 @@ def test_a_ring_that_does_not_fit_stays_until_the_new_one_has_as_many_as_are_kep
 def test_copies_for_others_are_kept_as_many_as_they_keep_themselves(node: Path) -> None:
     """And one more is received meanwhile; what is newer than what the owner names is not whole on all ranks."""
     store = ReplicaStore(memory(node, rank=4), keep=3)
-    store.allocate(SLOT, 1)
+    store.allocate([SLOT])
     before = None
     for step in range(1, 7):
-        store.begin(generation(step), keep=before, num_segments=1, slot_nbytes=SLOT)
+        store.begin(generation(step), keep=before, sizes=[SLOT])
         store.slot(step)
         store.publish(_marker_of(4, step))
         before = generation(step) if step != 4 else before

@@ -164,7 +164,7 @@ def test_what_one_rank_gave_up_is_free_when_nobody_reads_it(node: Path) -> None:
     keep(ring, G3, (2, 3))
     seal(ring, G6, (5, 6))
     ring.pin(G3)
-    assert not ring.can_begin(2)
+    assert not ring.can_begin([SLOT] * 2)
     own.give_up(G6)
     own.give_up(G6)
     own.give_up(G3)
@@ -182,7 +182,7 @@ def test_what_one_rank_gave_up_is_free_when_nobody_reads_it(node: Path) -> None:
 def copy(store: ReplicaStore, step: int, *, kept: int | None = None) -> None:
     """Take a generation of one segment in."""
     name = generation(step)
-    store.begin(name, keep=None if kept is None else generation(kept), num_segments=1, slot_nbytes=SLOT)
+    store.begin(name, keep=None if kept is None else generation(kept), sizes=[SLOT])
     store.slot(step)
     store.publish(marker(step))
 
@@ -197,9 +197,9 @@ def test_copies_whose_names_are_gone_are_taken_in_again(node: Path) -> None:
     """The one that comes then fails, and the next one is kept."""
     own = RankMemory(RUN, 4, url="file:///run", directory=node, kind="replica")
     store = ReplicaStore(own)
-    store.allocate(SLOT, 1)
+    store.allocate([SLOT])
     copy(store, 1)
-    store.begin(generation(2), keep=generation(1), num_segments=1, slot_nbytes=SLOT)
+    store.begin(generation(2), keep=generation(1), sizes=[SLOT])
     clean(node)
     store.slot(2)
     with pytest.raises(CheckpointError, match="has removed"):
@@ -213,7 +213,7 @@ def test_copies_that_could_not_be_stated_take_no_memory(node: Path, monkeypatch:
     """Whatever the reason: the same ring has room for all that follow."""
     own = RankMemory(RUN, 4, url="file:///run", directory=node, kind="replica")
     store = ReplicaStore(own)
-    store.allocate(SLOT, 1)
+    store.allocate([SLOT])
     copy(store, 1)
     for step, error in enumerate((OSError, CheckpointError, OSError, CheckpointError), 2):
         with monkeypatch.context() as patch:

@@ -88,7 +88,7 @@ def replication(
         url="memory://peers",
         resumed=resumed,
     )
-    made.allocate([NBYTES] * rank.world_size, WINDOW)
+    made.allocate([[NBYTES] * WINDOW] * rank.world_size)
     made.start()
     return made
 
@@ -106,7 +106,7 @@ def send(
     made.pacer.begin(num_segments=WINDOW, num_steps=WINDOW)
     if not paced:
         made.pacer.hurry()
-    made.stream.begin(generation, keep=keep, num_segments=WINDOW, slot_nbytes=NBYTES)
+    made.stream.begin(generation, keep=keep, sizes=[NBYTES] * WINDOW)
     for step, each in window.items():
         made.pacer.expect(each.numel())
         assert made.stream.send(step, each, lambda: True)
@@ -162,7 +162,7 @@ def send_until(
     window = list(segments(rank.rank, generation).items())
     made.pacer.begin(num_segments=WINDOW, num_steps=WINDOW)
     made.pacer.hurry()
-    made.stream.begin(generation, keep=keep, num_segments=WINDOW, slot_nbytes=NBYTES)
+    made.stream.begin(generation, keep=keep, sizes=[NBYTES] * WINDOW)
     assert made.stream.send(*window[0], lambda: True)
     limit = made.stream.nbytes_sent + stop_at
     assert not made.stream.send(*window[1], lambda: made.stream.nbytes_sent < limit)
@@ -243,7 +243,7 @@ def test_no_step_sends_more_than_it_was_given(three_ranks: Cluster) -> None:
             whole = segment(0, generation, 0)
             made.pacer.begin(num_segments=1, num_steps=8)
             made.pacer.expect(whole.numel())
-            made.stream.begin(generation, keep=None, num_segments=1, slot_nbytes=NBYTES)
+            made.stream.begin(generation, keep=None, sizes=[NBYTES])
             thread = threading.Thread(target=made.stream.send, args=(8, whole, lambda: True), daemon=True)
             thread.start()
             for step in range(1, 9):
@@ -290,7 +290,7 @@ def test_what_arrives_otherwise_than_its_marker_says_is_refused(three_ranks: Clu
         window = segments(rank.rank, G5)
         made.pacer.begin(num_segments=WINDOW, num_steps=1)
         made.pacer.hurry()
-        made.stream.begin(G5, keep=None, num_segments=WINDOW, slot_nbytes=NBYTES)
+        made.stream.begin(G5, keep=None, sizes=[NBYTES] * WINDOW)
         for step, each in window.items():
             flipped = each.clone()
             flipped[-1] ^= int(rank.rank == 0 and step == 4)
@@ -377,7 +377,7 @@ def test_a_larger_plan_moves_to_a_larger_ring_and_the_older_copy_stays_until_the
     ) -> None:
         made.pacer.begin(num_segments=4, num_steps=1)
         made.pacer.hurry()
-        made.stream.begin(generation, keep=keep, num_segments=4, slot_nbytes=NBYTES)
+        made.stream.begin(generation, keep=keep, sizes=[NBYTES] * 4)
         for step, each in window.items():
             made.stream.send(step, each, lambda: True)
         made.stream.finish(marker_of(0, generation, window, 3))
@@ -448,7 +448,7 @@ def test_too_little_memory_for_copies_is_an_error_that_says_how_much_is_missing(
     def work(rank: Rank) -> str:
         made = Replication(rank.group(), run_id=RUN, tag=RUN, url="memory://peers", holders=(), owners=(1,))
         with pytest.raises(ConfigurationError, match=r"[MG]iB are free, [\d.]+ [MG]iB are missing") as raised:
-            made.allocate([2**45] * 3, WINDOW)
+            made.allocate([[2**45] * WINDOW] * 3)
         made.close(1, unlink=True)
         return str(raised.value)
 

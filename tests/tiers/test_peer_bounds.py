@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import struct
@@ -33,12 +34,21 @@ Header = tuple[int, ...]
 """The integers of a header, but for the first."""
 
 
+class Begin(tuple[int, ...]):  # noqa: SLOT001  # no tuple has any
+    """A header that announces a generation, and the sizes behind it."""
+
+    sizes: Sequence[int]
+
+
 def header(kind: int, *numbers: int, length: int | None = None) -> Header:
     return (kind, len(numbers) if length is None else length, *numbers)
 
 
-def begin(num_segments: int = 2, slot_nbytes: int = NBYTES, is_link: int = 0) -> Header:
-    return header(MessageKind.BEGIN, 5, 0, 1, *[-1] * 6, num_segments, slot_nbytes, is_link)
+def begin(num_segments: int = 2, slot_nbytes: int = NBYTES, is_link: int = 0, names: Header = (5, 0, 1)) -> Header:
+    made = Begin(header(MessageKind.BEGIN, *names, *[-1] * 6, num_segments, is_link))
+    read_on = min(names) >= 0 and max(*names, num_segments) < 100 and is_link < 2
+    made.sizes = [slot_nbytes] * num_segments if read_on else []
+    return made
 
 
 TALKS: dict[str, Sequence[Header]] = {
@@ -47,8 +57,9 @@ TALKS: dict[str, Sequence[Header]] = {
     "too few numbers": [header(MessageKind.BEGIN, 1)],
     "begin without segments": [begin(num_segments=0)],
     "begin with less than nothing": [begin(slot_nbytes=-1)],
-    "begin of no generation": [header(MessageKind.BEGIN, *[-1] * 9, 1, 1, 0)],
-    "begin of no incarnation": [header(MessageKind.BEGIN, 5, 0, HUGE, *[-1] * 6, 1, 1, 0)],
+    "begin with more segments than any": [begin(num_segments=2**40)],
+    "begin of no generation": [begin(names=(-1, -1, -1))],
+    "begin of no incarnation": [begin(names=(5, 0, HUGE))],
     "begin of what is neither whole nor a difference": [begin(is_link=2)],
     "segment before begin": [header(MessageKind.SEGMENT, 4, NBYTES, 0, 0)],
     "segment larger than its slot": [begin(), header(MessageKind.SEGMENT, 4, HUGE, 0, 0)],
@@ -87,7 +98,7 @@ TALKS: dict[str, Sequence[Header]] = {
 }
 REFUSED: dict[str, Header] = {
     "more memory than there is": begin(slot_nbytes=HUGE),
-    "more segments than there is memory": begin(num_segments=2**40),
+    "more segments than there is memory for": begin(num_segments=10, slot_nbytes=2**40),
     "a difference where there is no room for any": begin(num_segments=1, is_link=1),
 }
 """What is answered by a refusal, after which the talk goes on."""
@@ -104,6 +115,10 @@ def say(group: dist.ProcessGroup, message: Header) -> None:
     """Send a header as a peer of another making would."""
     values = [_MAGIC, *message]
     group.send([torch.tensor(values + [0] * (_NUM_FIELDS - len(values)), dtype=torch.int64)], 1, 71).wait()
+    if isinstance(message, Begin) and message.sizes:
+        payload = torch.tensor(message.sizes, dtype=torch.int64).view(torch.uint8)
+        with contextlib.suppress(RuntimeError):  # the holder may have gone by then
+            group.send([payload], 1, 71).wait()
 
 
 def used() -> int:
@@ -114,7 +129,7 @@ def used() -> int:
 
 def holder(rank: Rank, group: dist.ProcessGroup) -> Replication:
     made = Replication(group, run_id=RUN, tag=RUN, holders=(), owners=[0], url="memory://peers")
-    made.allocate([NBYTES, NBYTES], 2)
+    made.allocate([[NBYTES] * 2] * 2)
     made.start()
     return made
 
@@ -129,7 +144,11 @@ def test_whatever_an_owner_says_its_holder_makes_no_room_for_it_and_goes_on(two_
             if rank.rank == 0:
                 for message in talk:
                     say(group, message)
-                    if message == begin() and (answer := wire.receive()).kind is not MessageKind.READY:
+                    if (
+                        getattr(message, "sizes", None) == begin().sizes
+                        and message == begin()
+                        and (answer := wire.receive()).kind is not MessageKind.READY
+                    ):
                         wrong.append(f"{name}: {answer}")
                 if name in REFUSED:
                     answer = wire.receive()
@@ -174,8 +193,7 @@ def test_whatever_a_holder_answers_its_owner_leaves_it_out(
                     stream.begin(
                         GenerationId(step=5, incarnation=0, nonce="0123456789ab"),
                         keep=None,
-                        num_segments=1,
-                        slot_nbytes=NBYTES,
+                        sizes=[NBYTES],
                     )
                     stream.finish(b"marker")
                     wrong.append(f"{name}: believed")
@@ -185,6 +203,7 @@ def test_whatever_a_holder_answers_its_owner_leaves_it_out(
             else:
                 wire = Wire(group, 0, to_holder=False, max_chunk=2**20)
                 assert wire.receive().kind is MessageKind.BEGIN
+                wire.receive_bytes(8, 8)
                 for index, message in enumerate(talk):
                     if index:
                         wire.receive_bytes(wire.receive().numbers[0], 2**16)

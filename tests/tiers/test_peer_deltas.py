@@ -107,7 +107,7 @@ def replication(rank: Rank, holders: Mapping[int, tuple[int, ...]] = HOLDERS, *,
         rank.group(), run_id=RUN, tag=RUN, url="memory://peers", holders=holders[rank.rank],
         owners=[owner for owner, to in holders.items() if rank.rank in to], max_chunk=max_chunk, ahead=True,
     )  # fmt: skip
-    made.allocate([SLOT] * rank.world_size, 1)
+    made.allocate([[SLOT]] * rank.world_size)
     made.start()
     return made
 
@@ -127,7 +127,7 @@ def send(
     base = generation(index - 1) if index else None
     made.pacer.begin(num_segments=1, num_steps=1)
     made.pacer.hurry()
-    made.stream.begin(name, keep=keep, base=base, num_segments=1, slot_nbytes=SLOT)
+    made.stream.begin(name, keep=keep, base=base, sizes=[SLOT])
     if by_delta:
         before = baseline(history()[index - 1].segment)
         delta = spoil(encode_delta(before, here.segment, gradients or here.gradients, audit=audit))
@@ -202,7 +202,7 @@ def test_a_delta_of_what_a_holder_has_not_is_refused_before_it_is_sent(two_ranks
             here, name = history()[2], generation(2)
             made.pacer.begin(num_segments=1, num_steps=1)
             made.pacer.hurry()
-            made.stream.begin(name, keep=generation(0), base=generation(1), num_segments=1, slot_nbytes=SLOT)
+            made.stream.begin(name, keep=generation(0), base=generation(1), sizes=[SLOT])
             delta = encode_delta(baseline(history()[1].segment), here.segment, here.gradients)
             refusal = made.stream.offer(name.step, delta)
             assert made.stream.send(name.step, here.segment, lambda: True)
@@ -440,7 +440,7 @@ class Bench:
         groups = ParallelGroups(rank=rank.rank, world_size=2, groups={"control": rank.group()})
         self.worker = PeerWorker(made, Markers(run_id=RUN, rank=rank.rank, world_size=3), deltas=deltas)
         self.ring = SegmentRing.create(shared_name(RUN, rank.rank), SLOT, 8, rank.cluster.shared_memory(rank.rank))
-        self.worker.planned(Exchange(groups), self.ring, 1)
+        self.worker.planned(Exchange(groups), self.ring, [SLOT])
 
     def begin(self, index: int) -> None:
         name = generation(index)

@@ -60,9 +60,12 @@ class Bench:
         groups = ParallelGroups(rank=rank.rank, world_size=2, groups={"control": rank.group()})
         markers = Markers(run_id=RUN, rank=rank.rank, world_size=2)
         self.worker = PeerWorker(replication, markers, resumed=resumed, chains=chains)
-        name, small = shared_name(RUN, rank.rank), [] if chains is None else [SlotClass(LINK_NBYTES, chains.links_kept)]
+        name, small = (
+            shared_name(RUN, rank.rank),
+            [] if chains is None else [SlotClass(LINK_NBYTES, chains.links_kept(3) - 2)],
+        )
         self.ring = SegmentRing.create(name, LAYOUT.nbytes, SLOTS, rank.cluster.shared_memory(rank.rank), small=small)
-        self.worker.planned(Exchange(groups), self.ring, WINDOW if chains is None else 1)
+        self.worker.planned(Exchange(groups), self.ring, [LAYOUT.nbytes] * (WINDOW if chains is None else 1))
 
     def begin(self, name: GenerationId) -> None:
         self.ring.begin_window(name)
@@ -93,7 +96,7 @@ class Bench:
                 follows=follows,
             )
         )
-        nbytes = LINK_NBYTES if is_link else None
+        nbytes = LINK_NBYTES if is_link else 0
         self.worker.add(name, fill(self.ring, name, name.step, rank=self.rank.rank, nbytes=nbytes))
         self.ring.finish_window(name)
 

@@ -6,6 +6,7 @@ import errno
 import gc
 import mmap
 import os
+import random
 import signal
 import tempfile
 import threading
@@ -20,9 +21,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lightning_moe_ckpt.errors import ConfigurationError, RingFull
-from lightning_moe_ckpt.storage import RING_HEADER_NBYTES
-from lightning_moe_ckpt.tiers import SegmentRing, Slot, _shm, shared_directory, shared_name
-from lightning_moe_ckpt.tiers._ring import slots_needed
+from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, RingHeader
+from lightning_moe_ckpt.tiers import RingRoom, SegmentRing, Slot, _shm, shared_directory, shared_name
+from lightning_moe_ckpt.tiers._ring_state import SlotPool
 from lightning_moe_ckpt.tiers._shm import unlink_shared_file
 
 
@@ -171,32 +172,71 @@ RingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40
 TestRingMachine = RingMachine.TestCase
 
 
-def test_windows_follow_each_other_in_the_slots_that_were_asked_for() -> None:
-    """With `slots_needed`, back-to-back windows never meet a full ring if storage is quick."""
-    window, lag = 3, 1
-    ring = memory_ring(slots_needed(window, lag=lag))
-    for generation in range(1, 6):
-        fill(ring, generation, window)
+@pytest.mark.parametrize("lag", [0, 1])
+def test_windows_follow_each_other_in_two_generations_and_one_step(lag: int) -> None:
+    """However the steps' sizes differ: each step comes to lie where the step of two windows ago lay, without gaps.
+
+    With a lag of one step, the newest generation is known to be everywhere once the next has begun.
+    """
+    steps = [5, 3, 1, 2]
+    room = RingRoom(steps=[slots * 4096 for slots in steps], back_to_back=bool(lag), generations=2)
+    ring = memory_ring(2 * sum(steps) + lag * steps[0])
+    assert room.pages["2 generations"] == 2 * sum(steps)
+    assert ring.fits(room.steps)
+    assert not ring.fits([*room.steps, 6 * 4096])
+    for generation in range(1, 12):
+        assert ring.can_begin(room.steps)
+        ring.begin_window(generation)
+        for step, nbytes in enumerate(room.steps):
+            slot = ring.acquire(generation, step, nbytes)
+            assert slot.view.nbytes == nbytes
+            slot.view.fill_(generation)
+            ring.seal(slot)
+            if step == 0 and lag and generation > 1:
+                ring.complete_everywhere(generation - 1)
         ring.finish_window(generation)
-        ring.complete_everywhere(generation)
-    assert ring.fits(ring.slot_nbytes, window)
-    assert not ring.fits(ring.slot_nbytes + 1, window)
-    assert not ring.fits(ring.slot_nbytes, window + 1)
+        if not lag:
+            ring.complete_everywhere(generation)
+    assert all(bool((ring._view(slot) == 11).all()) for slot in ring._generations[11].slots)
+
+
+def test_runs_of_free_slots_join_again() -> None:
+    """Whatever the order in which they are taken and given back, and none is taken twice."""
+    draws = random.Random(1)
+    pool = SlotPool(RingHeader(nonce="", slot_nbytes=4096, num_slots=50, origin=""))
+    held: dict[int, int] = {}
+    for _ in range(3_000):
+        if held and draws.random() < 0.5:
+            first = draws.choice(sorted(held))
+            del held[first]
+            pool.give_back([first])
+        else:
+            slots = draws.randint(1, 12)
+            first = pool.take(slots * 4096)
+            used = {slot for start, number in held.items() for slot in range(start, start + number)}
+            gaps = "".join("x" if slot in used else "." for slot in range(50))
+            assert first == (found if (found := gaps.find("." * slots)) >= 0 else None)
+            if first is not None:
+                held[first] = slots
+        assert pool.free == 50 - sum(held.values())
+    pool.give_back(held)
+    assert pool.fits([50 * 4096], [])
+    assert not pool.fits([51 * 4096], [])
 
 
 def test_several_generations_are_kept_where_one_has_not_everything() -> None:
     """A ring for partial windows of one segment never meets a full ring either, and says so before a window begins."""
-    ring = memory_ring(slots_needed(1, keep=4))
+    ring = memory_ring(5)
     ring.keep = 4
     for generation in range(1, 12):
-        assert ring.can_begin(1)
+        assert ring.can_begin([4096])
         fill(ring, generation, 1)
         ring.finish_window(generation)
         ring.complete_everywhere(generation)
         assert ring.complete == list(range(max(1, generation - 3), generation + 1))
-    assert ring.fits(ring.slot_nbytes, 1)
+    assert ring.fits([4096])
     ring.keep = 5
-    assert not ring.fits(ring.slot_nbytes, 1)
+    assert not ring.fits([4096])
 
 
 def test_a_slow_reader_costs_slots_and_then_windows_but_no_bytes() -> None:
@@ -209,7 +249,7 @@ def test_a_slow_reader_costs_slots_and_then_windows_but_no_bytes() -> None:
     ring.finish_window(2)
     ring.complete_everywhere(2)
     assert ring.free_slots < 2
-    assert not ring.can_begin(2)
+    assert not ring.can_begin([4096] * 2)
     ring.begin_window(3)
     ring.acquire(3, 0)
     with pytest.raises(RingFull, match="2 complete, 2 dropped and pinned, 1 open"):

@@ -22,7 +22,6 @@ from lightning_moe_ckpt.tiers import (
     _shm,
     shared_name,
 )
-from lightning_moe_ckpt.tiers._ring import slots_needed
 from lightning_moe_ckpt.tiers._ring_state import slot_classes
 from tiers._segments import RUN, generation
 
@@ -72,9 +71,7 @@ class Run:
     def __init__(self, directory: Path, draws: random.Random, *, copies: int = 1, readers: int = 1) -> None:
         small = slot_classes(nbytes for nbytes in EXPERTS.values() for _ in range(copies))
         self.directory, self.draws, self.step = directory, draws, 0
-        self.ring = SegmentRing.create(
-            shared_name(RUN, 0), SLOT, slots_needed(1, readers=readers, lag=1), directory, small=small
-        )
+        self.ring = SegmentRing.create(shared_name(RUN, 0), SLOT, 3 + readers, directory, small=small)
         self.ring.experts = EXPERTS
         self.newest: dict[str, int] = {}
         self.pinned: list[GenerationId] = []
@@ -108,7 +105,7 @@ class Run:
 
     def free_small(self) -> list[int]:
         """Small slots that are free, of each size."""
-        return [self.ring.free(nbytes) for nbytes in sorted(set(EXPERTS.values()))]
+        return [self.ring.free_small(nbytes) for nbytes in sorted(set(EXPERTS.values()))]
 
     def found(self) -> dict[str, int]:
         """By operator, the newest copy of which every byte is what was captured."""

@@ -57,9 +57,10 @@ class TestPeerTier(TierContract):
         with cluster(tmp_path, [0, 1, 2]) as nodes:
             own, *holders = [_replication(group, nodes) for group in _groups(3)]
             for holder in holders:
-                holder.allocate([self.slot_nbytes] * 3, MAX_SEGMENTS)
+                holder.allocate([[self.slot_nbytes] * MAX_SEGMENTS] * 3)
                 holder.start()
             worker = PeerWorker(own, Markers(run_id=RUN, rank=0, world_size=3))
+            worker._sizes = [self.slot_nbytes] * MAX_SEGMENTS
             worker._start_thread()  # as the first plan does
             yield TierHalves(
                 worker=worker, make_reader=lambda: HostTier(RUN, nodes.nodes[1]), lose=lambda: nodes.lose(1)
