@@ -29,7 +29,7 @@ from lightning_moe_ckpt.session._tiers import Tiers
 from lightning_moe_ckpt.session._window import Chain, TiersVote, Window, WindowVote, gather_votes
 from lightning_moe_ckpt.snapshot import GradientRecorder, WindowCopies, WindowLayout
 from lightning_moe_ckpt.storage import GenerationId
-from lightning_moe_ckpt.tiers import HOST, PEER, STORAGE, MissedWindows, RingRoom, Rings, SegmentRing, has_plenty
+from lightning_moe_ckpt.tiers import PEER, STORAGE, MissedWindows, RingRoom, Rings, SegmentRing, has_plenty
 
 log = rank_logger(__name__)
 
@@ -146,14 +146,11 @@ class WindowMemory:
         """Return a ring for a layout's windows."""
         assert self._generations != "auto"
         ring = self._rings.make(room := self._room(layout, self._generations))
-        parts = {
-            **room.purposes,
-            **{f"copies of {name}": nbytes for name, nbytes in self._tiers.reserved().items() if name != HOST},
-        }
+        parts = {**room.purposes, "copies of other ranks": self._tiers.reserved().get(PEER, 0)}
         journals, captured = len(layout.steps) * self._plans.journal_nbytes, layout.nbytes - sum(layout.copied)
         log.info(
             "shared memory: %s; each generation has %s of journals and %s captured for other ranks",
-            ", ".join(f"{size_text(nbytes)} {purpose}" for purpose, nbytes in parts.items()),
+            ", ".join(f"{size_text(nbytes)} {purpose}" for purpose, nbytes in parts.items() if nbytes),
             *(size_text(journals), size_text(captured)),
         )
         return ring
