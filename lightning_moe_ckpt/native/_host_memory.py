@@ -1,4 +1,4 @@
-"""Prepare host memory before the first copy needs it; digest its ranges, and append it to files.
+"""Prepare host memory before the first copy needs it; digest its ranges, spell what is in it, and append it to files.
 
 Reserved memory is not mapped memory: the first write to every page is a fault, at a sixth of the speed of later writes.
 So a background thread maps the pages ahead; it changes no byte and so may run while the memory is in use. With several
@@ -21,8 +21,9 @@ import os
 import platform
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ from torch import Tensor
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.native._library import Library, cpu
-from lightning_moe_ckpt.native._prototypes import Xxh3
+from lightning_moe_ckpt.native._prototypes import SpelledColumn, Xxh3
 
 log = rank_logger(__name__)
 
@@ -235,11 +236,13 @@ class Ranges:
     """Ranges of a buffer, in any order; made once for buffers of one layout.
 
     Args:
-        pairs: first byte of each range, and the byte behind its last.
+        pairs: first byte of each range, and the byte behind its last; an array has them in columns.
     """
 
-    def __init__(self, pairs: Iterable[tuple[int, int]]) -> None:
-        self._pairs = np.array([*pairs], np.uint64).reshape(-1, 2)
+    def __init__(self, pairs: Iterable[tuple[int, int]] | npt.NDArray[np.int64]) -> None:
+        self._pairs = np.array(pairs.T if isinstance(pairs, np.ndarray) else [*pairs], np.uint64, order="C").reshape(
+            -1, 2
+        )
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -310,6 +313,61 @@ _NAMES = (
     "XXH3_128bits{}", "XXH3_createState", "XXH3_freeState", "XXH3_128bits_reset", "XXH3_128bits_update{}",
     "XXH3_128bits_digest",
 )  # fmt: skip
+
+
+Spelled = str | npt.NDArray[np.int64] | tuple[Sequence[str], npt.NDArray[np.int64]]
+"""Part of every row of text: a constant, or per row a number, or a text's index. A negative number or index adds nothing."""
+
+
+def spell_rows(parts: Sequence[Spelled], count: int) -> bytes:
+    """Return `count` rows of ASCII text with commas between them, each row all parts without anything between.
+
+    Raises:
+        ValueError: a part has not a value for each row.
+    """
+    columns = [part[1] if isinstance(part, tuple) else part for part in parts]
+    if any(isinstance(column, np.ndarray) and len(column) != count for column in columns):
+        raise ValueError(f"`spell_rows`: each of the parts must have {count} values.")
+    library = cpu()
+    return spell_in_python(parts, count) if library is None else spell_compiled(library, parts, count)
+
+
+def spell_compiled(library: Library, parts: Sequence[Spelled], count: int) -> bytes:
+    """Compute `spell_rows` in one call of the compiled part."""
+    columns, nbytes = (SpelledColumn * len(parts))(), count
+    kept: list[object] = []
+    for column, part in zip(columns, parts, strict=True):
+        values = part[1] if isinstance(part, tuple) else part
+        if isinstance(values, np.ndarray):
+            values = np.ascontiguousarray(values, np.int64)
+            column.values = values.ctypes.data
+        if isinstance(part, np.ndarray):
+            nbytes += count * len(str(part.max(initial=0)))
+        else:
+            texts = [part] if isinstance(part, str) else part[0]
+            text, bounds = "".join(texts).encode("ascii"), np.zeros(len(texts) + 1, np.int64)
+            np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)), out=bounds[1:])
+            nbytes += count * len(text) if isinstance(values, str) else int(np.diff(bounds)[values[values >= 0]].sum())
+            kept += [text, bounds]
+            column.text = ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p)
+            column.bounds = bounds.ctypes.data
+        kept.append(values)
+    out, written = np.empty(nbytes, np.uint8), ctypes.c_uint64()
+    library.moe_spell_rows(columns, len(parts), count, out.ctypes.data, nbytes, written)
+    return out[: written.value].tobytes()
+
+
+def spell_in_python(parts: Sequence[Spelled], count: int) -> bytes:
+    """Compute `spell_rows`, row by row."""
+    columns: list[Iterable[str]] = []
+    for part in parts:
+        if isinstance(part, str):
+            columns.append(repeat(part, count))
+        elif isinstance(part, tuple):
+            columns.append([part[0][index] if index >= 0 else "" for index in part[1].tolist()])
+        else:
+            columns.append([str(number) if number >= 0 else "" for number in part.tolist()])
+    return ",".join(map("".join, zip(*columns, strict=True))).encode("ascii")
 
 
 _LARGE_NBYTES = 2**18

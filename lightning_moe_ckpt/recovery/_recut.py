@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -495,14 +496,14 @@ class Recut:
         """Return this rank's segments, with every record but the journal. Raises `IdentityMismatch` if one is nowhere."""
         rank, view = self._exchange.rank, layout.steps[0].view
         has_state = dict.fromkeys(view.params, True)
-        said = self._exchange.gather_values([list(step.durable.records(has_state)[0]) for step in layout.steps])
+        said = self._exchange.gather_values([step.durable.records(has_state)[0].decode() for step in layout.steps])
         segments = [torch.zeros(step.durable.segment.nbytes, dtype=torch.uint8) for step in layout.steps]
         owners = buffer_owners(brought, self._exchange.world_size)
         wanted = [
             HeldRecord.of(each, other, at, owners.get((each.fqn, other), 0))
-            for other, steps in enumerate(cast("list[list[list[str]]]", said))
+            for other, steps in enumerate(cast("list[list[str]]", said))
             for at, rows in enumerate(steps)
-            for each in RecordRows(lambda rows=rows: (rows, [])).columns.entries()  # type: ignore[misc]
+            for each in RecordRows(lambda rows=rows: (rows.encode(), np.empty((2, 0), np.int64))).columns.entries()  # type: ignore[misc]
             if each.kind != JOURNAL and (other == rank or not is_scalar(each))
         ]
         tensors = [each for each in wanted if not is_scalar(each.record)]

@@ -274,7 +274,9 @@ class _TierCost:
 
         `step` is the duration of a quiet step, in seconds, and `nbytes` the size of a generation.
         """
-        if not self.longer and self.worker.rate and nbytes >= _LARGE_NBYTES:  # generation 0 was there before such a step
+        if (
+            not self.longer and self.worker.rate and nbytes >= _LARGE_NBYTES
+        ):  # generation 0 was there before such a step
             return _PRESUMED_SHARE * nbytes / self.worker.rate, nbytes / self.worker.rate
         steps = max(self._steps, sum(self._lasted) / len(self._lasted) if self._lasted else 0)
         return steps * self.longer.surely(), steps * (step + self.longer.mean())

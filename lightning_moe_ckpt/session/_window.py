@@ -102,8 +102,8 @@ class TiersVote(NamedTuple):
             at += size
         if self.pacing is None:
             return TiersVote(tuple(lanes), None)
-        tiers_at = at + len(PacingVote._fields) - 1
-        return TiersVote(tuple(lanes), PacingVote(*row[at:tiers_at], tuple(row[tiers_at:])))
+        due, known, large, step, base, window, owed, *tiers = row[at:]
+        return TiersVote(tuple(lanes), PacingVote(due, known, large, step, base, window, owed, tuple(tiers)))
 
 
 def gather_votes(

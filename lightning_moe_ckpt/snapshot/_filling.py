@@ -79,7 +79,8 @@ class StepColumns:
         rows: list[tuple[int, bool, int, bool, bool]] = []
         known: dict[tuple[FieldForm, ...], int] = {}
         shards = ShardColumns.of([shard for file in files for shard in file.table.shards])
-        for fqn, forms in shards.kinds:
+        for shard, forms in shards.kinds:
+            fqn = shard.slice.fqn
             first_base.append(len(self._bases))
             self._bases += [(fqn, key) for key, *_ in forms]
             first_row.append(known.setdefault(tuple(forms), len(rows)))
@@ -95,7 +96,7 @@ class StepColumns:
                     )
                     for key, dtype, shape in forms
                 ]
-        self.fqns = tuple(dict.fromkeys(fqn for fqn, _ in shards.kinds))
+        self.fqns = tuple(dict.fromkeys(shard.slice.fqn for shard, _ in shards.kinds))
         """Parameters with at least one record."""
         self.gradients = tuple(fqn for fqn, key in self._bases if key in (GRADIENT, PACKED))
         """Parameters whose record is the gradient."""
@@ -114,7 +115,7 @@ class StepColumns:
         self._headers = [torch.frombuffer(bytearray(file.segment.header), dtype=torch.uint8) for file in files]
         self._header_offset = _column(file.start for file in files)
         places = [_places(file) for file in files]
-        own = [place[:, : len(file.table.names)] for place, file in zip(places, files, strict=True)]
+        own = [place[:, : len(file.table)] for place, file in zip(places, files, strict=True)]
         self._offset, _, own_gap = np.concatenate(own, axis=1)
         self._numel[flags] += own_gap[flags]
         offset, nbytes, gap = np.concatenate(places, axis=1)

@@ -16,10 +16,12 @@ from functools import cache, cached_property, partial
 from itertools import groupby
 from json.encoder import encode_basestring_ascii as _quoted
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_moe_ckpt.native import Spelled, spell_rows
 from lightning_moe_ckpt.operators import (
     Operator,
     OperatorSet,
@@ -35,8 +37,8 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Audience, Shard, all_names
 from lightning_moe_ckpt.snapshot._averages import Averages
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
-from lightning_moe_ckpt.snapshot._shards import PACKED, Field, FieldForm, ShardTable, ShardText
-from lightning_moe_ckpt.storage import SegmentLayout, SpelledRows, TensorKind, dtype_code
+from lightning_moe_ckpt.snapshot._shards import PACKED, Field, FieldForm, ShardTable, numel_of
+from lightning_moe_ckpt.storage import KindColumns, NameColumns, SegmentLayout, SpelledRows, TensorKind, dtype_code
 from lightning_moe_ckpt.tiers import Mirroring, aligned_gradient, gradient_nbytes
 
 JOURNAL = "journal"
@@ -108,7 +110,6 @@ class StateView:
         writes, one behind the other."""
         self.repeated: dict[tuple[int, int | None] | None, list[Shard]] = {}
         """Shards shared by a window's steps, by identity of the operator's slice, and writer."""
-        self._texts: dict[int, ShardText] = {}
 
     def buffer(self, name: str) -> Tensor | None:
         """Return a live buffer; `None` if the module has dropped it."""
@@ -226,8 +227,7 @@ class StateView:
         """Return the shards' tensors as a table."""
         forms, alike = cache(self.forms), not self.schema.keeps_whole
         return ShardTable(
-            [(shard, forms(shard.slice.fqn, shard.kind, alike or not shard.slice.start)) for shard in shards],
-            self._texts,
+            [(shard, forms(shard.slice.fqn, shard.kind, alike or not shard.slice.start)) for shard in shards]
         )
 
     def is_state(self, key: str) -> bool:
@@ -320,8 +320,11 @@ class FileLayout:
         """Tensors of records that this rank writes, the first ones of the segment."""
         local = {} if journal_nbytes is None else self._local_kinds(journal_nbytes)
         self._local = list(local)
-        names, kinds = [*self.table.names, *local], [*self.table.kinds, *local.values()]
-        self.segment = SegmentLayout.of_columns(names, kinds, metadata=SEGMENT_METADATA)
+        kinds, others = self.table.kinds, KindColumns.of([*local.values()])
+        number = np.concatenate([kinds.number, others.number + len(kinds.distinct)])
+        kinds = KindColumns([*kinds.distinct, *others.distinct], number)
+        names = [self.table.names, NameColumns.of(self._local)]
+        self.segment = SegmentLayout.of_parts(names, kinds, metadata=SEGMENT_METADATA)
         self.stop = start + self.segment.nbytes
         """End of the file in its step's memory."""
 
@@ -355,10 +358,15 @@ class FileLayout:
     def run(self, ranks: Collection[int] | None = None) -> tuple[int, int] | None:
         """Return first byte, and the byte after the last, of this rank's shards in regions with all these ranks, or in all."""
         regions = self.shards if ranks is None else self.common(ranks)
-        count = sum(len(self.written(region, self.groups.rank).names) for region in regions)
+        count = sum(len(self.written(region, self.groups.rank)) for region in regions)
         if count == 0:
             return None
         return int(self.segment.offsets[0]), int(self.segment.offsets[count - 1] + self.segment.sizes[count - 1])
+
+    def first_byte(self, region: Region) -> int:
+        """Return the first byte of this rank's shards in a region, of which there are some."""
+        before = list(self.shards)[: list(self.shards).index(region)]
+        return int(self.segment.offsets[sum(len(self.written(each, self.groups.rank)) for each in before)])
 
     def written(self, region: Region, writer: int) -> ShardTable:
         """Return the tensors that `writer` stores in `region`."""
@@ -374,33 +382,44 @@ class FileLayout:
         Args:
             has_state: whether the optimizer has state yet, by parameter.
         """
-        rows: list[str] = []
-        is_state, places = cache(self.view.is_state), self.segment.places
-        places_by_name = zip(map(_quoted, self.table.names), places, strict=False)  # buffers and journal follow
-        for shard, forms in self.table.shards:
-            piece = shard.slice
-            head = f'{_quoted(shard.operator)},"{shard.kind.value}",{_quoted(piece.fqn)}'
-            interval = f"[{','.join(map(str, piece.global_shape))}],{piece.global_start},{piece.stop - piece.start}"
-            there = "true" if shard.kind is RecordKind.COMPUTE or has_state[piece.fqn] else "false"
-            box = "" if piece.box is None else f",{json.dumps(piece.box, separators=(',', ':'))}"
-            rows += [
-                f'[{name},{head},{_quoted(key)},"{dtype_code(dtype)}",'
-                f"{interval if shape is None else self._place(piece, key, shape, nbytes) if shape or key == PACKED else '[],0,1'},"
-                f"{offset},{nbytes},{there if is_state(key) else 'true'}{'' if shape is not None else box}]"
-                for (key, dtype, shape), (name, (offset, nbytes)) in zip(forms, places_by_name, strict=False)
-            ]
-        return rows + self._local_rows(), places
+        table, is_state = self.table, cache(self.view.is_state)
+        heads, lengths, ends = list[str](), list[str](), list[str]()
+        for shard, numel, (key, dtype, shape) in table.rows:
+            piece, interval = shard.slice, "" if shape else "[],0,1,"
+            if shape is None:
+                interval = f"[{','.join(map(str, piece.global_shape))}],"
+            elif key == PACKED:
+                interval = f"[{(nbytes := numel_of((key, dtype, shape), numel))}],0,{nbytes},"
+            heads.append(f',"{shard.kind.value}",{_quoted(piece.fqn)},{_quoted(key)},"{dtype_code(dtype)}",{interval}')
+            lengths.append(f",{numel}," if shape is None else "")
+            there = shard.kind is RecordKind.COMPUTE or has_state[piece.fqn] or not is_state(key)
+            ends.append(",true" if there else ",false")
+        shapes = [shape for *_, (_, _, shape) in table.rows]
+        by_element = np.array([shape is None for shape in shapes], bool)[table.row]
+        whole = np.array(list(map(bool, shapes)), bool)[table.row]
+        own = zip(table.shard[whole].tolist(), table.row[whole].tolist(), strict=True)
+        wholes = [self._place(table.shards[shard][0].slice, table.rows[row][2]) for shard, row in own]
+        boxes = ["" if box is None else f",{json.dumps(box, separators=(',', ':'))}" for box in table.boxes]
+        offsets, sizes = self.segment.offsets, self.segment.sizes
+        parts: list[Spelled] = [
+            *("[", *table.names.parts, ",", ([_quoted(shard.operator) for shard, _ in table.shards], table.shard)),
+            *((heads, table.row), np.where(by_element, table.starts, -1), (lengths, table.row)),
+            *((wholes, np.where(whole, np.cumsum(whole) - 1, -1)), offsets[: len(table)], ",", sizes[: len(table)]),
+            *((ends, table.row), *([(boxes, np.where(by_element, table.shard, -1))] if boxes else []), "]"),
+        ]
+        rows = [spell_rows(parts, len(table))] * bool(len(table)) + [row.encode("ascii") for row in self._local_rows()]
+        return b"[" + b",".join(rows) + b"]", np.stack([offsets, offsets + sizes])
 
-    def _place(self, piece: ParamSlice, key: str, shape: tuple[int, ...], nbytes: int) -> str:
+    def _place(self, piece: ParamSlice, form: FieldForm) -> str:
         """Return a record's shape, start and length if it has no element per element; a stack's statistics are of rows of all ranks."""
-        if key == PACKED:
-            return f"[{nbytes}],0,{nbytes}"
-        param, numel, first = self.view.params[piece.fqn], math.prod(shape), 0
+        (key, _, shape), param, first = form, self.view.params[piece.fqn], 0
+        assert shape is not None
+        numel = math.prod(shape)
         (entry,) = [each for each in self.view.schema.entries(param) if each.key == key]
         if entry.by_row and param.shape != piece.global_shape:
             first = piece.global_start * len(param) // max(1, param.numel()) * (numel // max(1, len(param)))
             shape = (piece.global_shape[0], *shape[1:])
-        return f"[{','.join(map(str, shape))}],{first},{numel}"
+        return f"[{','.join(map(str, shape))}],{first},{numel},"
 
     def _local_kinds(self, journal_nbytes: int) -> dict[str, TensorKind]:
         """Return the tensors that only this rank has: buffers, then the journal."""

@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from json.encoder import encode_basestring_ascii as _quoted
 from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from lightning_moe_ckpt.native import Column, packed_nbytes
-from lightning_moe_ckpt.operators import RecordKind
-from lightning_moe_ckpt.policies import Shard
-from lightning_moe_ckpt.storage import TensorKind
+from lightning_moe_ckpt.native import Column, Spelled, packed_nbytes
+from lightning_moe_ckpt.policies import Shard, box_text
+from lightning_moe_ckpt.storage import Bounds, KindColumns, NameColumns
 
 PACKED = "packed"
 """Key of a compressed gradient: `packed_nbytes` bytes per shard."""
@@ -50,8 +50,8 @@ class Field(NamedTuple):
 class ShardColumns(NamedTuple):
     """Shards by column, a value for each shard."""
 
-    kinds: list[tuple[str, list[FieldForm]]]
-    """Parameters, each with its shards' tensors; a parameter with two kinds of record comes twice."""
+    kinds: list[tuple[Shard, list[FieldForm]]]
+    """A shard of each parameter, with its shards' tensors; a parameter with two kinds of record comes twice."""
     kind: Column
     """Index in `kinds`."""
     start: Column
@@ -66,8 +66,9 @@ class ShardColumns(NamedTuple):
         numbers = dict(zip(shared, range(len(shared)), strict=True))
         pieces = [shard.slice for shard, _ in shards]
         start, stop = (np.fromiter(map(attrgetter(name), pieces), np.int64, len(pieces)) for name in ("start", "stop"))
-        kinds = [(shard.slice.fqn, forms) for shard, forms in shared.values()]
-        return cls(kinds, np.fromiter(map(numbers.__getitem__, ids), np.int64, len(ids)), start, stop - start)
+        return cls(
+            [*shared.values()], np.fromiter(map(numbers.__getitem__, ids), np.int64, len(ids)), start, stop - start
+        )
 
     @property
     def tensors(self) -> Column:
@@ -88,73 +89,89 @@ class ParameterShards(NamedTuple):
     numel: Column
 
 
-ShardText = tuple[Shard, list[str], list[TensorKind]]
-"""Shard, with names, dtypes and shapes of its tensors."""
-
-
 class ShardTable:
     """Tensors of shards, in stored order.
 
     Args:
         shards: shards with their tensors; shards of one parameter share the list.
-        texts: texts of shards shared by tables of the same window, by the shard's identity.
     """
 
-    def __init__(self, shards: list[tuple[Shard, list[FieldForm]]], texts: dict[int, ShardText] | None = None) -> None:
-        self.shards = shards
-        self.names: list[str] = []
-        """Names in the segment's header, by tensor."""
-        self.kinds: list[TensorKind] = []
-        """Dtype and shape, by tensor."""
-        texts = {} if texts is None else texts
-        for shard, forms in shards:
-            text = texts.get(id(shard))
-            if text is None:
-                prefix, numel = shard.prefix, shard.slice.stop - shard.slice.start
-                names = [f"{prefix}/{key}" for key, _, _ in forms]
-                # No call for each of many tensors by element and scalars: only gradients are compressed.
-                packed = shard.kind is RecordKind.DELTA
-                text = (
-                    shard,
-                    names,
-                    [
-                        (
-                            dtype,
-                            (numel_of((key, dtype, each), numel) if packed or each else numel if each is None else 1,),
-                        )
-                        for key, dtype, each in forms
-                    ],
-                )
-                if shard.kind is RecordKind.COMPUTE:
-                    texts[id(shard)] = text
-            self.names += text[1]
-            self.kinds += text[2]
+    def __init__(self, shards: list[tuple[Shard, list[FieldForm]]]) -> None:
+        self.shards, self.columns = shards, ShardColumns.of(shards)
+        columns, count = self.columns, self.columns.tensors
+        step = int(columns.numel.max(initial=0)) + 1
+        alike, number = np.unique(columns.kind * step + columns.numel, return_inverse=True)
+        self.rows: list[tuple[Shard, int, FieldForm]] = []
+        """Different rows of the table: a shard like this, its elements, and a tensor in it."""
+        first: list[int] = []
+        for kind, numel in (divmod(each, step) for each in alike.tolist()):
+            first.append(len(self.rows))
+            like, forms = columns.kinds[kind]
+            self.rows += [(like, numel, form) for form in forms]
+        within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        self.row: Column = np.repeat(np.array(first, np.int64)[number], count) + within
+        """Index in `rows`, by tensor."""
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self.row)
+
+    @cached_property
+    def kinds(self) -> KindColumns:
+        """Dtypes and shapes of the tensors."""
+        return KindColumns([(form[1], (numel_of(form, numel),)) for _, numel, form in self.rows], self.row)
+
+    @cached_property
+    def shard(self) -> Column:
+        """Index in `shards`, by tensor."""
+        return np.repeat(np.arange(len(self.shards)), self.columns.tensors)
+
+    @cached_property
+    def starts(self) -> Column:
+        """First element of the shard in the parameter over all ranks, by tensor."""
+        return np.fromiter([shard.slice.global_start for shard, _ in self.shards], np.int64, len(self.shards))[
+            self.shard
+        ]
+
+    @cached_property
+    def boxes(self) -> list[Bounds | None]:
+        """Boxes of the shards; empty if none has one."""
+        boxes = [shard.slice.box for shard, _ in self.shards]
+        return boxes if any(boxes) else []
+
+    @property
+    def names(self) -> NameColumns:
+        """Names in the segment's header."""
+        heads = [f'"{_quoted(f"{shard.kind.value}/{shard.slice.fqn}/")[1:-1]}' for shard, *_ in self.rows]
+        lengths, keys = (
+            [f"+{numel}" for _, numel, _ in self.rows],
+            [f"/{_quoted(key)[1:]}" for *_, (key, *_) in self.rows],
+        )
+        boxes = [box_text(box) for box in self.boxes]
+        box: list[Spelled] = [(boxes, self.shard)] if boxes else []
+        parts: list[Spelled] = [(heads, self.row), self.starts, (lengths, self.row), *box, (keys, self.row)]
+        return NameColumns(len(self), lambda: [field.name for field in self.fields], parts)
 
     @classmethod
     def joined(cls, tables: Sequence[ShardTable]) -> ShardTable:
         """Return a single table with the tensors of all tables, in their order."""
         if len(tables) == 1:
             return tables[0]
-        joined = cls([])
-        for table in tables:
-            joined.shards += table.shards
-            joined.names += table.names
-            joined.kinds += table.kinds
-        return joined
+        return cls([shard for table in tables for shard in table.shards])
 
     @cached_property
     def fields(self) -> list[Field]:
         """Fields, an object per tensor."""
-        names = iter(self.names)
-        return [Field(shard, *form, next(names)) for shard, forms in self.shards for form in forms]
+        prefixes = ((shard, shard.prefix, forms) for shard, forms in self.shards)
+        return [Field(shard, *form, f"{prefix}/{form[0]}") for shard, prefix, forms in prefixes for form in forms]
 
     def by_parameter(self) -> list[ParameterShards]:
         """Return each parameter's shards, in order."""
-        columns = ShardColumns.of(self.shards)
+        columns = self.columns
         first = np.cumsum(columns.tensors) - columns.tensors
         order = np.argsort(columns.kind, kind="stable")
         bounds = np.cumsum(np.bincount(columns.kind, minlength=len(columns.kinds)))[:-1]
         return [
-            ParameterShards(fqn, forms, first[own], columns.start[own], columns.numel[own])
-            for (fqn, forms), own in zip(columns.kinds, np.split(order, bounds), strict=True)
+            ParameterShards(shard.slice.fqn, forms, first[own], columns.start[own], columns.numel[own])
+            for (shard, forms), own in zip(columns.kinds, np.split(order, bounds), strict=True)
         ]

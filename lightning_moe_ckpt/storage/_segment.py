@@ -15,9 +15,10 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from json.encoder import encode_basestring_ascii
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.native import Spelled, spell_rows
 
 _PAGE_NBYTES = 4096
 MAX_HEADER_NBYTES = 100_000_000
@@ -118,7 +120,8 @@ class SegmentLayout:
         Raises:
             ValueError: a repeated or reserved name, a dtype the format lacks, or a bad alignment.
         """
-        self._lay_out([spec.name for spec in tensors], [spec.kind for spec in tensors], metadata, align, None)
+        names, kinds = [spec.name for spec in tensors], KindColumns.of([spec.kind for spec in tensors])
+        self._lay_out([NameColumns.of(names)], kinds, metadata, align, None)
 
     @classmethod
     def of_columns(
@@ -133,36 +136,70 @@ class SegmentLayout:
 
         With `header_nbytes`, the header's bytes, the header is spelled only on demand.
         """
+        return cls.of_parts(
+            [NameColumns.of(names)], KindColumns.of(kinds), metadata=metadata, header_nbytes=header_nbytes
+        )
+
+    @classmethod
+    def of_parts(
+        cls,
+        names: Sequence[NameColumns],
+        kinds: KindColumns,
+        *,
+        metadata: Mapping[str, str],
+        header_nbytes: int | None = None,
+    ) -> SegmentLayout:
+        """Lay out tensors as `of_columns` does, without an object for each: `names` of some tensors, then of others."""
         layout = cls.__new__(cls)
         layout._lay_out(names, kinds, metadata, _ALIGN, header_nbytes)  # noqa: SLF001  # its own
         return layout
 
     def _lay_out(
         self,
-        names: Sequence[str],
-        kinds: Sequence[TensorKind],
+        names: Sequence[NameColumns],
+        kinds: KindColumns,
         metadata: Mapping[str, str],
         align: int,
         header_nbytes: int | None,
     ) -> None:
-        self._distinct = _Distinct.of(kinds)
-        _check(names, self._distinct, metadata, align)
+        self._names, self._kinds = names, kinds
+        for each in names:
+            if each.parts is None:
+                _check_names(each.texts())
+        _check(metadata, align)
+        for number, (dtype, _) in enumerate(kinds.distinct):
+            if dtype not in _CODES:
+                raise ValueError(f"{self.names[int(np.argmax(kinds.number == number))]!r}: {_not_stored(dtype)}")
         self.metadata = dict(metadata)
         self.align = align
-        self.names, self.kinds = names, kinds
-        """Names, and dtypes with shapes, of the tensors in order."""
-        self._places = _place(self._distinct, align)
+        self._places = _place(kinds, align)
         nbytes = len(self.header) if header_nbytes is None else header_nbytes
         self.offsets, self.sizes = self._places.starts + nbytes, self._places.sizes
         """First byte in the file, and bytes, of each tensor in order."""
-        self.nbytes = nbytes + (int(self._places.stops[-1]) if names else 0)
+        self.nbytes = nbytes + int(self._places.stops[-1:].sum())
         """Size of the file, a multiple of `align`."""
 
     @cached_property
     def header(self) -> bytes:
         """Bytes before the first tensor; their number is a multiple of 4096."""
         metadata = {_FORMAT_KEY: _FORMAT, _ALIGN_KEY: str(self.align), **self.metadata}
-        return _header(self.names, self._distinct, self._places, metadata)
+        return _header(self._names, self._kinds, self._places, metadata)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of the tensors in order."""
+        return [name for each in self._names for name in each.texts()]
+
+    @cached_property
+    def kinds(self) -> list[TensorKind]:
+        """Dtypes and shapes of the tensors in order."""
+        return self._kinds.each()
+
+    @cached_property
+    def _last(self) -> dict[str, int]:
+        """Places in the order of the last names, which are looked up in every step."""
+        last = self._names[-1].texts()
+        return dict(zip(last, range(len(self.sizes) - len(last), len(self.sizes)), strict=True))
 
     @cached_property
     def _index(self) -> dict[str, int]:
@@ -198,8 +235,9 @@ class SegmentLayout:
 
     def span(self, name: str) -> Span:
         """Return a tensor's place. Raises `KeyError`."""
-        index = self._index[name]
-        return Span(int(self.offsets[index]), int(self.sizes[index]), *self.kinds[index])
+        index = self._last[name] if name in self._last else self._index[name]
+        kind = self._kinds.distinct[int(self._kinds.number[index])]
+        return Span(int(self.offsets[index]), int(self.sizes[index]), *kind)
 
     def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         """Return tensor `name` as a view of `buffer` (uint8, 1-D, starting at the file's first byte), not a copy."""
@@ -207,10 +245,10 @@ class SegmentLayout:
         return buffer[start : start + nbytes].view(dtype).view(shape)
 
     @staticmethod
-    def placed(kinds: Sequence[TensorKind]) -> list[tuple[int, int]]:
-        """Return (offset, nbytes) of each tensor as a layout would place it; offsets count from the header's end."""
-        places = _place(_Distinct.of(kinds), _ALIGN)
-        return list(zip(places.starts.tolist(), places.sizes.tolist(), strict=True))
+    def placed(kinds: KindColumns) -> tuple[Ints, Ints]:
+        """Return offset and bytes of each tensor as a layout would place it; offsets count from the header's end."""
+        places = _place(kinds, _ALIGN)
+        return places.starts, places.sizes
 
     @classmethod
     def parse(cls, data: memoryview) -> SegmentLayout:
@@ -242,23 +280,50 @@ class SegmentLayout:
         return bytes(data[: 8 + _header_nbytes(data)])
 
 
-_Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
 
 
-class _Distinct(NamedTuple):
+class KindColumns(NamedTuple):
     """Numbered kinds of tensors in order: kinds are few, and looking one up takes longer than anything else here."""
 
-    kinds: list[TensorKind]
-    number: list[int]
+    distinct: list[TensorKind]
+    number: Ints
 
     @classmethod
-    def of(cls, kinds: Sequence[TensorKind]) -> _Distinct:
+    def of(cls, kinds: Sequence[TensorKind]) -> KindColumns:
+        """Return the columns of kinds given one by one."""
         distinct = list(dict.fromkeys(kinds))
         numbers = dict(zip(distinct, range(len(distinct)), strict=True))
-        return cls(distinct, list(map(numbers.__getitem__, kinds)))
+        return cls(distinct, np.fromiter(map(numbers.__getitem__, kinds), np.int64, len(kinds)))
+
+    def each(self) -> list[TensorKind]:
+        """Return the kinds one by one."""
+        return list(map(self.distinct.__getitem__, self.number.tolist()))
 
 
-def _check(names: Sequence[str], distinct: _Distinct, metadata: Mapping[str, str], align: int) -> None:
+class NameColumns(NamedTuple):
+    """Names of some tensors in order."""
+
+    length: int
+    texts: Callable[[], Sequence[str]]
+    parts: Sequence[Spelled] | None = None
+    """Parts of the names in JSON, all different and none reserved; `None` to spell `texts`."""
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> NameColumns:
+        """Return names given one by one."""
+        return cls(len(names), lambda: names)
+
+    def spelled(self) -> Sequence[Spelled]:
+        """Return the parts."""
+        return (
+            [(list(map(encode_basestring_ascii, self.texts())), np.arange(self.length))]
+            if self.parts is None
+            else self.parts
+        )
+
+
+def _check_names(names: Sequence[str]) -> None:
     if len(set(names)) != len(names):
         repeated = sorted(name for name, count in Counter(names).items() if count > 1)
         raise ValueError(f"`SegmentLayout`: repeated names {repeated}.")
@@ -266,11 +331,11 @@ def _check(names: Sequence[str], distinct: _Distinct, metadata: Mapping[str, str
     maybe = f"\n{_PAD_PREFIX}" in "\n" + "\n".join(names) or _METADATA in names
     if maybe and (reserved := [n for n in names if n == _METADATA or n.startswith(_PAD_PREFIX)]):
         raise ValueError(f"`SegmentLayout`: reserved names {reserved}.")
+
+
+def _check(metadata: Mapping[str, str], align: int) -> None:
     if reserved := sorted({_FORMAT_KEY, _ALIGN_KEY} & metadata.keys()):
         raise ValueError(f"`SegmentLayout`: reserved metadata {reserved}.")
-    for number, (dtype, _) in enumerate(distinct.kinds):
-        if dtype not in _CODES:
-            raise ValueError(f"{names[distinct.number.index(number)]!r}: {_not_stored(dtype)}")
     if align < 8 or _PAGE_NBYTES % align:
         raise ValueError(f"`SegmentLayout(align={align})` must be a power of two from 8 to {_PAGE_NBYTES}.")
 
@@ -278,49 +343,57 @@ def _check(names: Sequence[str], distinct: _Distinct, metadata: Mapping[str, str
 class _Places(NamedTuple):
     """Places of tensors in order; offsets count from the header's end, in bytes."""
 
-    starts: _Ints
-    sizes: _Ints
-    stops: _Ints
+    starts: Ints
+    sizes: Ints
+    stops: Ints
     """End of the padding behind each tensor."""
 
 
-def _place(distinct: _Distinct, align: int) -> _Places:
+def _place(kinds: KindColumns, align: int) -> _Places:
     """Place tensors, each at a multiple of `align` bytes. Raises `ValueError` if no file could hold them."""
-    nbytes = [math.prod(shape) * dtype.itemsize for dtype, shape in distinct.kinds]
-    if sum(map(nbytes.__getitem__, distinct.number)) > _MAX_NBYTES:
-        raise ValueError(f"`SegmentLayout`: {len(distinct.number)} tensors have more bytes than a file.")
-    sizes = np.array(nbytes, np.int64)[distinct.number]
+    nbytes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds.distinct]
+    count = np.bincount(kinds.number, minlength=len(nbytes)).tolist()
+    if sum(map(mul, nbytes, count)) > _MAX_NBYTES:  # exactly: Python's whole numbers have no limit
+        raise ValueError(f"`SegmentLayout`: {len(kinds.number)} tensors have more bytes than a file.")
+    sizes = np.array(nbytes, np.int64)[kinds.number]
     padded = sizes + -sizes % align
     stops = np.cumsum(padded)
     return _Places(stops - padded, sizes, stops)
 
 
-def _header(names: Sequence[str], distinct: _Distinct, places: _Places, metadata: Mapping[str, str]) -> bytes:
+def _header(names: Sequence[NameColumns], kinds: KindColumns, places: _Places, metadata: Mapping[str, str]) -> bytes:
     """Spell the header like `json.dumps`, column by column: a large model's header has half a million entries."""
-    starts, ends, stops = (each.tolist() for each in (places.starts, places.starts + places.sizes, places.stops))
-    pads = (np.cumsum(places.starts + places.sizes < places.stops) - 1).tolist()
-    heads = [
-        f':{{"dtype":"{_CODES[dtype]}","shape":{json.dumps(shape, separators=(",", ":"))},"data_offsets":['
-        for dtype, shape in distinct.kinds
-    ]
-    rows = zip(
-        *(map(encode_basestring_ascii, names), map(heads.__getitem__, distinct.number)),
-        *(starts, ends, stops, pads),
-        strict=True,
+    starts, stops, ends = places.starts, places.stops, places.starts + places.sizes
+    gap, heads = (
+        ends < stops,
+        [
+            f':{{"dtype":"{_CODES[dtype]}","shape":{json.dumps(shape, separators=(",", ":"))},"data_offsets":['
+            for dtype, shape in kinds.distinct
+        ],
     )
-    entries = [
-        f"{name}{head}{start},{end}]}}"
-        if end == stop
-        else f'{name}{head}{start},{end}]}},"{_PAD_PREFIX}{pad}":{{"dtype":"U8","shape":[{stop - end}],'
-        f'"data_offsets":[{end},{stop}]}}'
-        for name, head, start, end, stop, pad in rows
-    ]
+
+    def padded(values: Ints) -> Ints:
+        return np.where(gap, values, -1)
+
+    pads = [f']}},"{_PAD_PREFIX}', '":{"dtype":"U8","shape":[', '],"data_offsets":[', ","]
+    numbers = [np.cumsum(gap) - 1, stops - ends, ends, stops]
+    columns: list[Spelled] = [(heads, kinds.number), starts, ",", ends]
+    for pad, number in zip(pads, numbers, strict=True):
+        columns += [([pad], padded(np.zeros_like(starts))), padded(number)]
+    entries, at = list[bytes](), 0
+    for each in names:
+        rows = slice(at, at := at + each.length)
+        own = [
+            part if isinstance(part, str) else (part[0], part[1][rows]) if isinstance(part, tuple) else part[rows]
+            for part in columns
+        ]
+        entries += [spell_rows([*each.spelled(), *own, "]}"], each.length)] * bool(each.length)
     first = json.dumps({_METADATA: dict(sorted(metadata.items()))}, separators=(",", ":"))[:-1]
-    text = (",".join([first, *entries]) + "}").encode("ascii")
+    text = b",".join([first.encode("ascii"), *entries]) + b"}"
     text += b" " * (-(8 + len(text)) % _PAGE_NBYTES)
     if len(text) > MAX_HEADER_NBYTES:
         raise ValueError(
-            f"`SegmentLayout`: {len(names)} tensors need a header of {len(text)} bytes; 100 MB is the limit. Spread the "
+            f"`SegmentLayout`: {at} tensors need a header of {len(text)} bytes; 100 MB is the limit. Spread the "
             "model over more ranks, of which each describes what it writes itself."
         )
     return struct.pack("<Q", len(text)) + text

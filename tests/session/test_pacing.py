@@ -95,7 +95,9 @@ def train(ranks: Sequence[Rank], steps: int, *, window: int = 4) -> list[float]:
             for rank in ranks:
                 rank.governor.agreed(votes)
                 rank.governor.measured.captures.opened()
-            for tiers, idle_for in zip(zip(*(rank.tiers for rank in ranks), strict=True), zip(*idle, strict=True), strict=True):
+            for tiers, idle_for in zip(
+                zip(*(rank.tiers for rank in ranks), strict=True), zip(*idle, strict=True), strict=True
+            ):
                 if not tiers[0].takes_every and ranks[0].governor.may_work(tiers[0].name, min(idle_for)):
                     for rank, tier in zip(ranks, tiers, strict=True):
                         tier.left = tier.busy_steps
@@ -261,7 +263,10 @@ def test_a_large_state_costs_little_from_the_second_window_on(busy: int) -> None
 
 def test_one_large_rank_begins_slowly_for_all() -> None:
     """As pipeline stages have it: all have windows at the same steps, and storage has each generation from all or none."""
-    ranks = [large_rank(capture=0.004, tiers=[Worker("host", takes_every=True), Worker("storage", 6, 0.2)]), Rank(seed=1)]
+    ranks = [
+        large_rank(capture=0.004, tiers=[Worker("host", takes_every=True), Worker("storage", 6, 0.2)]),
+        Rank(seed=1),
+    ]
     for _ in range(40):
         train(ranks, 10, window=8)
         assert len({(rank.governor.gap_steps, rank.governor.rest_seconds["storage"]) for rank in ranks}) == 1
