@@ -6,9 +6,9 @@
 
 // Part of every row; mirrors `SpelledColumn` of _prototypes.py.
 struct SpelledColumn {
-  const char* text;        // texts one behind the other; null for numbers
-  const int64_t* bounds;   // begin of each text, and the end of the last
-  const int64_t* values;   // number, or index of a text, by row; a negative one adds nothing. Null: the first text in each row
+  const char* text;       // texts one behind the other; null for numbers
+  const int64_t* bounds;  // begin of each text, and the end of the last
+  const int64_t* values;  // number, or index of a text, by row; a negative one adds nothing
 };
 
 using namespace moe_ckpt;
@@ -27,7 +27,7 @@ MOE_API int moe_spell_rows(const SpelledColumn* columns, uint64_t num_columns, u
       *at++ = ',';
     }
     for (const SpelledColumn* column = columns; column < columns + num_columns; ++column) {
-      const int64_t value = column->values ? column->values[row] : 0;
+      const int64_t value = column->values[row];
       if (value < 0) continue;
       if (!column->text) {
         const auto [stop, problem] = std::to_chars(at, end, value);

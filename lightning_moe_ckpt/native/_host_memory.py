@@ -23,7 +23,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -315,59 +314,51 @@ _NAMES = (
 )  # fmt: skip
 
 
-Spelled = str | npt.NDArray[np.int64] | tuple[Sequence[str], npt.NDArray[np.int64]]
+Numbers = npt.NDArray[np.int64]
+Spelled = str | Numbers | tuple[Sequence[str], Numbers]
 """Part of every row of text: a constant, or per row a number, or a text's index. A negative number or index adds nothing."""
+TextColumn = tuple[Sequence[str] | None, Numbers]
+"""Texts with their indices by row, or numbers by row."""
 
 
 def spell_rows(parts: Sequence[Spelled], count: int) -> bytes:
-    """Return `count` rows of ASCII text with commas between them, each row all parts without anything between.
-
-    Raises:
-        ValueError: a part has not a value for each row.
-    """
-    columns = [part[1] if isinstance(part, tuple) else part for part in parts]
-    if any(isinstance(column, np.ndarray) and len(column) != count for column in columns):
-        raise ValueError(f"`spell_rows`: each of the parts must have {count} values.")
+    """Return `count` rows of ASCII text with commas between them, each row all parts without anything between."""
+    columns: list[TextColumn] = []
+    for part in parts:
+        column = ([part], np.zeros(count, np.int64)) if isinstance(part, str) else part
+        columns.append(column if isinstance(column, tuple) else (None, column))
+        assert len(columns[-1][1]) == count, f"a part has {len(columns[-1][1])} values for {count} rows"
     library = cpu()
-    return spell_in_python(parts, count) if library is None else spell_compiled(library, parts, count)
+    return spell_in_python(columns) if library is None else spell_compiled(library, columns)
 
 
-def spell_compiled(library: Library, parts: Sequence[Spelled], count: int) -> bytes:
+def spell_compiled(library: Library, columns: Sequence[TextColumn]) -> bytes:
     """Compute `spell_rows` in one call of the compiled part."""
-    columns, nbytes = (SpelledColumn * len(parts))(), count
-    kept: list[object] = []
-    for column, part in zip(columns, parts, strict=True):
-        values = part[1] if isinstance(part, tuple) else part
-        if isinstance(values, np.ndarray):
-            values = np.ascontiguousarray(values, np.int64)
-            column.values = values.ctypes.data
-        if isinstance(part, np.ndarray):
-            nbytes += count * len(str(part.max(initial=0)))
+    count = nbytes = len(columns[0][1])
+    spelled, kept = (SpelledColumn * len(columns))(), list[object]()
+    for each, (texts, numbers) in zip(spelled, columns, strict=True):
+        values = np.ascontiguousarray(numbers, np.int64)
+        each.values = values.ctypes.data
+        if texts is None:
+            nbytes += count * len(str(values.max(initial=0)))
         else:
-            texts = [part] if isinstance(part, str) else part[0]
-            text, bounds = "".join(texts).encode("ascii"), np.zeros(len(texts) + 1, np.int64)
-            np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)), out=bounds[1:])
-            nbytes += count * len(text) if isinstance(values, str) else int(np.diff(bounds)[values[values >= 0]].sum())
+            text, bounds = "".join(texts).encode("ascii"), np.cumsum([0, *map(len, texts)], dtype=np.int64)
+            nbytes += int(np.diff(bounds)[values[values >= 0]].sum())
+            each.text, each.bounds = ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p), bounds.ctypes.data
             kept += [text, bounds]
-            column.text = ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p)
-            column.bounds = bounds.ctypes.data
         kept.append(values)
     out, written = np.empty(nbytes, np.uint8), ctypes.c_uint64()
-    library.moe_spell_rows(columns, len(parts), count, out.ctypes.data, nbytes, written)
+    library.moe_spell_rows(spelled, len(columns), count, out.ctypes.data, nbytes, written)
     return out[: written.value].tobytes()
 
 
-def spell_in_python(parts: Sequence[Spelled], count: int) -> bytes:
-    """Compute `spell_rows`, row by row."""
-    columns: list[Iterable[str]] = []
-    for part in parts:
-        if isinstance(part, str):
-            columns.append(repeat(part, count))
-        elif isinstance(part, tuple):
-            columns.append([part[0][index] if index >= 0 else "" for index in part[1].tolist()])
-        else:
-            columns.append([str(number) if number >= 0 else "" for number in part.tolist()])
-    return ",".join(map("".join, zip(*columns, strict=True))).encode("ascii")
+def spell_in_python(columns: Sequence[TextColumn]) -> bytes:
+    """Compute `spell_rows`, value by value."""
+    spelled = [
+        [("" if value < 0 else str(value) if texts is None else texts[value]) for value in values.tolist()]
+        for texts, values in columns
+    ]
+    return ",".join(map("".join, zip(*spelled, strict=True))).encode("ascii")
 
 
 _LARGE_NBYTES = 2**18

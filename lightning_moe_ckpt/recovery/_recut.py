@@ -74,6 +74,8 @@ from lightning_moe_ckpt.snapshot import (
 )
 from lightning_moe_ckpt.storage import (
     CONSTANTS,
+    KindColumns,
+    NameColumns,
     RankMarker,
     RecordRows,
     RunStore,
@@ -349,8 +351,8 @@ class Recut:
         assemblies: list[tuple[str, Assembly]] = []
         for (owner, at), records in groups.items():
             layout = SegmentLayout.of_columns(
-                [each.record.name for each in records],
-                [(dtype_of(each.record.dtype), (each.record.numel,)) for each in records],
+                [NameColumns.of([each.record.name for each in records])],
+                KindColumns.of([(dtype_of(each.record.dtype), (each.record.numel,)) for each in records]),
                 metadata=SEGMENT_METADATA,
                 header_nbytes=0,
             )

@@ -4,8 +4,8 @@
 and copies on other nodes, cost longer steps while at work. A step's extra time is measured against the quiet steps
 shortly before, during which nothing of ours worked: the same machine, the same minute. Without quiet steps, some are
 made: the next window starts later, and tiers rest for some steps. A run with a large state begins like this: its first
-window, and the first generation of each tier, are measured before there is a second. If such a generation was written
-before there was a step to compare, as generation 0 on fast storage, a part of its time counts as its cost.
+window and each tier's first generation are measured before there is a second. Where no step beside such a generation
+could be compared, a part of its time counts as its cost.
 
 Every rank keeps an account: seconds that checkpoints have cost since the first step, and seconds that they may have
 cost. A window has a mean cost in seconds, so the next window begins when training has earned that cost. While the
@@ -76,25 +76,17 @@ _FOREVER = 2**62
 class Paced(Protocol):
     """A tier's worker, as pacing sees it."""
 
-    @property
-    def name(self) -> str:
-        """Name of the tier."""
-
-    @property
-    def takes_every(self) -> bool:
-        """Whether the tier gets every generation."""
+    name: str
+    takes_every: bool
+    """Whether the tier gets every generation."""
+    num_complete: int
+    """Generations completed."""
+    rate: float | None
+    """Bytes per second; `None` before the first generation."""
 
     @property
     def idle(self) -> bool:
         """Whether no generation is under way."""
-
-    @property
-    def num_complete(self) -> int:
-        """Generations completed."""
-
-    @property
-    def rate(self) -> float | None:
-        """Bytes per second; `None` before the first generation."""
 
 
 @dataclass(frozen=True, kw_only=True)

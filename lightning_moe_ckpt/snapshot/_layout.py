@@ -324,7 +324,7 @@ class FileLayout:
         number = np.concatenate([kinds.number, others.number + len(kinds.distinct)])
         kinds = KindColumns([*kinds.distinct, *others.distinct], number)
         names = [self.table.names, NameColumns.of(self._local)]
-        self.segment = SegmentLayout.of_parts(names, kinds, metadata=SEGMENT_METADATA)
+        self.segment = SegmentLayout.of_columns(names, kinds, metadata=SEGMENT_METADATA)
         self.stop = start + self.segment.nbytes
         """End of the file in its step's memory."""
 
@@ -400,12 +400,18 @@ class FileLayout:
         own = zip(table.shard[whole].tolist(), table.row[whole].tolist(), strict=True)
         wholes = [self._place(table.shards[shard][0].slice, table.rows[row][2]) for shard, row in own]
         boxes = ["" if box is None else f",{json.dumps(box, separators=(',', ':'))}" for box in table.boxes]
+        box: list[Spelled] = [(boxes, np.where(by_element, table.shard, -1))] * bool(boxes)
         offsets, sizes = self.segment.offsets, self.segment.sizes
         parts: list[Spelled] = [
-            *("[", *table.names.parts, ",", ([_quoted(shard.operator) for shard, _ in table.shards], table.shard)),
+            *(
+                "[",
+                *(table.names.parts or ()),
+                ",",
+                ([_quoted(shard.operator) for shard, _ in table.shards], table.shard),
+            ),
             *((heads, table.row), np.where(by_element, table.starts, -1), (lengths, table.row)),
             *((wholes, np.where(whole, np.cumsum(whole) - 1, -1)), offsets[: len(table)], ",", sizes[: len(table)]),
-            *((ends, table.row), *([(boxes, np.where(by_element, table.shard, -1))] if boxes else []), "]"),
+            *((ends, table.row), *box, "]"),
         ]
         rows = [spell_rows(parts, len(table))] * bool(len(table)) + [row.encode("ascii") for row in self._local_rows()]
         return b"[" + b",".join(rows) + b"]", np.stack([offsets, offsets + sizes])

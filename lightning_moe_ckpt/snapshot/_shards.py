@@ -111,6 +111,10 @@ class ShardTable:
         within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         self.row: Column = np.repeat(np.array(first, np.int64)[number], count) + within
         """Index in `rows`, by tensor."""
+        self.shard: Column = np.repeat(np.arange(len(shards)), count)
+        """Index in `shards`, by tensor."""
+        self.starts = np.array([shard.slice.global_start for shard, _ in shards], np.int64)[self.shard]
+        """First element of the shard in the parameter over all ranks, by tensor."""
 
     def __len__(self) -> int:
         """Return the number of tensors."""
@@ -120,18 +124,6 @@ class ShardTable:
     def kinds(self) -> KindColumns:
         """Dtypes and shapes of the tensors."""
         return KindColumns([(form[1], (numel_of(form, numel),)) for _, numel, form in self.rows], self.row)
-
-    @cached_property
-    def shard(self) -> Column:
-        """Index in `shards`, by tensor."""
-        return np.repeat(np.arange(len(self.shards)), self.columns.tensors)
-
-    @cached_property
-    def starts(self) -> Column:
-        """First element of the shard in the parameter over all ranks, by tensor."""
-        return np.fromiter([shard.slice.global_start for shard, _ in self.shards], np.int64, len(self.shards))[
-            self.shard
-        ]
 
     @cached_property
     def boxes(self) -> list[Bounds | None]:
@@ -147,8 +139,7 @@ class ShardTable:
             [f"+{numel}" for _, numel, _ in self.rows],
             [f"/{_quoted(key)[1:]}" for *_, (key, *_) in self.rows],
         )
-        boxes = [box_text(box) for box in self.boxes]
-        box: list[Spelled] = [(boxes, self.shard)] if boxes else []
+        box: list[Spelled] = [(list(map(box_text, self.boxes)), self.shard)] * bool(self.boxes)
         parts: list[Spelled] = [(heads, self.row), self.starts, (lengths, self.row), *box, (keys, self.row)]
         return NameColumns(len(self), lambda: [field.name for field in self.fields], parts)
 

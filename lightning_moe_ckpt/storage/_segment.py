@@ -126,30 +126,16 @@ class SegmentLayout:
     @classmethod
     def of_columns(
         cls,
-        names: Sequence[str],
-        kinds: Sequence[TensorKind],
-        *,
-        metadata: Mapping[str, str],
-        header_nbytes: int | None = None,
-    ) -> SegmentLayout:
-        """Lay out tensors given by column, as `SegmentLayout` does.
-
-        With `header_nbytes`, the header's bytes, the header is spelled only on demand.
-        """
-        return cls.of_parts(
-            [NameColumns.of(names)], KindColumns.of(kinds), metadata=metadata, header_nbytes=header_nbytes
-        )
-
-    @classmethod
-    def of_parts(
-        cls,
         names: Sequence[NameColumns],
         kinds: KindColumns,
         *,
         metadata: Mapping[str, str],
         header_nbytes: int | None = None,
     ) -> SegmentLayout:
-        """Lay out tensors as `of_columns` does, without an object for each: `names` of some tensors, then of others."""
+        """Lay out tensors given by column, as `SegmentLayout` does: `names` of some tensors, then of others.
+
+        With `header_nbytes`, the header's bytes, the header is spelled only on demand.
+        """
         layout = cls.__new__(cls)
         layout._lay_out(names, kinds, metadata, _ALIGN, header_nbytes)  # noqa: SLF001  # its own
         return layout
@@ -193,7 +179,7 @@ class SegmentLayout:
     @cached_property
     def kinds(self) -> list[TensorKind]:
         """Dtypes and shapes of the tensors in order."""
-        return self._kinds.each()
+        return list(map(self._kinds.distinct.__getitem__, self._kinds.number.tolist()))
 
     @cached_property
     def _last(self) -> dict[str, int]:
@@ -296,10 +282,6 @@ class KindColumns(NamedTuple):
         numbers = dict(zip(distinct, range(len(distinct)), strict=True))
         return cls(distinct, np.fromiter(map(numbers.__getitem__, kinds), np.int64, len(kinds)))
 
-    def each(self) -> list[TensorKind]:
-        """Return the kinds one by one."""
-        return list(map(self.distinct.__getitem__, self.number.tolist()))
-
 
 class NameColumns(NamedTuple):
     """Names of some tensors in order."""
@@ -313,14 +295,6 @@ class NameColumns(NamedTuple):
     def of(cls, names: Sequence[str]) -> NameColumns:
         """Return names given one by one."""
         return cls(len(names), lambda: names)
-
-    def spelled(self) -> Sequence[Spelled]:
-        """Return the parts."""
-        return (
-            [(list(map(encode_basestring_ascii, self.texts())), np.arange(self.length))]
-            if self.parts is None
-            else self.parts
-        )
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -364,30 +338,22 @@ def _place(kinds: KindColumns, align: int) -> _Places:
 def _header(names: Sequence[NameColumns], kinds: KindColumns, places: _Places, metadata: Mapping[str, str]) -> bytes:
     """Spell the header like `json.dumps`, column by column: a large model's header has half a million entries."""
     starts, stops, ends = places.starts, places.stops, places.starts + places.sizes
-    gap, heads = (
-        ends < stops,
-        [
-            f':{{"dtype":"{_CODES[dtype]}","shape":{json.dumps(shape, separators=(",", ":"))},"data_offsets":['
-            for dtype, shape in kinds.distinct
-        ],
-    )
-
-    def padded(values: Ints) -> Ints:
-        return np.where(gap, values, -1)
-
+    heads = [
+        f':{{"dtype":"{_CODES[dtype]}","shape":{json.dumps(shape, separators=(",", ":"))},"data_offsets":['
+        for dtype, shape in kinds.distinct
+    ]
+    gap = ends < stops
+    # Behind each tensor with a gap, its padding: texts and numbers by turns.
     pads = [f']}},"{_PAD_PREFIX}', '":{"dtype":"U8","shape":[', '],"data_offsets":[', ","]
-    numbers = [np.cumsum(gap) - 1, stops - ends, ends, stops]
-    columns: list[Spelled] = [(heads, kinds.number), starts, ",", ends]
-    for pad, number in zip(pads, numbers, strict=True):
-        columns += [([pad], padded(np.zeros_like(starts))), padded(number)]
+    numbers = [np.where(gap, each, -1) for each in (np.cumsum(gap) - 1, stops - ends, ends, stops)]
     entries, at = list[bytes](), 0
     for each in names:
-        rows = slice(at, at := at + each.length)
-        own = [
-            part if isinstance(part, str) else (part[0], part[1][rows]) if isinstance(part, tuple) else part[rows]
-            for part in columns
-        ]
-        entries += [spell_rows([*each.spelled(), *own, "]}"], each.length)] * bool(each.length)
+        own = slice(at, at := at + each.length)
+        parts = each.parts or [(list(map(encode_basestring_ascii, each.texts())), np.arange(each.length))]
+        parts = [*parts, (heads, kinds.number[own]), starts[own], ",", ends[own]]
+        for pad, number in zip(pads, numbers, strict=True):
+            parts += [([pad], gap[own] - 1), number[own]]
+        entries += [spell_rows([*parts, "]}"], each.length)] * bool(each.length)
     first = json.dumps({_METADATA: dict(sorted(metadata.items()))}, separators=(",", ":"))[:-1]
     text = b",".join([first.encode("ascii"), *entries]) + b"}"
     text += b" " * (-(8 + len(text)) % _PAGE_NBYTES)
