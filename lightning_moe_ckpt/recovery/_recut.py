@@ -505,7 +505,7 @@ class Recut:
             HeldRecord.of(each, other, at, owners.get((each.fqn, other), 0))
             for other, steps in enumerate(cast("list[list[str]]", said))
             for at, rows in enumerate(steps)
-            for each in RecordRows(lambda rows=rows: (rows.encode(), np.empty((2, 0), np.int64))).columns.entries()  # type: ignore[misc]
+            for each in RecordRows(lambda rows=rows: (rows.encode(), np.empty(0, np.int64))).columns.entries()  # type: ignore[misc]
             if each.kind != JOURNAL and (other == rank or not is_scalar(each))
         ]
         tensors = [each for each in wanted if not is_scalar(each.record)]

@@ -240,10 +240,6 @@ class StateView:
         averages = (average for fqn in params for average in self.averages.of(fqn).values())
         return [*self.schema.watch(params.values()).tensors, *averages]
 
-    def base(self, field: Field) -> Tensor | None:
-        """Return the parameter, average or state tensor that a field is a slice of; `None` if it does not exist."""
-        return self.tensor(field.shard.slice.fqn, field.key)
-
     def tensor(self, fqn: str, key: str) -> Tensor | None:
         """Return a parameter's memory, or its average, gradient or state; `None` if there is no such gradient or state."""
         if key in (GRADIENT, PACKED):
@@ -255,14 +251,10 @@ class StateView:
 
     def live(self, field: Field) -> Tensor | None:
         """Return the live tensor that a field is copied from and to, flat; `None` if there is no such state yet."""
-        base = self.base(field)
-        return None if base is None else self.part_of(base, field)
-
-    @staticmethod
-    def part_of(base: Tensor, field: Field) -> Tensor:
-        """Return the field's slice of `base`, flat."""
-        flat = base.detach().view(-1)
-        return flat[field.shard.slice.start : field.shard.slice.stop] if field.shape is None else flat
+        piece = field.shard.slice
+        base = self.tensor(piece.fqn, field.key)
+        flat = None if base is None else base.detach().view(-1)
+        return flat if flat is None or field.shape is not None else flat[piece.start : piece.stop]
 
     def record_nbytes(self, operator: Operator, kind: RecordKind) -> int:
         """Return the bytes of one record, over all its writers, without alignment."""
@@ -316,7 +308,7 @@ class FileLayout:
         self.shards = {region: list(shards[region]) for region in sorted(shards, key=_largest_first)}
         self._written: dict[tuple[Region, int], ShardTable] = {}
         own = [self.written(region, groups.rank) for region in self.shards]
-        self.table = ShardTable.joined([each for each in own if each.shards] or [ShardTable([])])
+        self.table = own[0] if len(own) == 1 else ShardTable([shard for each in own for shard in each.shards])
         """Tensors of records that this rank writes, the first ones of the segment."""
         local = {} if journal_nbytes is None else self._local_kinds(journal_nbytes)
         self._local = list(local)
@@ -331,11 +323,6 @@ class FileLayout:
     def bytes_in(self, slot_U8: Tensor) -> Tensor:
         """Return the file's bytes in its step's memory, without a copy."""
         return slot_U8[self.start : self.stop]
-
-    @property
-    def own(self) -> list[Field]:
-        """Fields that this rank writes, an object per tensor."""
-        return self.table.fields
 
     def common(self, ranks: Collection[int]) -> list[Region]:
         """Return the first regions with all these ranks; of equally large ones all or none, which is so on each of them."""
@@ -358,7 +345,7 @@ class FileLayout:
     def run(self, ranks: Collection[int] | None = None) -> tuple[int, int] | None:
         """Return first byte, and the byte after the last, of this rank's shards in regions with all these ranks, or in all."""
         regions = self.shards if ranks is None else self.common(ranks)
-        count = sum(len(self.written(region, self.groups.rank)) for region in regions)
+        count = sum(len(self.written(region, self.groups.rank).row) for region in regions)
         if count == 0:
             return None
         return int(self.segment.offsets[0]), int(self.segment.offsets[count - 1] + self.segment.sizes[count - 1])
@@ -366,7 +353,7 @@ class FileLayout:
     def first_byte(self, region: Region) -> int:
         """Return the first byte of this rank's shards in a region, of which there are some."""
         before = list(self.shards)[: list(self.shards).index(region)]
-        return int(self.segment.offsets[sum(len(self.written(each, self.groups.rank)) for each in before)])
+        return int(self.segment.offsets[sum(len(self.written(each, self.groups.rank).row) for each in before)])
 
     def written(self, region: Region, writer: int) -> ShardTable:
         """Return the tensors that `writer` stores in `region`."""
@@ -410,10 +397,17 @@ class FileLayout:
                 ([_quoted(shard.operator) for shard, _ in table.shards], table.shard),
             ),
             *((heads, table.row), np.where(by_element, table.starts, -1), (lengths, table.row)),
-            *((wholes, np.where(whole, np.cumsum(whole) - 1, -1)), offsets[: len(table)], ",", sizes[: len(table)]),
+            *(
+                (wholes, np.where(whole, np.cumsum(whole) - 1, -1)),
+                offsets[: len(table.row)],
+                ",",
+                sizes[: len(table.row)],
+            ),
             *((ends, table.row), *box, "]"),
         ]
-        rows = [spell_rows(parts, len(table))] * bool(len(table)) + [row.encode("ascii") for row in self._local_rows()]
+        rows = [spell_rows(parts, len(table.row))] * bool(len(table.row)) + [
+            row.encode("ascii") for row in self._local_rows()
+        ]
         return b"[" + b",".join(rows) + b"]", np.stack([offsets, offsets + sizes])
 
     def _place(self, piece: ParamSlice, form: FieldForm) -> str:

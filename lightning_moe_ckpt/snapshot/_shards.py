@@ -7,7 +7,6 @@ of it in the garbage collector.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cached_property
 from json.encoder import encode_basestring_ascii as _quoted
 from operator import attrgetter
@@ -47,35 +46,6 @@ class Field(NamedTuple):
     """Name of the tensor in the segment's header."""
 
 
-class ShardColumns(NamedTuple):
-    """Shards by column, a value for each shard."""
-
-    kinds: list[tuple[Shard, list[FieldForm]]]
-    """A shard of each parameter, with its shards' tensors; a parameter with two kinds of record comes twice."""
-    kind: Column
-    """Index in `kinds`."""
-    start: Column
-    """First element of the shard in the parameter."""
-    numel: Column
-
-    @classmethod
-    def of(cls, shards: Sequence[tuple[Shard, list[FieldForm]]]) -> ShardColumns:
-        """Return the columns of shards; shards of one kind share the list of their tensors."""
-        ids = [id(forms) for _, forms in shards]
-        shared = dict(zip(ids, shards, strict=True))
-        numbers = dict(zip(shared, range(len(shared)), strict=True))
-        pieces = [shard.slice for shard, _ in shards]
-        start, stop = (np.fromiter(map(attrgetter(name), pieces), np.int64, len(pieces)) for name in ("start", "stop"))
-        return cls(
-            [*shared.values()], np.fromiter(map(numbers.__getitem__, ids), np.int64, len(ids)), start, stop - start
-        )
-
-    @property
-    def tensors(self) -> Column:
-        """Number of tensors in each shard."""
-        return np.array([len(forms) for _, forms in self.kinds], np.int64)[self.kind]
-
-
 class ParameterShards(NamedTuple):
     """Shards of a parameter in a table, by column."""
 
@@ -97,28 +67,36 @@ class ShardTable:
     """
 
     def __init__(self, shards: list[tuple[Shard, list[FieldForm]]]) -> None:
-        self.shards, self.columns = shards, ShardColumns.of(shards)
-        columns, count = self.columns, self.columns.tensors
-        step = int(columns.numel.max(initial=0)) + 1
-        alike, number = np.unique(columns.kind * step + columns.numel, return_inverse=True)
+        self.shards = shards
+        ids, pieces = [id(forms) for _, forms in shards], [shard.slice for shard, _ in shards]
+        shared = dict(zip(ids, shards, strict=True))
+        numbers = dict(zip(shared, range(len(shared)), strict=True))
+        self._kinds = list(shared.values())
+        """A shard of each parameter, with its shards' tensors; a parameter with two kinds of record comes twice."""
+        self._kind = np.array([*map(numbers.__getitem__, ids)], np.int64)
+        """Index in `_kinds`, by shard."""
+        start, stop = (np.fromiter(map(attrgetter(name), pieces), np.int64, len(pieces)) for name in ("start", "stop"))
+        self.start, self.numel = start, stop - start
+        """First element of each shard in the parameter, and elements."""
+        count = np.array([len(forms) for _, forms in self._kinds], np.int64)[self._kind]
+        self._first = np.cumsum(count) - count
+        """Index of each shard's first tensor."""
+        step = int(self.numel.max(initial=0)) + 1
+        alike, number = np.unique(self._kind * step + self.numel, return_inverse=True)
         self.rows: list[tuple[Shard, int, FieldForm]] = []
         """Different rows of the table: a shard like this, its elements, and a tensor in it."""
         first: list[int] = []
         for kind, numel in (divmod(each, step) for each in alike.tolist()):
             first.append(len(self.rows))
-            like, forms = columns.kinds[kind]
+            like, forms = self._kinds[kind]
             self.rows += [(like, numel, form) for form in forms]
-        within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        within = np.arange(count.sum()) - np.repeat(self._first, count)
         self.row: Column = np.repeat(np.array(first, np.int64)[number], count) + within
         """Index in `rows`, by tensor."""
         self.shard: Column = np.repeat(np.arange(len(shards)), count)
         """Index in `shards`, by tensor."""
-        self.starts = np.array([shard.slice.global_start for shard, _ in shards], np.int64)[self.shard]
+        self.starts = np.array([piece.global_start for piece in pieces], np.int64)[self.shard]
         """First element of the shard in the parameter over all ranks, by tensor."""
-
-    def __len__(self) -> int:
-        """Return the number of tensors."""
-        return len(self.row)
 
     @cached_property
     def kinds(self) -> KindColumns:
@@ -141,14 +119,7 @@ class ShardTable:
         )
         box: list[Spelled] = [(list(map(box_text, self.boxes)), self.shard)] * bool(self.boxes)
         parts: list[Spelled] = [(heads, self.row), self.starts, (lengths, self.row), *box, (keys, self.row)]
-        return NameColumns(len(self), lambda: [field.name for field in self.fields], parts)
-
-    @classmethod
-    def joined(cls, tables: Sequence[ShardTable]) -> ShardTable:
-        """Return a single table with the tensors of all tables, in their order."""
-        if len(tables) == 1:
-            return tables[0]
-        return cls([shard for table in tables for shard in table.shards])
+        return NameColumns(len(self.row), lambda: [field.name for field in self.fields], parts)
 
     @cached_property
     def fields(self) -> list[Field]:
@@ -158,11 +129,9 @@ class ShardTable:
 
     def by_parameter(self) -> list[ParameterShards]:
         """Return each parameter's shards, in order."""
-        columns = self.columns
-        first = np.cumsum(columns.tensors) - columns.tensors
-        order = np.argsort(columns.kind, kind="stable")
-        bounds = np.cumsum(np.bincount(columns.kind, minlength=len(columns.kinds)))[:-1]
+        order = np.argsort(self._kind, kind="stable")
+        bounds = np.cumsum(np.bincount(self._kind, minlength=len(self._kinds)))[:-1]
         return [
-            ParameterShards(shard.slice.fqn, forms, first[own], columns.start[own], columns.numel[own])
-            for (shard, forms), own in zip(columns.kinds, np.split(order, bounds), strict=True)
+            ParameterShards(shard.slice.fqn, forms, self._first[own], self.start[own], self.numel[own])
+            for (shard, forms), own in zip(self._kinds, np.split(order, bounds), strict=True)
         ]

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, TypeVar, overload
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.native import Ranges
+from lightning_moe_ckpt.native import Column, Ranges
 from lightning_moe_ckpt.storage._json import INTEGER, MAX_INTEGER, TEXT, Form, digest_of, keys
 from lightning_moe_ckpt.storage._names import GenerationId
-from lightning_moe_ckpt.storage._segment import Ints, itemsize_of
+from lightning_moe_ckpt.storage._segment import itemsize_of
 
 T = TypeVar("T")
 
@@ -218,7 +218,7 @@ class RecordTable(Sequence[RecordEntry]):
         return tuple(self.columns.entries())
 
 
-SpelledRows = tuple[bytes, Ints]
+SpelledRows = tuple[bytes, Column]
 """JSON of rows with the columns `RECORD_COLUMNS`, and each record's first byte in the file, and the byte behind its last."""
 
 
@@ -248,12 +248,8 @@ class RecordRows:
         rows = json.loads(self._spelled[1])
         return _read_columns(rows, [""] * len(rows), "records")
 
-    def digested(self, segment: memoryview) -> RecordTable:
-        """Digest every record in a finished segment, all bytes of the file, and return the records with digests."""
-        return self.digested_with_file(segment)[0]
-
     def digested_with_file(self, segment: memoryview) -> tuple[RecordTable, str]:
-        """Return the result of `digested` and the file's digest, in one pass over its bytes."""
+        """Return the records with digests, and the file's, from one pass over a finished segment, all bytes of the file."""
         ranges, rows = self._spelled
         digests, whole = ranges.digest(segment, _SEPARATOR)
         return RecordTable(*_line(digests, rows), rows=self), whole

@@ -22,11 +22,10 @@ from operator import mul
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.native import Spelled, spell_rows
+from lightning_moe_ckpt.native import Column, Spelled, spell_rows
 
 _PAGE_NBYTES = 4096
 MAX_HEADER_NBYTES = 100_000_000
@@ -90,11 +89,6 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    @property
-    def kind(self) -> TensorKind:
-        """Return dtype and shape."""
-        return self.dtype, self.shape
-
 
 class Span(NamedTuple):
     """Place of a tensor in the file."""
@@ -120,7 +114,7 @@ class SegmentLayout:
         Raises:
             ValueError: a repeated or reserved name, a dtype the format lacks, or a bad alignment.
         """
-        names, kinds = [spec.name for spec in tensors], KindColumns.of([spec.kind for spec in tensors])
+        names, kinds = [spec.name for spec in tensors], KindColumns.of([(spec.dtype, spec.shape) for spec in tensors])
         self._lay_out([NameColumns.of(names)], kinds, metadata, align, None)
 
     @classmethod
@@ -202,13 +196,6 @@ class SegmentLayout:
         """`offsets` and `sizes` in pairs."""
         return list(zip(self.offsets.tolist(), self.sizes.tolist(), strict=True))
 
-    @property
-    def pads(self) -> dict[str, Span]:
-        """Padding tensors, by name."""
-        gaps = [(start + nbytes, -nbytes % self.align) for start, nbytes in self.places]
-        pads = [Span(stop, gap, torch.uint8, (gap,)) for stop, gap in gaps if gap]
-        return {f"{_PAD_PREFIX}{number}": pad for number, pad in enumerate(pads)}
-
     def write_header(self, buffer: torch.Tensor) -> None:
         """Write the header into `buffer` (uint8, 1-D, at least `nbytes`) and zeros into the gaps."""
         buffer[: len(self.header)].copy_(torch.frombuffer(bytearray(self.header), dtype=torch.uint8))
@@ -231,7 +218,7 @@ class SegmentLayout:
         return buffer[start : start + nbytes].view(dtype).view(shape)
 
     @staticmethod
-    def placed(kinds: KindColumns) -> tuple[Ints, Ints]:
+    def placed(kinds: KindColumns) -> tuple[Column, Column]:
         """Return offset and bytes of each tensor as a layout would place it; offsets count from the header's end."""
         places = _place(kinds, _ALIGN)
         return places.starts, places.sizes
@@ -266,14 +253,11 @@ class SegmentLayout:
         return bytes(data[: 8 + _header_nbytes(data)])
 
 
-Ints = npt.NDArray[np.int64]
-
-
 class KindColumns(NamedTuple):
     """Numbered kinds of tensors in order: kinds are few, and looking one up takes longer than anything else here."""
 
     distinct: list[TensorKind]
-    number: Ints
+    number: Column
 
     @classmethod
     def of(cls, kinds: Sequence[TensorKind]) -> KindColumns:
@@ -317,9 +301,9 @@ def _check(metadata: Mapping[str, str], align: int) -> None:
 class _Places(NamedTuple):
     """Places of tensors in order; offsets count from the header's end, in bytes."""
 
-    starts: Ints
-    sizes: Ints
-    stops: Ints
+    starts: Column
+    sizes: Column
+    stops: Column
     """End of the padding behind each tensor."""
 
 
