@@ -266,10 +266,11 @@ MEASURED = (
 PRICE = Goal("price", "of an operator and step, in any place", 1.0, "us", at_least=False)
 _PLACES = {
     "tiers: marker": ("moe-ckpt-host", "moe-ckpt-storage"),
-    "copies, digests": ("native python", "moe-ckpt-copy", "moe-ckpt-digest", ENDED),
+    "copy engine": ("native python", "moe-ckpt-copy"),
+    "digests": ("moe-ckpt-digest", ENDED),
     "journal": ("moe-ckpt-seal",),
 }
-"""Threads by place; those that digest and copy end with their work."""
+"""Threads by place; those that digest end with their work."""
 
 
 def sizes_of(text: str) -> list[int]:

@@ -266,9 +266,7 @@ class _TierCost:
 
         `step` is the duration of a quiet step, in seconds, and `nbytes` the size of a generation.
         """
-        if (
-            not self.longer and self.worker.rate and nbytes >= _LARGE_NBYTES
-        ):  # generation 0 was there before such a step
+        if not self.longer and self.worker.rate and nbytes >= _LARGE_NBYTES:
             return _PRESUMED_SHARE * nbytes / self.worker.rate, nbytes / self.worker.rate
         steps = max(self._steps, sum(self._lasted) / len(self._lasted) if self._lasted else 0)
         return steps * self.longer.surely(), steps * (step + self.longer.mean())
@@ -452,7 +450,7 @@ class Governor:
 
     def may_work(self, name: str, idle_for: int) -> bool:
         """Return whether a tier may take a generation that has been `idle_for` microseconds on every rank."""
-        return idle_for > self.rest_seconds.get(name, 0.0) * _PPM
+        return idle_for > min(self.rest_seconds.get(name, 0.0) * _PPM, _FOREVER)
 
     def overhead(self, *, start_seconds: float, end_seconds: float) -> Overhead:
         """Return the cost of checkpoints on this rank."""

@@ -370,25 +370,21 @@ class FileLayout:
             has_state: whether the optimizer has state yet, by parameter.
         """
         table, is_state = self.table, cache(self.view.is_state)
-        heads, lengths, ends = list[str](), list[str](), list[str]()
-        for shard, numel, (key, dtype, shape) in table.rows:
-            piece, interval = shard.slice, "" if shape else "[],0,1,"
-            if shape is None:
-                interval = f"[{','.join(map(str, piece.global_shape))}],"
-            elif key == PACKED:
-                interval = f"[{(nbytes := numel_of((key, dtype, shape), numel))}],0,{nbytes},"
-            heads.append(f',"{shard.kind.value}",{_quoted(piece.fqn)},{_quoted(key)},"{dtype_code(dtype)}",{interval}')
-            lengths.append(f",{numel}," if shape is None else "")
-            there = shard.kind is RecordKind.COMPUTE or has_state[piece.fqn] or not is_state(key)
+        heads, lengths, ends, factors = list[str](), list[str](), list[str](), list[tuple[int, int, int]]()
+        for shard, numel, form in table.rows:
+            (key, dtype, _), fqn = form, shard.slice.fqn
+            shape, length, factor = self._interval(shard.slice, form, numel)
+            kind = f'"{shard.kind.value}",{_quoted(fqn)},{_quoted(key)},"{dtype_code(dtype)}"'
+            heads.append(f",{kind},[{','.join(map(str, shape))}],")
+            lengths.append(f",{length},")
+            there = shard.kind is RecordKind.COMPUTE or has_state[fqn] or not is_state(key)
             ends.append(",true" if there else ",false")
-        shapes = [shape for *_, (_, _, shape) in table.rows]
-        by_element = np.array([shape is None for shape in shapes], bool)[table.row]
-        whole = np.array(list(map(bool, shapes)), bool)[table.row]
-        own = zip(table.shard[whole].tolist(), table.row[whole].tolist(), strict=True)
-        wholes = [self._place(table.shards[shard][0].slice, table.rows[row][2]) for shard, row in own]
+            factors.append(factor)
+        by, per, each = np.array(factors, np.int64).reshape(-1, 3)[table.row].T
         boxes = ["" if box is None else f",{json.dumps(box, separators=(',', ':'))}" for box in table.boxes]
-        box: list[Spelled] = [(boxes, np.where(by_element, table.shard, -1))] * bool(boxes)
-        offsets, sizes = self.segment.offsets, self.segment.sizes
+        boxed = np.array([shape is None for *_, (_, _, shape) in table.rows], bool)[table.row]
+        box: list[Spelled] = [(boxes, np.where(boxed, table.shard, -1))] * bool(boxes)
+        count, offsets, sizes = len(table.row), self.segment.offsets, self.segment.sizes
         parts: list[Spelled] = [
             *(
                 "[",
@@ -396,30 +392,33 @@ class FileLayout:
                 ",",
                 ([_quoted(shard.operator) for shard, _ in table.shards], table.shard),
             ),
-            *((heads, table.row), np.where(by_element, table.starts, -1), (lengths, table.row)),
-            *(
-                (wholes, np.where(whole, np.cumsum(whole) - 1, -1)),
-                offsets[: len(table.row)],
-                ",",
-                sizes[: len(table.row)],
-            ),
-            *((ends, table.row), *box, "]"),
+            *((heads, table.row), table.starts * by // per * each, (lengths, table.row), offsets[:count], ","),
+            *(sizes[:count], (ends, table.row), *box, "]"),
         ]
-        rows = [spell_rows(parts, len(table.row))] * bool(len(table.row)) + [
-            row.encode("ascii") for row in self._local_rows()
-        ]
+        rows = [spell_rows(parts, count)] * bool(count) + [row.encode("ascii") for row in self._local_rows()]
         return b"[" + b",".join(rows) + b"]", np.stack([offsets, offsets + sizes])
 
-    def _place(self, piece: ParamSlice, form: FieldForm) -> str:
-        """Return a record's shape, start and length if it has no element per element; a stack's statistics are of rows of all ranks."""
-        (key, _, shape), param, first = form, self.view.params[piece.fqn], 0
-        assert shape is not None
-        numel = math.prod(shape)
-        (entry,) = [each for each in self.view.schema.entries(param) if each.key == key]
-        if entry.by_row and param.shape != piece.global_shape:
-            first = piece.global_start * len(param) // max(1, param.numel()) * (numel // max(1, len(param)))
-            shape = (piece.global_shape[0], *shape[1:])
-        return f"[{','.join(map(str, shape))}],{first},{numel},"
+    def _interval(
+        self, piece: ParamSlice, form: FieldForm, numel: int
+    ) -> tuple[tuple[int, ...], int, tuple[int, int, int]]:
+        """Return a record's shape and length; its start is the piece's by the first number, per the second, times the third.
+
+        A stack's statistics are of rows of all ranks.
+        """
+        (key, _, shape), size, param = form, numel_of(form, numel), self.view.params[piece.fqn]
+        if shape is None:
+            return piece.global_shape, numel, (1, 1, 1)
+        if key == PACKED:
+            return (size,), size, (0, 1, 1)
+        if param.shape == piece.global_shape or not any(
+            e.key == key and e.by_row for e in self.view.schema.entries(param)
+        ):
+            return shape, size, (0, 1, 1)
+        return (
+            (piece.global_shape[0], *shape[1:]),
+            size,
+            (len(param), max(1, param.numel()), size // max(1, len(param))),
+        )
 
     def _local_kinds(self, journal_nbytes: int) -> dict[str, TensorKind]:
         """Return the tensors that only this rank has: buffers, then the journal."""

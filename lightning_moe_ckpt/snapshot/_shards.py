@@ -113,10 +113,8 @@ class ShardTable:
     def names(self) -> NameColumns:
         """Names in the segment's header."""
         heads = [f'"{_quoted(f"{shard.kind.value}/{shard.slice.fqn}/")[1:-1]}' for shard, *_ in self.rows]
-        lengths, keys = (
-            [f"+{numel}" for _, numel, _ in self.rows],
-            [f"/{_quoted(key)[1:]}" for *_, (key, *_) in self.rows],
-        )
+        lengths = [f"+{numel}" for _, numel, _ in self.rows]
+        keys = [f"/{_quoted(key)[1:]}" for *_, (key, *_) in self.rows]
         box: list[Spelled] = [(list(map(box_text, self.boxes)), self.shard)] * bool(self.boxes)
         parts: list[Spelled] = [(heads, self.row), self.starts, (lengths, self.row), *box, (keys, self.row)]
         return NameColumns(len(self.row), lambda: [field.name for field in self.fields], parts)
