@@ -4,7 +4,7 @@
 
 #include "abi.hpp"
 
-// Part of every row; mirrors `SpelledColumn` of _prototypes.py.
+// Part of every row: three addresses.
 struct SpelledColumn {
   const char* text;       // texts one behind the other; null for numbers
   const int64_t* bounds;  // begin of each text, and the end of the last

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,7 @@ from torch import Tensor
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.native._library import Library, cpu
-from lightning_moe_ckpt.native._prototypes import SpelledColumn, Xxh3
+from lightning_moe_ckpt.native._prototypes import Xxh3
 
 log = rank_logger(__name__)
 
@@ -335,20 +336,17 @@ def spell_rows(parts: Sequence[Spelled], count: int) -> bytes:
 def spell_compiled(library: Library, columns: Sequence[TextColumn]) -> bytes:
     """Compute `spell_rows` in one call of the compiled part."""
     count = nbytes = len(columns[0][1])
-    spelled, kept = (SpelledColumn * len(columns))(), list[object]()
-    for each, (texts, numbers) in zip(spelled, columns, strict=True):
+    kept: list[npt.NDArray[Any]] = []  # alive until the call: text, bounds and values of each column
+    for texts, numbers in columns:
         values = np.ascontiguousarray(numbers, np.int64)
-        each.values = values.ctypes.data
-        if texts is None:
-            nbytes += count * len(str(values.max(initial=0)))
-        else:
-            text, bounds = "".join(texts).encode("ascii"), np.cumsum([0, *map(len, texts)], dtype=np.int64)
-            nbytes += int(np.diff(bounds)[values[values >= 0]].sum())
-            each.text, each.bounds = ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p), bounds.ctypes.data
-            kept += [text, bounds]
-        kept.append(values)
+        text = np.frombuffer(b"\0" + "".join(texts or ()).encode("ascii"), np.uint8)[1:]  # a place even if empty
+        bounds = np.cumsum([0, *map(len, texts or ())], dtype=np.int64)
+        nbytes += int(np.diff(bounds)[values[values >= 0]].sum()) if texts else count * len(str(values.max(initial=0)))
+        kept += [text, bounds, values]
+    spelled = np.array([each.ctypes.data for each in kept], np.uint64)
+    spelled[::3] *= [texts is not None for texts, _ in columns]
     out, written = np.empty(nbytes, np.uint8), ctypes.c_uint64()
-    library.moe_spell_rows(spelled, len(columns), count, out.ctypes.data, nbytes, written)
+    library.moe_spell_rows(spelled.ctypes.data, len(columns), count, out.ctypes.data, nbytes, written)
     return out[: written.value].tobytes()
 
 

@@ -69,12 +69,6 @@ class Xxh3(c.Structure):
     _fields_ = tuple((name, c.c_void_p) for name in ("once", "create", "free", "reset", "update", "digest"))
 
 
-class SpelledColumn(c.Structure):
-    """Part of every row of text; mirrors `SpelledColumn` of cpu_spell.cpp."""
-
-    _fields_ = tuple((name, c.c_void_p) for name in ("text", "bounds", "values"))
-
-
 @dataclass(frozen=True, slots=True)
 class Prototype:
     """Signature of a C function."""
@@ -143,7 +137,7 @@ CPU: Mapping[str, Prototype] = {
     "moe_digest_ranges": fallible(
         c.POINTER(Xxh3), c.c_void_p, c.c_uint64, c.c_void_p, c.c_uint64, c.c_char_p, c.c_void_p, c.c_char_p
     ),
-    "moe_spell_rows": fallible(c.POINTER(SpelledColumn), c.c_uint64, c.c_uint64, c.c_void_p, c.c_uint64, _U64_OUT),
+    "moe_spell_rows": fallible(c.c_void_p, c.c_uint64, c.c_uint64, c.c_void_p, c.c_uint64, _U64_OUT),
     "moe_append": plain(c.c_int32, c.c_int32, c.c_void_p, c.c_uint64, c.c_uint64),
     **_plan("cpu"),
     "moe_cpu_plan_run": fallible(_HANDLE, c.c_int32),

@@ -17,7 +17,7 @@ import torch
 
 from lightning_moe_ckpt.native import Column, Spelled, packed_nbytes
 from lightning_moe_ckpt.policies import Shard, box_text
-from lightning_moe_ckpt.storage import Bounds, KindColumns, NameColumns
+from lightning_moe_ckpt.storage import KindColumns, NameColumns
 
 PACKED = "packed"
 """Key of a compressed gradient: `packed_nbytes` bytes per shard."""
@@ -97,17 +97,10 @@ class ShardTable:
         """Index in `shards`, by tensor."""
         self.starts = np.array([piece.global_start for piece in pieces], np.int64)[self.shard]
         """First element of the shard in the parameter over all ranks, by tensor."""
-
-    @cached_property
-    def kinds(self) -> KindColumns:
+        self.kinds = KindColumns([(form[1], (numel_of(form, numel),)) for _, numel, form in self.rows], self.row)
         """Dtypes and shapes of the tensors."""
-        return KindColumns([(form[1], (numel_of(form, numel),)) for _, numel, form in self.rows], self.row)
-
-    @cached_property
-    def boxes(self) -> list[Bounds | None]:
+        self.boxes = [piece.box for piece in pieces] if any(piece.box for piece in pieces) else []
         """Boxes of the shards; empty if none has one."""
-        boxes = [shard.slice.box for shard, _ in self.shards]
-        return boxes if any(boxes) else []
 
     @property
     def names(self) -> NameColumns:

@@ -143,10 +143,7 @@ class SegmentLayout:
         header_nbytes: int | None,
     ) -> None:
         self._names, self._kinds = names, kinds
-        for each in names:
-            if each.parts is None:
-                _check_names(each.texts())
-        _check(metadata, align)
+        _check([name for each in names if each.parts is None for name in each.texts()], metadata, align)
         for number, (dtype, _) in enumerate(kinds.distinct):
             if dtype not in _CODES:
                 raise ValueError(f"{self.names[int(np.argmax(kinds.number == number))]!r}: {_not_stored(dtype)}")
@@ -281,7 +278,7 @@ class NameColumns(NamedTuple):
         return cls(len(names), lambda: names)
 
 
-def _check_names(names: Sequence[str]) -> None:
+def _check(names: Sequence[str], metadata: Mapping[str, str], align: int) -> None:
     if len(set(names)) != len(names):
         repeated = sorted(name for name, count in Counter(names).items() if count > 1)
         raise ValueError(f"`SegmentLayout`: repeated names {repeated}.")
@@ -289,9 +286,6 @@ def _check_names(names: Sequence[str]) -> None:
     maybe = f"\n{_PAD_PREFIX}" in "\n" + "\n".join(names) or _METADATA in names
     if maybe and (reserved := [n for n in names if n == _METADATA or n.startswith(_PAD_PREFIX)]):
         raise ValueError(f"`SegmentLayout`: reserved names {reserved}.")
-
-
-def _check(metadata: Mapping[str, str], align: int) -> None:
     if reserved := sorted({_FORMAT_KEY, _ALIGN_KEY} & metadata.keys()):
         raise ValueError(f"`SegmentLayout`: reserved metadata {reserved}.")
     if align < 8 or _PAGE_NBYTES % align:
