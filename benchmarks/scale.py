@@ -347,8 +347,8 @@ def table(figures: Sequence[ScaleFigure]) -> RenderableType:
     growth = ("", "fixed", "us/operator", "exponent", f"{largest.num_experts:,} experts", "goal", "outcome")
     note = "per step, operators are those that a step of the window takes; else all"
     grown = table_of("What it grows by", growth, [_grown(each, figures) for each in MEASURED], note)
-    columns = ("place", *(f"{figure.num_experts:,}" for figure in figures), "us/operator", "goal", "outcome")
-    places = table_of("CPU time of a step by place", columns, _places(figures), "operators are all those of the model")
+    header = ("place", *(f"{figure.num_experts:,}" for figure in figures), "us/operator", "goal", "outcome")
+    places = table_of("CPU time of a step by place", header, _places(figures), "operators are all those of the model")
     return Group(costs, grown, places)
 
 

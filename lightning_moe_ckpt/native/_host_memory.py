@@ -1,4 +1,4 @@
-"""Prepare host memory before the first copy needs it; digest its ranges, spell what is in it, and append it to files.
+"""Prepare host memory before the first copy; digest ranges, spell rows of text, and append to files.
 
 Reserved memory is not mapped memory: the first write to every page is a fault, at a sixth of the speed of later writes.
 So a background thread maps the pages ahead; it changes no byte and so may run while the memory is in use. With several
@@ -317,7 +317,7 @@ _NAMES = (
 
 Numbers = npt.NDArray[np.int64]
 Spelled = str | Numbers | tuple[Sequence[str], Numbers]
-"""Part of every row of text: a constant, or per row a number, or a text's index. A negative number or index adds nothing."""
+"""Part of every row: a constant, or per row a number, or a text's index. Negative numbers and indices add nothing."""
 TextColumn = tuple[Sequence[str] | None, Numbers]
 """Texts with their indices by row, or numbers by row."""
 

@@ -435,13 +435,13 @@ class Governor:
         """Seconds that each tier rests after a generation; the same on all ranks."""
         self._period = 1
         self._began, self._decided = clock(), 0
-        """Time at which it was made, in seconds of the clock, and step of the newest decision."""
+        """Time of creation in seconds by the clock, and step of the newest decision."""
         self._asked = False
         """Whether the votes under way carry costs."""
         self._said: dict[str, float] = {}
 
     def idle_for(self, worker: Paced) -> int:
-        """Return the microseconds for which a tier has been idle here, at least 1; 0 while it is at work."""
+        """Return the microseconds for which a tier has been idle here, at least 1; 0 while at work."""
         if not worker.idle:
             return 0
         now = self._clock()

@@ -57,7 +57,7 @@ class LaneVote(NamedTuple):
     """One rank's vote on a tier, before a window."""
 
     idle: int
-    """Microseconds for which the tier has been idle, at least 1; 0 while it is at work."""
+    """Microseconds for which the tier has been idle, at least 1; 0 while at work."""
     holds: int
     """Bits of the outstanding generations that the tier holds."""
     gave_up: int

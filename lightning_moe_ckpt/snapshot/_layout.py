@@ -351,7 +351,7 @@ class FileLayout:
         return int(self.segment.offsets[0]), int(self.segment.offsets[count - 1] + self.segment.sizes[count - 1])
 
     def first_byte(self, region: Region) -> int:
-        """Return the first byte of this rank's shards in a region, of which there are some."""
+        """Return the first byte of this rank's shards in a region that is not empty."""
         before = list(self.shards)[: list(self.shards).index(region)]
         return int(self.segment.offsets[sum(len(self.written(each, self.groups.rank).row) for each in before)])
 

@@ -84,7 +84,7 @@ class ShardTable:
         step = int(self.numel.max(initial=0)) + 1
         alike, number = np.unique(self._kind * step + self.numel, return_inverse=True)
         self.rows: list[tuple[Shard, int, FieldForm]] = []
-        """Different rows of the table: a shard like this, its elements, and a tensor in it."""
+        """Different rows of the table: a shard as example, its elements, and a tensor."""
         first: list[int] = []
         for kind, numel in (divmod(each, step) for each in alike.tolist()):
             first.append(len(self.rows))
@@ -100,7 +100,7 @@ class ShardTable:
         self.kinds = KindColumns([(form[1], (numel_of(form, numel),)) for _, numel, form in self.rows], self.row)
         """Dtypes and shapes of the tensors."""
         self.boxes = [piece.box for piece in pieces] if any(piece.box for piece in pieces) else []
-        """Boxes of the shards; empty if none has one."""
+        """Boxes by shard; empty without any."""
 
     @property
     def names(self) -> NameColumns:

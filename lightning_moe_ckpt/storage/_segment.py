@@ -174,7 +174,7 @@ class SegmentLayout:
 
     @cached_property
     def _last(self) -> dict[str, int]:
-        """Places in the order of the last names, which are looked up in every step."""
+        """Indices of the last names, looked up in every step."""
         last = self._names[-1].texts()
         return dict(zip(last, range(len(self.sizes) - len(last), len(self.sizes)), strict=True))
 
@@ -258,7 +258,7 @@ class KindColumns(NamedTuple):
 
     @classmethod
     def of(cls, kinds: Sequence[TensorKind]) -> KindColumns:
-        """Return the columns of kinds given one by one."""
+        """Return the columns for a list."""
         distinct = list(dict.fromkeys(kinds))
         numbers = dict(zip(distinct, range(len(distinct)), strict=True))
         return cls(distinct, np.fromiter(map(numbers.__getitem__, kinds), np.int64, len(kinds)))
@@ -274,7 +274,7 @@ class NameColumns(NamedTuple):
 
     @classmethod
     def of(cls, names: Sequence[str]) -> NameColumns:
-        """Return names given one by one."""
+        """Return the columns for a list."""
         return cls(len(names), lambda: names)
 
 
