@@ -318,8 +318,7 @@ _NAMES = (
 Numbers = npt.NDArray[np.int64]
 Spelled = str | Numbers | tuple[Sequence[str], Numbers]
 """Part of every row: a constant, or per row a number, or a text's index. Negative numbers and indices add nothing."""
-TextColumn = tuple[Sequence[str] | None, Numbers]
-"""Texts with their indices by row, or numbers by row."""
+TextColumn = tuple[Sequence[str] | None, Numbers]  # texts with their indices by row, or numbers by row
 
 
 def spell_rows(parts: Sequence[Spelled], count: int) -> bytes:
