@@ -39,7 +39,7 @@ from lightning_moe_ckpt.benchmarks._fits import BenchModel, ModelSize, bench_tra
 from lightning_moe_ckpt.benchmarks._native import in_turns
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, DifferentialCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.recovery import Difference, fold
-from lightning_moe_ckpt.storage import SegmentLayout
+from lightning_moe_ckpt.storage import KindColumns, NameColumns, SegmentLayout
 from lightning_moe_ckpt.tiers import StepSettings
 
 _LENGTHS = (1, 8, 64)
@@ -216,7 +216,7 @@ def applied(options: SimpleNamespace, lengths: Sequence[int] = _LENGTHS) -> list
 def laid_out(tensors: dict[str, Tensor]) -> tuple[Tensor, SegmentLayout]:
     """A file with these tensors: its bytes, as in memory, and its layout."""
     kinds = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors.values()]
-    layout = SegmentLayout.of_columns([*tensors], kinds, metadata={})
+    layout = SegmentLayout.of_columns([NameColumns.of([*tensors])], KindColumns.of(kinds), metadata={})
     memory_U8 = torch.zeros(layout.nbytes, dtype=torch.uint8)
     for name, tensor in tensors.items():
         layout.view(memory_U8, name).copy_(tensor)

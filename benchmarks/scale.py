@@ -1,11 +1,14 @@
 """Measure how the cost of checkpoints grows with the number of operators.
 
 A model of four layers of tiny experts is trained with a window of eight steps, from 256 experts in all up to those of the
-largest models that the paper plans for. Two fits take turns, without checkpoints and with sparse ones in memory only: storage
+largest models that the paper plans for: the more experts, the smaller, so that all models have the same bytes in them, and
+what grows is the price of an operator. Two fits take turns, without checkpoints and with sparse ones in memory only: storage
 rests once it has generation 0. Then the second one is killed by SIGKILL, and a new process resumes from memory.
 
 Of each figure a line (cost = fixed + slope x operators) and an exponent (cost grows as operators ** exponent) are fitted. Time
-in hooks is CPU time of the training thread, which other load changes little; the added time of a step sees everything.
+in hooks is CPU time of the training thread, which other load changes little; the added time of a step sees everything. A last
+table has the CPU time of a step by place, less that of the fit without checkpoints: the training thread, the threads of tiers
+with the native ones that they wait for (digests, copies), and what encodes journals.
 
 Source: MoEvement (2026), Sec. 5.4, which has 15,000 operators; `Measured` is judged by goals of our own.
 """
@@ -31,7 +34,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Goal, Progress, accelerator_for, milliseconds, table_of
-from lightning_moe_ckpt.benchmarks._breakdown import HookMeter
+from lightning_moe_ckpt.benchmarks._breakdown import ENDED, HookMeter, ThreadTimes
 from lightning_moe_ckpt.benchmarks._fits import (
     HandOver,
     StorageGate,
@@ -59,12 +62,13 @@ class ManyExperts(LightningModule):
 
     Args:
         num_experts: over all layers, a multiple of four.
+        hidden: width of an expert.
     """
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, hidden: int = _HIDDEN) -> None:
         super().__init__()
         self.embed = nn.Embedding(_VOCABULARY, _DIM)
-        self.layers = nn.ModuleList(MoELayer(_DIM, _HIDDEN, num_experts // _LAYERS) for _ in range(_LAYERS))
+        self.layers = nn.ModuleList(MoELayer(_DIM, hidden, num_experts // _LAYERS) for _ in range(_LAYERS))
         self.head = nn.Linear(_DIM, _VOCABULARY)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -91,6 +95,10 @@ class ScaleTurn(NamedTuple):
     """Of the steps that count; none if the turn ended at the first batch."""
     hooks: float
     """CPU time of the training thread in hooks, mean of these steps."""
+    threads: dict[str, float]
+    """CPU time of other threads by name, mean of these steps."""
+    window: float
+    """From the first batch to the end of two windows, in the first turn with steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +121,7 @@ class _ScaleFit:
             checkpoint = SparseCheckpoint(self.url, window=WINDOW, **(shared_arguments(memory_only=True) | resume))
         turns = _ScaleTurns(self, checkpoint, gate, hand_over)
         torch.manual_seed(0)
-        model = ManyExperts(self.num_experts)
+        model = ManyExperts(self.num_experts, _HIDDEN * max(sizes_of(self.options.sizes)) // self.num_experts)
         # Two windows before the first turn that counts.
         total_steps = 2 * WINDOW + self.options.scale_rounds * (_SETTLE + self.options.scale_steps)
         tokens = torch.randint(_VOCABULARY, (_BATCH * (total_steps + 1), _TOKENS))
@@ -146,6 +154,7 @@ class _ScaleTurns(Callback):
         self._checkpoint, self._gate, self._hand_over = checkpoint, gate, hand_over
         self._meter = HookMeter(None)
         self._clocks, self._hooks, self._first = list[float](), 0.0, True
+        self._threads, self._window = ThreadTimes.now(), 0.0
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
@@ -153,24 +162,28 @@ class _ScaleTurns(Callback):
             return
         self._first, seconds = False, time.perf_counter() - self.began
         restore = self._checkpoint.report.restore_seconds if self._checkpoint is not None else 0.0
-        self._hand_over(ScaleTurn(seconds, restore, [], 0.0))
+        self._hand_over(ScaleTurn(seconds, restore, [], 0.0, {}, 0.0))
+        self._window = time.perf_counter()
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         if trainer.global_step == 1 and self._checkpoint is not None:
             self._checkpoint.wait_committed()  # of generation 0
             self._gate.close()
+        if trainer.global_step == 2 * WINDOW:
+            self._window = time.perf_counter() - self._window
         step = trainer.global_step - 2 * WINDOW - _SETTLE
         within = step % self._period
         if step < 0 or within > self._steps:
             return
         if within == 0:
-            self._clocks, self._hooks = [], self._hook_seconds()
+            self._clocks, self._hooks, self._threads = [], self._hook_seconds(), ThreadTimes.now()
         self._clocks.append(time.perf_counter())
         if within == self._steps:
             steps = [end - start for start, end in pairwise(self._clocks)]
             hooks = (self._hook_seconds() - self._hooks) / len(steps)
-            self._hand_over(ScaleTurn(0.0, 0.0, steps, hooks))
+            threads = ThreadTimes.now().since(self._threads, len(steps))
+            self._hand_over(ScaleTurn(0.0, 0.0, steps, hooks, threads, self._window))
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -195,6 +208,10 @@ class ScaleFigure:
     """Mean step less that without checkpoints in the same round, median over the rounds."""
     hook_seconds: float
     """CPU time of the training thread in hooks per step, median over the rounds."""
+    thread_seconds: dict[str, float]
+    """CPU time of other threads per step beyond that of a fit without checkpoints, median over the rounds."""
+    start_seconds: float
+    """Time until two windows are done beyond that of a fit without checkpoints: until the first batch, and to plan."""
     first_batch_seconds: float
     """From `Trainer.fit` to the first batch."""
     bare_first_batch_seconds: float
@@ -242,10 +259,18 @@ class Measured(NamedTuple):
 MEASURED = (
     Measured("added per step", lambda f: f.added_seconds, lambda f: f.slot_operators, 1e-4, 2e-7),
     Measured("hooks per step, CPU", lambda f: f.hook_seconds, lambda f: f.slot_operators, 1e-4, 2e-7),
-    Measured("to the first batch", lambda f: f.first_batch_seconds, lambda f: f.num_operators, 3.0, 1e-4),
+    Measured("start", lambda f: f.start_seconds, lambda f: f.num_operators, 3.0, 1e-4),
     Measured("restore", lambda f: f.restore_seconds, lambda f: f.num_operators, 3.0, 1e-4),
 )
 """Figures by operators: per step of those of a slot, else of all."""
+PRICE = Goal("price", "of an operator and step, in any place", 1.0, "us", at_least=False)
+_PLACES = {
+    "tiers: marker": ("moe-ckpt-host", "moe-ckpt-storage"),
+    "copy engine": ("native python", "moe-ckpt-copy"),
+    "digests": ("moe-ckpt-digest", ENDED),
+    "journal": ("moe-ckpt-seal",),
+}
+"""Threads by place; those that digest end with their work."""
 
 
 def sizes_of(text: str) -> list[int]:
@@ -290,6 +315,11 @@ def _measure(num_experts: int, url: str, memory: Path, options: SimpleNamespace)
         resumed.kill()
     means = [(statistics.fmean(none.steps), statistics.fmean(own.steps)) for none, own in rounds]
     num_operators = num_experts + _LAYERS + 1
+    names = {name for _, own in rounds for name in own.threads}
+    threads = {
+        name: statistics.median(own.threads.get(name, 0.0) - none.threads.get(name, 0.0) for none, own in rounds)
+        for name in names
+    }
     return ScaleFigure(
         num_experts=num_experts,
         num_operators=num_operators,
@@ -297,6 +327,8 @@ def _measure(num_experts: int, url: str, memory: Path, options: SimpleNamespace)
         step_seconds=statistics.median(none for none, _ in means),
         added_seconds=statistics.median(own - none for none, own in means),
         hook_seconds=statistics.median(own.hooks for _, own in rounds),
+        thread_seconds=threads,
+        start_seconds=first.first_batch + rounds[0][1].window - first_bare.first_batch - rounds[0][0].window,
         first_batch_seconds=first.first_batch,
         bare_first_batch_seconds=first_bare.first_batch,
         restore_seconds=again.restore,
@@ -307,19 +339,36 @@ def _measure(num_experts: int, url: str, memory: Path, options: SimpleNamespace)
 def table(figures: Sequence[ScaleFigure]) -> RenderableType:
     """Return the figures for people."""
     title = f"Sparse checkpoints in memory, window {WINDOW}, of {_LAYERS} layers of tiny experts"
-    columns = ("experts", "step", "added", "hooks, CPU", "first batch", "without", "restore", "first batch")
+    columns = ("experts", "step", "added", "hooks, CPU", "start", "first batch", "restore", "first batch")
     costs = table_of(
         title, columns, [_row(figure) for figure in figures], "the last two: a new process after a SIGKILL"
     )
     largest = figures[-1]
     growth = ("", "fixed", "us/operator", "exponent", f"{largest.num_experts:,} experts", "goal", "outcome")
     note = "per step, operators are those that a step of the window takes; else all"
-    return Group(costs, table_of("What it grows by", growth, [_grown(each, figures) for each in MEASURED], note))
+    grown = table_of("What it grows by", growth, [_grown(each, figures) for each in MEASURED], note)
+    header = ("place", *(f"{figure.num_experts:,}" for figure in figures), "us/operator", "goal", "outcome")
+    places = table_of("CPU time of a step by place", header, _places(figures), "operators are all those of the model")
+    return Group(costs, grown, places)
+
+
+def _places(figures: Sequence[ScaleFigure]) -> list[list[str]]:
+    rows = []
+    for place in ("training thread", *_PLACES):
+        seconds = [
+            sum(figure.thread_seconds.get(name, 0.0) for name in _PLACES[place])
+            if place in _PLACES
+            else figure.hook_seconds
+            for figure in figures
+        ]
+        slope = Growth.of([figure.num_operators for figure in figures], seconds).slope * 1e6
+        rows.append([place, *map(milliseconds, seconds), f"{slope:.3f}", str(PRICE), PRICE.outcome(slope)])
+    return rows
 
 
 def _row(figure: ScaleFigure) -> list[str]:
     per_step = (figure.step_seconds, figure.added_seconds, figure.hook_seconds)
-    starts = (figure.first_batch_seconds, figure.bare_first_batch_seconds)
+    starts = (figure.start_seconds, figure.first_batch_seconds)
     resumed = (figure.restore_seconds, figure.resumed_first_batch_seconds)
     return [f"{figure.num_experts:,}", *map(milliseconds, per_step), *(f"{each:.2f} s" for each in (*starts, *resumed))]
 

@@ -48,7 +48,7 @@ MAX_STEP = {
     "passed": (128, 175),
 }
 """Functions of a step on the training thread, and their calls; of a `passed` one nothing is taken."""
-MAX_START = {"fresh": 262.0, "restore": 303.0}
+MAX_START = {"fresh": 214.0, "restore": 252.0}
 """Calls on the training thread per operator, built-in functions included, from the start of a fit on."""
 MAX_BYTES = {
     "sparse4": (22_000, 1_600, 8_000),

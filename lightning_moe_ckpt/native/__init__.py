@@ -37,7 +37,9 @@ from lightning_moe_ckpt.native._gradient import packed_nbytes as packed_nbytes
 from lightning_moe_ckpt.native._gradient import unpack_gradient as unpack_gradient
 from lightning_moe_ckpt.native._host_memory import Preparation as Preparation
 from lightning_moe_ckpt.native._host_memory import Ranges as Ranges
+from lightning_moe_ckpt.native._host_memory import Spelled as Spelled
 from lightning_moe_ckpt.native._host_memory import append as append
+from lightning_moe_ckpt.native._host_memory import spell_rows as spell_rows
 from lightning_moe_ckpt.native._library import Library as Library
 from lightning_moe_ckpt.native._library import NativeError as NativeError
 from lightning_moe_ckpt.native._library import explain as explain

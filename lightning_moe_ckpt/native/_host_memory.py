@@ -1,4 +1,4 @@
-"""Prepare host memory before the first copy needs it; digest its ranges, and append it to files.
+"""Prepare host memory before the first copy; digest ranges, spell rows of text, and append to files.
 
 Reserved memory is not mapped memory: the first write to every page is a fault, at a sixth of the speed of later writes.
 So a background thread maps the pages ahead; it changes no byte and so may run while the memory is in use. With several
@@ -21,9 +21,10 @@ import os
 import platform
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -235,11 +236,13 @@ class Ranges:
     """Ranges of a buffer, in any order; made once for buffers of one layout.
 
     Args:
-        pairs: first byte of each range, and the byte behind its last.
+        pairs: first byte of each range, and the byte behind its last; an array has them in columns.
     """
 
-    def __init__(self, pairs: Iterable[tuple[int, int]]) -> None:
-        self._pairs = np.array([*pairs], np.uint64).reshape(-1, 2)
+    def __init__(self, pairs: Iterable[tuple[int, int]] | npt.NDArray[np.int64]) -> None:
+        self._pairs = np.array(pairs.T if isinstance(pairs, np.ndarray) else [*pairs], np.uint64, order="C").reshape(
+            -1, 2
+        )
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -310,6 +313,49 @@ _NAMES = (
     "XXH3_128bits{}", "XXH3_createState", "XXH3_freeState", "XXH3_128bits_reset", "XXH3_128bits_update{}",
     "XXH3_128bits_digest",
 )  # fmt: skip
+
+
+Numbers = npt.NDArray[np.int64]
+Spelled = str | Numbers | tuple[Sequence[str], Numbers]
+"""Part of every row: a constant, or per row a number, or a text's index. Negative numbers and indices add nothing."""
+TextColumn = tuple[Sequence[str] | None, Numbers]  # texts with their indices by row, or numbers by row
+
+
+def spell_rows(parts: Sequence[Spelled], count: int) -> bytes:
+    """Return `count` rows of ASCII text with commas between them, each row all parts without anything between."""
+    columns: list[TextColumn] = []
+    for part in parts:
+        column = ([part], np.zeros(count, np.int64)) if isinstance(part, str) else part
+        columns.append(column if isinstance(column, tuple) else (None, column))
+        assert len(columns[-1][1]) == count, f"a part has {len(columns[-1][1])} values for {count} rows"
+    library = cpu()
+    return spell_in_python(columns) if library is None else spell_compiled(library, columns)
+
+
+def spell_compiled(library: Library, columns: Sequence[TextColumn]) -> bytes:
+    """Compute `spell_rows` in one call of the compiled part."""
+    count = nbytes = len(columns[0][1])
+    kept: list[npt.NDArray[Any]] = []  # alive until the call: text, bounds and values of each column
+    for texts, numbers in columns:
+        values = np.ascontiguousarray(numbers, np.int64)
+        text = np.frombuffer(b"\0" + "".join(texts or ()).encode("ascii"), np.uint8)[1:]  # a place even if empty
+        bounds = np.cumsum([0, *map(len, texts or ())], dtype=np.int64)
+        nbytes += int(np.diff(bounds)[values[values >= 0]].sum()) if texts else count * len(str(values.max(initial=0)))
+        kept += [text, bounds, values]
+    spelled = np.array([each.ctypes.data for each in kept], np.uint64)
+    spelled[::3] *= [texts is not None for texts, _ in columns]
+    out, written = np.empty(nbytes, np.uint8), ctypes.c_uint64()
+    library.moe_spell_rows(spelled.ctypes.data, len(columns), count, out.ctypes.data, nbytes, written)
+    return out[: written.value].tobytes()
+
+
+def spell_in_python(columns: Sequence[TextColumn]) -> bytes:
+    """Compute `spell_rows`, value by value."""
+    spelled = [
+        [("" if value < 0 else str(value) if texts is None else texts[value]) for value in values.tolist()]
+        for texts, values in columns
+    ]
+    return ",".join(map("".join, zip(*spelled, strict=True))).encode("ascii")
 
 
 _LARGE_NBYTES = 2**18

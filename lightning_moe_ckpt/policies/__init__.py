@@ -50,5 +50,6 @@ from lightning_moe_ckpt.policies._windows import split_nbytes as split_nbytes
 from lightning_moe_ckpt.policies._writers import Shard as Shard
 from lightning_moe_ckpt.policies._writers import assign_adaptively as assign_adaptively
 from lightning_moe_ckpt.policies._writers import assign_writers as assign_writers
+from lightning_moe_ckpt.policies._writers import box_text as box_text
 from lightning_moe_ckpt.policies._writers import cut_among as cut_among
 from lightning_moe_ckpt.policies._writers import writers_of as writers_of

@@ -40,11 +40,12 @@ class Shard(NamedTuple):
     def prefix(self) -> str:
         """Start of this shard's tensor names, in global coordinates."""
         piece = self.slice
-        prefix = f"{_WORDS[self.kind]}/{piece.fqn}/{piece.global_start}+{piece.stop - piece.start}"
-        if piece.box is None:
-            return prefix
-        offset, size = (",".join(map(str, each)) for each in piece.box)
-        return f"{prefix}@{offset}:{size}"
+        return f"{_WORDS[self.kind]}/{piece.fqn}/{piece.global_start}+{piece.stop - piece.start}{box_text(piece.box)}"
+
+
+def box_text(box: tuple[tuple[int, ...], tuple[int, ...]] | None) -> str:
+    """Return a box as tensors' names have it; empty for none."""
+    return "" if box is None else "@{}:{}".format(*(",".join(map(str, each)) for each in box))
 
 
 def assign_writers(

@@ -176,7 +176,7 @@ def folded(marker: RankMarker, read: Read) -> tuple[RankMarker, Tensor]:
         fold(state.segment, state.layout, [brought[index].difference for index in steps])
     state.layout.write_header(state.segment)
     base = links[first][0].entry
-    records = RecordRows(base.records).digested(memoryview(state.segment.numpy()))  # type: ignore[arg-type]
+    records = RecordRows(base.records).digested_with_file(memoryview(state.segment.numpy()))[0]  # type: ignore[arg-type]
     return full_state(marker, replace(base, records=records), last), state.segment
 
 

@@ -19,7 +19,7 @@ from lightning_moe_ckpt.recovery._brought import BroughtRecords
 from lightning_moe_ckpt.recovery._cut import BUFFER, FULL, HeldByTensor, HeldRecord
 from lightning_moe_ckpt.recovery._index import Replicas
 from lightning_moe_ckpt.snapshot import PARAM, PRESENT, SEGMENT_METADATA, is_average
-from lightning_moe_ckpt.storage import RecordEntry, SegmentLayout, dtype_of
+from lightning_moe_ckpt.storage import KindColumns, NameColumns, RecordEntry, SegmentLayout, dtype_of
 
 _NAMED = 6
 
@@ -55,7 +55,9 @@ def fit_imported(brought: BroughtRecords, tensors: Sequence[HeldRecord], module:
         rows = zip(layout.names, layout.kinds, strict=True)
         kinds = [(dtype_of(names[name]) if name in names else dtype, shape) for name, (dtype, shape) in rows]
         if kinds != layout.kinds:
-            other = SegmentLayout.of_columns(layout.names, kinds, metadata=SEGMENT_METADATA, header_nbytes=0)
+            other = SegmentLayout.of_columns(
+                [NameColumns.of(layout.names)], KindColumns.of(kinds), metadata=SEGMENT_METADATA, header_nbytes=0
+            )
             buffer_U8 = torch.empty(other.nbytes, dtype=torch.uint8)
             for name in layout.names:
                 other.view(buffer_U8, name).copy_(layout.view(brought.buffers[number], name))

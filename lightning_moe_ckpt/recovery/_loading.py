@@ -45,6 +45,8 @@ from lightning_moe_ckpt.snapshot import (
 )
 from lightning_moe_ckpt.storage import (
     GenerationId,
+    KindColumns,
+    NameColumns,
     RankMarker,
     RecordColumns,
     SegmentEntry,
@@ -100,10 +102,12 @@ def stored_layout(files: Sequence[SegmentEntry]) -> SegmentLayout:
                 for kind, shape, numel in zip(table.kind, table.global_shape, table.numel, strict=True)
             ]
             kinds += zip(map(dtypes.__getitem__, table.dtype), shapes, strict=True)
-        names = list(chain.from_iterable(table.name for table in tables))
+        names = NameColumns.of([*chain.from_iterable(table.name for table in tables)])
         # Headers are not rebuilt: names and kinds say the same.
         header_nbytes = min((each.offset[0] for each in tables[:1] if each.offset), default=0)
-        layout = SegmentLayout.of_columns(names, kinds, metadata=SEGMENT_METADATA, header_nbytes=header_nbytes)
+        layout = SegmentLayout.of_columns(
+            [names], KindColumns.of(kinds), metadata=SEGMENT_METADATA, header_nbytes=header_nbytes
+        )
     except ValueError as error:
         raise Corrupt(f"{where}: its marker describes no segment ({error}). Another copy may be good.") from error
     if layout.nbytes > sum(file.nbytes for file in files):
@@ -239,7 +243,7 @@ class RestoreSource:
     def check_layouts(self, expected: Sequence[SegmentLayout]) -> None:
         """Raise `IdentityMismatch` if the segments are not laid out as this model, plan and world require."""
         for step, found, wanted in zip(self.steps, self.layouts, expected, strict=True):
-            if (found.names, found.kinds, found.nbytes) != (wanted.names, wanted.kinds, wanted.nbytes):
+            if (found.header, found.nbytes) != (wanted.header, wanted.nbytes):
                 raise IdentityMismatch(
                     f"{self.generation}, segment of step {step}: its records are not those this model, optimizer and "
                     "world give. Resume with the code that wrote it, or start anew with resume='never'."

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,6 +74,8 @@ from lightning_moe_ckpt.snapshot import (
 )
 from lightning_moe_ckpt.storage import (
     CONSTANTS,
+    KindColumns,
+    NameColumns,
     RankMarker,
     RecordRows,
     RunStore,
@@ -348,8 +351,8 @@ class Recut:
         assemblies: list[tuple[str, Assembly]] = []
         for (owner, at), records in groups.items():
             layout = SegmentLayout.of_columns(
-                [each.record.name for each in records],
-                [(dtype_of(each.record.dtype), (each.record.numel,)) for each in records],
+                [NameColumns.of([each.record.name for each in records])],
+                KindColumns.of([(dtype_of(each.record.dtype), (each.record.numel,)) for each in records]),
                 metadata=SEGMENT_METADATA,
                 header_nbytes=0,
             )
@@ -495,14 +498,14 @@ class Recut:
         """Return this rank's segments, with every record but the journal. Raises `IdentityMismatch` if one is nowhere."""
         rank, view = self._exchange.rank, layout.steps[0].view
         has_state = dict.fromkeys(view.params, True)
-        said = self._exchange.gather_values([list(step.durable.records(has_state)[0]) for step in layout.steps])
+        said = self._exchange.gather_values([step.durable.records(has_state)[0].decode() for step in layout.steps])
         segments = [torch.zeros(step.durable.segment.nbytes, dtype=torch.uint8) for step in layout.steps]
         owners = buffer_owners(brought, self._exchange.world_size)
         wanted = [
             HeldRecord.of(each, other, at, owners.get((each.fqn, other), 0))
-            for other, steps in enumerate(cast("list[list[list[str]]]", said))
+            for other, steps in enumerate(cast("list[list[str]]", said))
             for at, rows in enumerate(steps)
-            for each in RecordRows(lambda rows=rows: (rows, [])).columns.entries()  # type: ignore[misc]
+            for each in RecordRows(lambda rows=rows: (rows.encode(), np.empty(0, np.int64))).columns.entries()  # type: ignore[misc]
             if each.kind != JOURNAL and (other == rank or not is_scalar(each))
         ]
         tensors = [each for each in wanted if not is_scalar(each.record)]

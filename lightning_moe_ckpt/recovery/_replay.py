@@ -244,15 +244,14 @@ class Replay:
         table = layout.written(region, writer)
         if not table.shards:
             return
-        places = SegmentLayout.placed(table.kinds)
-        nbytes = sum(places[-1])
+        offsets, sizes = SegmentLayout.placed(table.kinds)
+        nbytes = int(offsets[-1] + sizes[-1])
         if writer == self.groups.rank:
-            start = layout.segment.span(table.names[0]).offset
+            start = layout.first_byte(region)
             source = segment[start : start + nbytes]
         else:
             source = torch.empty(nbytes, dtype=torch.uint8)
         source = self._broadcast(source, region, writer)
-        offsets = np.array([offset for offset, _ in places], np.int64)
         copies: list[Copy] = []
         for group in table.by_parameter():
             copies += self._copies_of(group, offsets, source, shared)

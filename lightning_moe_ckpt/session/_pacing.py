@@ -3,7 +3,9 @@
 *Captures* cost time of the training thread in hooks, and longer steps until memory has the segments. *Tiers*, storage
 and copies on other nodes, cost longer steps while at work. A step's extra time is measured against the quiet steps
 shortly before, during which nothing of ours worked: the same machine, the same minute. Without quiet steps, some are
-made: the next window starts later, and tiers rest for some steps.
+made: the next window starts later, and tiers rest for some steps. A run with a large state begins like this: its first
+window and each tier's first generation are measured before there is a second. Where no step beside such a generation
+could be compared, a part of its time counts as its cost.
 
 Every rank keeps an account: seconds that checkpoints have cost since the first step, and seconds that they may have
 cost. A window has a mean cost in seconds, so the next window begins when training has earned that cost. While the
@@ -62,27 +64,29 @@ _FACTOR_LONG = 6.0
 """Multiple of a median quiet step beyond which a longer step has another cause, and counts as this long."""
 _MARKS = 64
 """A quarter of the past states of the account that are remembered at most; older ones are thinned out."""
+_LARGE_NBYTES = 2**23
+"""Bytes of a window from which on a run begins slowly; less makes no difference to steps."""
+_PRESUMED_SHARE = 0.25
+"""Part of a tier's work by which steps are taken to be longer as long as no step beside it was compared."""
 _PPM = 1_000_000
+_FOREVER = 2**62
+"""Microseconds for which a tier has been idle that was never at work."""
 
 
 class Paced(Protocol):
     """A tier's worker, as pacing sees it."""
 
-    @property
-    def name(self) -> str:
-        """Name of the tier."""
-
-    @property
-    def takes_every(self) -> bool:
-        """Whether the tier gets every generation."""
+    name: str
+    takes_every: bool
+    """Whether the tier gets every generation."""
+    num_complete: int
+    """Generations completed."""
+    rate: float | None
+    """Bytes per second; `None` before the first generation."""
 
     @property
     def idle(self) -> bool:
         """Whether no generation is under way."""
-
-    @property
-    def num_complete(self) -> int:
-        """Generations completed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,11 +261,13 @@ class _TierCost:
             self._steps = 0
         return True
 
-    def per_generation(self, step: float) -> tuple[float, float]:
+    def per_generation(self, step: float, nbytes: int) -> tuple[float, float]:
         """Return the seconds by which a generation makes steps longer, and the seconds of its work.
 
-        `step` is the duration of a quiet step, in seconds.
+        `step` is the duration of a quiet step, in seconds, and `nbytes` the size of a generation.
         """
+        if not self.longer and self.worker.rate and nbytes >= _LARGE_NBYTES:
+            return _PRESUMED_SHARE * nbytes / self.worker.rate, nbytes / self.worker.rate
         steps = max(self._steps, sum(self._lasted) / len(self._lasted) if self._lasted else 0)
         return steps * self.longer.surely(), steps * (step + self.longer.mean())
 
@@ -306,7 +312,7 @@ class MeasuredSteps:
         """Quiet steps: seconds outside of hooks, and seconds in hooks."""
         self._waiting: deque[tuple[bool, int, float]] = deque(maxlen=_WAITING_STEPS)
         """Steps to be compared: whether captures worked, bits of the tiers at work, and seconds outside of hooks."""
-        self.steps, self.seconds, self._hooks = 0, 0.0, 0.0
+        self.steps, self.seconds, self._hooks, self.window_nbytes = 0, 0.0, 0.0, 0
         self._marks: list[tuple[float, float]] = [(0.0, 0.0)]
         """Past states of the account: seconds of training, and seconds that checkpoints had cost."""
 
@@ -373,7 +379,7 @@ class MeasuredSteps:
             base=base,
             window=self.captures.per_window(base),
             owed=max(0.0, self._cost - target * self.seconds),
-            tiers=tuple(tier.per_generation(step) for tier in self.tiers),
+            tiers=tuple(tier.per_generation(step, self.window_nbytes) for tier in self.tiers),
         )
 
     @property
@@ -428,19 +434,23 @@ class Governor:
         self.rest_seconds = {tier.worker.name: 0.0 for tier in self.measured.tiers}
         """Seconds that each tier rests after a generation; the same on all ranks."""
         self._period = 1
-        self._decided = 0
-        """Step of the newest decision."""
+        self._began, self._decided = clock(), 0
+        """Time of creation in seconds by the clock, and step of the newest decision."""
         self._asked = False
         """Whether the votes under way carry costs."""
         self._said: dict[str, float] = {}
 
-    def resting(self) -> set[str]:
-        """Return the names of tiers that rest here now."""
-        now, found = self._clock(), set()
-        for tier in self.measured.tiers:
-            if not tier.busy and now < tier.idle_since + self.rest_seconds[tier.worker.name]:
-                found.add(tier.worker.name)
-        return found
+    def idle_for(self, worker: Paced) -> int:
+        """Return the microseconds for which a tier has been idle here, at least 1; 0 while at work."""
+        if not worker.idle:
+            return 0
+        now = self._clock()
+        ends = (now if tier.busy else tier.idle_since for tier in self.measured.tiers if tier.worker is worker)
+        return 1 + int(min((now - next(ends, -math.inf)) * _PPM, _FOREVER))
+
+    def may_work(self, name: str, idle_for: int) -> bool:
+        """Return whether a tier may take a generation that has been `idle_for` microseconds on every rank."""
+        return idle_for > min(self.rest_seconds.get(name, 0.0) * _PPM, _FOREVER)
 
     def overhead(self, *, start_seconds: float, end_seconds: float) -> Overhead:
         """Return the cost of checkpoints on this rank."""
@@ -469,16 +479,24 @@ class Governor:
         self._asked = steps >= first and steps - self._decided >= min(_DECISION_STEPS, first)
         if self._asked:
             self.measured.mark()
+        is_large = int(self.measured.window_nbytes >= _LARGE_NBYTES)
         if not self._asked or self.measured.seconds < self._least_seconds:
-            return PacingVote(0, 0, 0, 0, 0, 0, (0, 0) * len(self.rest_seconds))
+            step = round((self._clock() - self._began) / (steps + 1) * _PPM)
+            return PacingVote(0, 0, is_large, step, 0, 0, 0, (0, 0) * len(self.rest_seconds))
         costs = self.measured.costs(self._target)
         step, base, window, owed = (round(each * _PPM) for each in (costs.step, costs.base, costs.window, costs.owed))
         tiers = tuple(round(each * _PPM) for tier in costs.tiers for each in tier)
-        return PacingVote(1, int(costs.known), step, base, window, owed, tiers)
+        return PacingVote(1, int(costs.known), is_large, step, base, window, owed, tiers)
 
     def agreed(self, votes: Sequence[PacingVote]) -> None:
         """Take all ranks' votes, and decide if all of them are due."""
-        if self._target is None or not self._asked or not all(vote.is_due for vote in votes):
+        if self._target is None:
+            return
+        if not self._decided and any(vote.is_large for vote in votes):  # until there is something to decide by
+            most = self._at_least * _PPM / max(1, *(vote.step for vote in votes))
+            self.gap_steps = int(min(max(self._period + _PROBE_STEPS, self._least_steps), most))
+            self.rest_seconds = dict.fromkeys(self.rest_seconds, self._at_least)
+        if not self._asked or not all(vote.is_due for vote in votes):
             return
         self._decided = self.measured.steps
         tiers = [max(column) / _PPM for column in zip(*(vote.tiers for vote in votes), strict=True)]

@@ -75,8 +75,7 @@ class Tiers:
 
     def vote(self) -> TiersVote:
         """Return this rank's vote on tiers."""
-        resting = self.governor.resting()
-        own = tuple(lane.vote(resting=lane.worker.name in resting) for lane in self._lanes)
+        own = tuple(lane.vote(self.governor.idle_for(lane.worker)) for lane in self._lanes)
         return TiersVote(own, self.governor.vote(self._period_steps))
 
     def agreed(self, votes: Sequence[TiersVote], *, filling: GenerationId | None = None) -> set[GenerationId]:
@@ -92,7 +91,9 @@ class Tiers:
         freed: set[GenerationId] = set()
         self.governor.agreed([vote.pacing for vote in votes if vote.pacing is not None])
         for index, lane in enumerate(self._lanes):
-            complete, given_up = lane.agreed([vote.lanes[index] for vote in votes], filling)
+            lanes = [vote.lanes[index] for vote in votes]
+            lane.idle = self.governor.may_work(lane.worker.name, min(vote.idle for vote in lanes))
+            complete, given_up = lane.agreed(lanes, filling)
             for generation in given_up:  # first: complete generations are counted without these
                 self._give_up(lane.worker, generation)
             freed |= set(given_up) if lane.worker.takes_every else set()
@@ -147,6 +148,7 @@ class Tiers:
         Raises:
             ConfigurationError: on every rank, if any rank has no room for the generations that a tier keeps.
         """
+        self.governor.measured.window_nbytes = sum(step.nbytes for step in layout.steps)
         for worker in self.workers:
             worker.planned(exchange, ring, layout.copied)
 

@@ -57,7 +57,7 @@ class LaneVote(NamedTuple):
     """One rank's vote on a tier, before a window."""
 
     idle: int
-    """Whether the tier can take a generation."""
+    """Microseconds for which the tier has been idle, at least 1; 0 while at work."""
     holds: int
     """Bits of the outstanding generations that the tier holds."""
     gave_up: int
@@ -72,6 +72,8 @@ class PacingVote(NamedTuple):
     is_due: int
     """Whether the rank has measured for long enough."""
     is_known: int
+    is_large: int
+    """Whether the rank takes so many bytes that the run begins slowly."""
     step: int
     base: int
     window: int
@@ -100,8 +102,8 @@ class TiersVote(NamedTuple):
             at += size
         if self.pacing is None:
             return TiersVote(tuple(lanes), None)
-        due, known, step, base, window, owed, *tiers = row[at:]
-        return TiersVote(tuple(lanes), PacingVote(due, known, step, base, window, owed, tuple(tiers)))
+        due, known, large, step, base, window, owed, *tiers = row[at:]
+        return TiersVote(tuple(lanes), PacingVote(due, known, large, step, base, window, owed, tuple(tiers)))
 
 
 def gather_votes(
@@ -153,7 +155,7 @@ class TierLane:
     given: list[GenerationId] = field(default_factory=list)
     """Generations given to the tier and not known to be superseded, oldest first; the same on all ranks."""
     idle: bool = False
-    """Whether the worker was idle on all ranks at the latest vote."""
+    """Whether the worker was idle on all ranks at the latest vote, and has rested."""
     base: GenerationId | None = None
     """Newest generation complete on all ranks, on which a partial generation may be built."""
     num_failed: int = 0
@@ -167,22 +169,21 @@ class TierLane:
     gathered: list[Window] = field(default_factory=list)
     """Differences to be stored together, pinned, oldest first."""
 
-    def vote(self, *, resting: bool) -> LaneVote:
-        # First: a failure is recorded before the worker is idle again.
-        idle = self.worker.idle and not resting
+    def vote(self, idle_for: int) -> LaneVote:
+        """Return this rank's vote; `idle_for` was asked first, since a failure is recorded before the worker is idle again."""
         holds = gave_up = 0
         for index, generation in enumerate(self.given):
             holds |= self.worker.holds(generation) << index
             gave_up |= self.worker.gave_up(generation) << index
-        return LaneVote(int(idle), holds, gave_up, int(self.worker.lost_base))
+        return LaneVote(idle_for, holds, gave_up, int(self.worker.lost_base))
 
     def agreed(
         self, votes: Sequence[LaneVote], filling: GenerationId | None
     ) -> tuple[list[GenerationId], list[GenerationId]]:
         """Take all votes; return the generations now complete on all ranks, and the given-up ones, oldest first."""
-        self.idle, common, lacking = True, -1, 0
+        common, lacking = -1, 0
         for vote in votes:
-            self.idle, common, lacking = self.idle and bool(vote.idle), common & vote.holds, lacking | vote.gave_up
+            common, lacking = common & vote.holds, lacking | vote.gave_up
             if vote.lost_base:
                 self.base = None
         complete = [generation for index, generation in enumerate(self.given) if common >> index & 1]

@@ -37,7 +37,7 @@ from lightning_moe_ckpt.snapshot._layout import (
     WindowLayout,
     as_memoryview,
 )
-from lightning_moe_ckpt.snapshot._shards import PACKED, FieldForm, ShardColumns, numel_of
+from lightning_moe_ckpt.snapshot._shards import PACKED, numel_of
 from lightning_moe_ckpt.storage import GenerationId, RecordRows
 from lightning_moe_ckpt.tiers import SealedFile, SealedSegment, StepRecord
 
@@ -70,61 +70,40 @@ class StepColumns:
     """
 
     def __init__(self, files: Sequence[FileLayout]) -> None:
-        self._view = files[0].view
-        self._bases: list[tuple[str, str]] = []
+        self._view, tables = files[0].view, [file.table for file in files]
+        rows = [row for table in tables for row in table.rows]
+        first = np.cumsum([0, *(len(table.rows) for table in tables)])
+        row = np.concatenate([table.row + begin for table, begin in zip(tables, first, strict=False)])
+        of_rows = [(shard.slice.fqn, key) for shard, _, (key, *_) in rows]
+        self._bases = list(dict.fromkeys(of_rows))
         """Parameter and tensor key, by base."""
-        self._dtypes = [torch.uint8]
-        first_base: list[int] = []
-        first_row: list[int] = []
-        rows: list[tuple[int, bool, int, bool, bool]] = []
-        known: dict[tuple[FieldForm, ...], int] = {}
-        shards = ShardColumns.of([shard for file in files for shard in file.table.shards])
-        for fqn, forms in shards.kinds:
-            first_base.append(len(self._bases))
-            self._bases += [(fqn, key) for key, *_ in forms]
-            first_row.append(known.setdefault(tuple(forms), len(rows)))
-            if first_row[-1] == len(rows):
-                self._dtypes += [dtype for _, dtype, _ in forms if dtype not in self._dtypes]
-                rows += [
-                    (
-                        self._dtypes.index(dtype),
-                        shape is None,
-                        numel_of((key, dtype, shape), 1),
-                        key == PRESENT,
-                        key == PACKED,
-                    )
-                    for key, dtype, shape in forms
-                ]
-        self.fqns = tuple(dict.fromkeys(fqn for fqn, _ in shards.kinds))
+        self._dtypes = list(dict.fromkeys([torch.uint8, *(dtype for *_, (_, dtype, _) in rows)]))
+        self.fqns = tuple(dict.fromkeys(fqn for fqn, _ in of_rows))
         """Parameters with at least one record."""
         self.gradients = tuple(fqn for fqn, key in self._bases if key in (GRADIENT, PACKED))
         """Parameters whose record is the gradient."""
-        # From here on by shard, then by tensor, in C.
-        count = shards.tensors
-        number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-        self._base = np.repeat(_column(first_base)[shards.kind], count) + number
-        row = np.repeat(_column(first_row)[shards.kind], count) + number
-        self._dtype, per_element, whole, *is_of = np.array(rows, np.int64).reshape(-1, 5).T[:, row]
-        flags, packed = (each.astype(bool) for each in is_of)
-        self._start = np.repeat(shards.start, count) * per_element
-        self._numel = np.where(per_element, np.repeat(shards.numel, count), whole)
-        if packed.any():
-            self._pack(packed, np.repeat(shards.numel, count))
+        # From here on by tensor, in C.
+        bases, dtypes = ({each: at for at, each in enumerate(column)} for column in (self._bases, self._dtypes))
+        self._base = _column(map(bases.__getitem__, of_rows))[row]
+        self._dtype = _column(dtypes[dtype] for *_, (_, dtype, _) in rows)[row]
+        self._start = np.concatenate([table.start[table.shard] for table in tables])
+        self._start *= _column(shape is None for *_, (_, _, shape) in rows)[row]
+        self._numel = _column(numel_of(form, numel) for _, numel, form in rows)[row]
+        flags, packed = (_column(key == of for _, key in of_rows)[row].astype(bool) for of in (PRESENT, PACKED))
+        self._pack(packed)
         self._itemsize = _column(dtype.itemsize for dtype in self._dtypes)[self._dtype]
         self._headers = [torch.frombuffer(bytearray(file.segment.header), dtype=torch.uint8) for file in files]
         self._header_offset = _column(file.start for file in files)
         places = [_places(file) for file in files]
-        own = [place[:, : len(file.table.names)] for place, file in zip(places, files, strict=True)]
+        own = [place[:, : len(file.table.row)] for place, file in zip(places, files, strict=True)]
         self._offset, _, own_gap = np.concatenate(own, axis=1)
         self._numel[flags] += own_gap[flags]
         offset, nbytes, gap = np.concatenate(places, axis=1)
         has_gap = (gap > 0) & ~np.isin(offset, self._offset[flags])
         self._gap_offset, self._gap = (offset + nbytes)[has_gap], gap[has_gap]
 
-    def _pack(self, packed: Column, numel: Column) -> None:
+    def _pack(self, packed: Column) -> None:
         """Let a parameter's compressed shards follow each other in its base, in stored order."""
-        form: FieldForm = (PACKED, torch.uint8, ())
-        self._numel[packed] = _column(numel_of(form, int(each)) for each in numel[packed])
         ends: dict[int, int] = {}
         for i in np.flatnonzero(packed).tolist():
             base = int(self._base[i])

@@ -16,10 +16,12 @@ from functools import cache, cached_property, partial
 from itertools import groupby
 from json.encoder import encode_basestring_ascii as _quoted
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_moe_ckpt.native import Spelled, spell_rows
 from lightning_moe_ckpt.operators import (
     Operator,
     OperatorSet,
@@ -35,8 +37,8 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Audience, Shard, all_names
 from lightning_moe_ckpt.snapshot._averages import Averages
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
-from lightning_moe_ckpt.snapshot._shards import PACKED, Field, FieldForm, ShardTable, ShardText
-from lightning_moe_ckpt.storage import SegmentLayout, SpelledRows, TensorKind, dtype_code
+from lightning_moe_ckpt.snapshot._shards import PACKED, Field, FieldForm, ShardTable, numel_of
+from lightning_moe_ckpt.storage import KindColumns, NameColumns, SegmentLayout, SpelledRows, TensorKind, dtype_code
 from lightning_moe_ckpt.tiers import Mirroring, aligned_gradient, gradient_nbytes
 
 JOURNAL = "journal"
@@ -108,7 +110,6 @@ class StateView:
         writes, one behind the other."""
         self.repeated: dict[tuple[int, int | None] | None, list[Shard]] = {}
         """Shards shared by a window's steps, by identity of the operator's slice, and writer."""
-        self._texts: dict[int, ShardText] = {}
 
     def buffer(self, name: str) -> Tensor | None:
         """Return a live buffer; `None` if the module has dropped it."""
@@ -226,8 +227,7 @@ class StateView:
         """Return the shards' tensors as a table."""
         forms, alike = cache(self.forms), not self.schema.keeps_whole
         return ShardTable(
-            [(shard, forms(shard.slice.fqn, shard.kind, alike or not shard.slice.start)) for shard in shards],
-            self._texts,
+            [(shard, forms(shard.slice.fqn, shard.kind, alike or not shard.slice.start)) for shard in shards]
         )
 
     def is_state(self, key: str) -> bool:
@@ -240,10 +240,6 @@ class StateView:
         averages = (average for fqn in params for average in self.averages.of(fqn).values())
         return [*self.schema.watch(params.values()).tensors, *averages]
 
-    def base(self, field: Field) -> Tensor | None:
-        """Return the parameter, average or state tensor that a field is a slice of; `None` if it does not exist."""
-        return self.tensor(field.shard.slice.fqn, field.key)
-
     def tensor(self, fqn: str, key: str) -> Tensor | None:
         """Return a parameter's memory, or its average, gradient or state; `None` if there is no such gradient or state."""
         if key in (GRADIENT, PACKED):
@@ -255,14 +251,10 @@ class StateView:
 
     def live(self, field: Field) -> Tensor | None:
         """Return the live tensor that a field is copied from and to, flat; `None` if there is no such state yet."""
-        base = self.base(field)
-        return None if base is None else self.part_of(base, field)
-
-    @staticmethod
-    def part_of(base: Tensor, field: Field) -> Tensor:
-        """Return the field's slice of `base`, flat."""
-        flat = base.detach().view(-1)
-        return flat[field.shard.slice.start : field.shard.slice.stop] if field.shape is None else flat
+        piece = field.shard.slice
+        base = self.tensor(piece.fqn, field.key)
+        flat = None if base is None else base.detach().view(-1)
+        return flat if flat is None or field.shape is not None else flat[piece.start : piece.stop]
 
     def record_nbytes(self, operator: Operator, kind: RecordKind) -> int:
         """Return the bytes of one record, over all its writers, without alignment."""
@@ -316,11 +308,14 @@ class FileLayout:
         self.shards = {region: list(shards[region]) for region in sorted(shards, key=_largest_first)}
         self._written: dict[tuple[Region, int], ShardTable] = {}
         own = [self.written(region, groups.rank) for region in self.shards]
-        self.table = ShardTable.joined([each for each in own if each.shards] or [ShardTable([])])
+        self.table = own[0] if len(own) == 1 else ShardTable([shard for each in own for shard in each.shards])
         """Tensors of records that this rank writes, the first ones of the segment."""
         local = {} if journal_nbytes is None else self._local_kinds(journal_nbytes)
         self._local = list(local)
-        names, kinds = [*self.table.names, *local], [*self.table.kinds, *local.values()]
+        kinds, others = self.table.kinds, KindColumns.of([*local.values()])
+        number = np.concatenate([kinds.number, others.number + len(kinds.distinct)])
+        kinds = KindColumns([*kinds.distinct, *others.distinct], number)
+        names = [self.table.names, NameColumns.of(self._local)]
         self.segment = SegmentLayout.of_columns(names, kinds, metadata=SEGMENT_METADATA)
         self.stop = start + self.segment.nbytes
         """End of the file in its step's memory."""
@@ -328,11 +323,6 @@ class FileLayout:
     def bytes_in(self, slot_U8: Tensor) -> Tensor:
         """Return the file's bytes in its step's memory, without a copy."""
         return slot_U8[self.start : self.stop]
-
-    @property
-    def own(self) -> list[Field]:
-        """Fields that this rank writes, an object per tensor."""
-        return self.table.fields
 
     def common(self, ranks: Collection[int]) -> list[Region]:
         """Return the first regions with all these ranks; of equally large ones all or none, which is so on each of them."""
@@ -355,10 +345,15 @@ class FileLayout:
     def run(self, ranks: Collection[int] | None = None) -> tuple[int, int] | None:
         """Return first byte, and the byte after the last, of this rank's shards in regions with all these ranks, or in all."""
         regions = self.shards if ranks is None else self.common(ranks)
-        count = sum(len(self.written(region, self.groups.rank).names) for region in regions)
+        count = sum(len(self.written(region, self.groups.rank).row) for region in regions)
         if count == 0:
             return None
         return int(self.segment.offsets[0]), int(self.segment.offsets[count - 1] + self.segment.sizes[count - 1])
+
+    def first_byte(self, region: Region) -> int:
+        """Return the first byte of this rank's shards in a region that is not empty."""
+        before = list(self.shards)[: list(self.shards).index(region)]
+        return int(self.segment.offsets[sum(len(self.written(each, self.groups.rank).row) for each in before)])
 
     def written(self, region: Region, writer: int) -> ShardTable:
         """Return the tensors that `writer` stores in `region`."""
@@ -374,33 +369,56 @@ class FileLayout:
         Args:
             has_state: whether the optimizer has state yet, by parameter.
         """
-        rows: list[str] = []
-        is_state, places = cache(self.view.is_state), self.segment.places
-        places_by_name = zip(map(_quoted, self.table.names), places, strict=False)  # buffers and journal follow
-        for shard, forms in self.table.shards:
-            piece = shard.slice
-            head = f'{_quoted(shard.operator)},"{shard.kind.value}",{_quoted(piece.fqn)}'
-            interval = f"[{','.join(map(str, piece.global_shape))}],{piece.global_start},{piece.stop - piece.start}"
-            there = "true" if shard.kind is RecordKind.COMPUTE or has_state[piece.fqn] else "false"
-            box = "" if piece.box is None else f",{json.dumps(piece.box, separators=(',', ':'))}"
-            rows += [
-                f'[{name},{head},{_quoted(key)},"{dtype_code(dtype)}",'
-                f"{interval if shape is None else self._place(piece, key, shape, nbytes) if shape or key == PACKED else '[],0,1'},"
-                f"{offset},{nbytes},{there if is_state(key) else 'true'}{'' if shape is not None else box}]"
-                for (key, dtype, shape), (name, (offset, nbytes)) in zip(forms, places_by_name, strict=False)
-            ]
-        return rows + self._local_rows(), places
+        table, is_state = self.table, cache(self.view.is_state)
+        heads, lengths, ends, factors = list[str](), list[str](), list[str](), list[tuple[int, int, int]]()
+        for shard, numel, form in table.rows:
+            (key, dtype, _), fqn = form, shard.slice.fqn
+            shape, length, factor = self._interval(shard.slice, form, numel)
+            kind = f'"{shard.kind.value}",{_quoted(fqn)},{_quoted(key)},"{dtype_code(dtype)}"'
+            heads.append(f",{kind},[{','.join(map(str, shape))}],")
+            lengths.append(f",{length},")
+            there = shard.kind is RecordKind.COMPUTE or has_state[fqn] or not is_state(key)
+            ends.append(",true" if there else ",false")
+            factors.append(factor)
+        by, per, each = np.array(factors, np.int64).reshape(-1, 3)[table.row].T
+        boxes = ["" if box is None else f",{json.dumps(box, separators=(',', ':'))}" for box in table.boxes]
+        boxed = np.array([shape is None for *_, (_, _, shape) in table.rows], bool)[table.row]
+        box: list[Spelled] = [(boxes, np.where(boxed, table.shard, -1))] * bool(boxes)
+        count, offsets, sizes = len(table.row), self.segment.offsets, self.segment.sizes
+        parts: list[Spelled] = [
+            *(
+                "[",
+                *(table.names.parts or ()),
+                ",",
+                ([_quoted(shard.operator) for shard, _ in table.shards], table.shard),
+            ),
+            *((heads, table.row), table.starts * by // per * each, (lengths, table.row), offsets[:count], ","),
+            *(sizes[:count], (ends, table.row), *box, "]"),
+        ]
+        rows = [spell_rows(parts, count)] * bool(count) + [row.encode("ascii") for row in self._local_rows()]
+        return b"[" + b",".join(rows) + b"]", np.stack([offsets, offsets + sizes])
 
-    def _place(self, piece: ParamSlice, key: str, shape: tuple[int, ...], nbytes: int) -> str:
-        """Return a record's shape, start and length if it has no element per element; a stack's statistics are of rows of all ranks."""
+    def _interval(
+        self, piece: ParamSlice, form: FieldForm, numel: int
+    ) -> tuple[tuple[int, ...], int, tuple[int, int, int]]:
+        """Return a record's shape and length; its start is the piece's by the first number, per the second, times the third.
+
+        A stack's statistics are of rows of all ranks.
+        """
+        (key, _, shape), size, param = form, numel_of(form, numel), self.view.params[piece.fqn]
+        if shape is None:
+            return piece.global_shape, numel, (1, 1, 1)
         if key == PACKED:
-            return f"[{nbytes}],0,{nbytes}"
-        param, numel, first = self.view.params[piece.fqn], math.prod(shape), 0
-        (entry,) = [each for each in self.view.schema.entries(param) if each.key == key]
-        if entry.by_row and param.shape != piece.global_shape:
-            first = piece.global_start * len(param) // max(1, param.numel()) * (numel // max(1, len(param)))
-            shape = (piece.global_shape[0], *shape[1:])
-        return f"[{','.join(map(str, shape))}],{first},{numel}"
+            return (size,), size, (0, 1, 1)
+        if param.shape == piece.global_shape or not any(
+            e.key == key and e.by_row for e in self.view.schema.entries(param)
+        ):
+            return shape, size, (0, 1, 1)
+        return (
+            (piece.global_shape[0], *shape[1:]),
+            size,
+            (len(param), max(1, param.numel()), size // max(1, len(param))),
+        )
 
     def _local_kinds(self, journal_nbytes: int) -> dict[str, TensorKind]:
         """Return the tensors that only this rank has: buffers, then the journal."""

@@ -7,18 +7,17 @@ of it in the garbage collector.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cached_property
+from json.encoder import encode_basestring_ascii as _quoted
 from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from lightning_moe_ckpt.native import Column, packed_nbytes
-from lightning_moe_ckpt.operators import RecordKind
-from lightning_moe_ckpt.policies import Shard
-from lightning_moe_ckpt.storage import TensorKind
+from lightning_moe_ckpt.native import Column, Spelled, packed_nbytes
+from lightning_moe_ckpt.policies import Shard, box_text
+from lightning_moe_ckpt.storage import KindColumns, NameColumns
 
 PACKED = "packed"
 """Key of a compressed gradient: `packed_nbytes` bytes per shard."""
@@ -47,34 +46,6 @@ class Field(NamedTuple):
     """Name of the tensor in the segment's header."""
 
 
-class ShardColumns(NamedTuple):
-    """Shards by column, a value for each shard."""
-
-    kinds: list[tuple[str, list[FieldForm]]]
-    """Parameters, each with its shards' tensors; a parameter with two kinds of record comes twice."""
-    kind: Column
-    """Index in `kinds`."""
-    start: Column
-    """First element of the shard in the parameter."""
-    numel: Column
-
-    @classmethod
-    def of(cls, shards: Sequence[tuple[Shard, list[FieldForm]]]) -> ShardColumns:
-        """Return the columns of shards; shards of one kind share the list of their tensors."""
-        ids = [id(forms) for _, forms in shards]
-        shared = dict(zip(ids, shards, strict=True))
-        numbers = dict(zip(shared, range(len(shared)), strict=True))
-        pieces = [shard.slice for shard, _ in shards]
-        start, stop = (np.fromiter(map(attrgetter(name), pieces), np.int64, len(pieces)) for name in ("start", "stop"))
-        kinds = [(shard.slice.fqn, forms) for shard, forms in shared.values()]
-        return cls(kinds, np.fromiter(map(numbers.__getitem__, ids), np.int64, len(ids)), start, stop - start)
-
-    @property
-    def tensors(self) -> Column:
-        """Number of tensors in each shard."""
-        return np.array([len(forms) for _, forms in self.kinds], np.int64)[self.kind]
-
-
 class ParameterShards(NamedTuple):
     """Shards of a parameter in a table, by column."""
 
@@ -88,73 +59,70 @@ class ParameterShards(NamedTuple):
     numel: Column
 
 
-ShardText = tuple[Shard, list[str], list[TensorKind]]
-"""Shard, with names, dtypes and shapes of its tensors."""
-
-
 class ShardTable:
     """Tensors of shards, in stored order.
 
     Args:
         shards: shards with their tensors; shards of one parameter share the list.
-        texts: texts of shards shared by tables of the same window, by the shard's identity.
     """
 
-    def __init__(self, shards: list[tuple[Shard, list[FieldForm]]], texts: dict[int, ShardText] | None = None) -> None:
+    def __init__(self, shards: list[tuple[Shard, list[FieldForm]]]) -> None:
         self.shards = shards
-        self.names: list[str] = []
-        """Names in the segment's header, by tensor."""
-        self.kinds: list[TensorKind] = []
-        """Dtype and shape, by tensor."""
-        texts = {} if texts is None else texts
-        for shard, forms in shards:
-            text = texts.get(id(shard))
-            if text is None:
-                prefix, numel = shard.prefix, shard.slice.stop - shard.slice.start
-                names = [f"{prefix}/{key}" for key, _, _ in forms]
-                # No call for each of many tensors by element and scalars: only gradients are compressed.
-                packed = shard.kind is RecordKind.DELTA
-                text = (
-                    shard,
-                    names,
-                    [
-                        (
-                            dtype,
-                            (numel_of((key, dtype, each), numel) if packed or each else numel if each is None else 1,),
-                        )
-                        for key, dtype, each in forms
-                    ],
-                )
-                if shard.kind is RecordKind.COMPUTE:
-                    texts[id(shard)] = text
-            self.names += text[1]
-            self.kinds += text[2]
+        ids, pieces = [id(forms) for _, forms in shards], [shard.slice for shard, _ in shards]
+        shared = dict(zip(ids, shards, strict=True))
+        numbers = dict(zip(shared, range(len(shared)), strict=True))
+        self._kinds = list(shared.values())
+        """A shard of each parameter, with its shards' tensors; a parameter with two kinds of record comes twice."""
+        self._kind = np.array([*map(numbers.__getitem__, ids)], np.int64)
+        """Index in `_kinds`, by shard."""
+        start, stop = (np.fromiter(map(attrgetter(name), pieces), np.int64, len(pieces)) for name in ("start", "stop"))
+        self.start, self.numel = start, stop - start
+        """First element of each shard in the parameter, and elements."""
+        count = np.array([len(forms) for _, forms in self._kinds], np.int64)[self._kind]
+        self._first = np.cumsum(count) - count
+        """Index of each shard's first tensor."""
+        step = int(self.numel.max(initial=0)) + 1
+        alike, number = np.unique(self._kind * step + self.numel, return_inverse=True)
+        self.rows: list[tuple[Shard, int, FieldForm]] = []
+        """Different rows of the table: a shard as example, its elements, and a tensor."""
+        first: list[int] = []
+        for kind, numel in (divmod(each, step) for each in alike.tolist()):
+            first.append(len(self.rows))
+            like, forms = self._kinds[kind]
+            self.rows += [(like, numel, form) for form in forms]
+        within = np.arange(count.sum()) - np.repeat(self._first, count)
+        self.row: Column = np.repeat(np.array(first, np.int64)[number], count) + within
+        """Index in `rows`, by tensor."""
+        self.shard: Column = np.repeat(np.arange(len(shards)), count)
+        """Index in `shards`, by tensor."""
+        self.starts = np.array([piece.global_start for piece in pieces], np.int64)[self.shard]
+        """First element of the shard in the parameter over all ranks, by tensor."""
+        self.kinds = KindColumns([(form[1], (numel_of(form, numel),)) for _, numel, form in self.rows], self.row)
+        """Dtypes and shapes of the tensors."""
+        self.boxes = [piece.box for piece in pieces] if any(piece.box for piece in pieces) else []
+        """Boxes by shard; empty without any."""
 
-    @classmethod
-    def joined(cls, tables: Sequence[ShardTable]) -> ShardTable:
-        """Return a single table with the tensors of all tables, in their order."""
-        if len(tables) == 1:
-            return tables[0]
-        joined = cls([])
-        for table in tables:
-            joined.shards += table.shards
-            joined.names += table.names
-            joined.kinds += table.kinds
-        return joined
+    @property
+    def names(self) -> NameColumns:
+        """Names in the segment's header."""
+        heads = [f'"{_quoted(f"{shard.kind.value}/{shard.slice.fqn}/")[1:-1]}' for shard, *_ in self.rows]
+        lengths = [f"+{numel}" for _, numel, _ in self.rows]
+        keys = [f"/{_quoted(key)[1:]}" for *_, (key, *_) in self.rows]
+        box: list[Spelled] = [(list(map(box_text, self.boxes)), self.shard)] * bool(self.boxes)
+        parts: list[Spelled] = [(heads, self.row), self.starts, (lengths, self.row), *box, (keys, self.row)]
+        return NameColumns(len(self.row), lambda: [field.name for field in self.fields], parts)
 
     @cached_property
     def fields(self) -> list[Field]:
         """Fields, an object per tensor."""
-        names = iter(self.names)
-        return [Field(shard, *form, next(names)) for shard, forms in self.shards for form in forms]
+        prefixes = ((shard, shard.prefix, forms) for shard, forms in self.shards)
+        return [Field(shard, *form, f"{prefix}/{form[0]}") for shard, prefix, forms in prefixes for form in forms]
 
     def by_parameter(self) -> list[ParameterShards]:
         """Return each parameter's shards, in order."""
-        columns = ShardColumns.of(self.shards)
-        first = np.cumsum(columns.tensors) - columns.tensors
-        order = np.argsort(columns.kind, kind="stable")
-        bounds = np.cumsum(np.bincount(columns.kind, minlength=len(columns.kinds)))[:-1]
+        order = np.argsort(self._kind, kind="stable")
+        bounds = np.cumsum(np.bincount(self._kind, minlength=len(self._kinds)))[:-1]
         return [
-            ParameterShards(fqn, forms, first[own], columns.start[own], columns.numel[own])
-            for (fqn, forms), own in zip(columns.kinds, np.split(order, bounds), strict=True)
+            ParameterShards(shard.slice.fqn, forms, self._first[own], self.start[own], self.numel[own])
+            for (shard, forms), own in zip(self._kinds, np.split(order, bounds), strict=True)
         ]

@@ -34,6 +34,8 @@ from lightning_moe_ckpt.snapshot._layout import PARAM, SEGMENT_METADATA, StateVi
 from lightning_moe_ckpt.storage import (
     CONSTANTS,
     GenerationId,
+    KindColumns,
+    NameColumns,
     RecordEntry,
     RecordRows,
     RunStore,
@@ -272,7 +274,7 @@ class Constants:
         params = [self._params[fqn].detach() for fqn in names]
         records = [f"full/{fqn}/0+{param.numel()}/{PARAM}" for fqn, param in zip(names, params, strict=True)]
         kinds = [(param.dtype, (param.numel(),)) for param in params]
-        layout = SegmentLayout.of_columns(records, kinds, metadata=SEGMENT_METADATA)
+        layout = SegmentLayout.of_columns([NameColumns.of(records)], KindColumns.of(kinds), metadata=SEGMENT_METADATA)
         file_U8 = torch.empty(layout.nbytes, dtype=torch.uint8)
         layout.write_header(file_U8)
         rows: list[RecordEntry] = []

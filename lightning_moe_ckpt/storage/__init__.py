@@ -55,6 +55,8 @@ from lightning_moe_ckpt.storage._scrub import check_places as check_places
 from lightning_moe_ckpt.storage._scrub import scrub_record as scrub_record
 from lightning_moe_ckpt.storage._scrub import scrub_segment as scrub_segment
 from lightning_moe_ckpt.storage._segment import MAX_HEADER_NBYTES as MAX_HEADER_NBYTES
+from lightning_moe_ckpt.storage._segment import KindColumns as KindColumns
+from lightning_moe_ckpt.storage._segment import NameColumns as NameColumns
 from lightning_moe_ckpt.storage._segment import SegmentLayout as SegmentLayout
 from lightning_moe_ckpt.storage._segment import Span as Span
 from lightning_moe_ckpt.storage._segment import TensorKind as TensorKind

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.native import Ranges
+from lightning_moe_ckpt.native import Column, Ranges
 from lightning_moe_ckpt.storage._json import INTEGER, MAX_INTEGER, TEXT, Form, digest_of, keys
 from lightning_moe_ckpt.storage._names import GenerationId
 from lightning_moe_ckpt.storage._segment import itemsize_of
@@ -218,8 +218,8 @@ class RecordTable(Sequence[RecordEntry]):
         return tuple(self.columns.entries())
 
 
-SpelledRows = tuple[Sequence[str], Sequence[tuple[int, int]]]
-"""JSON of the columns `RECORD_COLUMNS`, a text per tensor, and each tensor's offset and bytes in the file."""
+SpelledRows = tuple[bytes, Column]
+"""JSON of rows with the columns `RECORD_COLUMNS`, and each record's first byte in the file, and the byte behind its last."""
 
 
 class RecordRows:
@@ -237,8 +237,10 @@ class RecordRows:
     def _spelled(self) -> tuple[Ranges, bytes]:
         """Places of the records in the file, and their rows."""
         records = self._records
-        rows, places = records() if callable(records) else _spelled(records)
-        return Ranges((offset, offset + nbytes) for offset, nbytes in places), _array(rows)
+        if callable(records):
+            rows, places = records()
+            return Ranges(places), rows
+        return Ranges((each.offset, each.offset + each.nbytes) for each in records), _array(map(_row, records))
 
     @cached_property
     def columns(self) -> RecordColumns:
@@ -246,19 +248,11 @@ class RecordRows:
         rows = json.loads(self._spelled[1])
         return _read_columns(rows, [""] * len(rows), "records")
 
-    def digested(self, segment: memoryview) -> RecordTable:
-        """Digest every record in a finished segment, all bytes of the file, and return the records with digests."""
-        return self.digested_with_file(segment)[0]
-
     def digested_with_file(self, segment: memoryview) -> tuple[RecordTable, str]:
-        """Return the result of `digested` and the file's digest, in one pass over its bytes."""
+        """Return the records with digests, and the file's, from one pass over a finished segment, all bytes of the file."""
         ranges, rows = self._spelled
         digests, whole = ranges.digest(segment, _SEPARATOR)
         return RecordTable(*_line(digests, rows), rows=self), whole
-
-
-def _spelled(records: Sequence[RecordEntry]) -> SpelledRows:
-    return [_row(record) for record in records], [(record.offset, record.nbytes) for record in records]
 
 
 def _row(record: RecordEntry) -> str:

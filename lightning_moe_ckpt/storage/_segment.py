@@ -15,16 +15,17 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from json.encoder import encode_basestring_ascii
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.native import Column, Spelled, spell_rows
 
 _PAGE_NBYTES = 4096
 MAX_HEADER_NBYTES = 100_000_000
@@ -88,11 +89,6 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    @property
-    def kind(self) -> TensorKind:
-        """Return dtype and shape."""
-        return self.dtype, self.shape
-
 
 class Span(NamedTuple):
     """Place of a tensor in the file."""
@@ -118,18 +114,19 @@ class SegmentLayout:
         Raises:
             ValueError: a repeated or reserved name, a dtype the format lacks, or a bad alignment.
         """
-        self._lay_out([spec.name for spec in tensors], [spec.kind for spec in tensors], metadata, align, None)
+        names, kinds = [spec.name for spec in tensors], KindColumns.of([(spec.dtype, spec.shape) for spec in tensors])
+        self._lay_out([NameColumns.of(names)], kinds, metadata, align, None)
 
     @classmethod
     def of_columns(
         cls,
-        names: Sequence[str],
-        kinds: Sequence[TensorKind],
+        names: Sequence[NameColumns],
+        kinds: KindColumns,
         *,
         metadata: Mapping[str, str],
         header_nbytes: int | None = None,
     ) -> SegmentLayout:
-        """Lay out tensors given by column, as `SegmentLayout` does.
+        """Lay out tensors given by column, as `SegmentLayout` does: `names` of some tensors, then of others.
 
         With `header_nbytes`, the header's bytes, the header is spelled only on demand.
         """
@@ -139,30 +136,47 @@ class SegmentLayout:
 
     def _lay_out(
         self,
-        names: Sequence[str],
-        kinds: Sequence[TensorKind],
+        names: Sequence[NameColumns],
+        kinds: KindColumns,
         metadata: Mapping[str, str],
         align: int,
         header_nbytes: int | None,
     ) -> None:
-        self._distinct = _Distinct.of(kinds)
-        _check(names, self._distinct, metadata, align)
+        self._names, self._kinds = names, kinds
+        _check([name for each in names if each.parts is None for name in each.texts()], metadata, align)
+        for number, (dtype, _) in enumerate(kinds.distinct):
+            if dtype not in _CODES:
+                raise ValueError(f"{self.names[int(np.argmax(kinds.number == number))]!r}: {_not_stored(dtype)}")
         self.metadata = dict(metadata)
         self.align = align
-        self.names, self.kinds = names, kinds
-        """Names, and dtypes with shapes, of the tensors in order."""
-        self._places = _place(self._distinct, align)
+        self._places = _place(kinds, align)
         nbytes = len(self.header) if header_nbytes is None else header_nbytes
         self.offsets, self.sizes = self._places.starts + nbytes, self._places.sizes
         """First byte in the file, and bytes, of each tensor in order."""
-        self.nbytes = nbytes + (int(self._places.stops[-1]) if names else 0)
+        self.nbytes = nbytes + int(self._places.stops[-1:].sum())
         """Size of the file, a multiple of `align`."""
 
     @cached_property
     def header(self) -> bytes:
         """Bytes before the first tensor; their number is a multiple of 4096."""
         metadata = {_FORMAT_KEY: _FORMAT, _ALIGN_KEY: str(self.align), **self.metadata}
-        return _header(self.names, self._distinct, self._places, metadata)
+        return _header(self._names, self._kinds, self._places, metadata)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of the tensors in order."""
+        return [name for each in self._names for name in each.texts()]
+
+    @cached_property
+    def kinds(self) -> list[TensorKind]:
+        """Dtypes and shapes of the tensors in order."""
+        return list(map(self._kinds.distinct.__getitem__, self._kinds.number.tolist()))
+
+    @cached_property
+    def _last(self) -> dict[str, int]:
+        """Indices of the last names, looked up in every step."""
+        last = self._names[-1].texts()
+        return dict(zip(last, range(len(self.sizes) - len(last), len(self.sizes)), strict=True))
 
     @cached_property
     def _index(self) -> dict[str, int]:
@@ -179,13 +193,6 @@ class SegmentLayout:
         """`offsets` and `sizes` in pairs."""
         return list(zip(self.offsets.tolist(), self.sizes.tolist(), strict=True))
 
-    @property
-    def pads(self) -> dict[str, Span]:
-        """Padding tensors, by name."""
-        gaps = [(start + nbytes, -nbytes % self.align) for start, nbytes in self.places]
-        pads = [Span(stop, gap, torch.uint8, (gap,)) for stop, gap in gaps if gap]
-        return {f"{_PAD_PREFIX}{number}": pad for number, pad in enumerate(pads)}
-
     def write_header(self, buffer: torch.Tensor) -> None:
         """Write the header into `buffer` (uint8, 1-D, at least `nbytes`) and zeros into the gaps."""
         buffer[: len(self.header)].copy_(torch.frombuffer(bytearray(self.header), dtype=torch.uint8))
@@ -198,8 +205,9 @@ class SegmentLayout:
 
     def span(self, name: str) -> Span:
         """Return a tensor's place. Raises `KeyError`."""
-        index = self._index[name]
-        return Span(int(self.offsets[index]), int(self.sizes[index]), *self.kinds[index])
+        index = self._last[name] if name in self._last else self._index[name]
+        kind = self._kinds.distinct[int(self._kinds.number[index])]
+        return Span(int(self.offsets[index]), int(self.sizes[index]), *kind)
 
     def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         """Return tensor `name` as a view of `buffer` (uint8, 1-D, starting at the file's first byte), not a copy."""
@@ -207,10 +215,10 @@ class SegmentLayout:
         return buffer[start : start + nbytes].view(dtype).view(shape)
 
     @staticmethod
-    def placed(kinds: Sequence[TensorKind]) -> list[tuple[int, int]]:
-        """Return (offset, nbytes) of each tensor as a layout would place it; offsets count from the header's end."""
-        places = _place(_Distinct.of(kinds), _ALIGN)
-        return list(zip(places.starts.tolist(), places.sizes.tolist(), strict=True))
+    def placed(kinds: KindColumns) -> tuple[Column, Column]:
+        """Return offset and bytes of each tensor as a layout would place it; offsets count from the header's end."""
+        places = _place(kinds, _ALIGN)
+        return places.starts, places.sizes
 
     @classmethod
     def parse(cls, data: memoryview) -> SegmentLayout:
@@ -242,23 +250,35 @@ class SegmentLayout:
         return bytes(data[: 8 + _header_nbytes(data)])
 
 
-_Ints = npt.NDArray[np.int64]
-
-
-class _Distinct(NamedTuple):
+class KindColumns(NamedTuple):
     """Numbered kinds of tensors in order: kinds are few, and looking one up takes longer than anything else here."""
 
-    kinds: list[TensorKind]
-    number: list[int]
+    distinct: list[TensorKind]
+    number: Column
 
     @classmethod
-    def of(cls, kinds: Sequence[TensorKind]) -> _Distinct:
+    def of(cls, kinds: Sequence[TensorKind]) -> KindColumns:
+        """Return the columns for a list."""
         distinct = list(dict.fromkeys(kinds))
         numbers = dict(zip(distinct, range(len(distinct)), strict=True))
-        return cls(distinct, list(map(numbers.__getitem__, kinds)))
+        return cls(distinct, np.fromiter(map(numbers.__getitem__, kinds), np.int64, len(kinds)))
 
 
-def _check(names: Sequence[str], distinct: _Distinct, metadata: Mapping[str, str], align: int) -> None:
+class NameColumns(NamedTuple):
+    """Names of some tensors in order."""
+
+    length: int
+    texts: Callable[[], Sequence[str]]
+    parts: Sequence[Spelled] | None = None
+    """Parts of the names in JSON, all different and none reserved; `None` to spell `texts`."""
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> NameColumns:
+        """Return the columns for a list."""
+        return cls(len(names), lambda: names)
+
+
+def _check(names: Sequence[str], metadata: Mapping[str, str], align: int) -> None:
     if len(set(names)) != len(names):
         repeated = sorted(name for name, count in Counter(names).items() if count > 1)
         raise ValueError(f"`SegmentLayout`: repeated names {repeated}.")
@@ -268,9 +288,6 @@ def _check(names: Sequence[str], distinct: _Distinct, metadata: Mapping[str, str
         raise ValueError(f"`SegmentLayout`: reserved names {reserved}.")
     if reserved := sorted({_FORMAT_KEY, _ALIGN_KEY} & metadata.keys()):
         raise ValueError(f"`SegmentLayout`: reserved metadata {reserved}.")
-    for number, (dtype, _) in enumerate(distinct.kinds):
-        if dtype not in _CODES:
-            raise ValueError(f"{names[distinct.number.index(number)]!r}: {_not_stored(dtype)}")
     if align < 8 or _PAGE_NBYTES % align:
         raise ValueError(f"`SegmentLayout(align={align})` must be a power of two from 8 to {_PAGE_NBYTES}.")
 
@@ -278,49 +295,49 @@ def _check(names: Sequence[str], distinct: _Distinct, metadata: Mapping[str, str
 class _Places(NamedTuple):
     """Places of tensors in order; offsets count from the header's end, in bytes."""
 
-    starts: _Ints
-    sizes: _Ints
-    stops: _Ints
+    starts: Column
+    sizes: Column
+    stops: Column
     """End of the padding behind each tensor."""
 
 
-def _place(distinct: _Distinct, align: int) -> _Places:
+def _place(kinds: KindColumns, align: int) -> _Places:
     """Place tensors, each at a multiple of `align` bytes. Raises `ValueError` if no file could hold them."""
-    nbytes = [math.prod(shape) * dtype.itemsize for dtype, shape in distinct.kinds]
-    if sum(map(nbytes.__getitem__, distinct.number)) > _MAX_NBYTES:
-        raise ValueError(f"`SegmentLayout`: {len(distinct.number)} tensors have more bytes than a file.")
-    sizes = np.array(nbytes, np.int64)[distinct.number]
+    nbytes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds.distinct]
+    count = np.bincount(kinds.number, minlength=len(nbytes)).tolist()
+    if sum(map(mul, nbytes, count)) > _MAX_NBYTES:  # exactly: Python's whole numbers have no limit
+        raise ValueError(f"`SegmentLayout`: {len(kinds.number)} tensors have more bytes than a file.")
+    sizes = np.array(nbytes, np.int64)[kinds.number]
     padded = sizes + -sizes % align
     stops = np.cumsum(padded)
     return _Places(stops - padded, sizes, stops)
 
 
-def _header(names: Sequence[str], distinct: _Distinct, places: _Places, metadata: Mapping[str, str]) -> bytes:
+def _header(names: Sequence[NameColumns], kinds: KindColumns, places: _Places, metadata: Mapping[str, str]) -> bytes:
     """Spell the header like `json.dumps`, column by column: a large model's header has half a million entries."""
-    starts, ends, stops = (each.tolist() for each in (places.starts, places.starts + places.sizes, places.stops))
-    pads = (np.cumsum(places.starts + places.sizes < places.stops) - 1).tolist()
+    starts, stops, ends = places.starts, places.stops, places.starts + places.sizes
     heads = [
         f':{{"dtype":"{_CODES[dtype]}","shape":{json.dumps(shape, separators=(",", ":"))},"data_offsets":['
-        for dtype, shape in distinct.kinds
+        for dtype, shape in kinds.distinct
     ]
-    rows = zip(
-        *(map(encode_basestring_ascii, names), map(heads.__getitem__, distinct.number)),
-        *(starts, ends, stops, pads),
-        strict=True,
-    )
-    entries = [
-        f"{name}{head}{start},{end}]}}"
-        if end == stop
-        else f'{name}{head}{start},{end}]}},"{_PAD_PREFIX}{pad}":{{"dtype":"U8","shape":[{stop - end}],'
-        f'"data_offsets":[{end},{stop}]}}'
-        for name, head, start, end, stop, pad in rows
-    ]
+    gap = ends < stops
+    # Behind each tensor with a gap, its padding: texts and numbers by turns.
+    pads = [f']}},"{_PAD_PREFIX}', '":{"dtype":"U8","shape":[', '],"data_offsets":[', ","]
+    numbers = [np.where(gap, each, -1) for each in (np.cumsum(gap) - 1, stops - ends, ends, stops)]
+    entries, at = list[bytes](), 0
+    for each in names:
+        own = slice(at, at := at + each.length)
+        parts = each.parts or [(list(map(encode_basestring_ascii, each.texts())), np.arange(each.length))]
+        parts = [*parts, (heads, kinds.number[own]), starts[own], ",", ends[own]]
+        for pad, number in zip(pads, numbers, strict=True):
+            parts += [([pad], gap[own] - 1), number[own]]
+        entries += [spell_rows([*parts, "]}"], each.length)] * bool(each.length)
     first = json.dumps({_METADATA: dict(sorted(metadata.items()))}, separators=(",", ":"))[:-1]
-    text = (",".join([first, *entries]) + "}").encode("ascii")
+    text = b",".join([first.encode("ascii"), *entries]) + b"}"
     text += b" " * (-(8 + len(text)) % _PAGE_NBYTES)
     if len(text) > MAX_HEADER_NBYTES:
         raise ValueError(
-            f"`SegmentLayout`: {len(names)} tensors need a header of {len(text)} bytes; 100 MB is the limit. Spread the "
+            f"`SegmentLayout`: {at} tensors need a header of {len(text)} bytes; 100 MB is the limit. Spread the "
             "model over more ranks, of which each describes what it writes itself."
         )
     return struct.pack("<Q", len(text)) + text

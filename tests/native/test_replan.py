@@ -77,14 +77,14 @@ class Training:
         self.optimizer.step()
 
     def captured(self, fqn: str, key: str) -> Tensor:
-        (name,) = [f.name for f in self.slot.own if f.shard.slice.fqn == fqn and f.key == key]
+        (name,) = [f.name for f in self.slot.table.fields if f.shard.slice.fqn == fqn and f.key == key]
         return self.slot.segment.view(self.memory, name)
 
     def expected(self) -> Tensor:
         """The segment, written tensor by tensor; journal and buffers are zeros."""
         view, segment_U8 = self.slot.view, torch.zeros_like(self.memory)
         self.slot.segment.write_header(segment_U8)
-        for field in self.slot.own:
+        for field in self.slot.table.fields:
             place, live = self.slot.segment.view(segment_U8, field.name), None
             if field.key == PRESENT:
                 place.fill_(int(view.schema.has_state(view.params[field.shard.slice.fqn])))

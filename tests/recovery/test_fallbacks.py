@@ -20,9 +20,8 @@ NEW, OLD = 20, 10
 W, M, V = (LAYOUT.spans[name] for name in "wmv")
 ALL_NBYTES = V.offset + V.nbytes - W.offset
 """Of all records, in one run."""
-PAD = next(iter(LAYOUT.pads.values()))
 PLACES = {"first record": W.offset + 5, "record": M.offset + 8197}
-BETWEEN = {"length": 3, "header": 100, "pad": PAD.offset, "end": LAYOUT.nbytes - 1}
+BETWEEN = {"length": 3, "header": 100, "pad": M.offset - 1, "end": LAYOUT.nbytes - 1}
 """What no record needs: where everything lies is said by the marker too."""
 
 

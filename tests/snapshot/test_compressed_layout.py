@@ -49,7 +49,7 @@ def test_every_part_that_a_rank_writes_is_in_its_place(world_size: int, ep_size:
             for source, start, numel, offset in rows:
                 bytes_U8 = table.sources[source].reshape(-1)[start : start + numel].view(torch.uint8)
                 slot_U8[offset : offset + len(bytes_U8)] = bytes_U8
-            fields = [field for field in layout.durable.own if field.key == PACKED]
+            fields = [field for field in layout.durable.table.fields if field.key == PACKED]
             for field in fields:
                 piece = field.shard.slice
                 gradient = view.params[piece.fqn].grad
