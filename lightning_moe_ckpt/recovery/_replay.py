@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import is_
 
 import numpy as np
 import torch
@@ -25,16 +26,44 @@ from torch import Tensor
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.native import Column, Copy, CopyEngine, copy_through
-from lightning_moe_ckpt.operators import RecordKind, Region, complete, follow, with_memory
+from lightning_moe_ckpt.operators import RecordKind, Region, complete, follow, memory_of, with_memory
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery._frozen import Frozen
-from lightning_moe_ckpt.snapshot import JOURNAL, PRESENT, FileLayout, ParameterShards, WindowLayout, versions
+from lightning_moe_ckpt.snapshot import (
+    JOURNAL,
+    PRESENT,
+    FileLayout,
+    ParameterShards,
+    WindowLayout,
+    digests_of,
+    versions,
+)
 from lightning_moe_ckpt.storage import SegmentLayout
 
 log = rank_logger(__name__)
 
 Scalars = Mapping[str, Mapping[str, Tensor]]
 """Optimizer state shared by several experts, by parameter and key."""
+
+
+class _Loaded:
+    """Tensors as loaded, to tell whether they still are; digests tell for tensors of the host."""
+
+    def __init__(self, tensors: Sequence[Tensor], *, with_digests: bool = False) -> None:
+        self._tensors, self._places = tensors, [each.data_ptr() for each in map(memory_of, tensors)]
+        self._versions = versions(tensors)
+        by_digests = with_digests and not any(each.device.type != "cpu" for each in tensors)
+        self._digests = digests_of(tensors) if by_digests else None
+
+    def is_still(self, now: Sequence[Tensor], *, by_digests: bool) -> bool:
+        """Return whether `now` are the same tensors with the same contents, by digests or by version counters."""
+        if len(now) != len(self._tensors) or not all(map(is_, now, self._tensors)):
+            return False
+        if [each.data_ptr() for each in map(memory_of, now)] != self._places:
+            return False
+        if not by_digests:
+            return versions(now) == self._versions
+        return self._digests is not None and digests_of(now) == self._digests
 
 
 class Replay:
@@ -92,8 +121,7 @@ class Replay:
         """Whether the known cause of other losses was logged."""
         self._newest = -1
         """Index of the newest loaded step."""
-        self._loaded: list[Tensor] = []
-        self._versions: list[int] = []
+        self._loaded = _Loaded([])
 
     @property
     def dense(self) -> bool:
@@ -147,6 +175,8 @@ class Replay:
         self._active.update(self._full[self._newest])
         self._give_state()
         self.freeze()
+        # Hooks at the begin of a fit and of an epoch follow the first load; behind others nobody comes unseen, or a validation.
+        self._loaded = _Loaded(self._live(), with_digests=self._newest == 0 and not self._view.schema.has_rest)
 
     @torch.no_grad()
     def load_buffers(self) -> None:
@@ -160,19 +190,18 @@ class Replay:
                 buffer.copy_(layout.segment.view(segment, f"buffer/{name}"))
 
     def reconcile(self, agree: Callable[[bool], bool], *, disturbed: bool) -> None:
-        """Restore the state as sealed for the newest loaded step; every rank must call it.
+        """Restore the state as sealed for the newest loaded step, unless it is still there; every rank must call it.
 
         Args:
             agree: returns whether all ranks say yes.
             disturbed: whether parameters and state may have changed unseen by their version counters.
         """
-        untouched = not disturbed and versions(self._loaded) == self._versions
-        if not agree(untouched):
+        if not agree(not self._missing and self._loaded.is_still(self._live(), by_digests=disturbed)):
             self._load_records()
             self._give_state()
         self.load_buffers()
         self._segments[self._newest] = None
-        self._loaded, self._versions = [], []
+        self._loaded = _Loaded([])
 
     def freeze(self) -> None:
         """Freeze all operators that are not active; parameters frozen by the user stay frozen."""
@@ -206,12 +235,14 @@ class Replay:
                 self._load_region(layout, segment, region, writer, shared)
         self._load_scalars(scalars or {})
         self._view.schema.load_rest(self.journals[self._newest]["start"].get("optimizer", {}), self._view.params)
-        fqns = dict.fromkeys(shard.slice.fqn for region in layout.shards.values() for shard in region)
-        params = [self._view.params[fqn] for fqn in fqns]
         for each in (self._view.params, *self._view.averages.all()):
             complete(each)
-        self._loaded = with_memory([*params, *self._view.states(fqns)])
-        self._versions = versions(self._loaded)
+
+    def _live(self) -> list[Tensor]:
+        """Return all live tensors with parts in the newest loaded step."""
+        layout, _ = self._newest_step()
+        fqns = dict.fromkeys(shard.slice.fqn for region in layout.shards.values() for shard in region)
+        return with_memory([*(self._view.params[fqn] for fqn in fqns), *self._view.states(fqns)])
 
     def _shared(self) -> frozenset[str]:
         """Return the parameters with slices of several experts."""

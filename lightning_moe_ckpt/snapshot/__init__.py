@@ -62,3 +62,4 @@ from lightning_moe_ckpt.snapshot._shards import ParameterShards as ParameterShar
 from lightning_moe_ckpt.snapshot._watched import Constants as Constants
 from lightning_moe_ckpt.snapshot._watched import Copies as Copies
 from lightning_moe_ckpt.snapshot._watched import DataAccess as DataAccess
+from lightning_moe_ckpt.snapshot._watched import digests_of as digests_of
