@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import is_
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from lightning_moe_ckpt.snapshot import (
     PRESENT,
     FileLayout,
     ParameterShards,
+    ShardTable,
     WindowLayout,
     digests_of,
     versions,
@@ -44,6 +46,17 @@ log = rank_logger(__name__)
 
 Scalars = Mapping[str, Mapping[str, Tensor]]
 """Optimizer state shared by several experts, by parameter and key."""
+
+
+class _Sent(NamedTuple):
+    """A writer's part of a region, on its way to all ranks of the region."""
+
+    table: ShardTable
+    source: Tensor
+    is_own: bool
+    """Whether this rank is the writer."""
+    wait: Callable[[], Tensor]
+    """Waits for the bytes, and returns them on the host."""
 
 
 class _Loaded:
@@ -230,9 +243,16 @@ class Replay:
         scalars: Scalars | None = self.journals[self._newest]["outcome"].get("scalars")
         shared = frozenset[str]() if scalars is None else self._shared()
         self._reset(shared, scalars or {})
+        under_way: list[_Sent] = []
         for region in layout.shards:
             for writer in region:
-                self._load_region(layout, segment, region, writer, shared)
+                if layout.written(region, writer).shards:
+                    under_way.append(self._sent(layout, segment, region, writer))
+                if len(under_way) > 1:  # this rank's own part, which is here, is loaded while another one comes
+                    own = [each for each in under_way if each.is_own]
+                    self._load_part(under_way.pop(under_way.index((own or under_way)[0])), shared)
+        for each in under_way:
+            self._load_part(each, shared)
         self._load_scalars(scalars or {})
         self._view.schema.load_rest(self.journals[self._newest]["start"].get("optimizer", {}), self._view.params)
         for each in (self._view.params, *self._view.averages.all()):
@@ -269,25 +289,33 @@ class Replay:
                 assert live is not None
                 live.copy_(value)
 
-    def _load_region(
-        self, layout: FileLayout, segment: Tensor, region: Region, writer: int, shared: Collection[str]
-    ) -> None:
+    def _sent(self, layout: FileLayout, segment: Tensor, region: Region, writer: int) -> _Sent:
+        """Begin to give the region a writer's part."""
         table = layout.written(region, writer)
-        if not table.shards:
-            return
-        places = SegmentLayout.placed(table.kinds)
-        nbytes = sum(places[-1])
-        if writer == self.groups.rank:
-            start = layout.segment.span(table.names[0]).offset
-            source = segment[start : start + nbytes]
-        else:
-            source = torch.empty(nbytes, dtype=torch.uint8)
-        source = self._broadcast(source, region, writer)
-        offsets = np.array([offset for offset, _ in places], np.int64)
+        nbytes, is_own = sum(SegmentLayout.placed(table.kinds)[-1]), writer == self.groups.rank
+        start = layout.segment.span(table.names[0]).offset if is_own else 0
+        source = segment[start : start + nbytes] if is_own else torch.empty(nbytes, dtype=torch.uint8)
+        if len(region) == 1:
+            return _Sent(table, source, is_own, lambda: source)
+        group = self.groups.among(region)
+        on_device = source.cuda() if dist.get_backend(group) == "nccl" else source
+        work = dist.broadcast(on_device, src=writer, group=group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return source if is_own else on_device.cpu()
+
+        return _Sent(table, source, is_own, wait)
+
+    def _load_part(self, part: _Sent, shared: Collection[str]) -> None:
+        source = part.source if part.is_own else part.wait()
+        offsets = np.array([offset for offset, _ in SegmentLayout.placed(part.table.kinds)], np.int64)
         copies: list[Copy] = []
-        for group in table.by_parameter():
+        for group in part.table.by_parameter():
             copies += self._copies_of(group, offsets, source, shared)
         copy_through(self.engine, copies)
+        if part.is_own:
+            part.wait()
 
     def _copies_of(
         self, shards: ParameterShards, offsets: Column, source: Tensor, shared: Collection[str]
@@ -315,14 +343,6 @@ class Replay:
                 yield from _copies(source, at, dtype, flat, (shards.start[rows], shards.numel[rows]))
             else:  # every part has the same value
                 yield _typed(source[at[-1] : at[-1] + dtype.itemsize * math.prod(shape)], dtype), flat
-
-    def _broadcast(self, source: Tensor, region: Region, writer: int) -> Tensor:
-        if len(region) == 1:
-            return source
-        group = self.groups.among(region)
-        on_device = source.cuda() if dist.get_backend(group) == "nccl" else source.contiguous()
-        dist.broadcast(on_device, src=writer, group=group)
-        return on_device.cpu()
 
 
 class Repeats:
@@ -421,6 +441,7 @@ def _shown(losses: list[Tensor]) -> str:
 
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by their bytes, to move elements bit by bit."""
+_LARGE_ROW_NBYTES = 2**15
 
 
 def _copies(
@@ -444,12 +465,10 @@ def _copies(
         value = _typed(source[first : int(at[of].max()) + size * dtype.itemsize], dtype)
         rows = value.as_strided((int(from_row.max()) + 1, size), (from_unit, 1))
         into = flat.as_strided((int(to_row.max()) + 1, size), (to_unit, 1), flat.storage_offset() + begin)
-        if to_unit < size:  # not rows of a matrix
-            yield from ((rows[i], into[j]) for i, j in zip(from_row.tolist(), to_row.tolist(), strict=True))
-        elif (
-            len(rows) == len(into) == len(from_row) and (np.diff(from_row) == 1).all() and (np.diff(to_row) == 1).all()
-        ):
+        if len(rows) == len(into) == len(from_row) and (np.diff(from_row) == 1).all() and (np.diff(to_row) == 1).all():
             yield rows, into
+        elif to_unit < size or size * dtype.itemsize >= _LARGE_ROW_NBYTES:  # not rows of a matrix, or worth copies of their own
+            yield from ((rows[i], into[j]) for i, j in zip(from_row.tolist(), to_row.tolist(), strict=True))
         else:
             found = rows.view(_UNITS[dtype.itemsize]).index_select(0, torch.from_numpy(from_row)).view(dtype)
             found = found.to(into.device, into.dtype).view(_UNITS[into.dtype.itemsize])
